@@ -1,0 +1,58 @@
+"""Run functions on every device and every rank, with an exception where others hang.
+
+The files, from the bottom up; each knows only those above it in this list::
+
+    errors                  every error
+    launchers, devices      environment -> launch facts; which devices there are
+    pickling                objects to bytes and back
+    world                   who am I among the ranks
+    ddp                     initialize_ddp, cleanup_ddp
+    reports                 the words in which ranks tell of outcomes
+    outcomes                post and await outcomes through the store
+    collectives             collectives on objects
+    on_rank                 code for one rank
+    executor                ParallelExecutor (transport, worker, forkserver, supervisor, executor)
+    parallelize             code for every device
+
+Importing it starts nothing: no process, no thread, no GPU.
+"""
+
+from .ddp import cleanup_ddp, initialize_ddp, should_use_distributed
+from .devices import resolve_device
+from .errors import (
+    ExecutorClosedError,
+    LaunchError,
+    ParallelError,
+    RankError,
+    RankTimeoutError,
+    RemoteError,
+    TransferError,
+    WorkerDiedError,
+)
+from .executor import ParallelExecutor
+from .on_rank import on_local_rank, on_rank, rank_first
+from .parallelize import parallel_on_all_devices, parallelize_on_gpus
+from .world import World, current_world
+
+__all__ = [
+    "ExecutorClosedError",
+    "LaunchError",
+    "ParallelError",
+    "ParallelExecutor",
+    "RankError",
+    "RankTimeoutError",
+    "RemoteError",
+    "TransferError",
+    "WorkerDiedError",
+    "World",
+    "cleanup_ddp",
+    "current_world",
+    "initialize_ddp",
+    "on_local_rank",
+    "on_rank",
+    "parallel_on_all_devices",
+    "parallelize_on_gpus",
+    "rank_first",
+    "resolve_device",
+    "should_use_distributed",
+]

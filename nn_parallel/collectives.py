@@ -1,0 +1,49 @@
+"""Collectives on objects, by way of torch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from .ddp import initialize_ddp
+from .errors import TransferError
+from .pickling import Packed, loads
+
+
+def broadcast_packed(packed: Packed | None, src: int) -> Any:
+    """What rank ``src`` packed, rebuilt on every rank; the others pass None. Makes the process group if there is none.
+
+    Raises:
+        TransferError: it cannot be unpickled here.
+    """
+    initialize_ddp()
+    box = [_sendable(packed) if packed is not None else None]
+    dist.broadcast_object_list(box, src=src)
+    return _rebuilt(box[0], src)
+
+
+def all_gather_packed(packed: Packed) -> list[Any]:
+    """What every rank packed, rebuilt on every rank, in rank order. Makes the process group if there is none.
+
+    Raises:
+        TransferError: one of them cannot be unpickled here.
+    """
+    world = initialize_ddp()
+    boxes: list[Any] = [None] * world.world_size
+    dist.all_gather_object(boxes, _sendable(packed))
+    return [_rebuilt(box, rank) for rank, box in enumerate(boxes)]
+
+
+def _sendable(packed: Packed) -> tuple[bytes, list[bytes]]:
+    return packed.pickle, [bytes(buffer) for buffer in packed.buffers]
+
+
+def _rebuilt(box: Any, src: int) -> Any:
+    pickled, buffers = box
+    try:
+        return loads(pickled, [bytearray(buffer) for buffer in buffers])
+    except Exception as error:
+        raise TransferError(
+            f"The result of rank {src} cannot be rebuilt here: {type(error).__name__}: {error}"
+        ) from error

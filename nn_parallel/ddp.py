@@ -1,0 +1,340 @@
+"""`initialize_ddp` and `cleanup_ddp`: from a launch to a store, from the store to a process group, and back."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import socket
+import stat
+import sys
+import time
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from . import world as _world
+from .devices import resolve_device
+from .errors import LaunchError
+from .launchers import Launch, detect_launch, is_loopback, with_arguments
+from .world import DEFAULT_TIMEOUT, Membership, World, current_world, membership, world_of
+
+logger = logging.getLogger("nn_parallel")
+
+
+def initialize_ddp(
+    timeout: timedelta | float | None = None,
+    *,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    local_rank: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    fallback: bool = False,
+) -> World:
+    """Join the ranks that were started together, and connect them by a process group.
+
+    Works however this process was started: by torchrun, with the ``env://`` variables or with explicit arguments; as a
+    rank of `ParallelExecutor.run`; or alone, where it makes no group and returns the world of one rank. Call it as
+    often as you like: it returns the same world, and makes the group again after a failure has closed it.
+
+    Args:
+        timeout: seconds (or a timedelta) for the ranks to find each other and for each collective; 60 minutes if None.
+        backend: of torch.distributed. If None: ``"gloo"`` on CPU, gloo for CPU tensors and the accelerator's own
+            backend for its tensors otherwise.
+        device: of this rank. If None: the accelerator of the local rank, or the CPU where there is none.
+        rank, world_size, local_rank, master_addr, master_port: win over the environment.
+        fallback: where the environment is broken, warn and go on alone instead of raising.
+
+    Returns:
+        `World`, which unpacks as ``distributed, rank, local_rank, world_size, device``.
+
+    Raises:
+        LaunchError: the environment is half set or contradicts itself, the port is in use, a rank did not come within
+            ``timeout``, or there are fewer accelerators than ranks. The message says what to set.
+
+    Example::
+
+        distributed, rank, local_rank, world_size, device = initialize_ddp()
+        model = MyModel().to(device)
+        if distributed:
+            model = DistributedDataParallel(model)
+    """
+    limit = as_timedelta(timeout) or DEFAULT_TIMEOUT
+    member = membership()
+    try:
+        if member is None:
+            environ = with_arguments(
+                os.environ,
+                rank=rank,
+                world_size=world_size,
+                local_rank=local_rank,
+                master_addr=master_addr,
+                master_port=master_port,
+            )
+            launch = detect_launch(environ)
+            if launch is None:
+                return current_world() if device is None else World(False, 0, 0, 1, resolve_device(device))
+            member = _join(launch, resolve_device(device) if device is not None else None, limit)
+        if member.open_store is not None and not dist.is_initialized():
+            _make_group(member, backend, as_timedelta(timeout) or member.timeout)
+    except LaunchError as error:
+        if not fallback:
+            raise
+        cleanup_ddp()
+        warnings.warn(f"Running alone, not distributed. {error}", stacklevel=2)
+        alone = World(False, 0, 0, 1, resolve_device(device or "cpu"))
+        _world.join(Membership(alone))
+        return alone
+    return member.current()
+
+
+def cleanup_ddp() -> None:
+    """Leave the world that `initialize_ddp` joined and close its process group. Harmless when there is none.
+
+    Runs by itself at the end of the program. Inside `ParallelExecutor.run` it closes the group; the rank stays a rank.
+    """
+    member = membership()
+    if member is None or member.world.launcher == "external":
+        return
+    close_group(member)
+    if member.world.launcher != "executor":
+        member.on_leave.close()
+        _world.join(None)
+
+
+def join_launched_world() -> Membership | None:
+    """The membership of this process, joined now if a launcher started it and `initialize_ddp` has not been called.
+
+    Without this, every rank of a script that forgot to call it would take itself for rank 0 and write the checkpoint.
+    """
+    member = membership()
+    if member is None and detect_launch(os.environ) is not None:
+        world = initialize_ddp()
+        logger.info("initialize_ddp() was called for you: rank %d of %d (%s).", *world[1:4:2], world.launcher)
+        member = membership()
+    return member
+
+
+def should_use_distributed(flag: bool | None = None) -> bool:
+    """Whether to train distributed.
+
+    Args:
+        flag: False: no. None: what the environment says, yes if several ranks were started together. True: yes if it is
+            possible at all, also with a single launched rank; if it is not, a warning says so.
+
+    Example::
+
+        >>> should_use_distributed(False)
+        False
+    """
+    if flag is False:
+        return False
+    world = current_world()
+    if flag is None:
+        return world.world_size > 1
+    possible = world.launcher != "none"
+    if not possible:
+        warnings.warn("No launcher started this process, so it runs alone: start it with torchrun.", stacklevel=2)
+    return possible
+
+
+def as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
+    """Seconds or a timedelta, as a timedelta.
+
+    Raises:
+        ValueError: it is not above zero.
+    """
+    limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+    if limit is not None and limit <= timedelta(0):
+        raise ValueError(f"timeout={timeout} must be above zero.")
+    return limit
+
+
+def close_group(member: Membership) -> None:
+    """Close the process group of ``member``, at once and without waiting for any peer. `initialize_ddp` makes it anew."""
+    if dist.is_initialized():
+        abort_collectives(member)
+        dist.destroy_process_group()
+    member.group_sockets = {}
+
+
+def abort_collectives(member: Membership) -> None:
+    """Free this rank from the collective that it sits in, and its peers from waiting for it. Any thread may call this.
+
+    Gloo has no abort: what frees a rank at once is the end of its own connections. `shutdown` ends them for every
+    thread that uses them and leaves the closing to gloo. A descriptor is touched only while it is still the same socket
+    (its inode), and never a listening one, whose loss ends the process.
+    """
+    for fd, inode in list(member.group_sockets.items()):
+        with contextlib.suppress(OSError):
+            duplicate = os.dup(fd)
+            if os.fstat(duplicate).st_ino != inode:
+                os.close(duplicate)
+                continue
+            with socket.socket(fileno=duplicate) as connection:
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _join(launch: Launch, device: torch.device | None, timeout: timedelta) -> Membership:
+    world = world_of(launch, device)
+    if world.device.type != "cpu":
+        torch.accelerator.set_device_index(world.device.index)  # before anything can open a context on device 0
+    hosts_store = launch.rank == 0 and not launch.launcher_hosts_store
+    store = _open_store(launch, hosts_store, timeout)
+    global _joins
+    _joins += 1
+    member = Membership(
+        world,
+        lambda prefix=f"nn_parallel/{launch.attempt}.{_joins}": dist.PrefixStore(prefix, store),
+        timeout,
+        store_host=None if launch.launcher_hosts_store else 0,
+        one_node=launch.one_node,
+    )
+    _await_all_ranks(member, launch, timeout)
+    _world.join(member)
+    member.on_leave.callback(_await_last_rank, member)
+    atexit.register(cleanup_ddp)
+    logger.info("Rank %d of %d on %s, started by %s.", world.rank, world.world_size, world.device, world.launcher)
+    return member
+
+
+def _open_store(launch: Launch, hosts_store: bool, timeout: timedelta) -> dist.Store:
+    """Connect to the store at the master address; rank 0 hosts it, unless the launcher does."""
+    address = f"{launch.master_addr}:{launch.master_port}"
+    listener = None
+    if hosts_store and is_loopback(launch.master_addr):
+        # A socket of our own: TCPStore would listen on every interface.
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((launch.master_addr, launch.master_port))
+            listener.listen(max(launch.world_size, 128))
+        except OSError as error:
+            listener.close()
+            raise LaunchError(
+                f"Rank 0 cannot listen on {address}: {error.strerror}. Set MASTER_PORT to a free port on every rank."
+            ) from error
+    try:
+        return dist.TCPStore(
+            launch.master_addr,
+            launch.master_port,
+            is_master=hosts_store,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if listener else None,
+        )
+    except RuntimeError as error:  # DistNetworkError, DistStoreError
+        if hosts_store:
+            raise LaunchError(f"Rank 0 cannot listen on {address}: {_first_line(error)}") from error
+        host = "the launcher" if launch.launcher_hosts_store else "rank 0"
+        raise LaunchError(
+            f"Rank {launch.rank} of {launch.world_size} found nobody at {address} within {timeout.total_seconds():g} s: "
+            f"{host} listens there. Is it running, are MASTER_ADDR and MASTER_PORT its own, and does a firewall let them "
+            "through?"
+        ) from error
+
+
+def _await_all_ranks(member: Membership, launch: Launch, timeout: timedelta) -> None:
+    """Wait until every rank has arrived at the store; name those that have not."""
+    store = member.store
+    store.set(f"arrived/{member.rank}", "1")
+    arrived = store.add("arrived", 1)  # one counter to poll, however many ranks; the keys above only name the missing
+    deadline = time.monotonic() + timeout.total_seconds()
+    pause = 0.0005
+    while arrived < member.world_size:
+        if time.monotonic() > deadline:
+            missing = [rank for rank in range(member.world_size) if not store.check([f"arrived/{rank}"])]
+            raise LaunchError(
+                f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {member.world_size} did not come to "
+                f"{launch.master_addr}:{launch.master_port} within {timeout.total_seconds():g} s. Is every rank running, "
+                "with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
+            )
+        time.sleep(pause)
+        pause = min(pause * 1.2, 0.05)
+        arrived = store.add("arrived", 0)
+
+
+def _await_last_rank(member: Membership) -> None:
+    """Leave; the rank that hosts the store waits for the others first, who may still have to read the last outcomes."""
+    store = member.store
+    with contextlib.suppress(RuntimeError):  # a lost store: nobody to wait for
+        left = store.add("left", 1)
+        deadline = time.monotonic() + LINGER_S
+        while member.store_host == member.rank and left < member.world_size and time.monotonic() < deadline:
+            time.sleep(0.005)
+            left = store.add("left", 0)
+
+
+def _make_group(member: Membership, backend: str | None, timeout: timedelta) -> None:
+    """Make the default process group on the kept store, under a prefix that no earlier group used."""
+    world = member.world
+    on_cpu = world.device.type == "cpu"
+    if backend is None:
+        backend = (
+            "gloo" if on_cpu else f"cpu:gloo,{world.device.type}:{dist.get_default_backend_for_device(world.device)}"
+        )
+    if member.one_node and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # Gloo listens on the address of the host name otherwise. It stays set for the subgroups that users make later.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        member.on_leave.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
+    member.groups_made += 1
+    prefix = f"group{member.groups_made}"
+    store = member.store  # connected now, so that its socket is not taken for one of the group
+    before, hook = _sockets(), sys.excepthook
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(prefix, store),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timeout,
+            device_id=None if on_cpu else world.device,
+        )
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, ValueError) and "backend" not in str(error).lower():
+            raise
+        raise LaunchError(
+            f"Rank {world.rank} of {world.world_size} could not make a {backend} group within "
+            f"{timeout.total_seconds():g} s: {_first_line(error)}"
+        ) from error
+    finally:
+        sys.excepthook = hook  # each init chains one more
+    member.group_sockets = {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
+    if world.rank == 0 and member.groups_made > 1:
+        _delete_keys(store, f"/group{member.groups_made - 1}/")
+
+
+def _delete_keys(store: dist.Store, part: str) -> None:
+    """Delete what a closed group left in the store: the number of keys must not grow with failures."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    for key in store.list_keys():  # whole names, whichever prefix was asked
+        if part in key:
+            store.delete_key(key)
+
+
+def _sockets() -> dict[int, int]:
+    """The open sockets of this process, as ``{fd: inode}``; empty where the system does not tell."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found[int(name)] = status.st_ino
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+LINGER_S = 30.0
+_joins = 0

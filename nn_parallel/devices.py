@@ -1,0 +1,177 @@
+"""Which devices there are, which one is ours, and how a function is given it. Nothing here starts CUDA to look."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .errors import LaunchError
+
+
+def resolve_device(device: torch.device | str) -> torch.device:
+    """Turn a device specification into a `torch.device` that exists.
+
+    ``"cuda"`` and ``"gpu"`` mean the current accelerator, whatever its type. Where there is no accelerator, one that
+    was asked for becomes the CPU, with one warning per program.
+
+    Raises:
+        ValueError: the specification is not a device, or names an accelerator beyond those that exist.
+
+    Example::
+
+        >>> resolve_device("cpu")
+        device(type='cpu')
+    """
+    text = str(device)
+    if text.split(":")[0] == "gpu":
+        text = text.replace("gpu", "cuda", 1)
+    try:
+        wanted = torch.device(text)
+    except RuntimeError as error:
+        raise ValueError(f"{device!r} is not a device: {str(error).splitlines()[0]}") from None
+    if wanted.type in ("cpu", "meta"):
+        return wanted
+    found = accelerators()
+    if not found:
+        _warn_no_accelerator_once(str(device))
+        return torch.device("cpu")
+    if wanted.type not in ("cuda", found[0].type):
+        raise ValueError(f"There is no {wanted}: {what_exists(found)}.")
+    index = torch.accelerator.current_device_index() if wanted.index is None else wanted.index
+    if index >= len(found):
+        raise ValueError(f"There is no {device}: {what_exists(found)}.")
+    return found[index]
+
+
+def accelerators() -> list[torch.device]:
+    """Every visible accelerator, in torch's order; an empty list where there is none."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return []
+    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def parse_devices(devices: str | torch.device | Sequence[str | torch.device | int]) -> list[torch.device]:
+    """The devices that a ``devices=`` argument names.
+
+    ``"cpu"``; ``"all"`` accelerators; accelerators by number, ``"0,2-3"`` (a range includes its end); or a list of
+    devices. Numbers and devices may repeat: several workers then share one.
+
+    Raises:
+        ValueError: one of them does not exist, or the text is none of these; the message says what exists.
+    """
+    found = accelerators()
+    if isinstance(devices, torch.device):
+        devices = [devices]
+    if isinstance(devices, str):
+        if devices.strip() == "all":
+            if not found:
+                raise ValueError(
+                    "devices='all' asks for accelerators, and there is none; devices='cpu' asks for the CPU."
+                )
+            return found
+        devices = [part.strip() for part in devices.split(",")]
+    chosen = [device for part in devices for device in _expand(part, found)]
+    if not chosen:
+        raise ValueError(f"devices names no device; {what_exists(found)}.")
+    if len({device.type for device in chosen}) > 1:
+        raise ValueError(f"devices mixes {' and '.join(sorted({d.type for d in chosen}))}: one pool has one kind.")
+    return chosen
+
+
+def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
+    """The device of the rank that is ``local_rank`` of the ``local_world_size`` on this node.
+
+    The only visible accelerator (a launcher may show each rank its own), else the one numbered by the local rank, else
+    the CPU where there is none at all. Never the rank modulo the count: that silently puts two ranks on one device.
+
+    Raises:
+        LaunchError: fewer accelerators than ranks.
+    """
+    found = accelerators()
+    if not found:
+        return torch.device("cpu")
+    if len(found) == 1:
+        return found[0]
+    if len(found) < local_world_size:
+        raise LaunchError(
+            f"{local_world_size} ranks run on this node and {what_exists(found)}: start at most {len(found)} "
+            "ranks per node, or pass device= to share one on purpose."
+        )
+    return found[local_rank]
+
+
+def cpu_count() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def call_on_device(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device | None
+) -> Any:
+    """Call ``fn`` with ``device`` bound to its parameter of that name, wherever it stands.
+
+    The caller's positional arguments fill the other parameters: ``def f(device, data)`` is called for ``f(data)``. A
+    function without such a parameter, a caller that passed ``device=`` itself and ``device=None`` change nothing.
+    """
+    if device is None or "device" in kwargs or not (place := _device_parameter(fn)):
+        return fn(*args, **kwargs)
+    kind, index = place
+    if kind is inspect.Parameter.KEYWORD_ONLY or (len(args) < index and kind is not inspect.Parameter.POSITIONAL_ONLY):
+        return fn(*args, **kwargs, device=device)
+    return fn(*args[:index], device, *args[index:], **kwargs)
+
+
+def _device_parameter(fn: Callable[..., Any]) -> tuple[Any, int] | None:
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (ValueError, TypeError):  # a builtin that tells no signature
+        return None
+    if "device" not in parameters:
+        return None
+    kind = parameters["device"].kind
+    if kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+        return None
+    return kind, list(parameters).index("device")
+
+
+def _expand(part: str | torch.device | int, found: list[torch.device]) -> list[torch.device]:
+    text = str(part).strip()
+    first, dash, last = text.partition("-")
+    if first.isdecimal() and (not dash or last.isdecimal()):
+        wanted = range(int(first), int(last if dash else first) + 1)
+        if not wanted or wanted[-1] >= len(found):
+            raise ValueError(f"There is no accelerator {text}: {what_exists(found)}.")
+        return [found[index] for index in wanted]
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise ValueError(f"{text!r} names no device; {what_exists(found)}.") from None
+    if device.type == "cpu":
+        return [torch.device("cpu")]
+    if device.index is None or device not in found:
+        raise ValueError(f"There is no {device}: {what_exists(found)}.")
+    return [device]
+
+
+def what_exists(found: list[torch.device]) -> str:
+    if not found:
+        return "this machine has no accelerator, only the cpu"
+    if len(found) == 1:
+        return f"the only accelerator is {found[0]}"
+    return f"the accelerators are {found[0]} to {found[-1]}"
+
+
+def _warn_no_accelerator_once(wanted: str) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(f"{wanted} was asked for and there is no accelerator: the CPU is used.", stacklevel=3)
+
+
+_warned = False

@@ -1,0 +1,232 @@
+"""Every error that this package raises on purpose.
+
+    ParallelError(RuntimeError)
+    ├─ RankError(ExceptionGroup)        one leaf per failed rank, the cause first
+    ├─ WorkerDiedError                  a process is gone
+    ├─ RankTimeoutError(TimeoutError)   a rank did not answer in time
+    ├─ ExecutorClosedError              the pool was shut down
+    ├─ TransferError                    an object could not be sent
+    ├─ RemoteError                      an exception that could not be rebuilt here
+    └─ LaunchError                      the launch environment or device configuration is wrong
+
+``except ParallelError`` therefore catches them all, and ``except* ValueError`` reaches the leaves of a `RankError`.
+A bad argument is a plain `ValueError` or `TypeError`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+
+class ParallelError(RuntimeError):
+    """The base of every error of this package."""
+
+
+class RankError(ExceptionGroup[Exception], ParallelError):
+    """One or more ranks failed in a call that all ranks make together.
+
+    Raised on *every* rank, the failed one included. Its leaves are the exceptions of the failed ranks, the cause first:
+    in the order of their arrival, and what users raised before the lost connections that followed from it.
+
+    Attributes:
+        failures: ``{rank: exception}``, in the same order.
+        rank: the rank of the cause.
+
+    Example::
+
+        try:
+            save(model)
+        except* OSError as group:  # on every rank, whichever one failed
+            ...
+    """
+
+    failures: dict[int, Exception]
+
+    def __new__(cls, message: str, failures: Mapping[int, Exception]) -> Self:
+        self = super().__new__(cls, message, list(failures.values()))
+        self.failures = dict(failures)
+        return self
+
+    def __init__(self, message: str, failures: Mapping[int, Exception]) -> None:
+        super().__init__(message, failures)
+
+    @property
+    def rank(self) -> int:
+        return next(iter(self.failures))
+
+    def derive(self, excs: Sequence[Exception]) -> RankError:  # type: ignore[override]
+        """The group of some of the leaves, for ``except*``: each keeps its rank."""
+        kept = {rank: error for rank, error in self.failures.items() if any(error is e for e in excs)}
+        return RankError(self.message, kept)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, self.failures)
+
+
+class WorkerDiedError(ParallelError):
+    """A process ended without an answer.
+
+    Attributes:
+        rank: its rank.
+        pid: its process id.
+        exitcode: its exit code, ``-n`` when signal ``n`` killed it, None when it is not known from here.
+        evidence: what else is known of its end; an empty string if nothing is.
+    """
+
+    def __init__(self, message: str, *, rank: int, pid: int, exitcode: int | None = None, evidence: str = "") -> None:
+        super().__init__(message)
+        self.rank, self.pid, self.exitcode, self.evidence = rank, pid, exitcode, evidence
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_by_name, (type(self), str(self), self.__dict__)
+
+
+class RankTimeoutError(ParallelError, TimeoutError):
+    """A rank did not answer in time.
+
+    Attributes:
+        ranks: the silent ranks.
+        stacks: ``{rank: text}``, where each of them stands, as far as that is known from here.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = (), stacks: Mapping[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.ranks, self.stacks = list(ranks), dict(stacks or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_by_name, (type(self), str(self), self.__dict__)
+
+
+class ExecutorClosedError(ParallelError):
+    """The executor was used after `shutdown`, or in a process that did not make it."""
+
+
+class TransferError(ParallelError):
+    """An object could not be sent to another process; the message names the attribute that stands in the way."""
+
+
+class RemoteError(ParallelError):
+    """Stands for an exception of another rank that cannot be rebuilt here; the message begins with its type's name."""
+
+
+class LaunchError(ParallelError):
+    """The launch environment or the device configuration is wrong; the message says what to set."""
+
+
+class RemoteTraceback(Exception):
+    """Carries the traceback text of another process as the ``__cause__`` of the exception rebuilt here."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0].rstrip()}\n"""'
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception as plain data: all of it that may cross a network."""
+
+    type_name: str
+    args: list[Any] | None  # what its constructor takes, where that is all plain scalars
+    message: str
+    traceback: str
+    lost_connection: bool = False  # a consequence of another rank's failure, most likely
+
+    @classmethod
+    def of(cls, error: BaseException, where: str) -> Failure:
+        """Describe ``error``; ``where`` heads its traceback, for instance ``"Rank 1 of 2"``."""
+        args = error.__reduce__()[1] if type(error).__reduce__ in _PLAIN_REDUCE else None
+        plain = isinstance(args, tuple) and all(isinstance(a, str | int | float | bool | None) for a in args)
+        return cls(
+            type_name=qualified_name(type(error)),
+            args=list(args) if plain and isinstance(args, tuple) else None,
+            message=_text_of(error),
+            traceback=f"{where} (pid {os.getpid()} on {socket.gethostname()}):\n{format_traceback(error)}",
+            lost_connection=lost_connection(error),
+        )
+
+    def rebuild(self, allowed: Mapping[str, type[Exception]]) -> Exception:
+        """The exception again, of its own type where ``allowed`` lists that, else a `RemoteError`."""
+        error: Exception | None = None
+        if kind := allowed.get(self.type_name):
+            try:
+                error = kind(*self.args) if self.args is not None else kind(self.message)
+            except Exception:  # a constructor that wants something else: the stand-in below says all we know
+                error = None
+        if error is None:
+            error = RemoteError(f"{self.type_name}: {self.message}")
+        error.__cause__ = RemoteTraceback(self.traceback)
+        return error
+
+
+def qualified_name(kind: type) -> str:
+    """``ValueError``, or ``package.module.MyError``."""
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def format_traceback(error: BaseException) -> str:
+    """The traceback as Python prints it, without our own frames at its top, bounded in length."""
+    text = "".join(traceback.format_exception(type(error), error, user_frames(error)))
+    half = MAX_TRACEBACK_CHARS // 2
+    return text if len(text) <= MAX_TRACEBACK_CHARS else f"{text[:half]}\n  [...]\n{text[-half:]}"
+
+
+def user_frames(error: BaseException) -> TracebackType | None:
+    """The traceback of ``error`` from the first frame that is not ours; ours alone if there is no other."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
+        frames = frames.tb_next
+    return frames or error.__traceback__
+
+
+def lost_connection(error: BaseException) -> bool:
+    """Whether ``error`` is what a rank sees when a peer of its process group goes away.
+
+    Gloo raises plain `RuntimeError`, so its own source file in the message is the only mark there is.
+    """
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _LOST_CONNECTION_MARKS)
+
+
+def exit_reason(exitcode: int) -> str:
+    """``"exited with code 3"`` or ``"was killed by SIGKILL"``."""
+    if exitcode >= 0:
+        return f"exited with code {exitcode}"
+    try:
+        return f"was killed by {signal.Signals(-exitcode).name}"
+    except ValueError:
+        return f"was killed by signal {-exitcode}"
+
+
+def summary(error: BaseException) -> str:
+    """``"ValueError: no such file"``, on one line."""
+    first, *more = _text_of(error).splitlines() or [""]
+    name = type(error).__name__
+    return f"{name}: {first}{' ...' if more else ''}" if first else name
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"<its __str__ raised {type(broken).__name__}>"
+
+
+def _rebuild_by_name(kind: type[ParallelError], message: str, attributes: dict[str, Any]) -> ParallelError:
+    error = kind.__new__(kind, message)
+    error.args = (message,)
+    error.__dict__.update(attributes)
+    return error
+
+
+MAX_TRACEBACK_CHARS = 20_000
+_PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PLAIN_REDUCE = (BaseException.__reduce__, OSError.__reduce__, ImportError.__reduce__)
+_LOST_CONNECTION_MARKS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")

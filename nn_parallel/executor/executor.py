@@ -1,0 +1,274 @@
+"""`ParallelExecutor`: run functions on every device, in worker processes or on the ranks that a launcher started."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from ..collectives import all_gather_packed
+from ..ddp import join_launched_world
+from ..devices import accelerators, call_on_device, cpu_count, parse_devices, what_exists
+from ..errors import ExecutorClosedError, ParallelError, RankError, user_frames
+from ..outcomes import channel, rank_error
+from ..pickling import Packed, dumps
+from ..reports import Call
+from ..world import Membership
+from .supervisor import Run, Single, Supervisor
+
+R = TypeVar("R")
+logger = logging.getLogger("nn_parallel")
+
+
+class ParallelExecutor(Executor):
+    """Run functions on every device: a `concurrent.futures.Executor` whose workers are ranks.
+
+    In a script, a notebook or a shell it starts one process per device. Under a launcher (torchrun, ``env://``) its
+    workers are the ranks already there: every rank makes the same executor and the same calls, `run` and `map` return
+    the same results on all of them, and the arguments that choose workers do not apply.
+
+    Functions, also lambdas and closures, and the classes of ``__main__`` travel by value: no ``__main__`` guard, no
+    second run of the script. What a worker prints appears in this process's ``sys.stdout``. Linux only, but for the
+    launched form.
+
+    Args:
+        num_gpus: the first so many accelerators; on a machine without any, so many CPU workers.
+        pass_device: bind the worker's device to a function's parameter called ``device``, wherever it stands; the
+            caller's positional arguments fill the others. A function without one is called without it.
+        devices: ``"cpu"``, ``"all"``, ``"0,2-3"`` or a list of devices. If neither this nor ``num_gpus`` is given: all
+            accelerators, or one CPU worker per core where there is none.
+        num_workers: how many workers, over these devices in turn. If None: one per device, one per core on the CPU.
+        initializer: called once in each worker, also in one that replaces a dead one.
+        initargs: its arguments.
+
+    Raises:
+        TypeError: ``num_gpus`` together with ``devices``.
+        ValueError: there are fewer devices, or none of that name; under a launcher, an argument that chooses workers.
+        TransferError: the initializer cannot be sent.
+
+    Example::
+
+        with ParallelExecutor(num_workers=2, devices="cpu") as ex:
+            ex.run(lambda device, x: x + 1, 1)  # [2, 2]
+            list(ex.map(abs, [-1, -2, -3]))     # [1, 2, 3]
+    """
+
+    _idle_limit_s: float | None = None
+
+    def __init__(
+        self,
+        num_gpus: int | None = None,
+        pass_device: bool = True,
+        *,
+        devices: str | torch.device | Sequence[str | torch.device | int] | None = None,
+        num_workers: int | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+    ) -> None:
+        self._pass_device = pass_device
+        self._closed = False
+        self._supervisor: Supervisor | None = None
+        member = join_launched_world()
+        if member is not None and member.open_store is not None:
+            for name, value in (("num_gpus", num_gpus), ("devices", devices), ("num_workers", num_workers)):
+                if value is not None:
+                    raise ValueError(
+                        f"{name}={value!r} does not apply here: the workers are the {member.world_size} ranks that run "
+                        "already."
+                    )
+            self._member: Membership | None = member
+            if initializer is not None:
+                initializer(*initargs)
+            return
+        self._member = None
+        if sys.platform != "linux":
+            raise ParallelError("ParallelExecutor starts worker processes on Linux only: use WSL, Linux or torchrun.")
+        setup = _pack_call(initializer or _nothing, initargs, {})
+        chosen = _choose_devices(num_gpus, devices, num_workers)
+        self._supervisor = Supervisor(chosen, pass_device, setup, self._idle_limit_s)
+        weakref.finalize(self, Supervisor.close, self._supervisor, wait=False).atexit = False
+
+    def run(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> list[R]:
+        """Call ``fn`` once on every device, all at the same time, as the ranks of one world.
+
+        Inside, `on_rank` works at once, and `initialize_ddp` connects the ranks by a process group, which is kept for
+        the next call.
+
+        Returns:
+            The results, in rank order.
+
+        Raises:
+            RankError: ``fn`` raised on a rank, its result could not be sent, or a process died. The other ranks are
+                ended and the pool is whole again afterwards.
+            TransferError: ``fn`` or an argument cannot be sent; nothing was started.
+            ExecutorClosedError: after `shutdown`.
+
+        Example::
+
+            ex.run(lambda device, x: str(device), 1)  # ['cpu', 'cpu']
+        """
+        if self._supervisor is None:
+            frame = sys._getframe(1)
+            return self._run_on_ranks(fn, args, kwargs, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        run = Run(_pack_call(fn, args, kwargs), _name(fn), self._supervisor.world_size)
+        self._supervisor.submit(run)
+        try:
+            return run.result()
+        except RankError:
+            raise
+        except BaseException:  # Ctrl-C: nobody will take the results
+            self._supervisor.abandon(run)
+            raise
+
+    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
+        """Call ``fn`` on the next free device, as the only rank of its world.
+
+        Returns:
+            A future of the result. An exception in ``fn`` is raised as itself, with the remote traceback as its cause;
+            a process that dies as `WorkerDiedError`, for this task only.
+
+        Raises:
+            TransferError: ``fn`` or an argument cannot be sent.
+            ExecutorClosedError: after `shutdown`.
+            ParallelError: under a launcher, where all ranks would have to submit the same.
+
+        Example::
+
+            ex.submit(pow, 2, 10).result()  # 1024
+        """
+        if self._supervisor is None:
+            raise ParallelError(
+                "submit() hands a task to one free worker, but here every rank makes every call: use run() or map()."
+            )
+        job = Single(_pack_call(fn, args, kwargs), _name(fn))
+        self._supervisor.submit(job)
+        return job.future
+
+    def map(
+        self, fn: Callable[..., R], *iterables: Iterable[Any], timeout: float | None = None, chunksize: int = 1
+    ) -> Iterator[R]:
+        """Call ``fn`` on every item, the items spread over the devices as these become free.
+
+        Args:
+            timeout: seconds from this call until a result must be there; `TimeoutError` from the iterator otherwise.
+            chunksize: how many items go to a device at a time.
+
+        Returns:
+            An iterator over the results, in the order of the items; an exception of ``fn`` comes out at its place.
+            Under a launcher each rank computes its share and every rank gets all results.
+
+        Raises:
+            ValueError: ``chunksize`` is below one.
+            TransferError, ExecutorClosedError: as `submit`. RankError: under a launcher, as `run`.
+
+        Example::
+
+            list(ex.map(lambda x, device: x * 2, range(4)))  # [0, 2, 4, 6]
+        """
+        if chunksize < 1:
+            raise ValueError(f"chunksize={chunksize} must be at least 1.")
+        items = zip(*iterables, strict=False)
+        if self._supervisor is None:
+            return iter(self._map_over_ranks(fn, list(items)))
+        if chunksize == 1:
+            return super().map(fn, *iterables, timeout=timeout)
+        chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
+        results = super().map(functools.partial(_call_each, fn), chunks, timeout=timeout)
+        return itertools.chain.from_iterable(results)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more calls, finish those that were made, end the workers. May be called again.
+
+        Args:
+            wait: return only when all is done and the processes are gone.
+            cancel_futures: cancel what has not begun.
+        """
+        self._closed = True
+        if self._supervisor is not None:
+            self._supervisor.close(wait=wait, cancel_pending=cancel_futures)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._closed = True
+        if self._supervisor is not None:  # after an exception nobody waits for what still runs
+            self._supervisor.close(kill=error is not None)
+
+    def _run_on_ranks(self, fn: Callable[..., R], args: Any, kwargs: Any, place: str) -> list[R]:
+        """`run` where the workers are the ranks that all make this call."""
+        if self._closed:
+            raise ExecutorClosedError("cannot schedule new work: the executor has been shut down.")
+        assert self._member is not None
+        device = self._member.world.device if self._pass_device else None
+        here = channel()
+        if here is None:  # a world of one rank
+            try:
+                return [call_on_device(fn, args, kwargs, device)]
+            except Exception as error:
+                raise rank_error(_name(fn), 1, {0: error.with_traceback(user_frames(error))}) from None
+        with here.block(Call(_name(fn), tuple(range(here.world_size)), place)):
+            result = call_on_device(fn, args, kwargs, device)
+            packed = dumps(result, {"the result": result})
+        return all_gather_packed(packed)
+
+    def _map_over_ranks(self, fn: Callable[..., R], items: list[tuple[Any, ...]]) -> list[R]:
+        assert self._member is not None
+        rank, count = self._member.rank, self._member.world_size
+        share = functools.partial(_call_each, fn, items[rank::count])
+        shares = self._run_on_ranks(functools.update_wrapper(share, fn), (), {}, "map()")
+        return [shares[index % count][index // count] for index in range(len(items))]
+
+
+def _call_each(fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: torch.device | None = None) -> list[R]:
+    return [call_on_device(fn, item, {}, device) for item in items]
+
+
+def _nothing() -> None:
+    """The initializer of a pool that was given none."""
+
+
+def _pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Packed:
+    parts = {"the function": fn}
+    parts |= {f"argument {index}": value for index, value in enumerate(args)}
+    parts |= {f"argument {name!r}": value for name, value in kwargs.items()}
+    return dumps((fn, args, kwargs), parts)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return f"{getattr(fn, '__qualname__', None) or type(fn).__qualname__}()"
+
+
+def _choose_devices(
+    num_gpus: int | None,
+    devices: str | torch.device | Sequence[str | torch.device | int] | None,
+    num_workers: int | None,
+) -> list[torch.device]:
+    """The device of each worker."""
+    if num_gpus is not None and devices is not None:
+        raise TypeError(f"num_gpus={num_gpus} and devices={devices!r} both choose the devices: give one of them.")
+    found = accelerators()
+    for name, value in (("num_gpus", num_gpus), ("num_workers", num_workers)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1; {what_exists(found)}.")
+    cpu = torch.device("cpu")
+    if devices is not None:
+        chosen = parse_devices(devices)
+    elif found:
+        if num_gpus is not None and num_gpus > len(found):
+            raise ValueError(f"num_gpus={num_gpus} asks for more than there are: {what_exists(found)}.")
+        chosen = found[:num_gpus]
+    else:
+        chosen = [cpu] * (num_gpus or 1)
+    if num_workers is None:
+        num_workers = cpu_count() if chosen == [cpu] and num_gpus is None else len(chosen)
+    if devices is None and not found:
+        logger.info("No accelerator: %d CPU workers, %d threads each.", num_workers, max(1, cpu_count() // num_workers))
+    return [chosen[index % len(chosen)] for index in range(num_workers)]

@@ -1,0 +1,169 @@
+"""The fork server: a process that has imported torch and forks workers in milliseconds; it also reaps them.
+
+One per program, started for the first pool and kept for the next ones. It runs no tensor operation (a forked OpenMP
+pool hangs) and never looks for a GPU, so a fork of it is as good as a fresh process.
+
+Whatever its workers start ends with it: it leads a session of its own, is the subreaper of all its descendants, puts
+each worker into a process group of its own, and watches the parent through a pidfd. A pipe would not do: anyone who has
+forked keeps its other end open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import socket
+
+from .worker import work
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+FDS_PER_WORKER = 3  # its socket, its stdout, its stderr
+
+
+def serve(control_fd: int, parent_pid: int) -> None:
+    """Fork workers for the pools whose connections arrive on ``control_fd``, until that or the parent ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        parent = os.pidfd_open(parent_pid)
+    except ProcessLookupError:
+        return
+    if os.getppid() != parent_pid:
+        return
+    gc.collect()
+    gc.freeze()  # a collection in a worker would touch, and so copy, the pages that all share
+    server = _Server(socket.socket(fileno=control_fd), parent)
+    try:
+        server.loop()
+    finally:
+        _kill_descendants()
+
+
+class _Server:
+    def __init__(self, control: socket.socket, parent: int) -> None:
+        self._control = control
+        self._parent = parent
+        self._pools: dict[int, socket.socket] = {}
+        self._workers: dict[int, socket.socket] = {}  # pid -> the connection of its pool
+        self._child_ended, self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(self._wakeup)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._poll = select.poll()
+        for fd in (control.fileno(), parent, self._child_ended):
+            self._poll.register(fd, select.POLLIN)
+
+    def loop(self) -> None:
+        while True:
+            ready = {fd for fd, _ in self._poll.poll()}
+            if self._parent in ready:
+                return
+            if self._child_ended in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._child_ended, 4096)
+                self._reap()
+            for fd in ready & self._pools.keys():
+                self._serve_pool(self._pools[fd])
+            if self._control.fileno() in ready:
+                message, fds, _, _ = socket.recv_fds(self._control, 1, 1)
+                if not message:
+                    return
+                pool = socket.socket(fileno=fds[0])
+                self._pools[fds[0]] = pool
+                self._poll.register(pool, select.POLLIN)
+
+    def _serve_pool(self, pool: socket.socket) -> None:
+        message, fds, _, _ = socket.recv_fds(pool, 64, FDS_PER_WORKER)
+        if not message:  # the pool is closed: nobody waits for its workers
+            for pid in [pid for pid, owner in self._workers.items() if owner is pool]:
+                _kill_group(pid)
+                del self._workers[pid]  # reaped like any orphan
+            self._poll.unregister(pool)
+            del self._pools[pool.fileno()]
+            pool.close()
+        elif message == b"fork":
+            pid = self._fork(fds)
+            self._workers[pid] = pool
+            self._tell(pool, {"pid": pid})
+            for fd in fds:
+                os.close(fd)
+        elif (pid := int(message)) in self._workers:  # kill it; its number is its own until we reap it
+            _kill_group(pid)
+
+    def _fork(self, fds: list[int]) -> int:
+        server = os.getpid()
+        pid = os.fork()
+        if pid:
+            with contextlib.suppress(PermissionError, ProcessLookupError):
+                os.setpgid(pid, pid)  # in both: whoever comes first
+            return pid
+        code = 1
+        try:
+            os.setpgid(0, 0)
+            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != server:
+                os._exit(1)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for fd in (self._control.detach(), self._parent, self._child_ended, self._wakeup):
+                os.close(fd)
+            for pool in self._pools.values():
+                os.close(pool.detach())
+            connection, stdout, stderr = fds
+            os.dup2(stdout, 1)
+            os.dup2(stderr, 2)
+            os.close(stdout)
+            os.close(stderr)
+            code = work(socket.socket(fileno=connection))
+        finally:
+            os._exit(code)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            pid = ended.si_pid
+            pool = self._workers.pop(pid, None)
+            if pool is not None:
+                _kill_group(pid)  # its children; still a zombie, so the number cannot belong to anyone else
+            _, status, usage = os.wait4(pid, 0)
+            if pool is not None:
+                code = os.waitstatus_to_exitcode(status)
+                self._tell(pool, {"exited": pid, "exitcode": code, "max_rss_kib": usage.ru_maxrss})
+
+    def _tell(self, pool: socket.socket, message: dict[str, int]) -> None:
+        with contextlib.suppress(OSError):  # the pool is gone
+            pool.send(json.dumps(message).encode())
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _kill_descendants() -> None:
+    """Kill whatever descends from this process: as its subreaper it inherits every orphan, daemons too."""
+    while children := _children():
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, 0)
+
+
+def _children() -> list[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [int(pid) for pid in file.read().split()]

@@ -1,0 +1,572 @@
+"""The parent's side of a pool: one thread that receives from all workers, hands out what waits, and replaces the dead.
+
+Whoever submits also sends, if a worker is free; the supervisor sends when one becomes free. Everything that both change
+is guarded by one lock, and nothing is sent or unpickled while it is held.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from ..devices import cpu_count
+from ..errors import (
+    ExecutorClosedError,
+    ParallelError,
+    RankError,
+    RemoteTraceback,
+    TransferError,
+    WorkerDiedError,
+    exit_reason,
+    lost_connection,
+)
+from ..outcomes import rank_error
+from ..pickling import Packed, loads
+from .transport import Message, messages, send
+from .worker import STARTED, Answer, Place, Setup, Task
+
+RUN_GRACE_S = 0.2  # after one rank has failed, for the others to end by themselves
+END_GRACE_S = 2.0  # for idle workers to exit
+MAX_FAILED_STARTS = 3
+
+
+class Single:
+    """One task for whichever worker is free first."""
+
+    def __init__(self, packed: Packed, name: str) -> None:
+        self.packed, self.name = packed, name
+        self.future: Future[Any] = Future()
+
+    def fail(self, rank: int, error: Exception) -> None:
+        self.future.set_exception(error)
+
+    def succeed(self, rank: int, result: Any) -> None:
+        self.future.set_result(result)
+
+
+class Run:
+    """One task for every worker; over when each has answered or is gone."""
+
+    def __init__(self, packed: Packed, name: str, world_size: int) -> None:
+        self.packed, self.name = packed, name
+        self.results: list[Any] = [None] * world_size
+        self.failures: dict[int, Exception] = {}
+        self.missing = set(range(world_size))
+        self.kill_at: float | None = None  # when those that have not answered are killed
+        self._over = threading.Lock()
+        self._over.acquire()
+
+    def fail(self, rank: int, error: Exception) -> None:
+        if isinstance(error, RankError):  # what a rank knows of others' failures is theirs
+            for other, failure in error.failures.items():
+                self.failures.setdefault(other, failure)
+        elif rank not in self.failures or lost_connection(self.failures[rank]):
+            self.failures[rank] = error
+        if self.kill_at is None:
+            self.kill_at = time.monotonic() + RUN_GRACE_S
+        self.done_with(rank)
+
+    def succeed(self, rank: int, result: Any) -> None:
+        self.results[rank] = result
+        self.done_with(rank)
+
+    def done_with(self, rank: int) -> None:
+        self.missing.discard(rank)
+        if not self.missing:
+            self._over.release()
+
+    def result(self) -> list[Any]:
+        """Wait for the end; the results in rank order, or the `RankError`."""
+        self._over.acquire()
+        if not self.failures:
+            return self.results
+        order = sorted(self.failures, key=lambda rank: lost_connection(self.failures[rank]))  # stable: by arrival
+        raise rank_error(self.name, len(self.results), {rank: self.failures[rank] for rank in order})
+
+
+class Worker:
+    """What the parent knows of one worker process."""
+
+    def __init__(self, index: int, device: torch.device, connection: socket.socket, output: list[Output]) -> None:
+        self.index, self.device, self.connection, self.output = index, device, connection, output
+        self.arriving = messages(connection, socket.MSG_DONTWAIT)
+        self.pid = 0  # until the fork server has told it
+        self.job: Single | Run | None = None
+        self.number = 0  # of the task that it works on
+        self.started = False
+        self.killed = False  # by us, so that its end is no failure
+
+    @property
+    def description(self) -> str:
+        return f"Worker {self.index} (pid {self.pid}, {self.device})"
+
+
+class Output:
+    """Copies what a worker prints to this process's stream of the same name, a whole line at a time."""
+
+    def __init__(self, fd: int, name: str) -> None:
+        self.fd, self._name, self._pending = fd, name, b""
+        os.set_blocking(fd, False)
+
+    def copy(self, flush: bool = False) -> bool:
+        """Copy what is there now, with ``flush`` an unfinished line too; False at the end of the stream."""
+        more = True
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self.fd, 1 << 16):
+                self._pending += chunk
+            more = False
+        end = (
+            len(self._pending) if flush or not more else max(self._pending.rfind(b"\n"), self._pending.rfind(b"\r")) + 1
+        )
+        text, self._pending = self._pending[:end].decode(errors="replace"), self._pending[end:]
+        if text:
+            stream: IO[str] = getattr(sys, self._name)  # as it is now: a notebook's cell, a redirected stream
+            with contextlib.suppress(Exception):  # closed by the user: nobody to tell
+                stream.write(text)
+                stream.flush()
+        return more
+
+
+class Supervisor:
+    """The workers of one pool and the thread that looks after them."""
+
+    def __init__(
+        self, devices: Sequence[torch.device], pass_device: bool, initializer: Packed, idle_limit_s: float | None
+    ) -> None:
+        self._devices, self._pass_device, self._initializer = list(devices), pass_device, initializer
+        self._lock = threading.Lock()
+        self._pending: deque[Single | Run] = deque()
+        self._numbers = itertools.count(1)
+        self._epoch = 1
+        self._closing = False
+        self._broken: ParallelError | None = None
+        self._pid = os.getpid()
+        self._store = _PoolStore()
+        self._pool = _open_pool()
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll = select.epoll()
+        self._epoll.register(self._wakeup, select.EPOLLIN)
+        self._epoll.register(self._pool, select.EPOLLIN)
+        self._by_fd: dict[int, tuple[Worker, Output | None]] = {}
+        self._unnamed: deque[Worker] = deque()  # forked in this order, whose process ids have not been told yet
+        self._workers = [self._start_worker(index) for index in range(len(devices))]
+        self._failed_starts = 0  # in a row
+        self._idle_since = time.monotonic()
+        self.idle_limit_s = idle_limit_s
+        self._thread = threading.Thread(target=self._loop, name="nn_parallel supervisor", daemon=True)
+        self._thread.start()
+        _live.add(self)
+
+    @property
+    def world_size(self) -> int:
+        return len(self._devices)
+
+    def submit(self, job: Single | Run) -> None:
+        """Queue a job; jobs start in the order of their submission."""
+        with self._lock:
+            self._raise_if_closed()
+            self._pending.append(job)
+            ready = self._assign()
+        self._send(ready)
+
+    def close(self, *, wait: bool = True, cancel_pending: bool = False, kill: bool = False) -> None:
+        """Take no more jobs, finish those there are (or cancel the waiting, or kill the running ones), end the workers."""
+        if self._pid != os.getpid():
+            return  # a fork has the object, but neither the thread nor the right to the workers
+        with self._lock:
+            self._closing = True
+            dropped = list(self._pending) if cancel_pending or kill else []
+            if dropped:
+                self._pending.clear()
+            if kill:
+                for worker in self._workers:
+                    self._kill(worker)
+        for job in dropped:
+            self._drop(job)
+        with contextlib.suppress(OSError):  # the thread has ended
+            os.eventfd_write(self._wakeup, 1)
+        if wait and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def abandon(self, run: Run) -> None:
+        """Nobody waits for ``run`` any more: take it out of the queue, or end it where it runs."""
+        with self._lock:
+            if run in self._pending:
+                self._pending.remove(run)
+            for worker in self._workers:
+                if worker.job is run:
+                    self._kill(worker)
+
+    def _raise_if_closed(self) -> None:
+        if self._pid != os.getpid():
+            raise ExecutorClosedError(f"This executor belongs to process {self._pid}; a fork of it makes its own.")
+        if self._broken is not None:
+            raise self._broken
+        if self._closing:
+            raise ExecutorClosedError("cannot schedule new work: the executor has been shut down.")
+
+    def _drop(self, job: Single | Run) -> None:
+        if isinstance(job, Single):
+            if job.future.cancel():
+                job.future.set_running_or_notify_cancel()
+        else:
+            for rank in range(self.world_size):
+                job.fail(rank, ExecutorClosedError("The executor was shut down before the call began."))
+
+    # Handing out. The lock is held.
+
+    def _assign(self) -> list[tuple[Worker, Task, Packed]]:
+        """Give waiting jobs to free workers, in order; what to send is returned, to be sent without the lock."""
+        ready = []
+        while self._pending:
+            job = self._pending[0]
+            chosen = [worker for worker in self._workers if worker.job is None]
+            place = None
+            if isinstance(job, Run):
+                if len(chosen) < self.world_size:
+                    break
+                place = Place(self.world_size, self._store.port(self._epoch), self._epoch)
+            elif not chosen:
+                break
+            else:
+                chosen = chosen[:1]
+            self._pending.popleft()
+            if isinstance(job, Single) and not job.future.set_running_or_notify_cancel():
+                continue
+            for worker in chosen:
+                worker.job, worker.number = job, next(self._numbers)
+                ready.append((worker, Task(worker.number, self._pass_device, place), job.packed))
+        return ready
+
+    def _kill(self, worker: Worker) -> None:
+        worker.killed = True
+        if worker.pid:
+            with contextlib.suppress(OSError):
+                self._pool.send(str(worker.pid).encode())
+
+    # Sending and receiving. The lock is not held.
+
+    def _send(self, ready: list[tuple[Worker, Task, Packed]]) -> None:
+        for worker, task, packed in ready:
+            with contextlib.suppress(OSError):  # it has died: the fork server will tell
+                send(worker.connection, task, packed)
+
+    def _loop(self) -> None:
+        end_at: float | None = None
+        while True:
+            with self._lock:
+                busy = self._pending or any(worker.job is not None for worker in self._workers)
+                if busy:
+                    self._idle_since = time.monotonic()
+                elif self.idle_limit_s is not None and time.monotonic() - self._idle_since > self.idle_limit_s:
+                    self._closing = True
+                if self._closing and not busy and end_at is None:
+                    end_at = time.monotonic() + END_GRACE_S
+                    for worker in self._workers:
+                        with contextlib.suppress(OSError):
+                            worker.connection.shutdown(socket.SHUT_WR)
+                if end_at is not None and not self._workers:
+                    break
+                deadlines = [worker.job.kill_at for worker in self._workers if isinstance(worker.job, Run)] + [end_at]
+                if self.idle_limit_s is not None and end_at is None:
+                    deadlines.append(self._idle_since + self.idle_limit_s)
+            self._wait_until(min((d for d in deadlines if d is not None), default=None))
+            with self._lock:
+                now = time.monotonic()
+                for worker in self._workers:
+                    late = isinstance(worker.job, Run) and worker.job.kill_at is not None and now > worker.job.kill_at
+                    if not worker.killed and (late or (end_at is not None and now > end_at)):
+                        self._kill(worker)
+        self._epoll.close()
+        os.close(self._wakeup)
+        self._pool.close()
+        self._store.close()
+
+    def _wait_until(self, deadline: float | None) -> None:
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) + 0.001
+        for fd, _ in self._epoll.poll(timeout):
+            if fd == self._wakeup:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wakeup)
+            elif fd == self._pool.fileno():
+                self._hear_fork_server()
+            elif fd in self._by_fd:
+                worker, output = self._by_fd[fd]
+                if output is None:
+                    self._receive(worker)
+                elif not output.copy():
+                    self._forget(fd)
+
+    def _receive(self, worker: Worker) -> None:
+        for message in worker.arriving:
+            if message is None:
+                return
+            self._answered(worker, message)
+        self._forget(worker.connection.fileno())  # its end; the fork server will tell the exit code
+
+    def _answered(self, worker: Worker, message: Message) -> None:
+        answer: Answer = message.header
+        for output in worker.output:
+            output.copy(flush=True)
+        try:
+            value = loads(message.pickle, message.buffers)
+        except Exception as error:
+            name = worker.job.name if worker.job else "the initializer"
+            value = TransferError(f"The result of {name} cannot be rebuilt in the parent process: {error!r}")
+            value.__cause__ = error
+            answer = answer._replace(succeeded=False)
+        else:
+            if not answer.succeeded:
+                value, failure = value
+                value.__cause__ = RemoteTraceback(failure.traceback)
+        if answer.number == STARTED:
+            worker.started, self._failed_starts = True, 0
+            if not answer.succeeded:
+                broken = ParallelError(f"The initializer failed in {worker.description}: {value!r}")
+                broken.__cause__ = value
+                self._break(broken)
+            return
+        self._finish(worker, answer.succeeded, value)
+
+    def _finish(self, worker: Worker, succeeded: bool, value: Any) -> None:
+        with self._lock:
+            job, worker.job = worker.job, None
+            if isinstance(job, Run) and not succeeded:
+                self._epoch += 1
+            ready = self._assign()
+        if job is not None:
+            (job.succeed if succeeded else job.fail)(worker.index, value)
+        self._send(ready)
+
+    def _hear_fork_server(self) -> None:
+        try:
+            text = self._pool.recv(4096)
+        except ConnectionError:
+            text = b""
+        if not text:
+            self._fork_server_ended()
+            return
+        told: dict[str, int] = json.loads(text)
+        if pid := told.get("pid"):
+            worker = self._unnamed.popleft()
+            with self._lock:
+                worker.pid = pid
+                if worker.killed:
+                    self._kill(worker)
+        elif gone := [worker for worker in self._workers if worker.pid == told["exited"]]:
+            self._ended(gone[0], told["exitcode"], f"Its memory use peaked at {told['max_rss_kib'] // 1024} MiB.")
+
+    def _ended(self, worker: Worker, exitcode: int, evidence: str) -> None:
+        """A worker process is gone: take its last words, replace it, fail what it was doing."""
+        self._receive_rest(worker)
+        started, job = worker.started, worker.job
+        error = WorkerDiedError(
+            f"{worker.description} {exit_reason(exitcode)} while {f'running {job.name}' if job else 'idle'}. {evidence}",
+            rank=worker.index,
+            pid=worker.pid,
+            exitcode=exitcode,
+            evidence=evidence,
+        )
+        with self._lock:
+            ending = self._closing and not self._pending
+            self._epoch += 1
+            self._workers.remove(worker)
+        if not started and not worker.killed:
+            self._failed_starts += 1
+        if self._failed_starts > MAX_FAILED_STARTS:
+            self._break(error)
+        elif not ending and self._broken is None:
+            replacement = self._start_worker(worker.index)
+            with self._lock:
+                self._workers.insert(worker.index, replacement)
+        if job is not None:
+            worker.job = None
+            if not worker.killed:
+                job.fail(worker.index, error)
+            elif isinstance(job, Run):
+                job.done_with(worker.index)
+            else:
+                job.fail(worker.index, ExecutorClosedError(f"The executor was shut down while {job.name} ran."))
+        with self._lock:
+            ready = self._assign()
+        self._send(ready)
+
+    def _receive_rest(self, worker: Worker) -> None:
+        self._receive(worker)
+        for output in worker.output:
+            output.copy(flush=True)
+            self._forget(output.fd)
+            os.close(output.fd)
+        self._forget(worker.connection.fileno())
+        worker.connection.close()
+
+    def _fork_server_ended(self) -> None:
+        """Its workers have ended with it; what they had started may live on."""
+        self._epoll.unregister(self._pool)
+        self._break(ParallelError("The fork server has ended, and its workers with it. Make a new executor."))
+        for worker in list(self._workers):
+            if worker.pid:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(worker.pid, signal.SIGKILL)
+            self._ended(worker, -signal.SIGKILL, "The fork server has ended.")
+
+    def _break(self, error: ParallelError) -> None:
+        """The pool cannot go on: fail everything with ``error``."""
+        with self._lock:
+            self._broken, self._closing = error, True
+            jobs = list(dict.fromkeys([*self._pending, *(w.job for w in self._workers if w.job is not None)]))
+            self._pending.clear()
+            for worker in self._workers:
+                worker.job = None
+                self._kill(worker)
+        for job in jobs:
+            for rank in range(self.world_size) if isinstance(job, Run) else (0,):
+                if isinstance(job, Run) or job.future.running() or job.future.set_running_or_notify_cancel():
+                    job.fail(rank, error)
+
+    # Workers
+
+    def _start_worker(self, index: int) -> Worker:
+        """Have a worker forked and send it its set-up; it need not be there yet."""
+        ours, theirs = socket.socketpair()
+        pipes = [os.pipe(), os.pipe()]
+        with contextlib.suppress(OSError):  # the fork server has ended: we hear of it
+            socket.send_fds(self._pool, [b"fork"], [theirs.fileno(), *(write for _, write in pipes)])
+        theirs.close()
+        for _, write in pipes:
+            os.close(write)
+        output = [Output(read, name) for (read, _), name in zip(pipes, ("stdout", "stderr"), strict=True)]
+        worker = Worker(index, self._devices[index], ours, output)
+        self._unnamed.append(worker)
+        self._by_fd[ours.fileno()] = worker, None
+        self._epoll.register(ours, select.EPOLLIN)
+        for each in output:
+            self._by_fd[each.fd] = worker, each
+            self._epoll.register(each.fd, select.EPOLLIN)
+        setup = Setup(
+            index=index,
+            device=str(worker.device),
+            threads=max(1, cpu_count() // self.world_size),
+            environ=dict(os.environ),
+            directory=os.getcwd(),
+            path=list(sys.path),
+            argv=list(sys.argv),
+            main_file=getattr(sys.modules.get("__main__"), "__file__", None),
+        )
+        with contextlib.suppress(OSError):
+            send(ours, setup, self._initializer)
+        return worker
+
+    def _forget(self, fd: int) -> None:
+        if self._by_fd.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
+
+class _PoolStore:
+    """The store through which the ranks of a pool talk, in this process; made for the first `run`."""
+
+    def __init__(self) -> None:
+        self._store: dist.TCPStore | None = None
+        self._epoch = 0
+
+    def port(self, epoch: int) -> int:
+        """The port where it listens, on the loopback; what earlier epochs left in it is deleted."""
+        if self._store is None:
+            listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+            port = listener.getsockname()[1]
+            # A socket of our own: TCPStore would listen on every interface, and a port chosen first can be taken.
+            self._store = dist.TCPStore(
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+        if self._epoch != epoch:
+            for key in self._store.list_keys() if self._epoch else []:
+                self._store.delete_key(key)
+            self._epoch = epoch
+        return int(self._store.port)
+
+    def close(self) -> None:
+        self._store = None
+
+
+class _ForkServer:
+    """The fork server as the parent sees it."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        code = (
+            f"import sys; sys.path[:] = {path!r}; from nn_parallel.executor.forkserver import serve; "
+            f"serve({theirs.fileno()}, {self.owner})"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+
+    def is_usable(self) -> bool:
+        return self.owner == os.getpid() and self._process.poll() is None
+
+    def open_pool(self) -> socket.socket:
+        """A connection for one pool; the server ends the workers of a pool whose connection closes."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        socket.send_fds(self._control, [b"p"], [theirs.fileno()])
+        theirs.close()
+        return ours
+
+    def stop(self) -> None:
+        self._control.close()
+        if self.owner == os.getpid():
+            self._process.wait()
+
+
+def stop_fork_server() -> None:
+    """End the fork server of this program, if there is one; the next pool starts another. Runs at exit by itself."""
+    global _fork_server
+    with _fork_server_lock:
+        if _fork_server is not None:
+            _fork_server.stop()
+            _fork_server = None
+
+
+def _open_pool() -> socket.socket:
+    global _fork_server
+    with _fork_server_lock:
+        if _fork_server is None or not _fork_server.is_usable():
+            if _fork_server is not None:
+                _fork_server.stop()
+            _fork_server = _ForkServer()
+        return _fork_server.open_pool()
+
+
+@atexit.register
+def _end_everything() -> None:
+    for supervisor in list(_live):
+        supervisor.close()
+    stop_fork_server()
+
+
+_live: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+_fork_server: _ForkServer | None = None
+_fork_server_lock = threading.Lock()

@@ -1,0 +1,188 @@
+"""A worker process: sets itself up as the parent's script would be, then answers one task after another."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import socket
+import sys
+import types
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .. import world
+from ..ddp import close_group
+from ..devices import call_on_device
+from ..errors import Failure, RemoteError, TransferError, qualified_name
+from ..pickling import Packed, dumps, loads
+from ..world import DEFAULT_TIMEOUT, Membership, World
+from .transport import Message, messages, send
+
+STARTED = 0  # the number of the answer that says the worker is set up
+
+
+class Setup(NamedTuple):
+    """The header of the first message to a worker: what the fork server cannot know. It carries the initializer's call."""
+
+    index: int
+    device: str
+    threads: int
+    environ: dict[str, str]
+    directory: str
+    path: list[str]
+    argv: list[str]
+    main_file: str | None
+
+
+class Place(NamedTuple):
+    """Where a task runs as one rank of several."""
+
+    world_size: int
+    store_port: int
+    epoch: int  # a new one after each failure: groups and counters of an older one are not used again
+
+
+class Task(NamedTuple):
+    """The header of a task; its packed object is ``(fn, args, kwargs)``."""
+
+    number: int
+    pass_device: bool
+    place: Place | None  # None: it runs alone
+
+
+class Answer(NamedTuple):
+    """The header of an answer; its packed object is the result, or the exception and its `Failure`."""
+
+    number: int
+    succeeded: bool
+
+
+def work(connection: socket.socket) -> int:
+    """Answer the tasks that arrive on ``connection`` until it is closed; returns the exit code."""
+    arriving = messages(connection)
+    first = next(arriving, None)
+    if first is None:
+        return 0
+    setup: Setup = first.header
+    _become_like_the_parent(setup)
+    worker = _Worker(setup)
+    initialize = first._replace(header=Task(STARTED, pass_device=False, place=None))
+    for message in itertools.chain([initialize], arriving):
+        assert message is not None
+        answer, packed = worker.answer(message)
+        del message  # a tensor that the result does not need must not outlive its task
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # user code may have closed or replaced it
+                stream.flush()
+        try:
+            send(connection, answer, packed)
+        except ConnectionError:  # the parent is gone
+            return 0
+    return 0
+
+
+class _Worker:
+    def __init__(self, setup: Setup) -> None:
+        self._index = setup.index
+        self._device = torch.device(setup.device)
+        self._alone = Membership(World(False, 0, 0, 1, self._device, launcher="executor"))
+        self._rank: Membership | None = None  # as a rank of the present epoch
+        self._epoch = 0
+        self._store: dist.Store | None = None
+
+    def answer(self, message: Message) -> tuple[Answer, Packed]:
+        task: Task = message.header
+        where = "A single task" if task.place is None else f"Rank {self._index} of {task.place.world_size}"
+        where = f"{where} on {self._device}"
+        try:
+            with self._in_world(task.place):
+                try:
+                    fn, args, kwargs = loads(message.pickle, message.buffers, self._device)
+                except Exception as error:
+                    raise TransferError(f"The call cannot be rebuilt in the worker: {error!r}") from error
+                result = call_on_device(fn, args, kwargs, self._device if task.pass_device else None)
+            packed = dumps(result, {"the result": result})
+        except BaseException as error:
+            return Answer(task.number, False), _pack_exception(error, where)
+        return Answer(task.number, True), packed
+
+    @contextlib.contextmanager
+    def _in_world(self, place: Place | None) -> Iterator[None]:
+        if place is None:
+            world.join(self._alone)
+            yield
+            return
+        if self._rank is None or self._epoch != place.epoch:
+            self._leave()
+            self._epoch = place.epoch
+            self._rank = Membership(self._world_of(place), lambda: self._open_store(place), DEFAULT_TIMEOUT)
+        else:
+            self._rank.term += 1  # all ranks count their calls anew in each run
+        world.join(self._rank)
+        try:
+            yield
+        except BaseException:
+            close_group(self._rank)  # frees the ranks that wait for this one in a collective
+            raise
+        finally:
+            world.join(self._alone)
+
+    def _world_of(self, place: Place) -> World:
+        n = place.world_size
+        return World(False, self._index, self._index, n, self._device, local_world_size=n, launcher="executor")
+
+    def _open_store(self, place: Place) -> dist.Store:
+        if self._store is None:
+            self._store = dist.TCPStore(
+                "127.0.0.1", place.store_port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False
+            )
+        return dist.PrefixStore(f"epoch{place.epoch}", self._store)
+
+    def _leave(self) -> None:
+        if self._rank is not None:
+            close_group(self._rank)
+            self._rank.on_leave.close()
+
+
+def _become_like_the_parent(setup: Setup) -> None:
+    os.environ.clear()
+    os.environ.update(setup.environ)
+    with contextlib.suppress(OSError):  # it was removed meanwhile
+        os.chdir(setup.directory)
+    sys.path[:] = setup.path
+    sys.argv[:] = setup.argv
+    main = types.ModuleType("__main__")
+    if setup.main_file:
+        main.__file__ = setup.main_file
+    sys.modules["__main__"] = main
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    _reseed()
+    torch.set_num_threads(setup.threads)  # OMP_NUM_THREADS is read when torch is loaded, so it comes too late here
+    device = torch.device(setup.device)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)  # before anything can open a context on device 0
+
+
+def _reseed() -> None:
+    """Every fork of the server inherits the same random state."""
+    random.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+
+
+def _pack_exception(error: BaseException, where: str) -> Packed:
+    """The exception and its description; a stand-in for one that does not survive the way to the parent and back."""
+    failure = Failure.of(error, where)
+    if isinstance(error, Exception):
+        with contextlib.suppress(Exception):
+            packed = dumps((error, failure))
+            rebuilt, _ = loads(packed.pickle, [bytearray(buffer) for buffer in packed.buffers])
+            if type(rebuilt) is type(error):
+                return packed
+    return dumps((RemoteError(f"{qualified_name(type(error))}: {failure.message}"), failure))

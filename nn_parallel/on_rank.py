@@ -1,0 +1,274 @@
+"""Code for one rank, or some: `on_rank`, `on_local_rank`, `rank_first`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
+
+from .collectives import broadcast_packed
+from .ddp import as_timedelta, join_launched_world
+from .outcomes import Channel, channel
+from .pickling import dumps
+from .reports import Call
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _OptionalResult(Protocol):
+    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R | None]: ...
+
+
+class _SameResult(Protocol):
+    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+@overload
+def on_rank(
+    rank: int | Sequence[int],
+    barrier: bool = False,
+    *,
+    broadcast: Literal[True],
+    wait: bool = True,
+    timeout: timedelta | float | None = None,
+) -> _SameResult: ...
+@overload
+def on_rank(
+    rank: int | Sequence[int],
+    barrier: bool = False,
+    *,
+    broadcast: Literal[False] = False,
+    wait: bool = True,
+    timeout: timedelta | float | None = None,
+) -> _OptionalResult: ...
+def on_rank(
+    rank: int | Sequence[int],
+    barrier: bool = False,
+    *,
+    broadcast: bool = False,
+    wait: bool = True,
+    timeout: timedelta | float | None = None,
+) -> Any:
+    """Run a function on one rank, or on some; the others wait for it.
+
+    Every rank calls the function; where a rank is not named, the call returns None once the named ones have finished.
+    If it raises on one, every rank raises `RankError` with the original exception and traceback; after `except
+    RankError` the job can go on. A process that dies is an error too; a slow one is not. Alone, it is a plain call.
+    Inside the body of another such function it runs if this rank is named, and nobody waits.
+
+    One rank that fails leaves the process group as it is. When *several* ranks run and one fails, the group is closed,
+    because the others may sit in a collective: `initialize_ddp()` makes it again.
+
+    Args:
+        rank: the rank, or several; a negative one counts from the end.
+        barrier: nobody goes on before all ranks have arrived.
+        broadcast: return the result everywhere (that of the first named rank) instead of None. It must be picklable.
+        wait: False, for logging: the others do not wait, and raise an error of this call at their next one.
+        timeout: how long a rank waits for the named ones before it raises `RankTimeoutError`; no limit if None.
+
+    Raises:
+        TypeError, ValueError: ``rank`` is not a rank, or beyond the world size.
+        RankError, RankTimeoutError: as said above.
+        ParallelError: the ranks call different functions; the message names both.
+
+    Example::
+
+        @on_rank(0)
+        def save(model, path):
+            torch.save(model.state_dict(), path)
+
+        save(model, "model.pt")  # on every rank; when it returns, the file is there
+    """
+    wanted = _checked_ranks("on_rank", rank)
+    return _decorator(
+        lambda here: _ranks_in_world("on_rank", wanted, here.world_size),
+        barrier,
+        broadcast,
+        wait,
+        as_timedelta(timeout),
+    )
+
+
+@overload
+def on_local_rank(
+    rank: int,
+    barrier: bool = False,
+    *,
+    broadcast: Literal[True],
+    wait: bool = True,
+    timeout: timedelta | float | None = None,
+) -> _SameResult: ...
+@overload
+def on_local_rank(
+    rank: int,
+    barrier: bool = False,
+    *,
+    broadcast: Literal[False] = False,
+    wait: bool = True,
+    timeout: timedelta | float | None = None,
+) -> _OptionalResult: ...
+def on_local_rank(
+    rank: int,
+    barrier: bool = False,
+    *,
+    broadcast: bool = False,
+    wait: bool = True,
+    timeout: timedelta | float | None = None,
+) -> Any:
+    """Run a function once per node: on the rank that is number ``rank`` there. Everything else is as in `on_rank`.
+
+    The others wait for the ranks of all nodes, so that a failure on one node is known on all.
+
+    Example::
+
+        @on_local_rank(0)
+        def download():
+            ...  # to a disk that each node has for itself
+    """
+    (wanted,) = _checked_ranks("on_local_rank", [rank] if isinstance(rank, int) else rank)
+    return _decorator(
+        lambda here: _local_ranks_in_world("on_local_rank", wanted, here),
+        barrier,
+        broadcast,
+        wait,
+        as_timedelta(timeout),
+    )
+
+
+@contextlib.contextmanager
+def rank_first(rank: int = 0, *, local: bool = False, timeout: timedelta | float | None = None) -> Iterator[None]:
+    """A block that ``rank`` runs first, for instance to fill a cache that the others then read.
+
+    If it raises there, the others do not run it: every rank raises `RankError`. What the others raise in it is their
+    own affair. Functions of `on_rank` inside the block run where they are named, and nobody waits for them.
+
+    Args:
+        rank: the rank that goes first; a negative one counts from the end.
+        local: ``rank`` is a local rank: one rank per node goes first.
+        timeout: how long a rank waits before it raises `RankTimeoutError`.
+
+    Raises:
+        TypeError, ValueError, RankError, RankTimeoutError, ParallelError: as `on_rank`.
+
+    Example::
+
+        with rank_first():
+            dataset = load_dataset("data")  # rank 0 downloads it, the others find it there
+    """
+    (wanted,) = _checked_ranks("rank_first", [rank] if isinstance(rank, int) else rank)
+    limit = as_timedelta(timeout)
+    here = _channel()
+    if here is None or here.nested_in:
+        yield
+        return
+    if local:
+        first = _local_ranks_in_world("rank_first", wanted, here)
+    else:
+        first = _ranks_in_world("rank_first", (wanted,), here.world_size)
+    call = Call("rank_first()", first, _place(sys._getframe(2)))
+    with here.section(call, timeout=limit) as goes_first:
+        if goes_first:
+            yield
+    if not goes_first:
+        with here.nested(range(here.world_size)):
+            yield
+
+
+def _decorator(
+    choose: Callable[[Channel], tuple[int, ...]],
+    barrier: bool,
+    broadcast: bool,
+    wait: bool,
+    timeout: timedelta | None,
+) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
+    if not wait and (barrier or broadcast):
+        raise ValueError("wait=False cannot go with barrier=True or broadcast=True: both make every rank wait.")
+
+    def decorate(fn: Callable[P, R]) -> Callable[P, R | None]:
+        if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+            raise TypeError(f"{_name(fn)}() is async or a generator: its body runs after the call that ranks wait for.")
+
+        @functools.wraps(fn)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            here = _channel()
+            if here is None:
+                return fn(*args, **kwargs)
+            ranks = choose(here)
+            if here.nested_in:
+                if not set(ranks) & set(here.nested_in):
+                    raise ValueError(
+                        f"{_name(fn)}() of rank {_listed(ranks)} is called inside the body of a function of rank "
+                        f"{_listed(here.nested_in)}: it would run nowhere."
+                    )
+                return fn(*args, **kwargs) if here.rank in ranks else None
+            call = Call(f"{_name(fn)}()", ranks, _place(sys._getframe(1)))
+            result: R | None = None
+            with here.section(call, wait=wait, barrier=barrier, timeout=timeout) as runs:
+                if runs:
+                    result = fn(*args, **kwargs)
+                    packed = dumps(result, {"the result": result}) if broadcast else None
+            if not broadcast:
+                return result
+            received: R = broadcast_packed(packed if here.rank == ranks[0] else None, ranks[0])
+            return result if here.rank == ranks[0] else received
+
+        return wrapper
+
+    return decorate
+
+
+def _channel() -> Channel | None:
+    join_launched_world()
+    return channel()
+
+
+def _checked_ranks(caller: str, rank: Any) -> tuple[int, ...]:
+    ranks = tuple(rank) if isinstance(rank, Sequence) and not isinstance(rank, str) else (rank,)
+    if not ranks:
+        raise ValueError(f"{caller}({rank!r}) names no rank: give one, 0 to world_size - 1, or a list of them.")
+    for each in ranks:
+        if not isinstance(each, int) or isinstance(each, bool):
+            hint = f"; write @{caller}(0) above the function" if callable(each) else ""
+            raise TypeError(
+                f"{caller}({each!r}): a rank is an int, 0 to world_size - 1 or -world_size to -1 from the end{hint}."
+            )
+    return ranks
+
+
+def _ranks_in_world(caller: str, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
+    for rank in ranks:
+        if not -world_size <= rank < world_size:
+            raise ValueError(
+                f"{caller}({rank}) cannot run: world_size is {world_size}, so a rank is 0..{world_size - 1} (or "
+                f"-{world_size}..-1 from the end)."
+            )
+    return tuple(dict.fromkeys(rank % world_size for rank in ranks))
+
+
+def _local_ranks_in_world(caller: str, local_rank: int, here: Channel) -> tuple[int, ...]:
+    ranks = here.ranks_with_local_rank(local_rank)
+    if not ranks:
+        count = here.member.world.local_world_size
+        raise ValueError(
+            f"{caller}({local_rank}) cannot run: {count} ranks run on this node, so a local rank is 0..{count - 1} (or "
+            f"-{count}..-1 from the end)."
+        )
+    return ranks
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", None) or repr(fn)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

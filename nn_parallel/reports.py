@@ -1,0 +1,138 @@
+"""The words in which ranks tell each other of outcomes: plain text and JSON, never a pickle.
+
+A store can be reached by whoever reaches its port, so what comes out of it is read as data, checked, and named in the
+error when it is not ours.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .errors import ExecutorClosedError, Failure, LaunchError, ParallelError, TransferError, qualified_name
+
+# How far a rank is within a call. FINISHED + 1, + 2, ... are the rounds of a barrier.
+WAITING, FINISHED, FAILED, GONE = 0, 1, 1_000_000, 1_000_001
+
+
+class Call(NamedTuple):
+    """A call that all ranks make together: ``function`` and ``ranks`` must agree between them, ``place`` need not."""
+
+    function: str
+    ranks: tuple[int, ...]  # those that run it
+    place: str  # file:line
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.place}"
+
+    @property
+    def what(self) -> str:
+        return f"{self.function} on rank {', '.join(map(str, self.ranks))}"
+
+    @property
+    def together(self) -> bool:
+        """Several ranks run it, so that one may wait for another in a collective."""
+        return len(self.ranks) > 1
+
+
+class Progress(NamedTuple):
+    """How far a rank has got; ``a >= b`` means at least as far."""
+
+    term: int
+    call: int
+    phase: int
+
+
+class Report(NamedTuple):
+    """What a rank says of itself: one key of the store, overwritten at each call.
+
+    ``history`` holds its last calls as lines ``first number, function and ranks, place``, a line for each stretch of
+    equal calls, so that a rank that lags behind can still see that it makes the same ones.
+    """
+
+    progress: Progress
+    failures_made: int
+    history: str = ""
+
+    def format(self) -> str:
+        term, call, phase = self.progress
+        return f"{term} {call} {phase} {self.failures_made}{self.history}"
+
+    @classmethod
+    def parse(cls, text: str) -> Report:
+        head, _, history = text.partition("\n")
+        term, call, phase, failures = map(int, head.split())
+        return cls(Progress(term, call, phase), failures, history)
+
+    def made_as(self, number: int) -> str | None:
+        """The call that this rank made under ``number``, as ``(what, place)``; None if that is no longer known."""
+        made = None
+        for line in self.history.splitlines():
+            first, what, place = line.split("\t")
+            if int(first) <= number:
+                made = f"{what}\t{place}"
+        return made
+
+
+NO_REPORT = Report(Progress(-1, -1, WAITING), 0)
+
+
+class Failed(NamedTuple):
+    """One failed call, or with ``call`` 0 one failed block, of the rank that reports it.
+
+    ``failures`` are by rank, the cause first: a rank that fails because another did passes on what it knows.
+    """
+
+    term: int
+    call: int
+    failures: dict[int, Failure]
+
+    def rebuild(self) -> dict[int, Exception]:
+        return {rank: failure.rebuild(known_exceptions()) for rank, failure in self.failures.items()}
+
+
+def format_failed(made: int, kept: list[Failed]) -> str:
+    """The list of a rank's last failures; ``made`` counts all that it ever had."""
+    entries = [[f.term, f.call, {str(rank): asdict(failure) for rank, failure in f.failures.items()}] for f in kept]
+    return json.dumps([made, entries])
+
+
+def parse_failed(text: str) -> tuple[int, list[Failed]]:
+    made, entries = json.loads(text)
+    return int(made), [
+        Failed(int(term), int(call), {int(rank): _checked(fields) for rank, fields in failures.items()})
+        for term, call, failures in entries
+    ]
+
+
+def foreign_value(key: str, value: str) -> ParallelError:
+    return ParallelError(
+        f"The store holds a value under our key {key!r} that this package did not write: {value[:80]!r}."
+    )
+
+
+def _checked(fields: Mapping[str, Any]) -> Failure:
+    failure = Failure(**fields)
+    texts = (failure.type_name, failure.message, failure.traceback)
+    if not all(isinstance(text, str) for text in texts) or not all(
+        isinstance(arg, str | int | float | None) for arg in failure.args or []
+    ):
+        raise ValueError("not a failure")
+    return failure
+
+
+@functools.cache
+def known_exceptions() -> dict[str, type[Exception]]:
+    """The exception types that are rebuilt from the store: the builtin ones, torch's, and the plain ones of our own."""
+    found = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    found += [dist.DistError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError]
+    found += [torch.OutOfMemoryError, torch.linalg.LinAlgError]
+    found += [ParallelError, ExecutorClosedError, LaunchError, TransferError]
+    return {qualified_name(kind): kind for kind in found if not issubclass(kind, ExceptionGroup)}

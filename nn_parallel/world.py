@@ -1,0 +1,218 @@
+"""Who am I among the ranks that work together, and through which store do we talk?
+
+There are four ways to be in a world: a launcher started this process and `initialize_ddp` read it; this is a rank of
+`ParallelExecutor.run`; some other code has initialised torch.distributed; or alone, as rank 0 of 1. The first two
+*join* a `Membership`; the last two are seen each time from the state of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .devices import accelerators, device_of_rank
+from .launchers import Launch, detect_launch
+
+DEFAULT_TIMEOUT = timedelta(minutes=60)
+
+
+class _WorldTuple(NamedTuple):
+    distributed: bool
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+
+class World(_WorldTuple):
+    """Who this process is among its ranks; unpacks as ``distributed, rank, local_rank, world_size, device``.
+
+    Attributes:
+        distributed: whether a process group connects the ranks, so that collectives can be called.
+        rank: this process, 0 to ``world_size - 1``.
+        local_rank: this process among those of its node.
+        world_size: how many ranks work together.
+        device: the device of this rank.
+        node_rank: this node among the nodes.
+        local_world_size: how many ranks run on this node.
+        launcher: ``"torchrun"``, ``"env"`` (variables or arguments set by hand), ``"executor"``, ``"external"`` (other
+            code has initialised torch.distributed) or ``"none"``.
+
+    Example::
+
+        >>> distributed, rank, local_rank, world_size, device = current_world()
+        >>> rank, world_size
+        (0, 1)
+    """
+
+    node_rank: int
+    local_world_size: int
+    launcher: str
+
+    def __new__(
+        cls,
+        distributed: bool,
+        rank: int,
+        local_rank: int,
+        world_size: int,
+        device: torch.device,
+        node_rank: int = 0,
+        local_world_size: int = 1,
+        launcher: str = "none",
+    ) -> World:
+        self = super().__new__(cls, distributed, rank, local_rank, world_size, device)
+        self.node_rank, self.local_world_size, self.launcher = node_rank, local_world_size, launcher
+        return self
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that logs and writes files."""
+        return self.rank == 0
+
+
+@dataclass(eq=False)
+class Membership:
+    """This process's place in a world of ranks, and what belongs to it.
+
+    ``term`` counts the rounds that all ranks begin together with clean counters: what a rank left in the store in an
+    earlier term is stale.
+    """
+
+    world: World  # as it was on joining; `distributed` is asked from torch each time
+    open_store: Callable[[], dist.Store] | None = None  # None: this rank is alone, there is nobody to talk to
+    timeout: timedelta = DEFAULT_TIMEOUT
+    store_host: int | None = None  # the rank whose process the store lives in; None if it is no rank's
+    one_node: bool = True
+    term: int = 0
+    groups_made: int = 0
+    group_sockets: dict[int, int] = field(default_factory=dict)  # fd -> inode
+    on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @functools.cached_property
+    def store(self) -> dist.Store:
+        """The store, connected on first use; this rank then says where it lives, so that its host can see it die."""
+        assert self.open_store is not None
+        store = self.open_store()
+        facts = {
+            "host": host_identity(),
+            "pid": os.getpid(),
+            "local_rank": self.world.local_rank,
+            "local_world_size": self.world.local_world_size,
+        }
+        store.set(f"member/{self.rank}", json.dumps(facts))
+        return store
+
+    def current(self) -> World:
+        """The world as it is now: connected by a process group or not."""
+        w = self.world
+        connected = self.open_store is not None and dist.is_initialized()
+        return World(connected, *w[1:], w.node_rank, w.local_world_size, w.launcher)
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.world.world_size
+
+
+def current_world() -> World:
+    """Who this process is now.
+
+    Asks and starts nothing: in a process that a launcher started, before `initialize_ddp`, it tells what the launcher
+    said, with ``distributed`` False.
+
+    Raises:
+        LaunchError: the launch environment is half set.
+
+    Example::
+
+        >>> current_world().is_main
+        True
+    """
+    if member := membership():
+        return member.current()
+    if launch := detect_launch(os.environ):
+        return world_of(launch)
+    return World(False, 0, 0, 1, _current_device())
+
+
+def world_of(launch: Launch, device: torch.device | None = None) -> World:
+    """The world that a launcher describes, before a process group connects it; ``device`` overrules the launcher's."""
+    return World(
+        False,
+        launch.rank,
+        launch.local_rank,
+        launch.world_size,
+        device or device_of_rank(launch.local_rank, launch.local_world_size),
+        launch.node_rank,
+        launch.local_world_size,
+        launch.launcher,
+    )
+
+
+def membership() -> Membership | None:
+    """What this process has joined, or the process group that other code has made, or None."""
+    if _joined is not None:
+        return _joined
+    return _external_membership() if dist.is_initialized() else None
+
+
+def join(member: Membership | None) -> None:
+    """Enter a world in the place of the present one; None leaves it. The caller closes what belonged to the old one."""
+    global _joined
+    _joined = member
+
+
+@functools.cache
+def host_identity() -> str:
+    """The same text in two processes if process ids mean the same in both: one boot, one pid namespace."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return socket.gethostname()
+
+
+def _external_membership() -> Membership:
+    """The membership of the default group that other code made, the same object as long as that group lives."""
+    global _external
+    group = dist.group.WORLD
+    if _external is None or _external[0] is not group:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        local_rank = int(os.environ.get("LOCAL_RANK") or rank)
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
+        world = World(
+            True,
+            rank,
+            local_rank,
+            world_size,
+            _current_device(),
+            rank // local_world_size,
+            local_world_size,
+            "external",
+        )
+        # torch offers no public way to the store of a group; without it ranks cannot talk beside the collectives.
+        store = dist.PrefixStore("nn_parallel", dist.distributed_c10d._get_default_store())
+        _external = group, Membership(world, lambda: store)
+    return _external[1]
+
+
+def _current_device() -> torch.device:
+    found = accelerators()
+    return found[torch.accelerator.current_device_index()] if found else torch.device("cpu")
+
+
+_joined: Membership | None = None
+_external: tuple[Any, Membership] | None = None

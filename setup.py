@@ -1,0 +1,35 @@
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="nn_parallel",
+    version="0.1.0",
+    description="Run PyTorch functions on every device and every rank, with an exception where others hang.",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="BSD-3-Clause",
+    packages=find_packages(include=["nn_parallel", "nn_parallel.*"]),
+    package_data={"nn_parallel": ["py.typed"]},
+    python_requires=">=3.11",
+    install_requires=["torch>=2.6", "cloudpickle>=3.0"],
+    extras_require={
+        "examples": ["matplotlib", "scikit-learn", "tqdm"],
+        "test": [
+            "hypothesis",
+            "mypy",
+            "numpy",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "scikit-learn",
+            "tqdm",
+            "matplotlib",
+        ],
+    },
+    classifiers=[
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
