@@ -157,7 +157,7 @@ def as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
 
 
 def close_group(member: Membership) -> None:
-    """Close the process group of ``member``, at once and without waiting for any peer. `initialize_ddp` makes it anew."""
+    """Close the process group of ``member``, without waiting for any peer; `initialize_ddp` makes it anew."""
     if dist.is_initialized():
         abort_collectives(member)
         dist.destroy_process_group()
@@ -190,9 +190,10 @@ def _join(launch: Launch, device: torch.device | None, timeout: timedelta) -> Me
     store = _open_store(launch, hosts_store, timeout)
     global _joins
     _joins += 1
+    own_keys = dist.PrefixStore(f"nn_parallel/{launch.attempt}.{_joins}", store)
     member = Membership(
         world,
-        lambda prefix=f"nn_parallel/{launch.attempt}.{_joins}": dist.PrefixStore(prefix, store),
+        lambda: own_keys,
         timeout,
         store_host=None if launch.launcher_hosts_store else 0,
         one_node=launch.one_node,
@@ -233,11 +234,10 @@ def _open_store(launch: Launch, hosts_store: bool, timeout: timedelta) -> dist.S
     except RuntimeError as error:  # DistNetworkError, DistStoreError
         if hosts_store:
             raise LaunchError(f"Rank 0 cannot listen on {address}: {_first_line(error)}") from error
-        host = "the launcher" if launch.launcher_hosts_store else "rank 0"
+        host, seconds = "The launcher" if launch.launcher_hosts_store else "Rank 0", f"{timeout.total_seconds():g}"
         raise LaunchError(
-            f"Rank {launch.rank} of {launch.world_size} found nobody at {address} within {timeout.total_seconds():g} s: "
-            f"{host} listens there. Is it running, are MASTER_ADDR and MASTER_PORT its own, and does a firewall let them "
-            "through?"
+            f"Rank {launch.rank} of {launch.world_size} found nobody at {address} within {seconds} s. {host} "
+            "should listen there: is it running, are MASTER_ADDR and MASTER_PORT its own, does a firewall block them?"
         ) from error
 
 
@@ -253,7 +253,7 @@ def _await_all_ranks(member: Membership, launch: Launch, timeout: timedelta) -> 
             missing = [rank for rank in range(member.world_size) if not store.check([f"arrived/{rank}"])]
             raise LaunchError(
                 f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {member.world_size} did not come to "
-                f"{launch.master_addr}:{launch.master_port} within {timeout.total_seconds():g} s. Is every rank running, "
+                f"{launch.master_addr}:{launch.master_port} within {timeout.total_seconds():g} s. Does every rank run, "
                 "with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
             )
         time.sleep(pause)

@@ -55,7 +55,7 @@ class RankError(ExceptionGroup[Exception], ParallelError):
         return self
 
     def __init__(self, message: str, failures: Mapping[int, Exception]) -> None:
-        super().__init__(message, failures)
+        super().__init__(message, failures)  # type: ignore[arg-type]  # the args to copy and pickle it by
 
     @property
     def rank(self) -> int:

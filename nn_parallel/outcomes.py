@@ -260,16 +260,16 @@ class Channel:
         start, polls, dead = time.perf_counter(), 0, False
         while True:
             report = self._read(rank)
-            if report.progress.phase == FAILED or report.progress.term > self.term:
-                if failures := self._failures_of(rank, report, 0):
-                    raise self._rank_error(call, 0, failures)
+            failed_block = report.progress.phase == FAILED or report.progress.term > self.term
+            if failed_block and (failures := self._failures_of(rank, report, 0)):
+                raise self._rank_error(call, 0, failures)
             self._check_same_call(rank, report, call)
             if report.progress >= goal:
                 return report
             if report.progress.phase == GONE:
                 raise ParallelError(
-                    f"Rank {rank} has left after {report.progress.call} calls, and rank {self.rank} waits for it in call "
-                    f"{self._calls}: {call}. Every rank must make the same calls."
+                    f"Rank {rank} has left after {report.progress.call} calls, and rank {self.rank} waits for it in "
+                    f"call {self._calls}: {call}. Every rank must make the same calls."
                 )
             if dead:
                 raise self._rank_error(call, self._calls, {rank: peer.death(call)})
@@ -315,12 +315,12 @@ class Channel:
         if theirs is not None and theirs.split("\t")[0] != call.what:
             raise ParallelError(
                 f"The ranks are not in the same call. As call {self._calls}, rank {rank} made "
-                f"{theirs.replace(chr(9), ' at ')} and rank {self.rank} made {call}. Every rank must make the same calls "
-                "in the same order: look for a call inside `if rank == ...`."
+                f"{theirs.replace(chr(9), ' at ')} and rank {self.rank} made {call}. Every rank must make the same "
+                "calls in the same order: look for one inside `if rank == ...`."
             )
 
     def _failures_of(self, rank: int, report: Report, number: int) -> dict[int, Exception]:
-        """The oldest failure that ``rank`` reports up to call ``number``, 0 for the block, and this rank has not raised."""
+        """What ``rank`` reports up to call ``number`` (0: of the block) and this rank has not raised; the oldest."""
         peer = self._peers[rank]
         if report.failures_made > peer.failures_seen:
             peer.take_failures(self._read_text(f"failed/{rank}") or "")
@@ -330,7 +330,7 @@ class Channel:
         unsettled = [f for f in due if not f.call or (f.term, f.call) > peer.settled]
         if not unsettled and number and (self.term, number) < peer.forgotten:
             raise ParallelError(
-                f"Rank {rank} has failed more than {FAILURES_KEPT} times since call {number}, so whether that one failed "
+                f"Rank {rank} has failed more than {FAILURES_KEPT} times since call {number}: whether that one failed "
                 "is no longer known here."
             )
         return unsettled[0].rebuild() if unsettled else {}
@@ -346,7 +346,7 @@ class Channel:
         return None
 
     def _rank_error(self, call: Call, number: int, failures: dict[int, Exception]) -> RankError:
-        """All failures of a call, or block, that are known now, the cause first; closes the group if several ranks ran."""
+        """All known failures of a call (0: of the block), the cause first; closes the group if several ranks ran."""
         if call.together:
             self._collect(call, number, failures)
             first = self._first_failed(number)
@@ -356,7 +356,7 @@ class Channel:
         return rank_error(call.function, self.world_size, failures)
 
     def _collect(self, call: Call, number: int, failures: dict[int, Exception]) -> None:
-        """Add what other ranks have reported. With nothing but lost connections in hand, wait a little for the cause."""
+        """Add what other ranks have reported; with nothing but lost connections, wait a little for the cause."""
         deadline = time.monotonic() + SEEK_CAUSE_S
         while True:
             for rank in call.ranks:
@@ -379,8 +379,8 @@ class Channel:
         else:
             where = f"has begun {max(report.progress.call, 0)} such calls as far as it told, this is call {self._calls}"
         return RankTimeoutError(
-            f"Rank {self.rank} waited {waited:.1f} s for rank {rank} of {self.world_size} in {call}. Rank {rank} is not "
-            f"known to be dead and {where}: it is slower than timeout=, or it does not make this call.",
+            f"Rank {self.rank} waited {waited:.1f} s for rank {rank} of {self.world_size} in {call}. Rank {rank} is "
+            f"not dead as far as known and {where}: it is slower than timeout=, or does not make this call.",
             ranks=[rank],
             stacks={rank: f"rank {rank} {where}"},
         )

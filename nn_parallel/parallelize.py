@@ -128,8 +128,8 @@ def _split_run_gather(
     lengths = sorted({len(leaf) for leaf in leaves if _is_batch(leaf)})
     if len(lengths) > 1:
         raise ValueError(
-            f"{func.__qualname__}() got tensors of lengths {', '.join(map(str, lengths))} along dimension 0: tensors that "
-            "are split together must be equally long."
+            f"{func.__qualname__}() got tensors of lengths {', '.join(map(str, lengths))} along dimension 0: what is "
+            "split together must be equally long."
         )
     if not lengths or lengths[0] < 2:
         return func(*args, **kwargs)
@@ -193,8 +193,8 @@ def _gather(func: Callable[..., Any], pieces: Sequence[Any], device: torch.devic
     for piece in pieces:
         if not isinstance(piece, torch.Tensor):
             raise TypeError(
-                f"{func.__qualname__}() returned a {type(piece).__name__}: on several devices it must return tensors, or a "
-                "nest of them."
+                f"{func.__qualname__}() returned a {type(piece).__name__}: on several devices it must return tensors, "
+                "or a nest of them."
             )
     moved = [piece.to(device) for piece in pieces]
     return torch.stack(moved) if moved[0].dim() == 0 else torch.cat(moved)

@@ -76,7 +76,7 @@ class Watcher:
 
     def __init__(self, member: Membership) -> None:
         self._member = member
-        self._store = member.store.clone()
+        self._store = member.store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._keys: list[str] = []  # of the sections and blocks that this rank is in, the innermost last
         self._changed = threading.Condition()
         self._stopped = False

@@ -49,7 +49,7 @@ def dumps(obj: Any, parts: Mapping[str, Any] | None = None) -> Packed:
         ) from error
 
 
-def loads(packed: bytes, buffers: Sequence[Buffer], device: torch.device | None = None) -> Any:
+def loads(packed: bytes | bytearray, buffers: Sequence[Buffer], device: torch.device | None = None) -> Any:
     """Rebuild what `dumps` packed. ``buffers`` must be writable and become the memory of the tensors.
 
     Accelerator tensors land on ``device``, or on the CPU if that is None. Raises whatever unpickling raises.
@@ -58,7 +58,7 @@ def loads(packed: bytes, buffers: Sequence[Buffer], device: torch.device | None 
         return _Unpickler(io.BytesIO(packed), buffers, device).load()
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if kind is torch.storage.TypedStorage:  # what torch's own reduction of a tensor refers to
@@ -91,13 +91,13 @@ def _dumps(obj: Any) -> Packed:
 
 
 def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
-    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
 def _untyped_storage(buffer: Buffer, on_accelerator: bool, device: torch.device | None = None) -> torch.UntypedStorage:
     size = memoryview(buffer).nbytes
     if size == 0:
-        return torch.UntypedStorage(0)
+        return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
     tensor = torch.frombuffer(buffer, dtype=torch.uint8)
     return tensor.to(device).untyped_storage() if on_accelerator and device is not None else tensor.untyped_storage()
 
@@ -107,7 +107,7 @@ def _memory_of(storage: torch.UntypedStorage) -> memoryview:
     if size == 0:
         return memoryview(bytearray())
     array = (ctypes.c_char * size).from_address(storage.data_ptr())
-    array.storage = storage  # the address alone would not keep the memory alive
+    array.storage = storage  # type: ignore[attr-defined]  # the address alone would not keep the memory alive
     return memoryview(array).cast("B")
 
 

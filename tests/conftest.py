@@ -3,41 +3,91 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import pytest
+from typing import Any, Protocol
 
 # Every store connection looks its peer up in reverse DNS: where a resolver drops that, each would stall for 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+import pytest
+from ranks import launched
+
+from nn_parallel import ParallelExecutor, on_rank
 from nn_parallel.executor import servers, supervisor
+
+
+class World(Protocol):
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``fn`` on every rank; the results in rank order."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> Iterator[None]:
     """The one process that may outlive a test ends with the session."""
+    with ParallelExecutor(num_workers=1, devices="cpu") as ex:
+        ex.run(int)
     yield
     servers.stop_fork_server()
     assert _children() == set()
 
 
+@pytest.fixture(scope="session")
+def _torchrun_ranks() -> Iterator[World]:
+    with launched(2, "torchrun") as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def _env_ranks() -> Iterator[World]:
+    with launched(3, "env") as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def _pool_ranks() -> Iterator[World]:
+    with ParallelExecutor(num_workers=2, devices="cpu") as ex:
+        ex.run(lambda: on_rank([0, 1])(int)())  # connects the ranks to the store, which this process holds
+        yield ex
+
+
+@pytest.fixture(params=["executor", "torchrun", "env"])
+def world(request: pytest.FixtureRequest) -> World:
+    """Ranks that each test shares with the others: two in a pool, two under torchrun, three with variables by hand."""
+    fixture = {"executor": "_pool_ranks", "torchrun": "_torchrun_ranks", "env": "_env_ranks"}[request.param]
+    ranks: World = request.getfixturevalue(fixture)
+    return ranks
+
+
 @pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    """No child process but the fork server, the same open files, the same environment, nothing new in /dev/shm."""
+def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No child process but the fork server, the same open files and threads, nothing new in /dev/shm."""
+    if "world" in request.fixturenames:
+        request.getfixturevalue("world")  # what lives for the session is there before we look
     before = _state()
     yield
-    for pool in list(supervisor.live_supervisors()):
-        pool.close()
-    after = _state()
-    assert after == before
+    assert _state() == before
 
 
 def _state() -> dict[str, object]:
     return {
         "children": _children() - {servers.fork_server_pid()},
-        "files": _open_files(),
-        "environment": dict(os.environ) | {"PYTEST_CURRENT_TEST": ""},
+        "files": sorted(_open_files()),
+        "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
         "/dev/shm": sorted(os.listdir("/dev/shm")),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
     }
+
+
+def _children() -> set[int]:
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+
+
+def _open_files() -> Iterator[str]:
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:  # the listing itself
+            continue
+        yield target.split(":")[0] if target.startswith(("socket:", "pipe:")) else target

@@ -22,7 +22,8 @@ from ..outcomes import channel, rank_error
 from ..pickling import Packed, dumps
 from ..reports import Call
 from ..world import Membership
-from .supervisor import Run, Single, Supervisor
+from .jobs import Run, Single
+from .supervisor import Supervisor
 
 R = TypeVar("R")
 logger = logging.getLogger("nn_parallel")

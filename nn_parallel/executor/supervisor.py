@@ -14,92 +14,33 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import IO, Any
 
 import torch
-import torch.distributed as dist
 
 from ..devices import cpu_count
 from ..errors import (
     ExecutorClosedError,
     ParallelError,
-    RankError,
     RemoteTraceback,
     TransferError,
     WorkerDiedError,
     exit_reason,
-    lost_connection,
 )
-from ..outcomes import rank_error
 from ..pickling import Packed, loads
+from .jobs import Run, Single
+from .servers import PoolStore, open_pool, stop_fork_server
 from .transport import Message, messages, send
 from .worker import STARTED, Answer, Place, Setup, Task
 
-RUN_GRACE_S = 0.2  # after one rank has failed, for the others to end by themselves
 END_GRACE_S = 2.0  # for idle workers to exit
 MAX_FAILED_STARTS = 3
-
-
-class Single:
-    """One task for whichever worker is free first."""
-
-    def __init__(self, packed: Packed, name: str) -> None:
-        self.packed, self.name = packed, name
-        self.future: Future[Any] = Future()
-
-    def fail(self, rank: int, error: Exception) -> None:
-        self.future.set_exception(error)
-
-    def succeed(self, rank: int, result: Any) -> None:
-        self.future.set_result(result)
-
-
-class Run:
-    """One task for every worker; over when each has answered or is gone."""
-
-    def __init__(self, packed: Packed, name: str, world_size: int) -> None:
-        self.packed, self.name = packed, name
-        self.results: list[Any] = [None] * world_size
-        self.failures: dict[int, Exception] = {}
-        self.missing = set(range(world_size))
-        self.kill_at: float | None = None  # when those that have not answered are killed
-        self._over = threading.Lock()
-        self._over.acquire()
-
-    def fail(self, rank: int, error: Exception) -> None:
-        if isinstance(error, RankError):  # what a rank knows of others' failures is theirs
-            for other, failure in error.failures.items():
-                self.failures.setdefault(other, failure)
-        elif rank not in self.failures or lost_connection(self.failures[rank]):
-            self.failures[rank] = error
-        if self.kill_at is None:
-            self.kill_at = time.monotonic() + RUN_GRACE_S
-        self.done_with(rank)
-
-    def succeed(self, rank: int, result: Any) -> None:
-        self.results[rank] = result
-        self.done_with(rank)
-
-    def done_with(self, rank: int) -> None:
-        self.missing.discard(rank)
-        if not self.missing:
-            self._over.release()
-
-    def result(self) -> list[Any]:
-        """Wait for the end; the results in rank order, or the `RankError`."""
-        self._over.acquire()
-        if not self.failures:
-            return self.results
-        order = sorted(self.failures, key=lambda rank: lost_connection(self.failures[rank]))  # stable: by arrival
-        raise rank_error(self.name, len(self.results), {rank: self.failures[rank] for rank in order})
 
 
 class Worker:
@@ -159,8 +100,8 @@ class Supervisor:
         self._closing = False
         self._broken: ParallelError | None = None
         self._pid = os.getpid()
-        self._store = _PoolStore()
-        self._pool = _open_pool()
+        self._store = PoolStore()
+        self._pool = open_pool()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll = select.epoll()
         self._epoll.register(self._wakeup, select.EPOLLIN)
@@ -179,6 +120,9 @@ class Supervisor:
     def world_size(self) -> int:
         return len(self._devices)
 
+    def is_alive(self) -> bool:
+        return self._pid == os.getpid() and self._thread.is_alive()
+
     def submit(self, job: Single | Run) -> None:
         """Queue a job; jobs start in the order of their submission."""
         with self._lock:
@@ -188,7 +132,7 @@ class Supervisor:
         self._send(ready)
 
     def close(self, *, wait: bool = True, cancel_pending: bool = False, kill: bool = False) -> None:
-        """Take no more jobs, finish those there are (or cancel the waiting, or kill the running ones), end the workers."""
+        """Take no more jobs, finish those there are (or cancel the waiting, or kill the running), end the workers."""
         if self._pid != os.getpid():
             return  # a fork has the object, but neither the thread nor the right to the workers
         with self._lock:
@@ -378,8 +322,9 @@ class Supervisor:
         """A worker process is gone: take its last words, replace it, fail what it was doing."""
         self._receive_rest(worker)
         started, job = worker.started, worker.job
+        doing = f"running {job.name}" if job else "idle"
         error = WorkerDiedError(
-            f"{worker.description} {exit_reason(exitcode)} while {f'running {job.name}' if job else 'idle'}. {evidence}",
+            f"{worker.description} {exit_reason(exitcode)} while {doing}. {evidence}",
             rank=worker.index,
             pid=worker.pid,
             exitcode=exitcode,
@@ -462,7 +407,7 @@ class Supervisor:
             self._by_fd[each.fd] = worker, each
             self._epoll.register(each.fd, select.EPOLLIN)
         setup = Setup(
-            index=index,
+            rank=index,
             device=str(worker.device),
             threads=max(1, cpu_count() // self.world_size),
             environ=dict(os.environ),
@@ -480,93 +425,16 @@ class Supervisor:
             self._epoll.unregister(fd)
 
 
-class _PoolStore:
-    """The store through which the ranks of a pool talk, in this process; made for the first `run`."""
-
-    def __init__(self) -> None:
-        self._store: dist.TCPStore | None = None
-        self._epoch = 0
-
-    def port(self, epoch: int) -> int:
-        """The port where it listens, on the loopback; what earlier epochs left in it is deleted."""
-        if self._store is None:
-            listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-            port = listener.getsockname()[1]
-            # A socket of our own: TCPStore would listen on every interface, and a port chosen first can be taken.
-            self._store = dist.TCPStore(
-                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-            )
-        if self._epoch != epoch:
-            for key in self._store.list_keys() if self._epoch else []:
-                self._store.delete_key(key)
-            self._epoch = epoch
-        return int(self._store.port)
-
-    def close(self) -> None:
-        self._store = None
-
-
-class _ForkServer:
-    """The fork server as the parent sees it."""
-
-    def __init__(self) -> None:
-        self.owner = os.getpid()
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = [entry for entry in sys.path if isinstance(entry, str)]
-        code = (
-            f"import sys; sys.path[:] = {path!r}; from nn_parallel.executor.forkserver import serve; "
-            f"serve({theirs.fileno()}, {self.owner})"
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
-
-    def is_usable(self) -> bool:
-        return self.owner == os.getpid() and self._process.poll() is None
-
-    def open_pool(self) -> socket.socket:
-        """A connection for one pool; the server ends the workers of a pool whose connection closes."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        socket.send_fds(self._control, [b"p"], [theirs.fileno()])
-        theirs.close()
-        return ours
-
-    def stop(self) -> None:
-        self._control.close()
-        if self.owner == os.getpid():
-            self._process.wait()
-
-
-def stop_fork_server() -> None:
-    """End the fork server of this program, if there is one; the next pool starts another. Runs at exit by itself."""
-    global _fork_server
-    with _fork_server_lock:
-        if _fork_server is not None:
-            _fork_server.stop()
-            _fork_server = None
-
-
-def _open_pool() -> socket.socket:
-    global _fork_server
-    with _fork_server_lock:
-        if _fork_server is None or not _fork_server.is_usable():
-            if _fork_server is not None:
-                _fork_server.stop()
-            _fork_server = _ForkServer()
-        return _fork_server.open_pool()
+def live_supervisors() -> list[Supervisor]:
+    """Those whose pools have not been shut down."""
+    return [supervisor for supervisor in _live if supervisor.is_alive()]
 
 
 @atexit.register
 def _end_everything() -> None:
-    for supervisor in list(_live):
+    for supervisor in live_supervisors():
         supervisor.close()
     stop_fork_server()
 
 
 _live: weakref.WeakSet[Supervisor] = weakref.WeakSet()
-_fork_server: _ForkServer | None = None
-_fork_server_lock = threading.Lock()

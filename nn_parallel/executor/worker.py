@@ -28,9 +28,9 @@ STARTED = 0  # the number of the answer that says the worker is set up
 
 
 class Setup(NamedTuple):
-    """The header of the first message to a worker: what the fork server cannot know. It carries the initializer's call."""
+    """The header of the first message, whose packed object is the initializer's call: what no fork can know."""
 
-    index: int
+    rank: int
     device: str
     threads: int
     environ: dict[str, str]
@@ -89,7 +89,7 @@ def work(connection: socket.socket) -> int:
 
 class _Worker:
     def __init__(self, setup: Setup) -> None:
-        self._index = setup.index
+        self._index = setup.rank
         self._device = torch.device(setup.device)
         self._alone = Membership(World(False, 0, 0, 1, self._device, launcher="executor"))
         self._rank: Membership | None = None  # as a rank of the present epoch

@@ -1,0 +1,105 @@
+"""What the parent runs beside a pool's workers: the fork server, one per program, and the store of the pool's ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import torch.distributed as dist
+
+
+class PoolStore:
+    """The store through which the ranks of a pool talk, in this process; made for the first `run`."""
+
+    def __init__(self) -> None:
+        self._store: dist.TCPStore | None = None
+        self._epoch = 0
+
+    def port(self, epoch: int) -> int:
+        """The port where it listens, on the loopback; what earlier epochs left in it is deleted."""
+        if self._store is None:
+            listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+            port = listener.getsockname()[1]
+            # A socket of our own: TCPStore would listen on every interface, and a port chosen first can be taken.
+            self._store = dist.TCPStore(
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+        if self._epoch != epoch:
+            for key in self._store.list_keys() if self._epoch else []:
+                self._store.delete_key(key)
+            self._epoch = epoch
+        return int(self._store.port)
+
+    def close(self) -> None:
+        self._store = None
+
+
+class _ForkServer:
+    """The fork server as the parent sees it."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        code = (
+            f"import sys; sys.path[:] = {path!r}; from nn_parallel.executor.forkserver import serve; "
+            f"serve({theirs.fileno()}, {self.owner})"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def is_usable(self) -> bool:
+        return self.owner == os.getpid() and self._process.poll() is None
+
+    def open_pool(self) -> socket.socket:
+        """A connection for one pool; the server ends the workers of a pool whose connection closes."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        socket.send_fds(self._control, [b"p"], [theirs.fileno()])
+        theirs.close()
+        return ours
+
+    def stop(self) -> None:
+        self._control.close()
+        if self.owner == os.getpid():
+            self._process.wait()
+
+
+def stop_fork_server() -> None:
+    """End the fork server of this program, if there is one; the next pool starts another. Runs at exit by itself."""
+    global _fork_server
+    with _fork_server_lock:
+        if _fork_server is not None:
+            _fork_server.stop()
+            _fork_server = None
+
+
+def open_pool() -> socket.socket:
+    """A connection to the fork server, started now if it does not run, for one pool."""
+    global _fork_server
+    with _fork_server_lock:
+        if _fork_server is None or not _fork_server.is_usable():
+            if _fork_server is not None:
+                _fork_server.stop()
+            _fork_server = _ForkServer()
+        return _fork_server.open_pool()
+
+
+def fork_server_pid() -> int | None:
+    """The process id of this program's fork server; None if it does not run."""
+    return _fork_server.pid if _fork_server is not None else None
+
+
+_fork_server: _ForkServer | None = None
+_fork_server_lock = threading.Lock()

@@ -1,0 +1,132 @@
+"""Real ranks for tests: processes under torchrun, or with hand-set ``env://`` variables, that call what a test sends.
+
+Each rank connects to a socket of the test and answers functions with their results, so that one launch serves many tests.
+Run as a script, this file is such a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+START_WITHIN_S = 60.0
+ANSWER_WITHIN_S = 60.0
+
+
+class Ranks:
+    """The ranks of one launch, in rank order."""
+
+    def __init__(self, connections: list[Connection], pids: list[int], output: Path) -> None:
+        self._connections, self.pids, self._output = connections, pids, output
+
+    def run(self, fn: Callable[..., Any], *args: Any, only: list[int] | None = None) -> list[Any]:
+        """Call ``fn`` on all ranks at once, or on some; the results in rank order. The first exception is raised."""
+        ranks = range(len(self._connections)) if only is None else only
+        for rank in ranks:
+            self._connections[rank].send_bytes(cloudpickle.dumps((fn, args)))
+        answers = [self._answer(rank) for rank in ranks]
+        for succeeded, value in answers:
+            if not succeeded:
+                raise value
+        return [value for _, value in answers]
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        if not self._connections[rank].poll(ANSWER_WITHIN_S):
+            pytest.fail(f"rank {rank} did not answer; the ranks printed:\n{self.printed()}")
+        try:
+            answer: tuple[bool, Any] = cloudpickle.loads(self._connections[rank].recv_bytes())
+        except EOFError:
+            return True, "gone"
+        return answer
+
+    def printed(self) -> str:
+        return self._output.read_text(errors="replace")
+
+
+@contextlib.contextmanager
+def launched(world_size: int, launcher: str = "env", **environ: str) -> Iterator[Ranks]:
+    """Start ranks by ``launcher``: ``"torchrun"``, or ``"env"``: one process each with the variables set by hand."""
+    with tempfile.TemporaryDirectory() as folder:
+        address = os.path.join(folder, "ranks")
+        output = Path(folder, "output")
+        clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        clean |= {"RANKS_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"} | environ
+        with Listener(address, backlog=world_size) as listener, output.open("w") as file:
+            rank = [sys.executable, __file__]
+            if launcher == "torchrun":
+                torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world_size}"]
+                commands = [([*torchrun, "--master-port", str(free_port()), *rank[1:]], {})]
+            else:
+                shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+                commands = [(rank, shared | {"RANK": str(number)}) for number in range(world_size)]
+            processes = [
+                subprocess.Popen(
+                    command, env=clean | more, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True
+                )
+                for command, more in commands
+            ]
+            connections: dict[int, tuple[Connection, int]] = {}
+            try:
+                listener._listener._socket.settimeout(START_WITHIN_S)  # type: ignore[attr-defined]
+                for _ in range(world_size):
+                    connection = listener.accept()
+                    number, pid = connection.recv()
+                    connections[number] = connection, pid
+                ordered = [connections[number] for number in range(world_size)]
+                yield Ranks([connection for connection, _ in ordered], [pid for _, pid in ordered], output)
+            except TimeoutError:
+                pytest.fail(f"the ranks did not come:\n{output.read_text()}")
+            finally:
+                for connection, _ in connections.values():
+                    connection.close()  # each rank then ends by itself
+                for process in processes:
+                    try:
+                        process.wait(START_WITHIN_S)
+                    except subprocess.TimeoutExpired:
+                        os.killpg(process.pid, signal.SIGKILL)
+                        process.wait()
+                        raise
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def _serve() -> None:
+    """Be a rank: call what arrives."""
+    from multiprocessing.connection import Client
+
+    connection = Client(os.environ["RANKS_ADDRESS"])
+    connection.send((int(os.environ["RANK"]), os.getpid()))
+    while True:
+        try:
+            fn, args = cloudpickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            return
+        try:
+            answer = True, fn(*args)
+        except Exception as error:
+            answer = False, error
+        try:
+            packed = cloudpickle.dumps(answer)
+        except Exception as error:
+            packed = cloudpickle.dumps((False, RuntimeError(f"{answer!r}: {error!r}")))
+        connection.send_bytes(packed)
+
+
+if __name__ == "__main__":
+    _serve()

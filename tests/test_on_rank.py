@@ -1,0 +1,672 @@
+"""`on_rank`, `on_local_rank`, `rank_first`: the named ranks run, the others wait, and a failure reaches all."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import World
+
+from nn_parallel import (
+    ParallelError,
+    RankError,
+    RankTimeoutError,
+    RemoteError,
+    current_world,
+    initialize_ddp,
+    on_local_rank,
+    on_rank,
+    rank_first,
+)
+from nn_parallel.outcomes import FAILURES_KEPT, channel
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost remote traceback of a failure, as text."""
+    return str(error.__cause__)
+
+
+def test_the_named_rank_runs_and_the_others_get_none(world: World) -> None:
+    """The function runs where it is named, the call returns None elsewhere."""
+
+    def scenario() -> Any:
+        @on_rank(0)
+        def double(x: int, *, plus: int = 0) -> int:
+            return 2 * x + plus
+
+        @on_rank(-1)
+        def where() -> int:
+            return current_world().rank
+
+        @on_rank([0, 1])
+        def both() -> int:
+            return current_world().rank
+
+        return double(3, plus=1), where(), both()
+
+    results = world.run(scenario)
+    last = len(results) - 1
+    assert [r[0] for r in results] == [7] + [None] * last
+    assert [r[1] for r in results] == [None] * last + [last]
+    assert [r[2] for r in results] == [0, 1] + [None] * (last - 1)
+
+
+def test_the_others_wait(world: World, tmp_path: Path) -> None:
+    """When the call returns anywhere, the named rank has finished."""
+
+    def scenario(folder: Path) -> bool:
+        @on_rank(0)
+        def write() -> None:
+            time.sleep(0.05)
+            (folder / "done").touch()
+
+        write()
+        return (folder / "done").exists()
+
+    assert all(world.run(scenario, tmp_path))
+
+
+def test_broadcast_gives_the_result_to_all(world: World) -> None:
+    """With broadcast=True every rank gets the first named rank's result, also one that plain pickle refuses."""
+
+    def scenario() -> Any:
+        @on_rank([1, 0], broadcast=True)
+        def make() -> Any:
+            rank = current_world().rank
+            return {"rank": rank, "tensor": torch.full((3,), float(rank)), "fn": lambda: rank}
+
+        made = make()
+        return made["rank"], made["tensor"].tolist(), made["fn"]()
+
+    assert set(map(str, world.run(scenario))) == {str((1, [1.0, 1.0, 1.0], 1))}
+
+
+def test_a_result_that_cannot_be_broadcast_is_an_error_everywhere(world: World) -> None:
+    """A broadcast result that cannot be pickled is a failure of the call, with its path, on every rank."""
+
+    def scenario() -> str:
+        import threading
+
+        @on_rank(0, broadcast=True)
+        def make() -> Any:
+            return {"lock": threading.Lock()}
+
+        with pytest.raises(RankError) as caught:
+            make()
+        return str(caught.value.failures[0])
+
+    assert all("The result['lock'] is a _thread.lock" in text for text in world.run(scenario))
+
+
+def test_with_a_barrier_nobody_goes_on_before_all_have_arrived(world: World, tmp_path: Path) -> None:
+    """barrier=True: each rank sees the traces of all others after the call, the named one included."""
+
+    def scenario(folder: Path) -> int:
+        me = current_world().rank
+        seen = 10
+        for turn in range(5):
+
+            @on_rank(0, barrier=True)
+            def nothing() -> None:
+                pass
+
+            time.sleep(0.01 * ((me + turn) % 2))
+            (folder / f"{turn}-{me}").touch()
+            nothing()
+            seen = min(seen, len(list(folder.glob(f"{turn}-*"))))
+        return seen
+
+    results = world.run(scenario, tmp_path)
+    assert results == [len(results)] * len(results)
+
+
+def test_a_failure_reaches_every_rank_with_its_traceback_and_the_group_goes_on(world: World) -> None:
+    """Rank 1 raises: every rank raises RankError with its type, message and traceback in time, and the group works."""
+
+    def scenario() -> Any:
+        me = initialize_ddp().rank
+        raised_at = torch.zeros(1, dtype=torch.float64)
+
+        @on_rank(1)
+        def load_the_data() -> None:
+            raised_at[0] = time.time()
+            raise FileNotFoundError(2, "No such file or directory", "digits.csv")
+
+        dist.barrier()
+        with pytest.raises(RankError) as caught:
+            load_the_data()
+        told_at = time.time()
+        dist.broadcast(raised_at, 1)  # the group still works
+        error = caught.value.failures[1]
+        assert caught.value.rank == 1
+        return type(error).__name__, str(error), me == 1 or "load_the_data" in _cause(error), told_at - float(raised_at)
+
+    for name, text, shows_where, seconds in world.run(scenario):
+        assert name == "FileNotFoundError"
+        assert text == "[Errno 2] No such file or directory: 'digits.csv'"
+        assert shows_where
+        assert seconds < 0.1
+
+
+def test_what_cannot_be_rebuilt_is_a_remote_error(world: World) -> None:
+    """An exception type that only one rank may know arrives as RemoteError with its name; so does SystemExit."""
+
+    def scenario() -> Any:
+        class OurError(Exception):
+            pass
+
+        @on_rank(0)
+        def fail() -> None:
+            raise OurError("mine")
+
+        @on_rank(0)
+        def leave() -> None:
+            raise SystemExit(3)
+
+        with pytest.raises(RankError) as caught:
+            fail()
+        try:
+            leave()
+        except RankError as error:
+            left = str(error.failures[0])
+        except SystemExit as error:
+            left = f"itself: {error}"
+        return current_world().rank == 0 or type(caught.value.failures[0]) is RemoteError, str(caught.value), left
+
+    results = world.run(scenario)
+    assert all(ok and "OurError: mine" in text.replace("RemoteError: ", "") for ok, text, _ in results[1:])
+    assert results[0][2] == "itself: 3"
+    assert all(left == "SystemExit: 3" for _, _, left in results[1:])
+
+
+def test_one_of_several_raises_while_another_sits_in_a_collective(world: World) -> None:
+    """The worst case: rank 1 raises, rank 0 waits for it in all_reduce: all get the cause first, and can go on."""
+
+    def scenario() -> Any:
+        me = initialize_ddp().rank
+        raised_at = []
+
+        @on_rank([0, 1])
+        def train() -> None:
+            if me == 1:
+                time.sleep(0.05)  # rank 0 is in the collective by then; if not, the test is easier, not wrong
+                raised_at.append(time.time())
+                raise ValueError("bad batch")
+            dist.all_reduce(torch.ones(4))
+
+        with pytest.raises(RankError) as caught:
+            train()
+        told_at = time.time()
+        closed = not current_world().distributed
+        initialize_ddp()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        times: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(times, raised_at)
+        error = caught.value
+        return error.rank, str(error.failures[1]), closed, total.item(), told_at - times[1][0]
+
+    results = world.run(scenario)
+    assert all(r[:4] == (1, "bad batch", True, len(results)) for r in results)
+    assert all(r[4] < 1.0 for r in results)
+
+
+def test_two_fail_at_once(world: World) -> None:
+    """Each failed rank is a leaf of the error, on every rank that knows of it."""
+
+    def scenario() -> Any:
+        @on_rank([0, 1])
+        def fail() -> None:
+            raise ValueError(f"rank {current_world().rank}")
+
+        with pytest.raises(RankError) as caught:
+            fail()
+        initialize_ddp()
+        return {rank: str(error) for rank, error in caught.value.failures.items()}
+
+    for failures in world.run(scenario):
+        assert failures
+        assert all(text == f"rank {rank}" for rank, text in failures.items())
+
+
+def test_nested_calls_run_where_they_are_named_and_nobody_waits(world: World) -> None:
+    """Inside the body of another, a call is no call of its own; one that could run nowhere is an error."""
+
+    def scenario() -> Any:
+        @on_rank(0)
+        def inner() -> str:
+            return "inner"
+
+        @on_rank(1)
+        def elsewhere() -> str:
+            return "elsewhere"
+
+        @on_rank(0)
+        def outer() -> Any:
+            with pytest.raises(ValueError, match="it would run nowhere"):
+                elsewhere()
+            return inner()
+
+        @on_rank([0, 1])
+        def both() -> Any:
+            return inner(), elsewhere()
+
+        return outer(), both(), inner()
+
+    results = world.run(scenario)
+    assert results[0] == ("inner", ("inner", None), "inner")
+    assert results[1] == (None, (None, "elsewhere"), None)
+
+
+def test_ranks_in_different_calls_get_both_call_sites(world: World) -> None:
+    """Where ranks call different functions under one number, the error names both, not the other's result."""
+
+    def scenario() -> Any:
+        me = current_world().rank
+        start = channel()
+        assert start is not None
+
+        @on_rank(0)
+        def save() -> str:
+            return "saved"
+
+        @on_rank(0)
+        def report() -> str:
+            return "reported"
+
+        if me == 0:
+            save()
+            report()
+            text = ""
+        else:
+            with pytest.raises(ParallelError) as caught:
+                report()
+            text = str(caught.value)
+        start.begin_term(start.term + 1)  # in step again for the next test
+        return text
+
+    for text in world.run(scenario)[1:]:
+        assert "save() on rank 0 at " in text
+        assert "report() on rank 0 at " in text
+        assert "test_on_rank.py:" in text
+
+
+def test_two_ranks_that_wait_for_each_other_learn_so(world: World) -> None:
+    """A deadlock by different orders of calls ends in an error on both ranks."""
+
+    def scenario() -> Any:
+        here = channel()
+        assert here is not None
+        text = ""
+
+        @on_rank(0)
+        def first() -> None: ...
+
+        @on_rank(1)
+        def second() -> None: ...
+
+        if here.rank < 2:
+            with pytest.raises(ParallelError) as caught:
+                second() if here.rank == 0 else first()
+            text = str(caught.value)
+        here.begin_term(here.term + 1)  # in step again for the next test
+        return text
+
+    for text in world.run(scenario)[:2]:
+        assert "first() on rank 0" in text
+        assert "second() on rank 1" in text
+
+
+def test_a_rank_that_lags_behind_learns_which_calls_failed(world: World) -> None:
+    """One rank is many calls ahead: the other still learns, call by call, which failed and how."""
+
+    def scenario() -> Any:
+        me = initialize_ddp().rank
+
+        @on_rank(0)
+        def work(turn: int) -> None:
+            if turn % 3 == 1:
+                raise ValueError(f"turn {turn}")
+
+        dist.barrier()
+        if me == 0:
+            failed = _failed_turns(work)
+            dist.barrier()
+        else:
+            dist.barrier()  # rank 0 has made all its calls before this rank makes its first
+            failed = _failed_turns(work)
+        return failed
+
+    def _failed_turns(work: Any) -> list[int]:
+        failed = []
+        for turn in range(100):
+            try:
+                work(turn)
+            except RankError as error:
+                assert str(error.failures[0]) == f"turn {turn}"
+                failed.append(turn)
+        return failed
+
+    expected = [turn for turn in range(100) if turn % 3 == 1]
+    assert len(expected) < FAILURES_KEPT
+    assert all(failed == expected for failed in world.run(scenario))
+
+
+def test_a_rank_too_far_behind_is_told_that_it_cannot_know(world: World) -> None:
+    """Beyond the failures that are kept, a lagging rank gets an error that says so, never a false success."""
+
+    def scenario() -> Any:
+        me = initialize_ddp().rank
+
+        @on_rank(0)
+        def fail() -> None:
+            raise ValueError
+
+        outcomes = []
+        if me != 0:
+            dist.barrier()
+        for _ in range(FAILURES_KEPT + 10):
+            try:
+                fail()
+            except RankError:
+                outcomes.append("failed")
+            except ParallelError:
+                outcomes.append("unknown")
+        if me == 0:
+            dist.barrier()
+        return outcomes
+
+    results = world.run(scenario)
+    assert results[0] == ["failed"] * (FAILURES_KEPT + 10)
+    for outcomes in results[1:]:
+        assert outcomes == ["unknown"] * 10 + ["failed"] * FAILURES_KEPT
+
+
+def test_without_waiting_an_error_comes_at_the_next_call(world: World) -> None:
+    """wait=False: the others go on at once and raise the error of that call at their next one."""
+
+    def scenario() -> Any:
+        me = initialize_ddp().rank
+
+        @on_rank(0, wait=False)
+        def log(text: str) -> None:
+            if text == "bad":
+                raise OSError(28, "No space left on device")
+
+        @on_rank(1)
+        def other() -> str:
+            return "ran"
+
+        log("good")
+        first = ""
+        try:
+            log("bad")
+        except RankError as error:
+            first = str(error)
+        dist.barrier()  # rank 0 has failed by now
+        second = ""
+        try:
+            other()
+        except RankError as error:
+            second = str(error.failures[0])
+        return me, first, second, other()
+
+    results = world.run(scenario)
+    assert "No space left" in results[0][1]
+    assert results[0][2] == ""
+    assert all(first == "" and "No space left" in second for _, first, second, _ in results[1:])
+    assert [r[3] for r in results] == [None, "ran"] + [None] * (len(results) - 2)
+
+
+def test_a_timeout_names_the_silent_rank_and_slow_is_not_dead(world: World) -> None:
+    """Past its timeout a waiting rank raises RankTimeoutError; without one it waits as long as it takes."""
+
+    def scenario() -> Any:
+        me = current_world().rank
+
+        @on_rank(0, timeout=0.1)
+        def slow() -> None:
+            time.sleep(0.4)
+
+        @on_rank(0)
+        def patient() -> str:
+            time.sleep(0.4)
+            return "done"
+
+        started = time.time()
+        caught: Any = None
+        try:
+            slow()
+        except RankTimeoutError as error:
+            caught = (error.ranks, list(error.stacks), str(error))
+        waited = time.time() - started
+        patient()
+        return me, caught, waited
+
+    for me, caught, waited in world.run(scenario):
+        if me == 0:
+            assert caught is None
+        else:
+            assert caught[:2] == ([0], [0])
+            assert "rank 0" in caught[2]
+            assert waited < 0.35
+
+
+def test_the_store_stays_bounded(world: World) -> None:
+    """100 000 calls, one rank far ahead, failures and lists of ranks: the number of keys does not grow."""
+
+    def scenario() -> Any:
+        initialize_ddp()
+        here = channel()
+        assert here is not None
+
+        def keys() -> int:
+            store = here.store
+            while isinstance(store, dist.PrefixStore):
+                store = store.underlying_store
+            return len(store.list_keys())
+
+        @on_rank(0)
+        def cheap() -> None: ...
+
+        @on_rank([0, 1])
+        def both(fail: bool) -> None:
+            if fail:
+                raise ValueError
+
+        @on_rank(0)
+        def failing() -> None:
+            raise ValueError
+
+        def round_of_calls(count: int) -> None:
+            for _ in range(count):
+                cheap()
+            for fail in (False, True):
+                try:
+                    both(fail)
+                except RankError:
+                    initialize_ddp()
+            for _ in range(3):
+                with pytest.raises(RankError):
+                    failing()
+
+        round_of_calls(10)
+        dist.barrier()
+        before = keys()
+        dist.barrier()
+        round_of_calls(100_000)
+        round_of_calls(10)
+        dist.barrier()
+        return before, keys()
+
+    for before, after in world.run(scenario):
+        assert after <= before
+
+
+def test_a_hostile_value_in_the_store_is_an_error_and_never_runs(world: World, tmp_path: Path) -> None:
+    """What stands under our keys is read as data: a pickle there is reported, not executed."""
+
+    def scenario(trap: str) -> Any:
+        import pickle
+
+        class Trap:
+            def __reduce__(self) -> Any:
+                return os.mkdir, (trap,)
+
+        here = channel()
+        assert here is not None
+        me = here.rank
+        initialize_ddp()
+        dist.barrier()
+        if me == 0:
+            here.store.set("report/0", pickle.dumps(Trap()))
+        dist.barrier()
+        text = ""
+        if me != 0:
+
+            @on_rank(0)
+            def never() -> None: ...
+
+            with pytest.raises(ParallelError) as caught:
+                never()
+            text = str(caught.value)
+            here._calls -= 1
+        dist.barrier()
+        if me == 0:
+            here._post(here._phase)
+        dist.barrier()
+        return text
+
+    for text in world.run(scenario, str(tmp_path / "trap"))[1:]:
+        assert "'report/0'" in text
+    assert not (tmp_path / "trap").exists()
+
+
+def test_rank_first_goes_first(world: World, tmp_path: Path) -> None:
+    """The others run the block only when the first rank has left it; nested on_rank calls do not wait."""
+
+    def scenario(folder: Path) -> Any:
+        me = current_world().rank
+
+        @on_rank(1)
+        def one() -> str:
+            return "one"
+
+        with rank_first(1):
+            found = (folder / "cache").exists()
+            (folder / "cache").touch()
+            inner = one()
+        with rank_first(0, local=True):
+            pass
+        return me, found, inner
+
+    for me, found, inner in world.run(scenario, tmp_path):
+        assert found == (me != 1)
+        assert inner == ("one" if me == 1 else None)
+
+
+def test_rank_first_failing_keeps_the_others_out(world: World) -> None:
+    """If the first rank raises, the others do not run the block: every rank raises RankError."""
+
+    def scenario() -> Any:
+        entered = []
+        with pytest.raises(RankError, match="KeyError"), rank_first():
+            entered.append(True)
+            raise KeyError("missing")
+        return bool(entered)
+
+    results = world.run(scenario)
+    assert results == [True] + [False] * (len(results) - 1)
+
+
+def test_once_per_node(world: World) -> None:
+    """on_local_rank runs once on this one node, and on the rank that the number says."""
+
+    def scenario() -> Any:
+        @on_local_rank(-1)
+        def last() -> int:
+            return current_world().local_rank
+
+        with pytest.raises(ValueError, match="a local rank is 0"):
+            on_local_rank(9)(last)()
+        return last()
+
+    results = world.run(scenario)
+    assert results == [None] * (len(results) - 1) + [len(results) - 1]
+
+
+def test_ranks_out_of_range(world: World) -> None:
+    """A rank beyond the world is a ValueError on every rank, which names the world size and the valid range."""
+
+    def scenario() -> str:
+        with pytest.raises(ValueError, match="cannot run") as caught:
+            on_rank(7)(print)()
+        return str(caught.value)
+
+    results = world.run(scenario)
+    n = len(results)
+    expected = (
+        f"on_rank(7) cannot run: world_size is {n}, so a rank is 0..{n - 1} (or -{n}..-1 from the end)."
+    )
+    assert set(results) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "text"),
+    [
+        ("0", TypeError, "a rank is an int"),
+        ([], ValueError, "names no rank"),
+        (1.5, TypeError, "a rank is an int"),
+        (True, TypeError, "a rank is an int"),
+        ([0, "1"], TypeError, "a rank is an int"),
+        (print, TypeError, r"write @on_rank\(0\) above"),
+    ],
+)
+def test_what_is_no_rank_is_said_at_once(rank: Any, error: type[Exception], text: str) -> None:
+    """A wrong argument is an error where the decorator stands, in any world."""
+    with pytest.raises(error, match=text):
+        on_rank(rank)
+
+
+def test_options_that_exclude_each_other() -> None:
+    """wait=False cannot be had with what makes every rank wait; a coroutine has no body to wait for."""
+
+    async def later() -> None: ...
+
+    with pytest.raises(ValueError, match="wait=False"):
+        on_rank(0, wait=False, barrier=True)
+    with pytest.raises(ValueError, match="wait=False"):
+        on_rank(0, wait=False, broadcast=True)
+    with pytest.raises(TypeError, match="async"):
+        on_rank(0)(later)
+    with pytest.raises(ValueError, match="above zero"):
+        on_rank(0, timeout=0)
+
+
+def test_alone_it_is_a_plain_call() -> None:
+    """Alone any rank runs here, exceptions are themselves, and the decorated function keeps its name and signature."""
+
+    @on_rank([0, 1])
+    def add(a: int, b: int = 1) -> int:
+        """Adds."""
+        return a + b
+
+    class Model:
+        @on_rank(0)
+        def name(self) -> str:
+            return type(self).__name__
+
+    assert add(1) == 2
+    assert (add.__name__, add.__doc__) == ("add", "Adds.")
+    assert list(inspect.signature(add).parameters) == ["a", "b"]
+    assert Model().name() == "Model"
+    with pytest.raises(TypeError):
+        add()  # type: ignore[call-arg]
+    with rank_first(3):
+        pass

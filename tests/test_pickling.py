@@ -1,0 +1,510 @@
+"""`dumps` and `loads`: everything comes out as it went in, or an error gives the path to what cannot be sent."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import gc
+import math
+import pickle
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from nn_parallel.errors import TransferError
+from nn_parallel.pickling import dumps, loads
+
+# Torch calls these dtypes and layouts experimental; that is its own affair.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:ComplexHalf support", "ignore:Sparse CSR tensor support", "ignore:.*quantize_per_"
+)
+QUANTISED = ["qint8", "quint8", "qint32", "quint4x2", "quint2x4"]
+DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+PLAIN_DTYPES = sorted(set(DTYPES) - set(QUANTISED))
+LOCK = threading.Lock()
+
+
+def round_trip(obj: Any) -> Any:
+    """``obj`` as another process would get it, its buffers copied to writable memory."""
+    packed = dumps(obj)
+    return loads(packed.pickle, [bytearray(buffer) for buffer in packed.buffers])
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as bytes, in a further dimension, for dtypes that torch can neither compare nor copy."""
+    size, start = tensor.dtype.itemsize, tensor.storage_offset() * tensor.dtype.itemsize
+    strides = [stride * size for stride in tensor.stride()]
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (*tensor.shape, size), (*strides, 1))
+
+
+def _tensor_of(dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    """A tensor of any dtype, its bytes counting up."""
+    data = torch.arange(math.prod(shape) * dtype.itemsize).to(torch.uint8)
+    strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+    return torch.empty(0, dtype=dtype).set_(data.untyped_storage(), 0, shape, strides)
+
+
+@st.composite
+def shapes_and_views(draw: st.DrawFn) -> tuple[list[int], list[Callable[[torch.Tensor], torch.Tensor]]]:
+    """A shape, 0-dim and empty ones too, and steps that make a tensor of it a view."""
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    steps: list[Callable[[torch.Tensor], torch.Tensor]] = []
+    probe = torch.empty(shape)
+    for kind in draw(st.lists(st.sampled_from(["permute", "slice", "select", "expand", "unsqueeze"]), max_size=4)):
+        step: Callable[[torch.Tensor], torch.Tensor] = functools.partial(torch.unsqueeze, dim=0)
+        if kind == "expand":
+            step = functools.partial(_repeated, times=draw(st.integers(0, 3)))
+        elif kind == "permute":
+            step = functools.partial(torch.permute, dims=draw(st.permutations(range(probe.dim()))))
+        elif kind in ("slice", "select") and probe.dim():
+            dim = draw(st.integers(0, probe.dim() - 1))
+            where: Any = slice(draw(st.integers(0, 2)), draw(st.integers(2, 4)), draw(st.integers(1, 2)))
+            if kind == "select" and probe.shape[dim]:
+                where = draw(st.integers(0, probe.shape[dim] - 1))
+            step = functools.partial(_indexed, where=(*[slice(None)] * dim, where))
+        steps.append(step)
+        probe = step(probe)
+    return shape, steps
+
+
+def _repeated(tensor: torch.Tensor, times: int) -> torch.Tensor:
+    return tensor.expand(times, *tensor.shape)
+
+
+def _indexed(tensor: torch.Tensor, where: tuple[Any, ...]) -> torch.Tensor:
+    return tensor[where]
+
+
+@pytest.mark.parametrize("name", PLAIN_DTYPES)
+@settings(deadline=None, max_examples=30)
+@given(made=shapes_and_views())
+def test_a_tensor_of_any_dtype_shape_and_stride_comes_out_the_same(
+    name: str, made: tuple[list[int], list[Callable[[torch.Tensor], torch.Tensor]]]
+) -> None:
+    """Same dtype, shape, strides and bytes; in its own writable memory."""
+    shape, steps = made
+    tensor = functools.reduce(lambda view, step: step(view), steps, _tensor_of(DTYPES[name], shape))
+    result = round_trip(tensor)
+    assert (type(result), result.dtype, result.device) == (torch.Tensor, tensor.dtype, tensor.device)
+    assert (result.shape, result.stride()) == (tensor.shape, tensor.stride())
+    assert torch.equal(_bytes_of(result), _bytes_of(tensor))
+    if tensor.numel():
+        before = _bytes_of(tensor).clone()
+        _bytes_of(result).bitwise_not_()
+        assert torch.equal(_bytes_of(tensor), before)
+        assert result.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch's own code warns, in `_rebuild_qtensor`
+@pytest.mark.parametrize("name", ["qint8", "quint8", "qint32"])
+def test_quantised_tensors_keep_their_scheme(name: str) -> None:
+    """Values, scales and zero points, per tensor and per channel."""
+    values = torch.arange(6.0).reshape(2, 3)
+    per_tensor = torch.quantize_per_tensor(values, 0.5, 1, DTYPES[name])
+    per_channel = torch.quantize_per_channel(values, torch.tensor([0.5, 2.0]), torch.tensor([0, 1]), 0, DTYPES[name])
+    for tensor in (per_tensor, per_channel):
+        result = round_trip(tensor)
+        assert (result.dtype, result.qscheme()) == (tensor.dtype, tensor.qscheme())
+        assert torch.equal(result, tensor)
+
+
+def test_a_large_tensor_leaves_the_pickle_without_a_copy() -> None:
+    """The buffer is a view of the tensor's own memory, which it keeps alive, and the pickle stays small."""
+    tensor = torch.arange(1 << 18)
+    address = tensor.data_ptr()
+    packed = dumps({"nested": [tensor]})
+    assert len(packed.pickle) < 1_000
+    assert [torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() for buffer in packed.buffers] == [address]
+    del tensor
+    gc.collect()
+    assert torch.equal(torch.frombuffer(packed.buffers[0], dtype=torch.int64), torch.arange(1 << 18))
+
+
+def test_the_buffers_become_the_memory_of_the_result() -> None:
+    """`loads` copies nothing: a write to the tensor is a write to the buffer."""
+    packed = dumps(torch.zeros(4, dtype=torch.uint8))
+    buffer = bytearray(packed.buffers[0])
+    loads(packed.pickle, [buffer]).add_(7)
+    assert buffer == b"\7\7\7\7"
+
+
+def test_views_of_one_storage_still_share_it() -> None:
+    """What is written through one view shows through the other, also where their dtypes differ."""
+    base = torch.zeros(4, 4)
+    rows, columns, integers, alone = round_trip([base[1:3], base.t()[::2], base.view(torch.int32), base.clone()])
+    rows.fill_(1)
+    assert torch.equal(columns, torch.tensor([[0.0, 1, 1, 0], [0, 1, 1, 0]]))
+    assert integers.count_nonzero() == 8
+    assert alone.count_nonzero() == 0
+    assert base.count_nonzero() == 0
+
+
+def test_the_same_object_twice_is_one_object() -> None:
+    """Identity inside the object is kept, in cycles too."""
+    tensor, nest = torch.ones(2), list[Any]()
+    nest += [tensor, {"again": tensor}, nest]
+    result = round_trip(nest)
+    assert result[0] is result[1]["again"]
+    assert result[2] is result
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_requires_grad_and_attributes_travel(requires_grad: bool, dtype: torch.dtype) -> None:
+    """A tensor keeps whether it wants gradients, and what was attached to it."""
+    tensor = torch.empty(2, dtype=dtype).requires_grad_(requires_grad)
+    tensor.note = "mine"  # type: ignore[attr-defined]
+    result = round_trip(tensor)
+    assert (result.requires_grad, result.note) == (requires_grad, "mine")
+
+
+def test_a_module_keeps_its_tied_parameters() -> None:
+    """State, frozen parameters, buffers and tied weights; the result trains on its own."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    model[2].bias.requires_grad_(False)
+    before, result = copy.deepcopy(model.state_dict()), round_trip(model)
+    assert all(torch.equal(a, b) for a, b in zip(result.state_dict().values(), before.values(), strict=True))
+    assert result[2].weight is result[0].weight
+    assert [type(p) for p in result.parameters()] == [nn.Parameter] * 5
+    assert [p.requires_grad for p in result.parameters()] == [p.requires_grad for p in model.parameters()]
+    result(torch.ones(2, 3)).sum().backward()
+    torch.optim.SGD([p for p in result.parameters() if p.requires_grad], lr=1.0).step()
+    assert not torch.equal(result[0].bias, model[0].bias)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values(), strict=True))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr])
+def test_sparse_tensors_keep_their_layout(layout: torch.layout) -> None:
+    """Each sparse layout comes out as it was, uncoalesced too."""
+    dense = torch.diag(torch.arange(4.0))
+    blocks = {"blocksize": (2, 2)} if layout is torch.sparse_bsr else {}
+    result = round_trip(dense.to_sparse(layout=layout, **blocks))
+    assert result.layout is layout
+    assert torch.equal(result.to_dense(), dense)
+    if layout is torch.sparse_coo:
+        twice = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (3,))
+        assert not round_trip(twice).is_coalesced()
+        assert torch.equal(round_trip(twice).to_dense(), torch.tensor([0.0, 5.0, 0.0]))
+
+
+def test_lazy_conjugates_and_negatives_stay_lazy() -> None:
+    """The conj and neg bits are part of the view."""
+    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    negative = conjugate.imag
+    results = round_trip((conjugate, negative))
+    assert results[0].is_conj()
+    assert results[1].is_neg()
+    assert torch.equal(results[0], conjugate)
+    assert torch.equal(results[1], negative)
+
+
+class Marked(torch.Tensor):
+    """A tensor of a type of its own."""
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 2)])
+def test_a_tensor_subclass_keeps_its_type(shape: tuple[int, ...]) -> None:
+    """The user's own tensor type arrives, and its data with it."""
+    result = round_trip(torch.ones(shape).as_subclass(Marked))
+    assert type(result) is Marked
+    assert torch.equal(result, torch.ones(shape))
+
+
+def test_what_has_no_data_travels_too() -> None:
+    """Meta tensors, an empty storage, devices and dtypes."""
+    meta, storage, device, dtype = round_trip(
+        (torch.empty(2, 3, device="meta"), torch.UntypedStorage(0), torch.device("cuda", 1), torch.float8_e5m2)
+    )
+    assert (meta.device.type, meta.shape, storage.nbytes()) == ("meta", (2, 3), 0)
+    assert (device, dtype) == (torch.device("cuda", 1), torch.float8_e5m2)
+
+
+def test_a_default_device_moves_nothing() -> None:
+    """A user's default device is for what the user makes, not for what arrives."""
+    with torch.device("meta"):
+        result = round_trip([torch.ones(2, device="cpu"), torch.ones(2, device="cpu").view(torch.uint8)])
+    assert [tensor.device.type for tensor in result] == ["cpu", "cpu"]
+    assert result[0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6).reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.arange(10, dtype=np.uint16)[::3],
+        np.array(3 + 4j),
+        np.empty((0, 2), dtype=bool),
+        np.array(["a", "bc"]),
+        np.array([1, "a", None], dtype=object),
+        np.array([(1, 2.0)], dtype=[("x", "i4"), ("y", "f8")]),
+    ],
+)
+def test_numpy_arrays_come_out_the_same_and_writable(array: np.ndarray) -> None:
+    """dtype, shape and values of any array, in memory of its own."""
+    result = round_trip([array])[0]
+    assert (result.dtype, result.shape, result.flags.writeable) == (array.dtype, array.shape, True)
+    assert np.array_equal(result, array)
+    assert not np.shares_memory(result, array)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    nest=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text() | st.binary(max_size=300).map(bytearray),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
+        max_leaves=10,
+    )
+)
+def test_plain_nests_come_out_equal(nest: Any) -> None:
+    """Built-in types in any nest are equal afterwards."""
+    assert round_trip(nest) == nest
+
+
+@dataclass
+class Sample:
+    """Something of the user's with tensors in it."""
+
+    image: torch.Tensor
+    labels: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def test_tensors_in_any_object() -> None:
+    """Tensors are found wherever pickle looks, not only in known containers."""
+    result = round_trip(types.SimpleNamespace(samples=(Sample(torch.ones(2), {"y": torch.tensor(3)}),)))
+    assert torch.equal(result.samples[0].image, torch.ones(2))
+    assert result.samples[0].labels["y"].item() == 3
+
+
+def test_functions_need_not_be_importable() -> None:
+    """Lambdas, closures, closures that call themselves, partials and methods."""
+    weight = torch.tensor(3.0)
+
+    def factorial(n: int) -> int:
+        return 1 if n < 2 else n * factorial(n - 1)
+
+    scale, fact, part, method = round_trip((lambda x: x * weight, factorial, functools.partial(pow, 2), [1, 2].count))
+    assert (scale(2).item(), fact(5), part(5), method(2)) == (6, 120, 32, 1)
+    assert scale is not round_trip(scale)
+
+
+def test_a_class_defined_in_a_function() -> None:
+    """Instances of a class that no import finds."""
+
+    class Local:
+        factor = 2
+
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value = value
+
+        def scaled(self) -> torch.Tensor:
+            return self.value * self.factor
+
+    assert round_trip(Local(torch.tensor(4))).scaled().item() == 8
+
+
+def test_another_process_understands_it(tmp_path: Path) -> None:
+    """Functions and classes of ``__main__`` go by value, its classes are adopted there, so that `torch.save` works."""
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    config = type("Config", (), {"__module__": "__main__", "lr": 0.5})
+    instance = config()
+    instance.steps = 7
+    packed = dumps((twice, torch.arange(3), instance))
+    (tmp_path / "packed").write_bytes(pickle.dumps((packed.pickle, [bytearray(b) for b in packed.buffers])))
+    code = """
+import io, pickle, sys, torch
+from nn_parallel.pickling import loads
+fn, tensor, config = loads(*pickle.load(open(sys.argv[1], "rb")))
+file = io.BytesIO()
+torch.save(config, file)
+file.seek(0)
+again = torch.load(file, weights_only=False)
+print(fn(tensor).tolist(), type(again) is Config, again.lr, again.steps)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "packed"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stdout.strip() == "[0, 2, 4] True 0.5 7", done.stderr
+
+
+def test_loads_raises_what_unpickling_raises() -> None:
+    """An object that cannot be rebuilt raises its own exception."""
+
+    class Unloadable:
+        def __reduce__(self) -> Any:
+            return int, ("not a number",)
+
+    with pytest.raises(ValueError, match="not a number"):
+        round_trip(Unloadable())
+
+
+class Holder:
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+    def method(self) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class Slotted:
+    guard: Any
+
+
+def _closing_over(guard: Any) -> Callable[[], Any]:
+    def fn() -> Any:
+        return guard
+
+    return fn
+
+
+def _recursive(guard: Any) -> Callable[[int], Any]:
+    def fn(n: int) -> Any:
+        return fn(n - 1) if n else guard
+
+    return fn
+
+
+def _with_an_empty_cell(guard: Any) -> Callable[[], Any]:
+    def fn() -> Any:
+        return later, guard
+
+    if guard is None:
+        later = 1
+    return fn
+
+
+def _using_a_global() -> Callable[[], Any]:
+    return lambda: LOCK.locked()
+
+
+def _using_a_global_inside_a_comprehension() -> Callable[[], Any]:
+    return lambda: [LOCK.locked() for _ in range(3)]
+
+
+def _with_a_default(guard: Any) -> Callable[..., Any]:
+    def fn(guard: Any = guard) -> Any:
+        return guard
+
+    return fn
+
+
+def _with_a_keyword_default(guard: Any) -> Callable[..., Any]:
+    def fn(*, guard: Any = guard) -> Any:
+        return guard
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("obj", "path"),
+    [
+        (LOCK, "The object is a _thread.lock"),
+        ({"a": 1, "b": LOCK}, "The object['b'] is a _thread.lock"),
+        ([1, (2, LOCK)], "The object[1][1] is a _thread.lock"),
+        (Holder(a=1, inner=Holder(guard=LOCK)), "The object.inner.guard is a _thread.lock"),
+        (Holder(items={"x": [Holder(guard=LOCK)]}), "The object.items['x'][0].guard is a _thread.lock"),
+        (Holder(guard=LOCK).method, "The object.__self__.guard is a _thread.lock"),
+        (Slotted(LOCK), "The object.guard is a _thread.lock"),
+        (functools.partial(print, LOCK), "_thread.lock"),
+        (collections.deque([LOCK]), "The object[0] is a _thread.lock"),
+        (_closing_over(LOCK), "Closure variable 'guard' of _closing_over.<locals>.fn() is a _thread.lock"),
+        (_closing_over([LOCK]), "Closure variable 'guard' of _closing_over.<locals>.fn()[0] is a _thread.lock"),
+        ([_recursive(LOCK)], "Closure variable 'guard' of _recursive.<locals>.fn() is a _thread.lock"),
+        (_with_an_empty_cell(LOCK), "Closure variable 'guard' of _with_an_empty_cell.<locals>.fn() is a _thread.lock"),
+        (_using_a_global(), "Global 'LOCK' of _using_a_global.<locals>.<lambda>() is a _thread.lock"),
+        (_using_a_global_inside_a_comprehension(), "Global 'LOCK' of _using_a_global_inside_a_comprehension"),
+        (_with_a_default(LOCK), "of _with_a_default.<locals>.fn() is a _thread.lock"),
+        (_with_a_keyword_default(LOCK), "of _with_a_keyword_default.<locals>.fn() is a _thread.lock"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_sent_is_named_by_its_path(obj: Any, path: str) -> None:
+    """The error gives the way to the innermost culprit, its type, and pickle's own words as the cause."""
+    with pytest.raises(TransferError) as caught:
+        dumps(obj)
+    assert path in str(caught.value)
+    assert str(caught.value).endswith("cannot be sent to another process: cannot pickle '_thread.lock' object")
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+@pytest.mark.parametrize("default", ["function", "keyword-only"])
+def test_a_default_is_named_by_its_parameter(default: str) -> None:
+    """A default value's repr may be long, or raise: the parameter's name is what the user can find."""
+    make = _with_a_default if default == "function" else _with_a_keyword_default
+    with pytest.raises(TransferError, match="'guard' of _with_a"):
+        dumps(make(LOCK))
+
+
+def test_a_repr_that_raises_does_not_hide_the_error() -> None:
+    """The error for the user is the TransferError, whatever else is wrong with the object."""
+
+    class Odd:
+        lock = LOCK
+
+        def __repr__(self) -> str:
+            raise ZeroDivisionError
+
+        def __reduce__(self) -> Any:
+            raise TypeError("cannot pickle Odd")
+
+    with pytest.raises(TransferError, match=r"Odd.* cannot be sent"):
+        dumps({Odd(): 1, "a": _with_a_default(Odd())})
+
+
+def test_named_parts_begin_the_path() -> None:
+    """The caller of `dumps` names what the user passed."""
+    parts = {"the function": print, "argument 1": [0], "argument 'x'": {"k": LOCK}}
+    with pytest.raises(TransferError, match=r"^Argument 'x'\['k'\] is a _thread\.lock and cannot be sent"):
+        dumps(tuple(parts.values()), parts)
+
+
+def test_a_cycle_does_not_hide_the_culprit() -> None:
+    """The way to the culprit is found round an object that contains itself."""
+    nest: list[Any] = [0]
+    nest += [{"self": nest}, LOCK]
+    with pytest.raises(TransferError, match=r"^The object\[2\] is a _thread\.lock|\['self'\]"):
+        dumps(nest)
+
+
+@settings(deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.just("dict"), st.text() | st.integers() | st.tuples(st.text(), st.booleans()))
+        | st.tuples(st.sampled_from(["list", "tuple"]), st.integers(0, 3))
+        | st.tuples(st.just("attribute"), st.sampled_from(["weights", "_private", "x1"])),
+        max_size=6,
+    )
+)
+def test_the_path_leads_to_the_culprit_in_any_nest(steps: list[tuple[str, Any]]) -> None:
+    """However deep and among whatever else, the path is what the user would write to get at it."""
+    obj: Any = LOCK
+    path = ""
+    for kind, key in reversed(steps):
+        if kind == "dict":
+            obj, path = {"before": [1], key: obj, 0.5: torch.ones(1)}, f"[{key!r}]{path}"
+        elif kind == "attribute":
+            obj, path = Holder(before={"a": None}, **{key: obj}), f".{key}{path}"
+        else:
+            obj, path = [*range(key), obj, "after"], f"[{key}]{path}"
+            obj = tuple(obj) if kind == "tuple" else obj
+    with pytest.raises(TransferError) as caught:
+        dumps(obj)
+    assert str(caught.value).startswith(f"The object{path} is a _thread.lock and cannot be sent")
