@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import socket
@@ -11,6 +12,7 @@ import stat
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -186,11 +188,11 @@ def _join(launch: Launch, device: torch.device | None, timeout: timedelta) -> Me
     world = world_of(launch, device)
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device.index)  # before anything can open a context on device 0
-    hosts_store = launch.rank == 0 and not launch.launcher_hosts_store
-    store = _open_store(launch, hosts_store, timeout)
-    global _joins
-    _joins += 1
-    own_keys = dist.PrefixStore(f"nn_parallel/{launch.attempt}.{_joins}", store)
+    address = launch.master_addr, launch.master_port
+    if address not in _stores:  # kept for the life of the process: a second one could not listen on the same port
+        _stores[address] = _open_store(launch, timeout), itertools.count(1)
+    store, joins = _stores[address]
+    own_keys = dist.PrefixStore(f"nn_parallel/{launch.attempt}.{next(joins)}", store)
     member = Membership(
         world,
         lambda: own_keys,
@@ -200,14 +202,14 @@ def _join(launch: Launch, device: torch.device | None, timeout: timedelta) -> Me
     )
     _await_all_ranks(member, launch, timeout)
     _world.join(member)
-    member.on_leave.callback(_await_last_rank, member)
     atexit.register(cleanup_ddp)
     logger.info("Rank %d of %d on %s, started by %s.", world.rank, world.world_size, world.device, world.launcher)
     return member
 
 
-def _open_store(launch: Launch, hosts_store: bool, timeout: timedelta) -> dist.Store:
+def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
     """Connect to the store at the master address; rank 0 hosts it, unless the launcher does."""
+    hosts_store = launch.rank == 0 and not launch.launcher_hosts_store
     address = f"{launch.master_addr}:{launch.master_port}"
     listener = None
     if hosts_store and is_loopback(launch.master_addr):
@@ -259,17 +261,6 @@ def _await_all_ranks(member: Membership, launch: Launch, timeout: timedelta) -> 
         time.sleep(pause)
         pause = min(pause * 1.2, 0.05)
         arrived = store.add("arrived", 0)
-
-
-def _await_last_rank(member: Membership) -> None:
-    """Leave; the rank that hosts the store waits for the others first, who may still have to read the last outcomes."""
-    store = member.store
-    with contextlib.suppress(RuntimeError):  # a lost store: nobody to wait for
-        left = store.add("left", 1)
-        deadline = time.monotonic() + LINGER_S
-        while member.store_host == member.rank and left < member.world_size and time.monotonic() < deadline:
-            time.sleep(0.005)
-            left = store.add("left", 0)
 
 
 def _make_group(member: Membership, backend: str | None, timeout: timedelta) -> None:
@@ -336,5 +327,4 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-LINGER_S = 30.0
-_joins = 0
+_stores: dict[tuple[str, int], tuple[dist.Store, Iterator[int]]] = {}  # and how often each was joined

@@ -12,6 +12,7 @@ of them and is run by all ranks; when it fails on one, all leave it and begin a 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import time
@@ -61,6 +62,8 @@ class Channel:
         self._places: list[tuple[int, int]] = []  # local rank and local world size, by rank
         self.begin_term(member.term)
         member.on_leave.callback(self._leave)
+        if member.store_host == self.rank:
+            atexit.register(self._outlive_readers)
 
     def begin_term(self, term: int) -> None:
         """Forget the calls so far: all ranks count from one again."""
@@ -230,6 +233,18 @@ class Channel:
             self._post(GONE)
             self._first_failed(0)  # a round trip: the report is there before this process ends
         for peer in self._peers.values():
+            peer.close()
+
+    def _outlive_readers(self) -> None:
+        """At the end of the process that holds the store: stay until the others have read what they wait for."""
+        self.member.on_leave.close()
+        deadline = time.monotonic() + (LINGER_AFTER_FAILURE_S if self._failures_made else LINGER_S)
+        for rank, peer in self._peers.items():
+            with contextlib.suppress(ParallelError):
+                while rank != self.rank and self._read(rank).progress.phase != GONE and not peer.is_dead():
+                    if time.monotonic() > deadline:
+                        return
+                    time.sleep(POLL_MAX_S / 10)
             peer.close()
 
     # What this rank learns.
@@ -438,3 +453,4 @@ POLL_SHARE, POLL_MIN_S, POLL_MAX_S = 0.05, 5e-5, 0.02
 ANNOUNCE_AFTER_S = 0.05
 LOOK_UP_PEER_AFTER_S = 0.01
 SEEK_CAUSE_S = 0.5
+LINGER_S, LINGER_AFTER_FAILURE_S = 30.0, 1.0

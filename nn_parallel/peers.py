@@ -65,7 +65,7 @@ class Peer:
     def close(self) -> None:
         if self._pidfd is not None:
             os.close(self._pidfd)
-            self._pidfd = None
+        self._pidfd, self._looked_up = None, False
 
 
 class Watcher:

@@ -14,7 +14,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 import pytest
 from ranks import launched
 
-from nn_parallel import ParallelExecutor, on_rank
+from nn_parallel import ParallelExecutor, ddp, on_rank
 from nn_parallel.executor import servers, supervisor
 
 
@@ -62,11 +62,15 @@ def world(request: pytest.FixtureRequest) -> World:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No child process but the fork server, the same open files and threads, nothing new in /dev/shm."""
+    """No child process but the fork server, the same open files and threads, nothing new in /dev/shm.
+
+    The stores that `initialize_ddp` keeps for the life of a process are dropped: here many tests share one.
+    """
     if "world" in request.fixturenames:
         request.getfixturevalue("world")  # what lives for the session is there before we look
     before = _state()
     yield
+    ddp._stores.clear()
     assert _state() == before
 
 

@@ -21,8 +21,8 @@ from typing import Any
 import cloudpickle
 import pytest
 
-START_WITHIN_S = 60.0
-ANSWER_WITHIN_S = 60.0
+START_WITHIN_S = 25.0
+ANSWER_WITHIN_S = 25.0
 
 
 class Ranks:
@@ -73,7 +73,12 @@ def launched(world_size: int, launcher: str = "env", **environ: str) -> Iterator
                 commands = [(rank, shared | {"RANK": str(number)}) for number in range(world_size)]
             processes = [
                 subprocess.Popen(
-                    command, env=clean | more, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True
+                    command,
+                    env=clean | more,
+                    stdout=file,
+                    stderr=file,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
                 )
                 for command, more in commands
             ]

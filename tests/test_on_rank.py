@@ -611,9 +611,7 @@ def test_ranks_out_of_range(world: World) -> None:
 
     results = world.run(scenario)
     n = len(results)
-    expected = (
-        f"on_rank(7) cannot run: world_size is {n}, so a rank is 0..{n - 1} (or -{n}..-1 from the end)."
-    )
+    expected = f"on_rank(7) cannot run: world_size is {n}, so a rank is 0..{n - 1} (or -{n}..-1 from the end)."
     assert set(results) == {expected}
 
 

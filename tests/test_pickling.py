@@ -103,7 +103,7 @@ def test_a_tensor_of_any_dtype_shape_and_stride_comes_out_the_same(
     assert torch.equal(_bytes_of(result), _bytes_of(tensor))
     if tensor.numel():
         before = _bytes_of(tensor).clone()
-        _bytes_of(result).bitwise_not_()
+        torch.empty(0, dtype=torch.uint8).set_(result.untyped_storage()).bitwise_not_()
         assert torch.equal(_bytes_of(tensor), before)
         assert result.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
 
@@ -131,6 +131,28 @@ def test_a_large_tensor_leaves_the_pickle_without_a_copy() -> None:
     del tensor
     gc.collect()
     assert torch.equal(torch.frombuffer(packed.buffers[0], dtype=torch.int64), torch.arange(1 << 18))
+
+
+def test_what_was_packed_may_be_garbage_in_a_cycle() -> None:
+    """A failed send leaves a cycle of its exception and its frame, the packed object in it: no crash when that goes."""
+    code = """
+import gc, torch
+from nn_parallel.pickling import dumps
+
+def send():
+    packed = dumps([torch.arange(5), torch.ones(2)])
+    try:
+        raise OSError("the worker is gone")
+    except OSError as error:
+        kept = error
+
+for _ in range(100):
+    send()
+gc.collect()
+print("alive")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "alive\n", "")
 
 
 def test_the_buffers_become_the_memory_of_the_result() -> None:
@@ -182,8 +204,9 @@ def test_a_module_keeps_its_tied_parameters() -> None:
     assert [type(p) for p in result.parameters()] == [nn.Parameter] * 5
     assert [p.requires_grad for p in result.parameters()] == [p.requires_grad for p in model.parameters()]
     result(torch.ones(2, 3)).sum().backward()
-    torch.optim.SGD([p for p in result.parameters() if p.requires_grad], lr=1.0).step()
-    assert not torch.equal(result[0].bias, model[0].bias)
+    with torch.no_grad():
+        result[0].weight.zero_()
+    assert result[2].weight.count_nonzero() == 0
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values(), strict=True))
 
 
@@ -196,7 +219,7 @@ def test_sparse_tensors_keep_their_layout(layout: torch.layout) -> None:
     assert result.layout is layout
     assert torch.equal(result.to_dense(), dense)
     if layout is torch.sparse_coo:
-        twice = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (3,))
+        twice = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (3,), check_invariants=True)
         assert not round_trip(twice).is_coalesced()
         assert torch.equal(round_trip(twice).to_dense(), torch.tensor([0.0, 5.0, 0.0]))
 
@@ -356,6 +379,8 @@ def test_loads_raises_what_unpickling_raises() -> None:
 
 
 class Holder:
+    child: Any
+
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
 
@@ -423,7 +448,7 @@ def _with_a_keyword_default(guard: Any) -> Callable[..., Any]:
         (Holder(items={"x": [Holder(guard=LOCK)]}), "The object.items['x'][0].guard is a _thread.lock"),
         (Holder(guard=LOCK).method, "The object.__self__.guard is a _thread.lock"),
         (Slotted(LOCK), "The object.guard is a _thread.lock"),
-        (functools.partial(print, LOCK), "_thread.lock"),
+        (functools.partial(print, LOCK), "The object.args[0] is a _thread.lock"),
         (collections.deque([LOCK]), "The object[0] is a _thread.lock"),
         (_closing_over(LOCK), "Closure variable 'guard' of _closing_over.<locals>.fn() is a _thread.lock"),
         (_closing_over([LOCK]), "Closure variable 'guard' of _closing_over.<locals>.fn()[0] is a _thread.lock"),
@@ -431,10 +456,9 @@ def _with_a_keyword_default(guard: Any) -> Callable[..., Any]:
         (_with_an_empty_cell(LOCK), "Closure variable 'guard' of _with_an_empty_cell.<locals>.fn() is a _thread.lock"),
         (_using_a_global(), "Global 'LOCK' of _using_a_global.<locals>.<lambda>() is a _thread.lock"),
         (_using_a_global_inside_a_comprehension(), "Global 'LOCK' of _using_a_global_inside_a_comprehension"),
-        (_with_a_default(LOCK), "of _with_a_default.<locals>.fn() is a _thread.lock"),
-        (_with_a_keyword_default(LOCK), "of _with_a_keyword_default.<locals>.fn() is a _thread.lock"),
+        (_with_a_default(LOCK), "'guard' of _with_a_default.<locals>.fn() is a _thread.lock"),
+        (_with_a_keyword_default(LOCK), "'guard' of _with_a_keyword_default.<locals>.fn() is a _thread.lock"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_sent_is_named_by_its_path(obj: Any, path: str) -> None:
     """The error gives the way to the innermost culprit, its type, and pickle's own words as the cause."""
@@ -445,28 +469,19 @@ def test_what_cannot_be_sent_is_named_by_its_path(obj: Any, path: str) -> None:
     assert isinstance(caught.value.__cause__, TypeError)
 
 
-@pytest.mark.parametrize("default", ["function", "keyword-only"])
-def test_a_default_is_named_by_its_parameter(default: str) -> None:
-    """A default value's repr may be long, or raise: the parameter's name is what the user can find."""
-    make = _with_a_default if default == "function" else _with_a_keyword_default
-    with pytest.raises(TransferError, match="'guard' of _with_a"):
-        dumps(make(LOCK))
+class Odd:
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
 
 
 def test_a_repr_that_raises_does_not_hide_the_error() -> None:
     """The error for the user is the TransferError, whatever else is wrong with the object."""
 
-    class Odd:
-        lock = LOCK
+    def fn(odd: Any = Odd(), guard: Any = LOCK) -> Any:  # noqa: B008
+        return odd, guard
 
-        def __repr__(self) -> str:
-            raise ZeroDivisionError
-
-        def __reduce__(self) -> Any:
-            raise TypeError("cannot pickle Odd")
-
-    with pytest.raises(TransferError, match=r"Odd.* cannot be sent"):
-        dumps({Odd(): 1, "a": _with_a_default(Odd())})
+    with pytest.raises(TransferError, match=r"is a _thread\.lock"):
+        dumps(fn)
 
 
 def test_named_parts_begin_the_path() -> None:
@@ -477,11 +492,11 @@ def test_named_parts_begin_the_path() -> None:
 
 
 def test_a_cycle_does_not_hide_the_culprit() -> None:
-    """The way to the culprit is found round an object that contains itself."""
-    nest: list[Any] = [0]
-    nest += [{"self": nest}, LOCK]
-    with pytest.raises(TransferError, match=r"^The object\[2\] is a _thread\.lock|\['self'\]"):
-        dumps(nest)
+    """A child that refers to its parent is not the culprit, only on the way to it."""
+    parent = Holder(child=Holder(), guard=LOCK)
+    parent.child.parent = parent
+    with pytest.raises(TransferError, match=r"guard is a _thread\.lock"):
+        dumps(parent)
 
 
 @settings(deadline=None)

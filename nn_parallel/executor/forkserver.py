@@ -37,11 +37,11 @@ def serve(control_fd: int, parent_pid: int) -> None:
         return
     gc.collect()
     gc.freeze()  # a collection in a worker would touch, and so copy, the pages that all share
-    server = _Server(socket.socket(fileno=control_fd), parent)
-    try:
-        server.loop()
-    finally:
-        _kill_descendants()
+    with socket.socket(fileno=control_fd) as control:
+        try:
+            _Server(control, parent).loop()
+        finally:
+            _kill_descendants()
 
 
 class _Server:
@@ -119,7 +119,8 @@ class _Server:
             os.dup2(stderr, 2)
             os.close(stdout)
             os.close(stderr)
-            code = work(socket.socket(fileno=connection))
+            with socket.socket(fileno=connection) as to_parent:
+                code = work(to_parent)
         finally:
             os._exit(code)
 

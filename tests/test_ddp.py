@@ -1,0 +1,404 @@
+"""`initialize_ddp` and its company: however the process was started, the same world, or an error that says what to set."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import World as Ranks
+from ranks import free_port, launched
+
+from nn_parallel import (
+    LaunchError,
+    ParallelError,
+    RankError,
+    WorkerDiedError,
+    World,
+    cleanup_ddp,
+    current_world,
+    initialize_ddp,
+    on_rank,
+    should_use_distributed,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def env(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set variables, and forget the world afterwards."""
+
+    def set_all(**variables: object) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_all
+
+
+def test_alone() -> None:
+    """With no launcher there is one rank, no group, and nothing to clean up."""
+    world = initialize_ddp()
+    assert world == (False, 0, 0, 1, CPU)
+    assert world == current_world()
+    assert (world.is_main, world.node_rank, world.local_world_size, world.launcher) == (True, 0, 1, "none")
+    assert not dist.is_initialized()
+    distributed, rank, local_rank, world_size, device = world
+    assert (distributed, rank, local_rank, world_size, device) == tuple(world)
+    cleanup_ddp()
+    cleanup_ddp()
+
+
+def test_in_a_world(world: Ranks) -> None:
+    """A group connects the ranks, further calls return the same world, and collectives work."""
+
+    def scenario() -> Any:
+        first = initialize_ddp()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        again = initialize_ddp(timeout=5)
+        return first == again == current_world(), tuple(first)[:4], first.launcher, total.item(), first.node_rank
+
+    results = world.run(scenario)
+    n = len(results)
+    launcher = {2: ("executor", "torchrun"), 3: ("env",)}[n]
+    for rank, (same, facts, how, total, node) in enumerate(results):
+        assert same
+        assert facts == (
+            True,
+            rank,
+            rank,
+            n,
+        )
+        assert how in launcher
+        assert (total, node) == (n, 0)
+
+
+def test_cleanup_and_again(world: Ranks) -> None:
+    """After cleanup_ddp the ranks can meet again in the same processes, and decorators join by themselves."""
+
+    def scenario() -> Any:
+        initialize_ddp()
+        dist.barrier()
+        cleanup_ddp()
+        cleanup_ddp()
+        closed = not dist.is_initialized()
+
+        @on_rank(0, broadcast=True)
+        def number() -> int:
+            return 7
+
+        return closed, number(), initialize_ddp().distributed
+
+    assert set(world.run(scenario)) == {(True, 7, True)}
+
+
+def test_a_launched_process_is_not_alone_before_it_joins() -> None:
+    """A script that never calls initialize_ddp: its ranks know who they are, and the first decorator joins for them."""
+
+    def scenario() -> Any:
+        before = current_world()
+
+        @on_rank(0)
+        def who() -> int:
+            return current_world().rank
+
+        return before.distributed, before.rank, before.world_size, should_use_distributed(), who()
+
+    with launched(2) as ranks:
+        assert ranks.run(scenario) == [(False, 0, 2, True, 0), (False, 1, 2, True, None)]
+
+
+def test_explicit_arguments_win_over_the_environment(env: Callable[..., None]) -> None:
+    """rank=, world_size=, master_addr= and master_port= need no environment, and overrule a stale one."""
+    env(RANK=3, WORLD_SIZE=8, LOCAL_RANK=3, MASTER_ADDR="stale.example", MASTER_PORT=1)
+    world = initialize_ddp(timeout=20, rank=0, world_size=1, master_addr="localhost", master_port=free_port())
+    assert world == (True, 0, 0, 1, CPU)
+    assert dist.get_world_size() == 1
+    cleanup_ddp()
+    assert not dist.is_initialized()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_spawned_processes_with_explicit_arguments() -> None:
+    """The idiom of torch.multiprocessing.spawn: each process passes its rank, and they meet."""
+    port = free_port()
+
+    def scenario(rank: int) -> Any:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+        world = initialize_ddp(timeout=20, rank=rank, world_size=2, master_addr="127.0.0.1", master_port=port)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return world.local_rank, total.item()
+
+    with launched(2) as ranks:
+        for rank, connection in enumerate(ranks._connections):
+            import cloudpickle
+
+            connection.send_bytes(cloudpickle.dumps((scenario, (rank,))))
+        assert [ranks._answer(rank) for rank in range(2)] == [(True, (0, 2.0)), (True, (1, 2.0))]
+
+
+def test_another_code_s_process_group_is_a_world_too() -> None:
+    """Where other code has called init_process_group, decorators work over it, failures included."""
+    port = free_port()
+
+    def scenario() -> Any:
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        assert initialize_ddp() == current_world()
+
+        @on_rank(0, broadcast=True)
+        def number() -> int:
+            return 7
+
+        @on_rank(1)
+        def fail() -> None:
+            raise ValueError("over there")
+
+        with pytest.raises(RankError, match="rank 1 of 2: ValueError: over there"):
+            fail()
+        cleanup_ddp()  # not ours: left alone
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return tuple(current_world())[:4], current_world().launcher, number(), total.item()
+
+    with launched(2) as ranks:
+        assert ranks.run(scenario) == [((True, rank, rank, 2), "external", 7, 2.0) for rank in range(2)]
+
+
+@pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_set_environments(env: Callable[..., None], monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    """What is set, what is missing and the command that sets it, from every door into a world."""
+    env(RANK=1, WORLD_SIZE=4, MASTER_ADDR="localhost", MASTER_PORT=29500)
+    monkeypatch.delenv(variable)
+    for enter in (initialize_ddp, current_world, on_rank(0)(print), should_use_distributed):
+        with pytest.raises(LaunchError, match=f"{variable} is not") as caught:
+            enter()  # type: ignore[operator]
+        assert "torchrun --nproc-per-node=4" in str(caught.value)
+
+
+def test_fallback_goes_on_alone_with_a_warning(env: Callable[..., None]) -> None:
+    """fallback=True: a broken environment is a warning, and the process is alone from then on."""
+    env(RANK=1, WORLD_SIZE=4)
+    with pytest.warns(UserWarning, match="Running alone.*MASTER_ADDR and MASTER_PORT are not"):
+        world = initialize_ddp(fallback=True)
+    assert world == current_world() == (False, 0, 0, 1, CPU)
+    assert on_rank(0)(lambda: "ran")() == "ran"
+    cleanup_ddp()
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"RANK": "5"}, "RANK=5 cannot be: it must be 0..3, as WORLD_SIZE=4"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' is not a whole number"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
+        ({"MASTER_ADDR": "10.9.8.7"}, "Set LOCAL_RANK"),
+    ],
+)
+def test_values_that_cannot_be(env: Callable[..., None], variables: dict[str, str], text: str) -> None:
+    """A wrong value is named with its variable."""
+    env(**{"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"} | variables)
+    with pytest.raises(LaunchError, match=text):
+        initialize_ddp(timeout=5)
+
+
+def test_a_port_in_use_is_named() -> None:
+    """Rank 0 cannot listen where somebody else does: the error names the address, at once."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"127.0.0.1:{port}: Address already in use. Set MASTER_PORT"):
+            initialize_ddp(timeout=5, rank=0, world_size=2, master_addr="localhost", master_port=port)
+
+
+def test_rank_0_never_comes() -> None:
+    """A rank that finds nobody at the master address says so within its timeout."""
+    port, start = free_port(), time.monotonic()
+    with pytest.raises(LaunchError, match=f"Rank 1 of 2 found nobody at 127.0.0.1:{port} within 1 s. Rank 0"):
+        initialize_ddp(timeout=1, rank=1, world_size=2, master_addr="localhost", master_port=port)
+    assert time.monotonic() - start < 10
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    """The ranks that did come name those that did not."""
+    with pytest.raises(LaunchError, match="Ranks 1, 2 of 3 did not come to 127.0.0.1:"):
+        initialize_ddp(timeout=0.5, rank=0, world_size=3, master_addr="localhost", master_port=free_port())
+
+
+def test_should_use_distributed(world: Ranks) -> None:
+    """None: what the environment says; False: no; True: if possible, with a warning where it is not."""
+    assert should_use_distributed() is False
+    assert should_use_distributed(False) is False
+    with pytest.warns(UserWarning, match="start it with torchrun"):
+        assert should_use_distributed(True) is False
+    answers = world.run(lambda: [should_use_distributed(flag) for flag in (None, False, True)])
+    assert all(answer == [True, False, True] for answer in answers)
+
+
+@pytest.mark.parametrize("timeout", [0, -1])
+def test_a_timeout_must_be_above_zero(timeout: float) -> None:
+    """A timeout that cannot be waited is a ValueError."""
+    with pytest.raises(ValueError, match="must be above zero"):
+        initialize_ddp(timeout=timeout)
+
+
+def test_a_killed_rank_is_an_error_for_those_that_wait_for_it() -> None:
+    """SIGKILL in the body: the waiting ranks raise RankError with a WorkerDiedError at once."""
+
+    def scenario() -> Any:
+        @on_rank(1)
+        def die() -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        start = time.monotonic()
+        with pytest.raises(RankError) as caught:
+            die()
+        died = caught.value.failures[1]
+        assert isinstance(died, WorkerDiedError)
+        return died.rank, died.pid, time.monotonic() - start
+
+    with launched(3) as ranks:
+        for rank, pid, seconds in ranks.run(scenario)[::2]:
+            assert (rank, pid) == (1, ranks.pids[1])
+            assert seconds < 1
+
+
+def test_the_death_of_the_rank_that_holds_the_store() -> None:
+    """When rank 0 hosts the store and is gone, the others learn that rank 0 is gone."""
+
+    def scenario() -> Any:
+        @on_rank(0)
+        def die() -> None:
+            os._exit(3)
+
+        with pytest.raises(RankError) as caught:
+            die()
+        return caught.value.rank, type(caught.value.failures[0]).__name__
+
+    with launched(2) as ranks:
+        assert ranks.run(scenario)[1] == (0, "WorkerDiedError")
+
+
+def test_a_rank_that_has_left_is_not_waited_for() -> None:
+    """A rank that ends its script while another waits for it: the other gets an error that says so."""
+
+    def leave() -> str:
+        initialize_ddp()
+        on_rank(0)(int)()
+        dist.barrier()
+        cleanup_ddp()
+        return "left"
+
+    def wait() -> str:
+        @on_rank(1)
+        def never() -> None: ...
+
+        on_rank(0)(int)()
+        dist.barrier()
+        with pytest.raises(ParallelError, match=r"Rank 1 has left after 1 calls.*never\(\)"):
+            never()
+        return "told"
+
+    with launched(2) as ranks:
+        import cloudpickle
+
+        for connection, fn in zip(ranks._connections, (wait, leave), strict=True):
+            connection.send_bytes(cloudpickle.dumps((fn, ())))
+        assert [ranks._answer(rank) for rank in range(2)] == [(True, "told"), (True, "left")]
+
+
+def test_the_store_outlives_its_last_reader(tmp_path: Path) -> None:
+    """Rank 0 runs far ahead and ends; a rank that lags still learns the outcomes of all its calls."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import sys, time
+from nn_parallel import initialize_ddp, on_rank
+rank = initialize_ddp(timeout=30).rank
+@on_rank(0)
+def work(): pass
+if rank == 1:
+    sys.stdin.read()  # until the test has seen rank 0 arrive at its end
+for _ in range(100):
+    work()
+print("done", flush=True)
+"""
+    )
+    shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, str(script)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen(command, env=shared | {"RANK": str(r)}, **pipes) for r in range(2)]  # type: ignore[call-overload]
+    assert ranks[0].stdout.readline() == "done\n"
+    assert ranks[0].poll() is None  # it lingers
+    assert ranks[1].communicate("", timeout=30)[0] == "done\n"
+    ranks[0].communicate(timeout=30)
+    assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+def test_groups_of_one_node_listen_on_the_loopback_only() -> None:
+    """The store and gloo of ranks on one node: no socket of ours listens outside the loopback."""
+
+    def scenario() -> list[str]:
+        initialize_ddp()
+        return _listening_addresses()
+
+    with launched(2) as ranks:
+        for addresses in ranks.run(scenario):
+            assert addresses
+            assert all(address in ("0100007F", "0000000000000000FFFF00000100007F") for address in addresses)
+
+
+def _listening_addresses() -> list[str]:
+    """The local addresses, as the kernel writes them, on which this process listens."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").rstrip("]"))
+        except FileNotFoundError:
+            continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append(fields[1].split(":")[0])
+    return found
+
+
+def test_import_starts_nothing() -> None:
+    """Importing the package starts no process, thread, or accelerator, and imports no NVML."""
+    code = (
+        "import json, os, sys, threading, torch\n"
+        "sys.modules.pop('pynvml', None)  # torch itself looks whether it is there\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        "import nn_parallel\n"
+        "print(json.dumps([len(os.listdir('/proc/self/task')) - before, threading.active_count(),"
+        " open(f'/proc/self/task/{os.getpid()}/children').read(), torch.cuda.is_initialized(), 'pynvml' in sys.modules]))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(printed.stdout) == [0, 1, "", False, False]
+    assert printed.stderr == ""
+
+
+def test_the_world_reads_as_one() -> None:
+    """World is a tuple of five with properties, and survives copy and pickle."""
+    import copy
+    import pickle
+
+    world = World(True, 3, 1, 4, CPU, node_rank=1, local_world_size=2, launcher="torchrun")
+    for other in (copy.copy(world), pickle.loads(pickle.dumps(world))):
+        assert other == world
+        assert (other.node_rank, other.local_world_size, other.launcher) == (1, 2, "torchrun")
+    assert not world.is_main
