@@ -200,7 +200,7 @@ def _join(launch: Launch, device: torch.device | None, timeout: timedelta) -> Me
         store_host=None if launch.launcher_hosts_store else 0,
         one_node=launch.one_node,
     )
-    _await_all_ranks(member, launch, timeout)
+    _meet(member.store, world, timeout, f"{launch.master_addr}:{launch.master_port}")
     _world.join(member)
     atexit.register(cleanup_ddp)
     logger.info("Rank %d of %d on %s, started by %s.", world.rank, world.world_size, world.device, world.launcher)
@@ -243,20 +243,19 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
         ) from error
 
 
-def _await_all_ranks(member: Membership, launch: Launch, timeout: timedelta) -> None:
-    """Wait until every rank has arrived at the store; name those that have not."""
-    store = member.store
-    store.set(f"arrived/{member.rank}", "1")
+def _meet(store: dist.Store, world: World, timeout: timedelta, where: str) -> None:
+    """Return once every rank has called this with the same store; name those that do not come."""
+    store.set(f"arrived/{world.rank}", "1")
     arrived = store.add("arrived", 1)  # one counter to poll, however many ranks; the keys above only name the missing
     deadline = time.monotonic() + timeout.total_seconds()
-    pause = 0.0005
-    while arrived < member.world_size:
+    pause = 0.0001
+    while arrived < world.world_size:
         if time.monotonic() > deadline:
-            missing = [rank for rank in range(member.world_size) if not store.check([f"arrived/{rank}"])]
+            missing = [rank for rank in range(world.world_size) if not store.check([f"arrived/{rank}"])]
             raise LaunchError(
-                f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {member.world_size} did not come to "
-                f"{launch.master_addr}:{launch.master_port} within {timeout.total_seconds():g} s. Does every rank run, "
-                "with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
+                f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {world.world_size} did not come to "
+                f"{where} within {timeout.total_seconds():g} s. Does every rank run, with the same MASTER_ADDR, "
+                "MASTER_PORT and WORLD_SIZE?"
             )
         time.sleep(pause)
         pause = min(pause * 1.2, 0.05)
@@ -276,13 +275,14 @@ def _make_group(member: Membership, backend: str | None, timeout: timedelta) -> 
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         member.on_leave.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
     member.groups_made += 1
-    prefix = f"group{member.groups_made}"
-    store = member.store  # connected now, so that its socket is not taken for one of the group
-    before, hook = _sockets(), sys.excepthook
+    store = dist.PrefixStore(f"group{member.groups_made}", member.store)
+    before, hook = _sockets(), sys.excepthook  # now the store is connected: its socket is none of the group's
+    # An init that failed leaves torch's count of groups raised, and ranks that differ in it never find each other.
+    dist.distributed_c10d._world.group_count = 0
     try:
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(prefix, store),
+            store=store,
             rank=world.rank,
             world_size=world.world_size,
             timeout=timeout,
@@ -298,8 +298,9 @@ def _make_group(member: Membership, backend: str | None, timeout: timedelta) -> 
     finally:
         sys.excepthook = hook  # each init chains one more
     member.group_sockets = {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
+    _meet(store, world, timeout, "its process group")  # or a rank that fails now would break another's init
     if world.rank == 0 and member.groups_made > 1:
-        _delete_keys(store, f"/group{member.groups_made - 1}/")
+        _delete_keys(member.store, f"/group{member.groups_made - 1}/")
 
 
 def _delete_keys(store: dist.Store, part: str) -> None:

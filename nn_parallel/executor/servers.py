@@ -60,14 +60,19 @@ class _ForkServer:
     def pid(self) -> int:
         return self._process.pid
 
-    def is_usable(self) -> bool:
-        return self.owner == os.getpid() and self._process.poll() is None
-
     def open_pool(self) -> socket.socket:
-        """A connection for one pool; the server ends the workers of a pool whose connection closes."""
+        """A connection for one pool; the server ends the workers of a pool whose connection closes.
+
+        Raises:
+            OSError: the server has ended.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        socket.send_fds(self._control, [b"p"], [theirs.fileno()])
-        theirs.close()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"p"], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise
         return ours
 
     def stop(self) -> None:
@@ -86,13 +91,15 @@ def stop_fork_server() -> None:
 
 
 def open_pool() -> socket.socket:
-    """A connection to the fork server, started now if it does not run, for one pool."""
+    """A connection for one pool to the fork server, which is started now if it does not run."""
     global _fork_server
     with _fork_server_lock:
-        if _fork_server is None or not _fork_server.is_usable():
-            if _fork_server is not None:
+        if _fork_server is not None and _fork_server.owner == os.getpid():
+            try:
+                return _fork_server.open_pool()
+            except OSError:  # it has ended
                 _fork_server.stop()
-            _fork_server = _ForkServer()
+        _fork_server = _ForkServer()
         return _fork_server.open_pool()
 
 

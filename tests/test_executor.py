@@ -1,0 +1,737 @@
+"""`ParallelExecutor` as a pool, and under a launcher."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import launched
+
+import nn_parallel.devices
+from nn_parallel import (
+    ExecutorClosedError,
+    ParallelError,
+    ParallelExecutor,
+    RankError,
+    RemoteError,
+    TransferError,
+    WorkerDiedError,
+    current_world,
+    initialize_ddp,
+    on_rank,
+)
+from nn_parallel.executor import servers
+
+
+@pytest.fixture
+def ex() -> Iterator[ParallelExecutor]:
+    """A pool of two."""
+    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
+        yield pool
+
+
+def _pids(ex: ParallelExecutor) -> list[int]:
+    return ex.run(os.getpid)
+
+
+def test_run_calls_every_worker_once_and_binds_the_device(ex: ParallelExecutor) -> None:
+    """One result per worker, in rank order, from two processes; ``device`` is bound by name."""
+
+    def describe(device: torch.device, x: int) -> Any:
+        world = current_world()
+        return str(device), x, tuple(world)[:4], os.getpid()
+
+    results = ex.run(describe, 5)
+    assert [r[:3] for r in results] == [("cpu", 5, (False, rank, rank, 2)) for rank in range(2)]
+    assert len({r[3] for r in results} | {os.getpid()}) == 3
+
+
+def test_pass_device_false() -> None:
+    """pass_device=False leaves the parameter to the caller."""
+    with ParallelExecutor(num_workers=1, devices="cpu", pass_device=False) as pool:
+        assert pool.run(lambda device: device, "mine") == ["mine"]
+
+
+def test_ranks_of_a_run_can_make_a_group_and_keep_it(ex: ParallelExecutor) -> None:
+    """initialize_ddp() inside run connects the ranks as in a launched script, and the next run finds the group."""
+
+    def total(device: torch.device) -> Any:
+        connected = dist.is_initialized()
+        world = initialize_ddp()
+        value = torch.tensor([float(world.rank + 1)], device=device)
+        dist.all_reduce(value)
+        return connected, world.distributed, value.item()
+
+    ex.run(total)
+    assert ex.run(total) == [(True, True, 3.0)] * 2
+
+
+def test_single_tasks_are_alone(ex: ParallelExecutor) -> None:
+    """A submitted or mapped task is rank 0 of 1, so that on_rank runs and nobody waits for anybody."""
+
+    def alone() -> Any:
+        return tuple(current_world())[:4], initialize_ddp().distributed, on_rank(0)(lambda: "ran")()
+
+    assert ex.submit(alone).result() == ((False, 0, 0, 1), False, "ran")
+
+
+def test_functions_and_classes_of_main_travel_by_value(tmp_path: Path) -> None:
+    """A script without a guard: it runs once, its lambdas, closures and classes travel, isinstance holds both ways."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import io, sys, torch
+from nn_parallel import ParallelExecutor, RankError
+print("script", __name__)
+class Point:
+    def __init__(self, x): self.x = x
+class Broken(Exception): pass
+def factor(by):
+    def apply(device, point):
+        assert isinstance(point, Point)
+        torch.save(point, io.BytesIO())
+        return Point(point.x * by)
+    return apply
+def fail():
+    raise Broken("here")
+with ParallelExecutor(num_workers=2, devices="cpu") as ex:
+    points = ex.run(factor(3), Point(2))
+    print([type(p) is Point and p.x for p in points])
+    print(list(ex.map(lambda x: x + 1, range(3))))
+    try:
+        ex.submit(fail).result()
+    except Broken as error:
+        print("Broken", error)
+"""
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.stdout.splitlines() == ["script __main__", "[6, 6]", "[1, 2, 3]", "Broken here"], done.stderr
+    assert done.stderr == ""
+
+
+def test_the_two_lines_of_the_readme(tmp_path: Path) -> None:
+    """No guard, no second run of the script, no warning: neither with -W default, nor from standard input."""
+    lines = (
+        "from nn_parallel import ParallelExecutor\n"
+        'with ParallelExecutor(num_workers=2, devices="cpu") as ex: print(ex.run(lambda device: str(device)))\n'
+    )
+    (tmp_path / "t.py").write_text(lines)
+    for command, given in ((["-W", "default", "t.py"], None), (["-"], lines), (["-c", lines], None)):
+        done = subprocess.run(
+            [sys.executable, *command], input=given, capture_output=True, text=True, timeout=60, cwd=tmp_path
+        )
+        assert (done.stdout, done.stderr) == ("['cpu', 'cpu']\n", "")
+
+
+def test_an_exception_is_a_rank_error_with_its_remote_traceback(ex: ParallelExecutor) -> None:
+    """The leaf has the type, the message and the traceback of rank 1, the others are ended, the pool stays whole."""
+
+    def load_batch() -> None:
+        if current_world().rank == 1:
+            raise KeyError("labels")
+        time.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"load_batch\(\) failed on rank 1 of 2: KeyError: 'labels'") as caught:
+        ex.run(load_batch)
+    assert time.monotonic() - start < 2
+    assert caught.value.rank == 1
+    assert list(caught.value.failures) == [1]
+    assert isinstance(caught.value.failures[1], KeyError)
+    assert "in load_batch" in str(caught.value.failures[1].__cause__)
+    assert "Rank 1 of 2 on cpu (pid " in str(caught.value.failures[1].__cause__)
+    assert len(set(_pids(ex))) == 2
+
+
+def test_the_cause_comes_first_also_for_a_rank_in_a_collective(ex: ParallelExecutor) -> None:
+    """Rank 1 raises while rank 0 sits in all_reduce: rank 1's error is the cause, and the next run makes a group."""
+
+    def step() -> float:
+        rank = initialize_ddp().rank
+        if rank == 1:
+            raise ValueError("bad batch")
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        return value.item()
+
+    for _ in range(3):
+        with pytest.raises(RankError) as caught:
+            ex.run(step)
+        assert caught.value.rank == 1
+        assert str(caught.value.failures[1]) == "bad batch"
+
+    def fine() -> float:
+        initialize_ddp()
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        return value.item()
+
+    assert ex.run(fine) == [2.0, 2.0]
+
+
+def test_on_rank_failing_inside_run_names_the_rank_once(ex: ParallelExecutor) -> None:
+    """A RankError that every rank raises arrives as one error of the rank that failed."""
+
+    @on_rank(0)
+    def save() -> None:
+        raise OSError(28, "No space left on device", "model.pt")
+
+    with pytest.raises(RankError, match="rank 0 of 2: OSError") as caught:
+        ex.run(save)
+    assert list(caught.value.failures) == [0]
+    assert caught.value.failures[0].errno == 28  # type: ignore[attr-defined]
+
+
+def test_submit_raises_the_exception_itself(ex: ParallelExecutor) -> None:
+    """The future of a single task raises what the function raised, with the remote traceback as its cause."""
+
+    def divide() -> float:
+        return 1 / 0
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        ex.submit(divide).result()
+    assert "in divide" in str(caught.value.__cause__)
+    assert "A single task on cpu" in str(caught.value.__cause__)
+
+
+class _KeywordOnly(Exception):
+    def __init__(self, *, code: int) -> None:
+        super().__init__(code)
+
+
+class _Unpicklable(Exception):
+    def __init__(self) -> None:
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("error", "name"), [(lambda: _KeywordOnly(code=3), "_KeywordOnly: 3"), (_Unpicklable, "_Unpicklable: holds a lock")]
+)
+def test_exceptions_that_cannot_travel(ex: ParallelExecutor, error: Any, name: str) -> None:
+    """They arrive as RemoteError with their type's name, their message and their traceback."""
+
+    def fail() -> None:
+        raise error()
+
+    with pytest.raises(RemoteError, match=name) as caught:
+        ex.submit(fail).result()
+    assert "in fail" in str(caught.value.__cause__)
+    with pytest.raises(RankError, match=name):
+        ex.run(fail)
+
+
+@pytest.mark.parametrize("leave", [SystemExit, KeyboardInterrupt])
+def test_leaving_python_inside_a_task_is_an_error_not_an_exit(ex: ParallelExecutor, leave: Any) -> None:
+    """sys.exit in a task ends neither the worker nor the caller."""
+
+    def fail() -> None:
+        raise leave(3)
+
+    with pytest.raises(RemoteError, match=f"{leave.__name__}: 3"):
+        ex.submit(fail).result()
+    with pytest.raises(RankError, match=leave.__name__):
+        ex.run(fail)
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        (lambda: os._exit(3), "exited with code 3"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "was killed by SIGSEGV"),
+    ],
+)
+def test_a_dead_worker_fails_its_own_task_and_is_replaced(ex: ParallelExecutor, end: Any, how: str) -> None:
+    """The error names how it ended, the pid and what it ran; other tasks go on; the pool is whole again."""
+    before = _pids(ex)
+    other = ex.submit(time.sleep, 0.1)
+    with pytest.raises(WorkerDiedError, match=rf"Worker \d \(pid \d+, cpu\) {how} while running .*lambda") as caught:
+        ex.submit(end).result()
+    assert caught.value.pid in before
+    assert other.result() is None
+    with pytest.raises(RankError, match=how) as together:
+        ex.run(lambda: end() if current_world().rank == 1 else time.sleep(60))
+    assert isinstance(together.value.failures[1], WorkerDiedError)
+    assert len(set(_pids(ex))) == 2
+
+
+def test_what_cannot_be_sent_is_named_and_nothing_starts(ex: ParallelExecutor, tmp_path: Path) -> None:
+    """Arguments, closures and results that cannot be pickled: the path to the culprit, and the pool stays usable."""
+    lock = threading.Lock()
+    mark = tmp_path / "started"
+
+    def closure() -> Any:
+        mark.touch()
+        return lock
+
+    with pytest.raises(TransferError, match="Closure variable 'lock' of .*closure.* is a _thread.lock"):
+        ex.run(closure)
+    with pytest.raises(TransferError, match=r"Argument 0\['a'\]\[1\] is a _thread.lock"):
+        ex.submit(len, {"a": [1, lock]})
+    with pytest.raises(TransferError, match="Argument 'key' is a _thread.lock"):
+        ex.run(dict, key=lock)
+    assert not mark.exists()
+
+    def result() -> Any:
+        return {"x": threading.Lock()}
+
+    with pytest.raises(RankError, match=r"The result\['x'\] is a _thread.lock"):
+        ex.run(result)
+    with pytest.raises(TransferError, match=r"The result\['x'\]"):
+        ex.submit(result).result()
+    assert ex.run(int) == [0, 0]
+
+
+class _Grenade:
+    """Pickles, and raises when it is unpickled, in the worker or in the parent."""
+
+    def __init__(self, where: int) -> None:
+        self.where = where
+
+    def __reduce__(self) -> Any:
+        return _go_off, (self.where,)
+
+
+def _go_off(where: int) -> Any:
+    if (os.getpid() == where) == bool(where):
+        raise ValueError("gone off")
+    return _Grenade(where)
+
+
+def test_what_cannot_be_rebuilt_on_the_other_side(ex: ParallelExecutor) -> None:
+    """An argument that does not unpickle in the worker, a result that does not in the parent: TransferError."""
+    with pytest.raises(TransferError, match="cannot be rebuilt in the worker: ValueError.*gone off"):
+        ex.submit(len, _Grenade(0)).result()
+    parent = os.getpid()
+    with pytest.raises(TransferError, match="cannot be rebuilt in the parent process: ValueError.*gone off"):
+        ex.submit(lambda: _Grenade(parent)).result()
+    with pytest.raises(RankError, match="cannot be rebuilt in the parent"):
+        ex.run(lambda: _Grenade(parent))
+    assert ex.run(int) == [0, 0]
+
+
+def test_tensors_in_any_object_come_back(ex: ParallelExecutor) -> None:
+    """Results hold tensors in nests, views and modules; they outlive the worker's memory and keep no file open."""
+
+    def make(x: torch.Tensor) -> Any:
+        base = torch.arange(6.0)
+        return {"view": base[2:4], "base": base, "model": torch.nn.Linear(2, 2), "x": x * 2, "big": torch.ones(1 << 18)}
+
+    results = ex.run(make, torch.ones(3))
+    for result in results:
+        assert result["x"].tolist() == [2.0] * 3
+        assert result["view"].tolist() == [2.0, 3.0]
+        result["base"][2] = 9.0
+        assert result["view"][0] == 9.0  # still a view of it
+        assert result["model"](torch.ones(2)).shape == (2,)
+        assert result["big"].sum() == 1 << 18
+
+
+def test_an_argument_is_each_worker_s_own(ex: ParallelExecutor) -> None:
+    """A worker may write to what it was sent; neither the caller nor the others see it."""
+    tensor = torch.zeros(1 << 16)
+
+    def write(x: torch.Tensor) -> float:
+        x += current_world().rank + 1
+        return float(x[0])
+
+    assert ex.run(write, tensor) == [1.0, 2.0]
+    assert not tensor.any()
+
+
+def test_map_keeps_the_order(ex: ParallelExecutor) -> None:
+    """Results in the order of the items, whatever the chunks; an exception comes out at its place."""
+    expected = [(x, y, "cpu") for x, y in zip(range(20), range(20, 40), strict=True)]
+    for chunksize in (1, 3, 50):
+        found = ex.map(lambda x, device, y: (x, y, str(device)), range(20), range(20, 40), chunksize=chunksize)
+        assert list(found) == expected
+    results = ex.map(lambda x: 1 // x, [1, 0, 1])
+    assert next(results) == 1
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+    with pytest.raises(ValueError, match="chunksize=0"):
+        ex.map(abs, [1], chunksize=0)
+    with pytest.raises(TimeoutError):
+        list(ex.map(time.sleep, [1.0], timeout=0.05))
+
+
+def test_it_is_an_executor_of_the_standard_library(ex: ParallelExecutor) -> None:
+    """as_completed, wait, cancellation and asyncio work as with any Executor."""
+    futures = [ex.submit(pow, 2, n) for n in range(5)]
+    assert {future.result() for future in concurrent.futures.as_completed(futures)} == {1, 2, 4, 8, 16}
+    running = [ex.submit(time.sleep, 0.2) for _ in range(2)]
+    waiting = ex.submit(abs, -1)
+    assert waiting.cancel()
+    assert concurrent.futures.wait(running).not_done == set()
+
+    async def use() -> int:
+        return await asyncio.get_running_loop().run_in_executor(ex, abs, -3)
+
+    assert asyncio.run(use()) == 3
+
+
+def test_run_waits_for_the_tasks_before_it_and_holds_those_after(ex: ParallelExecutor) -> None:
+    """Jobs start in the order of their submission: run needs every worker, and gets them all at once."""
+    first = ex.submit(time.sleep, 0.2)
+    threading.Timer(0.05, lambda: later.append(ex.submit(abs, -1))).start()
+    later: list[Any] = []
+    assert len(ex.run(current_world)) == 2
+    assert first.done()
+    assert later[0].result() == 1
+
+
+def test_use_from_several_threads(ex: ParallelExecutor) -> None:
+    """run and submit from many threads at once: every caller gets its own results."""
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        runs = [threads.submit(ex.run, lambda x: x, n) for n in range(20)]
+        singles = [threads.submit(lambda n=n: ex.submit(lambda x: -x, n).result()) for n in range(20)]
+        assert [run.result() for run in runs] == [[n, n] for n in range(20)]
+        assert [single.result() for single in singles] == [-n for n in range(20)]
+
+
+def test_what_workers_print_appears_here(ex: ParallelExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole lines, in sys.stdout and sys.stderr as they are now, before the call returns."""
+
+    def talk() -> None:
+        rank = current_world().rank
+        print("out", rank)
+        print("err", rank, file=sys.stderr)
+        print("no newline", end="")
+
+    ex.run(talk)
+    captured = capsys.readouterr()
+    assert captured.out.count("no newline") == 2
+    assert {"out 0", "out 1"} <= set(captured.out.replace("no newline", "").splitlines())
+    assert set(captured.err.splitlines()) == {"err 0", "err 1"}
+
+
+def test_the_environment_and_the_directory_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new pool has the environment, directory, import path and arguments of the moment, not the fork server's."""
+    (tmp_path / "local_module.py").write_text("VALUE = 7\ndef value(): return VALUE\n")
+    monkeypatch.setenv("SOME_VARIABLE", "here")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import local_module  # type: ignore[import-not-found]
+
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        assert pool.run(local_module.value) == [7]
+        assert pool.run(lambda: os.environ.get("SOME_VARIABLE")) == ["here"]
+        assert pool.run(os.getcwd) == [str(tmp_path)]
+        assert pool.run(lambda: sys.argv) == [sys.argv]
+
+
+def test_threads_are_shared_out() -> None:
+    """Each CPU worker computes with its share of the cores, and matrix products work in a forked worker."""
+    cores = nn_parallel.devices.cpu_count()
+    with ParallelExecutor(num_workers=2 * cores, devices="cpu") as pool:
+        assert set(pool.run(torch.get_num_threads)) == {1}
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        assert pool.run(torch.get_num_threads) == [cores]
+        assert pool.run(lambda: float((torch.ones(500, 500) @ torch.ones(500, 500)).sum())) == [500.0**3]
+
+
+def test_random_numbers_differ_between_workers(ex: ParallelExecutor) -> None:
+    """Forked workers do not share one random state of Python's or numpy's generators."""
+
+    def draw() -> Any:
+        import random
+
+        import numpy
+
+        return random.random(), float(numpy.random.random())
+
+    first, second = ex.run(draw)
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+
+
+def test_the_initializer_runs_in_every_worker_also_in_a_new_one() -> None:
+    """Once in each worker, before its first task, and in the one that replaces a dead worker."""
+
+    def prepare(value: str) -> None:
+        os.environ["PREPARED"] = value
+
+    with ParallelExecutor(num_workers=2, devices="cpu", initializer=prepare, initargs=("yes",)) as pool:
+        assert pool.run(lambda: os.environ.get("PREPARED")) == ["yes", "yes"]
+        with pytest.raises(WorkerDiedError):
+            pool.submit(os._exit, 1).result()
+        assert pool.run(lambda: os.environ.get("PREPARED")) == ["yes", "yes"]
+
+
+def test_a_failing_initializer_is_an_error_of_every_call() -> None:
+    """No endless restarts: the error of the initializer comes out, with its traceback."""
+
+    def prepare() -> None:
+        raise ValueError("no data set")
+
+    with ParallelExecutor(num_workers=2, devices="cpu", initializer=prepare) as pool:
+        with pytest.raises(ParallelError, match="The initializer failed in Worker .*no data set"):
+            pool.submit(int).result()
+        with pytest.raises(ParallelError, match="no data set"):
+            pool.run(int)
+
+
+def test_after_shutdown() -> None:
+    """Every call says that the executor is closed; closing again is harmless; what was submitted is finished."""
+    pool = ParallelExecutor(num_workers=1, devices="cpu")
+    last = pool.submit(abs, -1)
+    pool.shutdown()
+    assert last.result() == 1
+    pool.shutdown()
+    for call in (lambda: pool.run(int), lambda: pool.submit(int), lambda: pool.map(abs, [1])):
+        with pytest.raises(ExecutorClosedError, match="shut down"):
+            call()
+
+
+def test_shutdown_can_cancel_what_waits() -> None:
+    """cancel_futures=True: what runs is finished, what waits is cancelled."""
+    pool = ParallelExecutor(num_workers=1, devices="cpu")
+    running = pool.submit(time.sleep, 0.2)
+    waiting = pool.submit(abs, -1)
+    pool.shutdown(cancel_futures=True)
+    assert running.result() is None
+    assert waiting.cancelled()
+
+
+def test_an_exception_in_the_block_ends_what_runs() -> None:
+    """Nobody waits for a task of an hour when the block has failed."""
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError), ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        future = pool.submit(time.sleep, 3600)
+        while not future.running():
+            time.sleep(0.001)
+        raise ZeroDivisionError
+    assert time.monotonic() - start < 10
+    with pytest.raises(ExecutorClosedError):
+        future.result()
+
+
+def test_an_interrupted_run_leaves_a_whole_pool(ex: ParallelExecutor) -> None:
+    """Ctrl-C in the caller: the run is ended everywhere, and the pool can be used again."""
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        ex.run(time.sleep, 3600)
+    timer.join()
+    assert ex.run(int) == [0, 0]
+
+
+def test_a_forgotten_executor_ends_its_workers() -> None:
+    """Without with and shutdown, deleting the last reference ends the processes."""
+    pool = ParallelExecutor(num_workers=1, devices="cpu")
+    (pid,) = _pids(pool)
+    ended = os.pidfd_open(pid)
+    thread = pool._supervisor._thread  # type: ignore[union-attr]
+    alive = weakref.ref(pool)
+    del pool
+    gc.collect()
+    assert alive() is None
+    thread.join(10)
+    assert select.select([ended], [], [], 10)[0]
+    os.close(ended)
+
+
+def test_the_workers_of_a_killed_parent_end(tmp_path: Path) -> None:
+    """SIGKILL of the script: no worker, no child of a worker and no fork server is left."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import os, subprocess, sys, time
+from nn_parallel import ParallelExecutor
+from nn_parallel.executor import servers
+def busy():
+    child = subprocess.Popen(["sleep", "600"])
+    print(os.getpid(), child.pid, flush=True)
+    time.sleep(600)
+with ParallelExecutor(num_workers=2, devices="cpu") as ex:
+    ex.run(int)
+    print(servers.fork_server_pid(), flush=True)
+    ex.run(busy)
+"""
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for _ in range(3) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 5
+        handles = [os.pidfd_open(pid) for pid in pids]
+        parent.kill()
+    deadline = time.monotonic() + 5
+    for handle in handles:
+        ended, _, _ = select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
+        os.close(handle)
+        assert ended
+
+
+def test_a_killed_fork_server_is_a_clear_error_and_the_next_pool_starts_another() -> None:
+    """The pool that it held is broken and says so; a new executor works."""
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        pool.run(int)
+        future = pool.submit(time.sleep, 3600)
+        os.kill(servers.fork_server_pid() or 0, signal.SIGKILL)
+        with pytest.raises(ParallelError, match="fork server has ended"):
+            future.result()
+        with pytest.raises(ParallelError, match="fork server has ended"):
+            pool.run(int)
+
+
+def test_a_fork_of_the_parent_may_not_use_its_pool(ex: ParallelExecutor) -> None:
+    """In a child that user code forked, the executor says whose it is, and its end harms nothing."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ex.run(int)
+        except ExecutorClosedError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        assert f"belongs to process {os.getpid()}" in file.read()
+    assert ex.run(int) == [0, 0]
+
+
+def test_pools_listen_on_the_loopback_only(ex: ParallelExecutor) -> None:
+    """The store that the parent holds is not reachable from outside."""
+    from test_ddp import _listening_addresses
+
+    ex.run(initialize_ddp)
+    for addresses in [_listening_addresses(), *ex.run(_listening_addresses)]:
+        assert addresses
+        assert all(address in ("0100007F", "0000000000000000FFFF00000100007F") for address in addresses)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"num_gpus": 0}, ValueError, "num_gpus=0 must be at least 1; this machine has no accelerator"),
+        ({"num_gpus": -1}, ValueError, "num_gpus=-1 must be at least 1"),
+        ({"num_workers": 0}, ValueError, "num_workers=0 must be at least 1"),
+        ({"devices": "cuda:9"}, ValueError, "There is no cuda:9: this machine has no accelerator"),
+        ({"devices": "cpu,cuda"}, ValueError, "There is no cuda"),
+        ({"devices": "nonsense"}, ValueError, "'nonsense' names no device"),
+        ({"devices": []}, ValueError, "names no device"),
+        ({"devices": "all"}, ValueError, "there is none"),
+        ({"num_gpus": 1, "devices": "cpu"}, TypeError, "num_gpus=1 and devices='cpu' both choose"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    """A wrong choice of workers names what exists, and nothing is started."""
+    with pytest.raises(error, match=text):
+        ParallelExecutor(**arguments)
+
+
+def test_too_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More accelerators than there are: what exists is named. The two accelerators are a fake: this machine has none."""
+    from nn_parallel.executor import executor
+
+    monkeypatch.setattr(executor, "accelerators", lambda: [torch.device("cuda", index) for index in range(2)])
+    with pytest.raises(
+        ValueError, match="num_gpus=4 asks for more than there are: the accelerators are cuda:0 to cuda:1"
+    ):
+        ParallelExecutor(num_gpus=4)
+
+
+def test_cpu_workers_where_there_is_no_accelerator(caplog: pytest.LogCaptureFixture) -> None:
+    """No accelerator is no error: num_gpus=2 gives two CPU workers and one line at INFO."""
+    with caplog.at_level("INFO", "nn_parallel"), ParallelExecutor(num_gpus=2) as pool:
+        assert pool.run(lambda device: str(device)) == ["cpu", "cpu"]
+    assert [record.message for record in caplog.records] == [
+        f"No accelerator: 2 CPU workers, {max(1, nn_parallel.devices.cpu_count() // 2)} threads each."
+    ]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "env"])
+def test_under_a_launcher_the_ranks_are_the_workers(launcher: str) -> None:
+    """run and map are collective calls with the same results on every rank; what chooses workers does not apply."""
+
+    def scenario() -> Any:
+        with ParallelExecutor() as pool:
+            world = initialize_ddp()
+
+            def work(device: torch.device, x: int) -> Any:
+                @on_rank(0, broadcast=True)
+                def number() -> int:
+                    return 7
+
+                total = torch.ones(1, device=device)
+                dist.all_reduce(total)
+                return world.rank, x, number(), total.item(), lambda: x
+
+            results = [(*r[:4], r[4]()) for r in pool.run(work, 5)]
+            mapped = list(pool.map(lambda x, device: (x, str(device)), range(5)))
+            with pytest.raises(ParallelError, match="every rank makes every call"):
+                pool.submit(int)
+        with pytest.raises(ExecutorClosedError):
+            pool.run(int)
+        for name in ("num_gpus", "num_workers", "devices"):
+            with pytest.raises(ValueError, match=f"{name}=2 does not apply here: the workers are the 2 ranks"):
+                ParallelExecutor(**{name: 2})  # type: ignore[arg-type]
+        return results, mapped
+
+    with launched(2, launcher) as ranks:
+        for results, mapped in ranks.run(scenario):
+            assert results == [(0, 5, 7, 2.0, 5), (1, 5, 7, 2.0, 5)]
+            assert mapped == [(x, "cpu") for x in range(5)]
+
+
+def test_a_launched_run_fails_on_all_ranks_with_the_cause() -> None:
+    """Rank 1 raises while rank 0 is in all_reduce, in on_rank or done: RankError everywhere, and the ranks go on."""
+
+    def scenario(kind: str) -> Any:
+        pool = ParallelExecutor()
+
+        def work() -> None:
+            rank = initialize_ddp().rank
+            if rank == 1:
+                raise ValueError("bad batch")
+            if kind == "collective":
+                dist.all_reduce(torch.ones(1))
+            elif kind == "waiting":
+                on_rank(1)(int)()
+
+        with pytest.raises(RankError) as caught:
+            pool.run(work)
+        closed = not dist.is_initialized()
+        return caught.value.rank, str(caught.value.failures[1]), closed, pool.run(lambda: initialize_ddp().rank)
+
+    with launched(2, "torchrun") as ranks:
+        for kind in ("collective", "waiting", "done", "collective"):
+            assert ranks.run(scenario, kind) == [(1, "bad batch", True, [0, 1])] * 2
+
+
+def test_a_launched_world_of_one_rank_is_the_worker() -> None:
+    """torchrun with one rank: no process is started, and errors are RankErrors as with more."""
+
+    def scenario() -> Any:
+        pool = ParallelExecutor()
+        with pytest.raises(RankError, match="rank 0 of 1"):
+            pool.run(int, "x")
+        return pool.run(os.getpid) == [os.getpid()], list(pool.map(abs, [-1, -2]))
+
+    with launched(1, "torchrun") as ranks:
+        assert ranks.run(scenario) == [(True, [1, 2])]
+
+
+def test_no_port_is_taken_before_it_is_needed() -> None:
+    """A pool that never runs ranks together opens no port."""
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        assert pool.submit(abs, -1).result() == 1
+        assert pool._supervisor._store._store is None  # type: ignore[union-attr]
