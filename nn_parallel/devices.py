@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import warnings
@@ -42,7 +43,8 @@ def resolve_device(device: torch.device | str) -> torch.device:
         return torch.device("cpu")
     if wanted.type not in ("cuda", found[0].type):
         raise ValueError(f"There is no {wanted}: {what_exists(found)}.")
-    index = torch.accelerator.current_device_index() if wanted.index is None else wanted.index
+    _, _, number = text.partition(":")  # torch keeps eight bits of it: 256 would be 0
+    index = int(number) if number else torch.accelerator.current_device_index()
     if index >= len(found):
         raise ValueError(f"There is no {device}: {what_exists(found)}.")
     return found[index]
@@ -119,25 +121,30 @@ def call_on_device(
     The caller's positional arguments fill the other parameters: ``def f(device, data)`` is called for ``f(data)``. A
     function without such a parameter, a caller that passed ``device=`` itself and ``device=None`` change nothing.
     """
-    if device is None or "device" in kwargs or not (place := _device_parameter(fn)):
+    given = "device" in kwargs or (isinstance(fn, functools.partial) and "device" in fn.keywords)
+    if device is None or given or not (place := _device_parameter(fn)):
         return fn(*args, **kwargs)
-    kind, index = place
-    if kind is inspect.Parameter.KEYWORD_ONLY or (len(args) < index and kind is not inspect.Parameter.POSITIONAL_ONLY):
-        return fn(*args, **kwargs, device=device)
-    return fn(*args[:index], device, *args[index:], **kwargs)
+    parameter, before = place
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY or len(args) < len(before):
+        if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
+            return fn(*args, **kwargs, device=device)
+        args = [*args, *(skipped.default for skipped in before[len(args) :])]
+    return fn(*args[: len(before)], device, *args[len(before) :], **kwargs)
 
 
-def _device_parameter(fn: Callable[..., Any]) -> tuple[Any, int] | None:
+def _device_parameter(fn: Callable[..., Any]) -> tuple[inspect.Parameter, list[inspect.Parameter]] | None:
+    """The parameter called ``device`` and those before it; None if there is none that could be passed."""
     try:
-        parameters = inspect.signature(fn).parameters
+        parameters = list(inspect.signature(fn).parameters.values())
     except (ValueError, TypeError):  # a builtin that tells no signature
         return None
-    if "device" not in parameters:
-        return None
-    kind = parameters["device"].kind
-    if kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-        return None
-    return kind, list(parameters).index("device")
+    for index, parameter in enumerate(parameters):
+        if parameter.name == "device" and parameter.kind not in (
+            inspect.Parameter.VAR_POSITIONAL,
+            inspect.Parameter.VAR_KEYWORD,
+        ):
+            return parameter, parameters[:index]
+    return None
 
 
 def _expand(part: str | torch.device | int, found: list[torch.device]) -> list[torch.device]:
@@ -154,8 +161,8 @@ def _expand(part: str | torch.device | int, found: list[torch.device]) -> list[t
         raise ValueError(f"{text!r} names no device; {what_exists(found)}.") from None
     if device.type == "cpu":
         return [torch.device("cpu")]
-    if device.index is None or device not in found:
-        raise ValueError(f"There is no {device}: {what_exists(found)}.")
+    if device not in found or text != str(device):  # torch keeps eight bits of the index: 256 would be 0
+        raise ValueError(f"There is no {text}: {what_exists(found)}.")
     return [device]
 
 

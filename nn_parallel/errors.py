@@ -15,6 +15,7 @@ A bad argument is a plain `ValueError` or `TypeError`.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -63,11 +64,16 @@ class RankError(ExceptionGroup[Exception], ParallelError):
 
     def derive(self, excs: Sequence[Exception]) -> RankError:  # type: ignore[override]
         """The group of some of the leaves, for ``except*``: each keeps its rank."""
-        kept = {rank: error for rank, error in self.failures.items() if any(error is e for e in excs)}
+        kept = {
+            rank: part
+            for part in excs
+            for rank, whole in self.failures.items()
+            if part is whole or _leaves(part) & _leaves(whole)  # of a leaf that is a group, Python passes a part
+        }
         return RankError(self.message, kept)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.message, self.failures)
+        return type(self), (self.message, self.failures), self.__dict__
 
 
 class WorkerDiedError(ParallelError):
@@ -85,7 +91,7 @@ class WorkerDiedError(ParallelError):
         self.rank, self.pid, self.exitcode, self.evidence = rank, pid, exitcode, evidence
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_by_name, (type(self), str(self), self.__dict__)
+        return functools.partial(type(self), rank=self.rank, pid=self.pid), self.args, self.__dict__
 
 
 class RankTimeoutError(ParallelError, TimeoutError):
@@ -99,9 +105,6 @@ class RankTimeoutError(ParallelError, TimeoutError):
     def __init__(self, message: str, *, ranks: Sequence[int] = (), stacks: Mapping[int, str] | None = None) -> None:
         super().__init__(message)
         self.ranks, self.stacks = list(ranks), dict(stacks or {})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_by_name, (type(self), str(self), self.__dict__)
 
 
 class ExecutorClosedError(ParallelError):
@@ -121,13 +124,19 @@ class LaunchError(ParallelError):
 
 
 class RemoteTraceback(Exception):
-    """Carries the traceback text of another process as the ``__cause__`` of the exception rebuilt here."""
+    """The ``__cause__`` of an exception that was rebuilt here: where it was raised, and the traceback from there.
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
+    Attributes:
+        tb: the traceback, as text.
+    """
+
+    def __init__(self, where: str, tb: str) -> None:
+        super().__init__(where, tb)
+        self.tb = tb
+        self.add_note(tb.rstrip())  # a note keeps the margin that an ExceptionGroup prints; a long message does not
 
     def __str__(self) -> str:
-        return f'\n"""\n{self.args[0].rstrip()}\n"""'
+        return f"raised by {self.args[0]}"
 
 
 @dataclass(frozen=True)
@@ -137,20 +146,20 @@ class Failure:
     type_name: str
     args: list[Any] | None  # what its constructor takes, where that is all plain scalars
     message: str
+    where: str  # for instance "rank 1 of 2 (pid 8123 on node7)"
     traceback: str
-    lost_connection: bool = False  # a consequence of another rank's failure, most likely
 
     @classmethod
     def of(cls, error: BaseException, where: str) -> Failure:
-        """Describe ``error``; ``where`` heads its traceback, for instance ``"Rank 1 of 2"``."""
+        """Describe ``error``, raised by ``where``, for instance ``"rank 1 of 2"``."""
         args = error.__reduce__()[1] if type(error).__reduce__ in _PLAIN_REDUCE else None
         plain = isinstance(args, tuple) and all(isinstance(a, str | int | float | bool | None) for a in args)
         return cls(
             type_name=qualified_name(type(error)),
             args=list(args) if plain and isinstance(args, tuple) else None,
             message=_text_of(error),
-            traceback=f"{where} (pid {os.getpid()} on {socket.gethostname()}):\n{format_traceback(error)}",
-            lost_connection=lost_connection(error),
+            where=f"{where} (pid {os.getpid()} on {socket.gethostname()})",
+            traceback=format_traceback(error),
         )
 
     def rebuild(self, allowed: Mapping[str, type[Exception]]) -> Exception:
@@ -163,8 +172,22 @@ class Failure:
                 error = None
         if error is None:
             error = RemoteError(f"{self.type_name}: {self.message}")
-        error.__cause__ = RemoteTraceback(self.traceback)
+        error.__cause__ = self.as_cause()
         return error
+
+    def as_cause(self) -> RemoteTraceback:
+        return RemoteTraceback(self.where, self.traceback)
+
+
+def rank_error(function: str, world_size: int, failures: dict[int, Exception]) -> RankError:
+    """A `RankError` of failures that stand in order, the cause first."""
+    cause, *others = failures
+    for rank in others:
+        if lost_connection(failures[rank]):
+            failures[rank].__cause__ = None  # its traceback tells of no error of its own
+            failures[rank].add_note(f"A consequence: rank {rank} lost its connection to a rank that had failed.")
+    also = f" (and then on rank{'s' * (len(others) > 1)} {', '.join(map(str, others))})" if others else ""
+    return RankError(f"{function} failed on rank {cause} of {world_size}{also}: {summary(failures[cause])}", failures)
 
 
 def qualified_name(kind: type) -> str:
@@ -192,7 +215,7 @@ def lost_connection(error: BaseException) -> bool:
 
     Gloo raises plain `RuntimeError`, so its own source file in the message is the only mark there is.
     """
-    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _LOST_CONNECTION_MARKS)
+    return isinstance(error, RuntimeError) and any(mark in _text_of(error) for mark in _LOST_CONNECTION_MARKS)
 
 
 def exit_reason(exitcode: int) -> str:
@@ -219,11 +242,11 @@ def _text_of(error: BaseException) -> str:
         return f"<its __str__ raised {type(broken).__name__}>"
 
 
-def _rebuild_by_name(kind: type[ParallelError], message: str, attributes: dict[str, Any]) -> ParallelError:
-    error = kind.__new__(kind, message)
-    error.args = (message,)
-    error.__dict__.update(attributes)
-    return error
+def _leaves(error: BaseException) -> set[int]:
+    """The identities of the exceptions in a group, however deep; of a plain exception, its own."""
+    if isinstance(error, BaseExceptionGroup):
+        return set().union(*map(_leaves, error.exceptions))
+    return {id(error)}
 
 
 MAX_TRACEBACK_CHARS = 20_000

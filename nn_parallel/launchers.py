@@ -59,7 +59,9 @@ def detect_launch(environ: Mapping[str, str]) -> Launch | None:
     if environ.get("LOCAL_RANK"):
         local_world_size = world_size
         if environ.get("LOCAL_WORLD_SIZE"):
-            local_world_size = _whole_number(environ, "LOCAL_WORLD_SIZE", at_least=1)
+            local_world_size = _whole_number(
+                environ, "LOCAL_WORLD_SIZE", at_least=1, below=world_size + 1, because=f"WORLD_SIZE={world_size}"
+            )
         local_rank = _whole_number(
             environ, "LOCAL_RANK", below=local_world_size, because=f"{local_world_size} ranks run on this node"
         )
@@ -81,7 +83,9 @@ def detect_launch(environ: Mapping[str, str]) -> Launch | None:
         master_addr="127.0.0.1" if is_loopback(master) else master,
         master_port=port,
         launcher_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        attempt=_whole_number(environ, "TORCHELASTIC_RESTART_COUNT")
+        if environ.get("TORCHELASTIC_RESTART_COUNT")
+        else 0,
         one_node=is_loopback(master) or environ.get("GROUP_WORLD_SIZE") == "1",
     )
 
@@ -95,6 +99,8 @@ def with_arguments(environ: Mapping[str, str], **arguments: int | str | None) ->
     merged = dict(environ)
     explicit = {name.upper(): str(value) for name, value in arguments.items() if value is not None}
     changed = {name for name, value in explicit.items() if merged.get(name) != value}
+    if changed:
+        merged.pop("GROUP_WORLD_SIZE", None)
     if changed & {"RANK", "WORLD_SIZE"}:
         for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
             merged.pop(name, None)

@@ -13,7 +13,9 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
 
 from .collectives import broadcast_packed
 from .ddp import as_timedelta, join_launched_world
+from .errors import ParallelError
 from .outcomes import Channel, channel
+from .peers import local_places
 from .pickling import dumps
 from .reports import Call
 
@@ -209,10 +211,13 @@ def _decorator(
                 return fn(*args, **kwargs) if here.rank in ranks else None
             call = Call(f"{_name(fn)}()", ranks, _place(sys._getframe(1)))
             result: R | None = None
-            with here.section(call, wait=wait, barrier=barrier, timeout=timeout) as runs:
-                if runs:
-                    result = fn(*args, **kwargs)
-                    packed = dumps(result, {"the result": result}) if broadcast else None
+            try:
+                with here.section(call, wait=wait, barrier=barrier, timeout=timeout) as runs:
+                    if runs:
+                        result = fn(*args, **kwargs)
+                        packed = dumps(result, {"the result": result}) if broadcast else None
+            except ParallelError as error:
+                raise error.with_traceback(None) from error.__cause__  # without our own frames
             if not broadcast:
                 return result
             received: R = broadcast_packed(packed if here.rank == ranks[0] else None, ranks[0])
@@ -252,7 +257,11 @@ def _ranks_in_world(caller: str, ranks: Sequence[int], world_size: int) -> tuple
 
 
 def _local_ranks_in_world(caller: str, local_rank: int, here: Channel) -> tuple[int, ...]:
-    ranks = here.ranks_with_local_rank(local_rank)
+    ranks = tuple(
+        rank
+        for rank, (local, count) in enumerate(local_places(here.member))
+        if local == (local_rank + count if local_rank < 0 else local_rank)
+    )
     if not ranks:
         count = here.member.world.local_world_size
         raise ValueError(

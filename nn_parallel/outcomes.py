@@ -14,24 +14,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 from .ddp import close_group
-from .errors import (
-    Failure,
-    ParallelError,
-    RankError,
-    RankTimeoutError,
-    WorkerDiedError,
-    lost_connection,
-    summary,
-    user_frames,
-)
-from .peers import Peer, Watcher, first_to_claim
+from .errors import Failure, ParallelError, RankError, WorkerDiedError, lost_connection, rank_error, user_frames
+from .peers import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, Peer, Watcher, claim_first, first_to_claim
 from .reports import (
     FAILED,
     FINISHED,
@@ -44,6 +34,8 @@ from .reports import (
     Report,
     foreign_value,
     format_failed,
+    not_in_step,
+    timed_out,
 )
 from .world import Membership, membership
 
@@ -59,7 +51,6 @@ class Channel:
         self._watcher: Watcher | None = None
         self._kept: deque[Failed] = deque(maxlen=FAILURES_KEPT)
         self._failures_made = 0
-        self._places: list[tuple[int, int]] = []  # local rank and local world size, by rank
         self.begin_term(member.term)
         member.on_leave.callback(self._leave)
         if member.store_host == self.rank:
@@ -149,20 +140,6 @@ class Channel:
         finally:
             self.nested_in = outer
 
-    def ranks_with_local_rank(self, local_rank: int) -> tuple[int, ...]:
-        """The ranks that are number ``local_rank`` on their nodes; a negative one counts from the end of each node."""
-        if not self._places:
-            keys = [f"member/{rank}" for rank in range(self.world_size)]
-            with self._lost_store_names_its_host():
-                self.store.wait(keys, self.member.timeout)
-                facts = [json.loads(self.store.get(key)) for key in keys]
-            self._places = [(int(fact["local_rank"]), int(fact["local_world_size"])) for fact in facts]
-        return tuple(
-            rank
-            for rank, (local, count) in enumerate(self._places)
-            if local == (local_rank + count if local_rank < 0 else local_rank)
-        )
-
     # What this rank tells.
 
     def _begin(self, call: Call) -> None:
@@ -200,26 +177,18 @@ class Channel:
     def _post_failure(self, number: int, error: BaseException, phase: int) -> None:
         """Make ``error`` known: its description first, so that whoever sees the report finds it."""
         known = error.failures if isinstance(error, RankError) else {self.rank: error}
-        where = {rank: f"Rank {rank} of {self.world_size}" for rank in known}
-        failed = Failed(self.term, number, {rank: Failure.of(e, where[rank]) for rank, e in known.items()})
+        described = {rank: Failure.of(e, f"rank {rank} of {self.world_size}") for rank, e in known.items()}
+        failed = Failed(self.term, number, described)
         self._kept.append(failed)
         self._failures_made += 1
         with self._lost_store_names_its_host():
             self.store.set(f"failed/{self.rank}", format_failed(self._failures_made, list(self._kept)))
         self._post(phase)
-        self._claim_first(self._first_key(number))
+        with self._lost_store_names_its_host():
+            claim_first(self.store, self._first_key(number), self.rank)
 
     def _first_key(self, number: int) -> str:
         return f"first/section {self.term} {number}" if number else f"first/block {self.term}"
-
-    def _claim_first(self, key: str) -> None:
-        """Be the cause, unless another rank has failed first. Also flushes what was set before."""
-        name, _, wanted = key.partition(" ")
-        mine = f"{wanted} by {self.rank}"
-        with self._lost_store_names_its_host():
-            seen = self.store.compare_set(name, "", mine).decode(errors="replace")
-            while seen != mine and not seen.startswith(f"{wanted} by "):
-                seen = self.store.compare_set(name, seen, mine).decode(errors="replace")
 
     def _first_failed(self, number: int) -> int | None:
         """The rank that failed first in call ``number``, or in the block if that is 0."""
@@ -292,7 +261,7 @@ class Channel:
                 raise self._rank_error(call, self._calls, {})
             waited = time.perf_counter() - start
             if deadline is not None and time.monotonic() > deadline:
-                raise self._timeout_error(rank, report, call, waited)
+                raise timed_out(self.rank, rank, report, call, self._calls, waited)
             polls += 1
             if polls > 1:
                 time.sleep(min(max(waited * POLL_SHARE, POLL_MIN_S), POLL_MAX_S))
@@ -328,11 +297,7 @@ class Channel:
             raise foreign_value(f"report/{rank}", report.history) from None
         # None: the rank is so far ahead that it has forgotten. Its outcome is still told by its list of failures.
         if theirs is not None and theirs.split("\t")[0] != call.what:
-            raise ParallelError(
-                f"The ranks are not in the same call. As call {self._calls}, rank {rank} made "
-                f"{theirs.replace(chr(9), ' at ')} and rank {self.rank} made {call}. Every rank must make the same "
-                "calls in the same order: look for one inside `if rank == ...`."
-            )
+            raise not_in_step(self.rank, rank, theirs, call, self._calls)
 
     def _failures_of(self, rank: int, report: Report, number: int) -> dict[int, Exception]:
         """What ``rank`` reports up to call ``number`` (0: of the block) and this rank has not raised; the oldest."""
@@ -388,18 +353,6 @@ class Channel:
                 return
             time.sleep(POLL_MAX_S / 10)
 
-    def _timeout_error(self, rank: int, report: Report, call: Call, waited: float) -> RankTimeoutError:
-        if report.progress.call == self._calls:
-            where = "is in that call"
-        else:
-            where = f"has begun {max(report.progress.call, 0)} such calls as far as it told, this is call {self._calls}"
-        return RankTimeoutError(
-            f"Rank {self.rank} waited {waited:.1f} s for rank {rank} of {self.world_size} in {call}. Rank {rank} is "
-            f"not dead as far as known and {where}: it is slower than timeout=, or does not make this call.",
-            ranks=[rank],
-            stacks={rank: f"rank {rank} {where}"},
-        )
-
     @contextlib.contextmanager
     def _watching(self, first_key: str) -> Iterator[None]:
         """While the body runs here: end this rank's collectives as soon as another rank fails in the same call."""
@@ -416,11 +369,7 @@ class Channel:
             host = self.member.store_host
             if host is None or host == self.rank:
                 raise ParallelError(f"The store through which the ranks talk is gone: {error}") from error
-            died = WorkerDiedError(
-                f"Rank {host}, whose process holds the store through which the ranks talk, is gone: {error}",
-                rank=host,
-                pid=0,
-            )
+            died = WorkerDiedError(f"Rank {host}, which holds the store of all, is gone: {error}", rank=host, pid=0)
             raise rank_error("The connection", self.world_size, {host: died}) from error
 
 
@@ -437,19 +386,11 @@ def channel() -> Channel | None:
     return _channel
 
 
-def rank_error(function: str, world_size: int, failures: dict[int, Exception]) -> RankError:
-    """A `RankError` of failures that stand in order, the cause first."""
-    cause, *others = failures
-    also = f" (and then on rank{'s' * (len(others) > 1)} {', '.join(map(str, others))})" if others else ""
-    return RankError(f"{function} failed on rank {cause} of {world_size}{also}: {summary(failures[cause])}", failures)
-
-
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _channel: Channel | None = None
 
 FAILURES_KEPT = 64
 CALLS_KEPT = 16
-POLL_SHARE, POLL_MIN_S, POLL_MAX_S = 0.05, 5e-5, 0.02
 ANNOUNCE_AFTER_S = 0.05
 LOOK_UP_PEER_AFTER_S = 0.01
 SEEK_CAUSE_S = 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -128,3 +129,21 @@ def first_to_claim(store: dist.Store, key: str) -> int | None:
     name, _, wanted = key.partition(" ")
     found, _, rank = store.compare_set(name, "?", "?").decode(errors="replace").rpartition(" by ")
     return int(rank) if found == wanted and rank.isdecimal() else None
+
+
+def claim_first(store: dist.Store, key: str, rank: int) -> None:
+    """Be the cause, unless another rank has claimed ``key`` before. Also flushes what was set on this connection."""
+    name, _, wanted = key.partition(" ")
+    mine = f"{wanted} by {rank}"
+    seen = store.compare_set(name, "", mine).decode(errors="replace")
+    while seen != mine and not seen.startswith(f"{wanted} by "):
+        seen = store.compare_set(name, seen, mine).decode(errors="replace")
+
+
+@functools.lru_cache(maxsize=1)
+def local_places(member: Membership) -> list[tuple[int, int]]:
+    """The local rank and the local world size of every rank, once all of them have announced themselves."""
+    keys = [f"member/{rank}" for rank in range(member.world_size)]
+    member.store.wait(keys, member.timeout)
+    facts = [json.loads(member.store.get(key)) for key in keys]
+    return [(int(fact["local_rank"]), int(fact["local_world_size"])) for fact in facts]

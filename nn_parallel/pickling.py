@@ -7,7 +7,10 @@ out right by torch's own pickling of the rest.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import ctypes
+import functools
 import io
 import pickle
 import sys
@@ -54,7 +57,7 @@ def loads(packed: bytes | bytearray, buffers: Sequence[Buffer], device: torch.de
 
     Accelerator tensors land on ``device``, or on the CPU if that is None. Raises whatever unpickling raises.
     """
-    with torch.device("cpu"):  # a user's default device must not move the storages
+    with torch._C.DisableTorchFunction():  # a user's default device must not move what is rebuilt
         return _Unpickler(io.BytesIO(packed), buffers, device).load()
 
 
@@ -79,6 +82,8 @@ class _Unpickler(pickle.Unpickler):
         found = super().find_class(module, name)
         if found is _untyped_storage:
             return lambda buffer, on_accelerator: _untyped_storage(buffer, on_accelerator, self._device)
+        if module == "torch._utils" and name == "_rebuild_tensor_v3":
+            return _rebuild_tensor_of_any_dtype
         if module == "cloudpickle.cloudpickle" and name == "_make_skeleton_class":
             return lambda *args: _adopt(found(*args))
         return found
@@ -102,13 +107,37 @@ def _untyped_storage(buffer: Buffer, on_accelerator: bool, device: torch.device 
     return tensor.to(device).untyped_storage() if on_accelerator and device is not None else tensor.untyped_storage()
 
 
-def _memory_of(storage: torch.UntypedStorage) -> memoryview:
+def _rebuild_tensor_of_any_dtype(
+    storage: torch.UntypedStorage,
+    offset: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    requires_grad: bool,
+    hooks: Any,
+    dtype: torch.dtype,
+    metadata: Any = None,
+) -> torch.Tensor:
+    """torch's `_rebuild_tensor_v3`, for the dtypes that no typed storage has (float8, uint16, complex32, ...)."""
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    tensor.set_(storage, offset, tuple(size), tuple(stride))
+    if metadata:
+        torch._utils.set_tensor_metadata(tensor, metadata)  # type: ignore[no-untyped-call]
+    tensor.requires_grad = requires_grad
+    tensor._backward_hooks = hooks
+    return tensor
+
+
+def _memory_of(storage: torch.UntypedStorage) -> Any:
+    """The bytes of a storage, without a copy: an object with the buffer interface that keeps the storage alive.
+
+    Not a memoryview: when the collector clears one that a `PickleBuffer` exports, Python before 3.13 crashes.
+    """
     size = storage.nbytes()
     if size == 0:
-        return memoryview(bytearray())
+        return bytearray()
     array = (ctypes.c_char * size).from_address(storage.data_ptr())
-    array.storage = storage  # type: ignore[attr-defined]  # the address alone would not keep the memory alive
-    return memoryview(array).cast("B")
+    array.storage = storage  # type: ignore[attr-defined]
+    return array
 
 
 def _adopt(cls: Any) -> Any:
@@ -121,47 +150,66 @@ def _adopt(cls: Any) -> Any:
 
 def _find_unpicklable(parts: Mapping[str, Any]) -> tuple[str, Any]:
     """The path to the innermost thing that cannot be pickled, and that thing."""
-    path, culprit = next(iter(parts.items()))
-    seen: set[int] = set()
-    while True:
-        for name, part in parts.items():
-            if id(part) in seen:
-                continue
-            try:
-                _dumps(part)
-            except Exception:
-                path, culprit = name, part
-                break
-        else:
-            return path, culprit
-        seen.add(id(culprit))
-        parts = dict(_parts(culprit, path))
+    return _search(parts, set()) or next(iter(parts.items()))
 
 
-def _parts(obj: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _search(parts: Mapping[str, Any], seen: set[int]) -> tuple[str, Any] | None:
+    for path, part in parts.items():
+        if id(part) in seen:
+            continue
+        try:
+            _dumps(part)
+        except Exception:
+            seen.add(id(part))
+            inner = dict(_parts(part, path))
+            found = _search(inner, seen)
+            # Where all inner parts that fail lead back to where we came from, this part holds no culprit of its own.
+            if found or not any(id(value) in seen for value in inner.values()):
+                return found or (path, part)
+    return None
+
+
+def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
     """What ``obj`` is made of, as far as pickling it goes, each part with its path."""
     if isinstance(obj, types.MethodType):
-        yield f"{name}.__self__", obj.__self__
+        yield f"{path}.__self__", obj.__self__
+    elif isinstance(obj, functools.partial):
+        yield f"{path}.func", obj.func
+        yield from ((f"{path}.args[{index}]", value) for index, value in enumerate(obj.args))
+        yield from ((f"{path}.keywords[{key!r}]", value) for key, value in obj.keywords.items())
     elif isinstance(obj, types.FunctionType):
-        try:
-            inside = {"closure variable": {k: c.cell_contents for k, c in _closure(obj)}, "global": _globals(obj)}
-        except ValueError:  # an empty cell
-            return
-        for what, variables in inside.items():
-            for variable, value in variables.items():
-                yield f"{what} {variable!r} of {obj.__qualname__}()", value
-        yield from ((f"default {value!r} of {obj.__qualname__}()", value) for value in obj.__defaults__ or ())
+        name = f"{obj.__qualname__}()"
+        for variable, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # an empty cell
+                yield f"closure variable {variable!r} of {name}", cell.cell_contents
+        for variable in _global_names(obj.__code__) & obj.__globals__.keys():
+            yield f"global {variable!r} of {name}", obj.__globals__[variable]
+        defaults = obj.__defaults__ or ()
+        with_default = obj.__code__.co_varnames[: obj.__code__.co_argcount][-len(defaults) :] if defaults else ()
+        for parameter, value in [*zip(with_default, defaults, strict=True), *(obj.__kwdefaults__ or {}).items()]:
+            yield f"default of parameter {parameter!r} of {name}", value
     elif isinstance(obj, Mapping):
-        yield from ((f"{name}[{key!r}]", value) for key, value in obj.items())
-    elif isinstance(obj, list | tuple | set | frozenset):
-        yield from ((f"{name}[{index}]", value) for index, value in enumerate(obj))
+        yield from ((f"{path}[{_repr(key)}]", value) for key, value in obj.items())
+    elif isinstance(obj, list | tuple | set | frozenset | collections.deque):
+        yield from ((f"{path}[{index}]", value) for index, value in enumerate(obj))
     elif not isinstance(obj, type | types.ModuleType):
-        yield from ((f"{name}.{key}", value) for key, value in getattr(obj, "__dict__", {}).items())
+        slots = [name for kind in type(obj).__mro__ for name in _listed(getattr(kind, "__slots__", ()))]
+        values = {name: getattr(obj, name) for name in slots if hasattr(obj, name)} | getattr(obj, "__dict__", {})
+        yield from ((f"{path}.{name}", value) for name, value in values.items())
 
 
-def _closure(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    return zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+def _repr(key: Any) -> str:
+    try:
+        return repr(key)[:1000]
+    except Exception:  # it must not hide the error that is being told
+        return f"<{type(key).__name__}>"
 
 
-def _globals(fn: types.FunctionType) -> dict[str, Any]:
-    return {name: fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__}
+def _listed(slots: str | Sequence[str]) -> Sequence[str]:
+    return [slots] if isinstance(slots, str) else slots
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    """The names that a function and the functions inside it look up."""
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(*map(_global_names, inner))

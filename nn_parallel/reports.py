@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .errors import ExecutorClosedError, Failure, LaunchError, ParallelError, TransferError, qualified_name
+from .errors import (
+    ExecutorClosedError,
+    Failure,
+    LaunchError,
+    ParallelError,
+    RankTimeoutError,
+    TransferError,
+    qualified_name,
+)
 
 # How far a rank is within a call. FINISHED + 1, + 2, ... are the rounds of a barrier.
 WAITING, FINISHED, FAILED, GONE = 0, 1, 1_000_000, 1_000_001
@@ -112,6 +120,27 @@ def parse_failed(text: str) -> tuple[int, list[Failed]]:
     ]
 
 
+def timed_out(me: int, rank: int, report: Report, call: Call, number: int, waited: float) -> RankTimeoutError:
+    """The error of rank ``me``, which has waited for ``rank`` in its call ``number``."""
+    made = max(report.progress.call, 0)
+    where = "is in that call" if made == number else f"has told of {made} such calls, this is number {number}"
+    return RankTimeoutError(
+        f"Rank {me} waited {waited:.1f} s for rank {rank} in {call}. Rank {rank} {where}, and is not dead as far as is "
+        "known: it is slower than timeout=, or does not make this call.",
+        ranks=[rank],
+        stacks={rank: f"rank {rank} {where}"},
+    )
+
+
+def not_in_step(me: int, rank: int, theirs: str, call: Call, number: int) -> ParallelError:
+    """The error of rank ``me``, whose call ``number`` is another one on ``rank``."""
+    theirs = theirs.replace("\t", " at ")
+    return ParallelError(
+        f"The ranks are not in the same call. As call {number}, rank {rank} made {theirs} and rank {me} made {call}. "
+        "Every rank must make the same calls in the same order: look for one inside `if rank == ...`."
+    )
+
+
 def foreign_value(key: str, value: str) -> ParallelError:
     return ParallelError(
         f"The store holds a value under our key {key!r} that this package did not write: {value[:80]!r}."
@@ -120,7 +149,7 @@ def foreign_value(key: str, value: str) -> ParallelError:
 
 def _checked(fields: Mapping[str, Any]) -> Failure:
     failure = Failure(**fields)
-    texts = (failure.type_name, failure.message, failure.traceback)
+    texts = (failure.type_name, failure.message, failure.where, failure.traceback)
     if not all(isinstance(text, str) for text in texts) or not all(
         isinstance(arg, str | int | float | None) for arg in failure.args or []
     ):

@@ -1,6 +1,6 @@
 """Real ranks for tests: processes under torchrun, or with hand-set ``env://`` variables, that call what a test sends.
 
-Each rank connects to a socket of the test and answers functions with their results, so that one launch serves many tests.
+Each rank connects to a socket of the test and answers functions with results, so that one launch serves many tests.
 Run as a script, this file is such a rank.
 """
 

@@ -1,4 +1,4 @@
-"""`initialize_ddp` and its company: however the process was started, the same world, or an error that says what to set."""
+"""`initialize_ddp` and its company: the same world however it was started, or an error that says what to set."""
 
 from __future__ import annotations
 
@@ -385,7 +385,8 @@ def test_import_starts_nothing() -> None:
         "before = len(os.listdir('/proc/self/task'))\n"
         "import nn_parallel\n"
         "print(json.dumps([len(os.listdir('/proc/self/task')) - before, threading.active_count(),"
-        " open(f'/proc/self/task/{os.getpid()}/children').read(), torch.cuda.is_initialized(), 'pynvml' in sys.modules]))"
+        " open(f'/proc/self/task/{os.getpid()}/children').read(), torch.cuda.is_initialized(),"
+        " 'pynvml' in sys.modules]))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(printed.stdout) == [0, 1, "", False, False]

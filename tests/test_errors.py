@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import os
 import pickle
 import signal
+import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -35,6 +37,7 @@ from nn_parallel.errors import (
     exit_reason,
     lost_connection,
     qualified_name,
+    rank_error,
     summary,
 )
 from nn_parallel.launchers import detect_launch
@@ -282,7 +285,7 @@ def test_an_exception_that_cannot_be_rebuilt_becomes_a_remote_error(error: BaseE
 
 def test_only_listed_types_are_rebuilt() -> None:
     """The list decides, not what the data says: a name that is not on it is never looked up."""
-    failure = Failure("builtins.eval", ["1"], "m", "tb")
+    failure = Failure(type_name="builtins.eval", args=["1"], message="m", where="rank 1", traceback="tb")
     assert type(failure.rebuild({})) is RemoteError
     assert type(Failure.of(ValueError("x"), "").rebuild({})) is RemoteError
     assert type(Failure.of(ValueError("x"), "").rebuild({"ValueError": KeyError})) is KeyError
@@ -316,20 +319,22 @@ def test_a_str_that_raises_harms_nothing(kind: type[Exception]) -> None:
     """An exception that cannot tell its message is told with that instead."""
     again = _sent(kind("hidden"))
     assert str(again) == f"{qualified_name(kind)}: <its __str__ raised ZeroDivisionError>"
-    assert "in _raised" in str(again.__cause__)
+    assert "in _raised" in "".join(traceback.format_exception(again))
     assert summary(kind()) == f"{kind.__name__}: <its __str__ raised ZeroDivisionError>"
+    assert not lost_connection(kind())
 
 
-def test_the_remote_traceback_is_the_cause() -> None:
-    """Printed, the rebuilt exception shows where it was raised, headed by rank, process and host."""
-    shown = "".join(traceback.format_exception(_sent(ValueError("bad"))))
-    assert "RemoteTraceback" in shown
-    assert "Rank 1 of 2 (pid " in shown
-    assert ", in _raised" in shown
-    assert "ValueError: bad\n" in shown
-    assert "direct cause" in shown
-    assert shown.count('"""') == 2
-    assert str(RemoteTraceback("text\n")) == '\n"""\ntext\n"""'
+@pytest.mark.parametrize("copied", [lambda e: e, lambda e: pickle.loads(pickle.dumps(e))])
+def test_the_remote_traceback_is_shown_once_as_the_cause(copied: Callable[[Any], Any]) -> None:
+    """Printed, the rebuilt exception tells which rank, process and host raised it, and where in the code."""
+    again = _sent(ValueError("bad"))
+    again.__cause__ = copied(again.__cause__)
+    assert isinstance(again.__cause__, RemoteTraceback)
+    shown = "".join(traceback.format_exception(again))
+    there, _, here = shown.partition("direct cause")
+    assert f"Rank 1 of 2 (pid {os.getpid()} on {socket.gethostname()})" in there
+    assert there.count(", in _raised") == there.count("ValueError: bad\n") == 1
+    assert here.endswith("ValueError: bad\n")
 
 
 def test_the_causes_of_the_cause_are_in_the_text() -> None:
@@ -372,6 +377,20 @@ def test_our_own_frames_are_left_out() -> None:
 # Words
 
 
+def test_a_rank_error_says_who_failed_and_what_followed() -> None:
+    """The function, the rank of the cause, the ranks that failed after it, the cause; consequences are marked."""
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+    error = rank_error("save()", 4, {2: ValueError("bad\nworse"), 0: lost, 3: KeyError("k")})
+    assert error.message == "save() failed on rank 2 of 4 (and then on ranks 0, 3): ValueError: bad ..."
+    assert (error.rank, list(error.failures)) == (2, [2, 0, 3])
+    assert "consequence" in lost.__notes__[0]
+    assert [hasattr(e, "__notes__") for e in error.failures.values()] == [False, True, False]
+    assert rank_error("f()", 2, {1: KeyError("k")}).message == "f() failed on rank 1 of 2: KeyError: 'k'"
+    assert rank_error("f()", 2, {1: lost, 0: ValueError()}).message.startswith(
+        "f() failed on rank 1 of 2 (and then on rank 0)"
+    )
+
+
 @pytest.mark.parametrize(
     ("exitcode", "text"),
     [
@@ -402,7 +421,6 @@ def test_an_exit_code_in_words(exitcode: int, text: str) -> None:
 def test_a_lost_connection_is_known_by_its_words(error: Exception, lost: bool) -> None:
     """Only what torch.distributed raises for a peer that went away is a consequence; a user's errors are causes."""
     assert lost_connection(error) is lost
-    assert Failure.of(error, "Rank 0").lost_connection is lost
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,10 @@ def ex() -> Iterator[ParallelExecutor]:
     """A pool of two."""
     with ParallelExecutor(num_workers=2, devices="cpu") as pool:
         yield pool
+
+
+def _printed(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 def _pids(ex: ParallelExecutor) -> list[int]:
@@ -153,8 +158,8 @@ def test_an_exception_is_a_rank_error_with_its_remote_traceback(ex: ParallelExec
     assert caught.value.rank == 1
     assert list(caught.value.failures) == [1]
     assert isinstance(caught.value.failures[1], KeyError)
-    assert "in load_batch" in str(caught.value.failures[1].__cause__)
-    assert "Rank 1 of 2 on cpu (pid " in str(caught.value.failures[1].__cause__)
+    assert "in load_batch" in _printed(caught.value.failures[1])
+    assert "rank 1 of 2 on cpu (pid " in _printed(caught.value.failures[1])
     assert len(set(_pids(ex))) == 2
 
 
@@ -205,8 +210,8 @@ def test_submit_raises_the_exception_itself(ex: ParallelExecutor) -> None:
 
     with pytest.raises(ZeroDivisionError) as caught:
         ex.submit(divide).result()
-    assert "in divide" in str(caught.value.__cause__)
-    assert "A single task on cpu" in str(caught.value.__cause__)
+    assert "in divide" in _printed(caught.value)
+    assert "a single task on cpu" in _printed(caught.value)
 
 
 class _KeywordOnly(Exception):
@@ -231,7 +236,7 @@ def test_exceptions_that_cannot_travel(ex: ParallelExecutor, error: Any, name: s
 
     with pytest.raises(RemoteError, match=name) as caught:
         ex.submit(fail).result()
-    assert "in fail" in str(caught.value.__cause__)
+    assert "in fail" in _printed(caught.value)
     with pytest.raises(RankError, match=name):
         ex.run(fail)
 
@@ -639,13 +644,11 @@ def test_arguments_that_cannot_be(arguments: dict[str, Any], error: type[Excepti
 
 
 def test_too_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More accelerators than there are: what exists is named. The two accelerators are a fake: this machine has none."""
+    """More accelerators than there are: what exists is named. The two here are a fake, this machine has none."""
     from nn_parallel.executor import executor
 
     monkeypatch.setattr(executor, "accelerators", lambda: [torch.device("cuda", index) for index in range(2)])
-    with pytest.raises(
-        ValueError, match="num_gpus=4 asks for more than there are: the accelerators are cuda:0 to cuda:1"
-    ):
+    with pytest.raises(ValueError, match="num_gpus=4 asks for more than there are: the accelerators are cuda:0 to"):
         ParallelExecutor(num_gpus=4)
 
 

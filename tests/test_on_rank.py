@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from nn_parallel.outcomes import FAILURES_KEPT, channel
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost remote traceback of a failure, as text."""
-    return str(error.__cause__)
+    """The failure as Python prints it, with its remote traceback."""
+    return "".join(traceback.format_exception(error))
 
 
 def test_the_named_rank_runs_and_the_others_get_none(world: World) -> None:

@@ -258,9 +258,10 @@ def test_what_has_no_data_travels_too() -> None:
 
 def test_a_default_device_moves_nothing() -> None:
     """A user's default device is for what the user makes, not for what arrives."""
+    sent = [torch.ones(2), torch.empty(0), torch.eye(2).to_sparse(), nn.Parameter(torch.ones(1))]
     with torch.device("meta"):
-        result = round_trip([torch.ones(2, device="cpu"), torch.ones(2, device="cpu").view(torch.uint8)])
-    assert [tensor.device.type for tensor in result] == ["cpu", "cpu"]
+        result = round_trip(sent)
+    assert [tensor.device.type for tensor in result] == ["cpu"] * 4
     assert result[0].tolist() == [1, 1]
 
 

@@ -25,8 +25,8 @@ HELD_OUT = 360
 BATCH = 64  # of all ranks together, so that the result is alike for any number of them
 
 
-def train(epochs: int, out: Path) -> list[tuple[float, float]]:
-    """Train as one of the ranks; return the training loss and the held-out accuracy after each epoch."""
+def train(epochs: int, out: Path) -> list[tuple[float, int, int]]:
+    """Train as one of the ranks; return per epoch the loss, and how many held-out digits were right of how many."""
     _, rank, _, world_size, device = initialize_ddp()
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(small_cnn().to(device))
@@ -53,9 +53,9 @@ def train(epochs: int, out: Path) -> list[tuple[float, float]]:
 
         sums = torch.tensor([loss_sum, len(sampler), (predicted == my_labels).sum(), len(my_labels)])
         dist.all_reduce(sums)
-        loss_sum, trained, correct, evaluated = sums.tolist()
-        history.append((loss_sum / trained, correct / evaluated))
-        progress.set_postfix(loss=loss_sum / trained, accuracy=correct / evaluated)
+        loss_sum, trained, right, evaluated = sums.tolist()
+        history.append((loss_sum / trained, int(right), int(evaluated)))
+        progress.set_postfix(loss=loss_sum / trained, accuracy=right / evaluated)
         check_ranks_agree(model.module)
         save_checkpoint(model.module, out / "digits.pt")
     return history
@@ -88,11 +88,12 @@ def save_checkpoint(model: nn.Module, path: Path) -> None:
 
 
 @on_rank(0)
-def report(history: list[tuple[float, float]], ranks: int, path: Path) -> None:
+def report(history: list[tuple[float, int, int]], ranks: int, path: Path) -> None:
     """Draw loss and accuracy into ``path`` and print the accuracy after the last epoch."""
     from matplotlib.figure import Figure  # without pyplot it draws by Agg and needs no display
 
-    losses, accuracies = zip(*history, strict=True)
+    losses, right, evaluated = zip(*history, strict=True)
+    accuracies = [r / n for r, n in zip(right, evaluated, strict=True)]
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(range(1, len(history) + 1), losses, marker="o")
@@ -100,7 +101,7 @@ def report(history: list[tuple[float, float]], ranks: int, path: Path) -> None:
     right.plot(range(1, len(history) + 1), accuracies, marker="o")
     right.set(title=f"accuracy on {HELD_OUT} held-out digits", xlabel="epoch")
     figure.savefig(path)
-    print(f"accuracy on {HELD_OUT} held-out digits: {100 * accuracies[-1]:.1f} % ({ranks} rank{'s' * (ranks > 1)})")
+    print(f"{right[-1]} of {evaluated[-1]} held-out digits are right: {accuracies[-1]:.1%}, trained on {ranks} ranks")
 
 
 parser = argparse.ArgumentParser(description="Train on the handwritten digits of scikit-learn.")

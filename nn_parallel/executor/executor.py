@@ -17,8 +17,8 @@ import torch
 from ..collectives import all_gather_packed
 from ..ddp import join_launched_world
 from ..devices import accelerators, call_on_device, cpu_count, parse_devices, what_exists
-from ..errors import ExecutorClosedError, ParallelError, RankError, user_frames
-from ..outcomes import channel, rank_error
+from ..errors import ExecutorClosedError, ParallelError, RankError, rank_error, user_frames
+from ..outcomes import channel
 from ..pickling import Packed, dumps
 from ..reports import Call
 from ..world import Membership
@@ -123,8 +123,8 @@ class ParallelExecutor(Executor):
         self._supervisor.submit(run)
         try:
             return run.result()
-        except RankError:
-            raise
+        except RankError as error:
+            raise error.with_traceback(None) from error.__cause__  # without our own frames
         except BaseException:  # Ctrl-C: nobody will take the results
             self._supervisor.abandon(run)
             raise

@@ -7,8 +7,7 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from ..errors import RankError, lost_connection
-from ..outcomes import rank_error
+from ..errors import RankError, lost_connection, rank_error
 from ..pickling import Packed
 
 RUN_GRACE_S = 0.2  # after one rank has failed, for the others to end by themselves

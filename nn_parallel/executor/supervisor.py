@@ -20,7 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -28,62 +28,19 @@ from ..devices import cpu_count
 from ..errors import (
     ExecutorClosedError,
     ParallelError,
-    RemoteTraceback,
     TransferError,
     WorkerDiedError,
     exit_reason,
 )
 from ..pickling import Packed, loads
+from .handles import Output, Worker
 from .jobs import Run, Single
 from .servers import PoolStore, open_pool, stop_fork_server
-from .transport import Message, messages, send
+from .transport import Message, send
 from .worker import STARTED, Answer, Place, Setup, Task
 
 END_GRACE_S = 2.0  # for idle workers to exit
 MAX_FAILED_STARTS = 3
-
-
-class Worker:
-    """What the parent knows of one worker process."""
-
-    def __init__(self, index: int, device: torch.device, connection: socket.socket, output: list[Output]) -> None:
-        self.index, self.device, self.connection, self.output = index, device, connection, output
-        self.arriving = messages(connection, socket.MSG_DONTWAIT)
-        self.pid = 0  # until the fork server has told it
-        self.job: Single | Run | None = None
-        self.number = 0  # of the task that it works on
-        self.started = False
-        self.killed = False  # by us, so that its end is no failure
-
-    @property
-    def description(self) -> str:
-        return f"Worker {self.index} (pid {self.pid}, {self.device})"
-
-
-class Output:
-    """Copies what a worker prints to this process's stream of the same name, a whole line at a time."""
-
-    def __init__(self, fd: int, name: str) -> None:
-        self.fd, self._name, self._pending = fd, name, b""
-        os.set_blocking(fd, False)
-
-    def copy(self, flush: bool = False) -> bool:
-        """Copy what is there now, with ``flush`` an unfinished line too; False at the end of the stream."""
-        more = True
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self.fd, 1 << 16):
-                self._pending += chunk
-            more = False
-        end = (
-            len(self._pending) if flush or not more else max(self._pending.rfind(b"\n"), self._pending.rfind(b"\r")) + 1
-        )
-        text, self._pending = self._pending[:end].decode(errors="replace"), self._pending[end:]
-        if text:
-            stream: IO[str] = getattr(sys, self._name)  # as it is now: a notebook's cell, a redirected stream
-            with contextlib.suppress(Exception):  # closed by the user: nobody to tell
-                stream.write(text)
-                stream.flush()
-        return more
 
 
 class Supervisor:
@@ -280,7 +237,7 @@ class Supervisor:
         else:
             if not answer.succeeded:
                 value, failure = value
-                value.__cause__ = RemoteTraceback(failure.traceback)
+                value.__cause__ = failure.as_cause()
         if answer.number == STARTED:
             worker.started, self._failed_starts = True, 0
             if not answer.succeeded:

@@ -98,7 +98,7 @@ class _Worker:
 
     def answer(self, message: Message) -> tuple[Answer, Packed]:
         task: Task = message.header
-        where = "A single task" if task.place is None else f"Rank {self._index} of {task.place.world_size}"
+        where = "a single task" if task.place is None else f"rank {self._index} of {task.place.world_size}"
         where = f"{where} on {self._device}"
         try:
             with self._in_world(task.place):

@@ -1,0 +1,113 @@
+"""The house rules: layers, public names, sizes."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import nn_parallel
+
+PACKAGE = Path(nn_parallel.__file__).parent
+
+# From the bottom up, as drawn in the package's docstring: a file may know those in the lines above its own.
+LAYERS = [
+    {"errors"},
+    {"launchers", "devices", "pickling"},
+    {"world"},
+    {"ddp"},
+    {"reports"},
+    {"peers"},
+    {"outcomes"},
+    {"collectives"},
+    {"on_rank"},
+    {"executor.transport", "executor.servers", "executor.jobs"},
+    {"executor.worker", "executor.handles"},
+    {"executor.forkserver", "executor.supervisor"},
+    {"executor.executor"},
+    {"executor"},
+    {"parallelize"},
+    {""},
+]
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip("."): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def test_every_file_has_a_layer() -> None:
+    """A new file must say where it stands."""
+    assert set(MODULES) == set().union(*LAYERS)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_each_file_knows_only_those_below_it(module: str) -> None:
+    """No import points upwards or sideways, those inside functions and under TYPE_CHECKING included."""
+    level = next(index for index, layer in enumerate(LAYERS) if module in layer)
+    below = set().union(*LAYERS[:level])
+    imported = {name for node in ast.walk(ast.parse(MODULES[module].read_text())) for name in _imports(node, module)}
+    assert imported <= below
+
+
+def _imports(node: ast.AST, module: str) -> set[str]:
+    """The modules of this package that a statement imports."""
+    if isinstance(node, ast.Import):
+        return {alias.name.partition(".")[2] for alias in node.names if alias.name.split(".")[0] == "nn_parallel"}
+    if not isinstance(node, ast.ImportFrom):
+        return set()
+    if node.level == 0:
+        inside = (node.module or "").split(".")[0] == "nn_parallel"
+        return {(node.module or "").partition(".")[2]} if inside else set()
+    package = module.split(".") if MODULES[module].name == "__init__.py" else module.split(".")[:-1]
+    base = [part for part in package if part][: len([p for p in package if p]) - node.level + 1]
+    if node.module:
+        return {".".join([*base, node.module])}
+    return {".".join([*base, alias.name]) for alias in node.names}
+
+
+def test_the_layer_test_sees_upward_imports() -> None:
+    """The check above can fail: an import inside a function of a lower file is found."""
+    tree = ast.parse(
+        "def f():\n    from .. import world\n    from ..outcomes import channel\n    from .worker import work"
+    )
+    found = {name for node in ast.walk(tree) for name in _imports(node, "executor.transport")}
+    assert found == {"world", "outcomes", "executor.worker"}
+
+
+def test_the_public_names_are_sorted_and_all_there() -> None:
+    """``__all__`` is what a user may import, and each of them has a docstring; what is defined here says so."""
+    assert sorted(nn_parallel.__all__) == nn_parallel.__all__
+    public = {
+        name for name, value in vars(nn_parallel).items() if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert public == set(nn_parallel.__all__)
+    for name in nn_parallel.__all__:
+        assert inspect.getdoc(getattr(nn_parallel, name)), name
+
+
+def test_every_function_gives_an_example() -> None:
+    """Public functions, decorators and the methods of the executor show how they are called."""
+    executor = nn_parallel.ParallelExecutor
+    documented = [getattr(nn_parallel, name) for name in nn_parallel.__all__ if name[0].islower()]
+    documented += [executor, executor.run, executor.submit, executor.map]
+    missing = [item.__name__ for item in documented if "Example::" not in (inspect.getdoc(item) or "")]
+    assert missing == ["cleanup_ddp"]
+
+
+@pytest.mark.parametrize("module", ["errors", "launchers", "devices", "world", "ddp"])
+def test_examples_in_docstrings(module: str) -> None:
+    """Examples with a prompt give what they show."""
+    import doctest
+
+    loaded = importlib.import_module(f"nn_parallel.{module}")
+    failed, tried = doctest.testmod(loaded)
+    assert failed == 0
+    assert tried or module == "errors"
+
+
+def test_files_stay_small() -> None:
+    """No file of more than 400 lines."""
+    assert {name: count for name, path in MODULES.items() if (count := len(path.read_text().splitlines())) > 400} == {}
