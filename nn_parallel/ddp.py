@@ -245,21 +245,24 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
 
 def _meet(store: dist.Store, world: World, timeout: timedelta, where: str) -> None:
     """Return once every rank has called this with the same store; name those that do not come."""
-    store.set(f"arrived/{world.rank}", "1")
-    arrived = store.add("arrived", 1)  # one counter to poll, however many ranks; the keys above only name the missing
     deadline = time.monotonic() + timeout.total_seconds()
     pause = 0.0001
-    while arrived < world.world_size:
-        if time.monotonic() > deadline:
-            missing = [rank for rank in range(world.world_size) if not store.check([f"arrived/{rank}"])]
-            raise LaunchError(
-                f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {world.world_size} did not come to "
-                f"{where} within {timeout.total_seconds():g} s. Does every rank run, with the same MASTER_ADDR, "
-                "MASTER_PORT and WORLD_SIZE?"
-            )
-        time.sleep(pause)
-        pause = min(pause * 1.2, 0.05)
-        arrived = store.add("arrived", 0)
+    try:
+        store.set(f"arrived/{world.rank}", "1")
+        arrived = store.add("arrived", 1)  # one counter to poll, however many ranks; the keys name the missing
+        while arrived < world.world_size:
+            if time.monotonic() > deadline:
+                missing = [rank for rank in range(world.world_size) if not store.check([f"arrived/{rank}"])]
+                raise LaunchError(
+                    f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {world.world_size} did not come to "
+                    f"{where} within {timeout.total_seconds():g} s. Does every rank run, with the same MASTER_ADDR, "
+                    "MASTER_PORT and WORLD_SIZE?"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.2, 0.05)
+            arrived = store.add("arrived", 0)
+    except dist.DistError as error:
+        raise LaunchError(f"The store was lost while the ranks met at {where}: its host has ended.") from error
 
 
 def _make_group(member: Membership, backend: str | None, timeout: timedelta) -> None:

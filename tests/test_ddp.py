@@ -279,6 +279,8 @@ def test_the_death_of_the_rank_that_holds_the_store() -> None:
     """When rank 0 hosts the store and is gone, the others learn that rank 0 is gone."""
 
     def scenario() -> Any:
+        initialize_ddp()
+
         @on_rank(0)
         def die() -> None:
             os._exit(3)

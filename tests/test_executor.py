@@ -583,16 +583,24 @@ with ParallelExecutor(num_workers=2, devices="cpu") as ex:
         assert ended
 
 
-def test_a_killed_fork_server_is_a_clear_error_and_the_next_pool_starts_another() -> None:
+def test_a_killed_fork_server_is_a_clear_error_and_the_next_pool_starts_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The pool that it held is broken and says so; a new executor works."""
-    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
-        pool.run(int)
-        future = pool.submit(time.sleep, 3600)
-        os.kill(servers.fork_server_pid() or 0, signal.SIGKILL)
-        with pytest.raises(ParallelError, match="fork server has ended"):
-            future.result()
-        with pytest.raises(ParallelError, match="fork server has ended"):
+    monkeypatch.setattr(servers, "_fork_server", None)  # not the one that the other tests share
+    try:
+        with ParallelExecutor(num_workers=1, devices="cpu") as pool:
             pool.run(int)
+            future = pool.submit(time.sleep, 3600)
+            os.kill(servers.fork_server_pid() or 0, signal.SIGKILL)
+            with pytest.raises(ParallelError, match="fork server has ended"):
+                future.result()
+            with pytest.raises(ParallelError, match="fork server has ended"):
+                pool.run(int)
+        with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+            assert pool.run(int) == [0]
+    finally:
+        servers.stop_fork_server()
 
 
 def test_a_fork_of_the_parent_may_not_use_its_pool(ex: ParallelExecutor) -> None:

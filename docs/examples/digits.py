@@ -53,9 +53,9 @@ def train(epochs: int, out: Path) -> list[tuple[float, int, int]]:
 
         sums = torch.tensor([loss_sum, len(sampler), (predicted == my_labels).sum(), len(my_labels)])
         dist.all_reduce(sums)
-        loss_sum, trained, right, evaluated = sums.tolist()
-        history.append((loss_sum / trained, int(right), int(evaluated)))
-        progress.set_postfix(loss=loss_sum / trained, accuracy=right / evaluated)
+        loss_sum, trained, correct, evaluated = sums.tolist()
+        history.append((loss_sum / trained, int(correct), int(evaluated)))
+        progress.set_postfix(loss=loss_sum / trained, accuracy=correct / evaluated)
         check_ranks_agree(model.module)
         save_checkpoint(model.module, out / "digits.pt")
     return history
@@ -92,8 +92,8 @@ def report(history: list[tuple[float, int, int]], ranks: int, path: Path) -> Non
     """Draw loss and accuracy into ``path`` and print the accuracy after the last epoch."""
     from matplotlib.figure import Figure  # without pyplot it draws by Agg and needs no display
 
-    losses, right, evaluated = zip(*history, strict=True)
-    accuracies = [r / n for r, n in zip(right, evaluated, strict=True)]
+    losses, correct, evaluated = zip(*history, strict=True)
+    accuracies = [c / n for c, n in zip(correct, evaluated, strict=True)]
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(range(1, len(history) + 1), losses, marker="o")
@@ -101,7 +101,7 @@ def report(history: list[tuple[float, int, int]], ranks: int, path: Path) -> Non
     right.plot(range(1, len(history) + 1), accuracies, marker="o")
     right.set(title=f"accuracy on {HELD_OUT} held-out digits", xlabel="epoch")
     figure.savefig(path)
-    print(f"{right[-1]} of {evaluated[-1]} held-out digits are right: {accuracies[-1]:.1%}, trained on {ranks} ranks")
+    print(f"{correct[-1]} of {evaluated[-1]} held-out digits are right: {accuracies[-1]:.1%}, trained on {ranks} ranks")
 
 
 parser = argparse.ArgumentParser(description="Train on the handwritten digits of scikit-learn.")
