@@ -254,8 +254,8 @@ def _meet(store: dist.Store, world: World, timeout: timedelta, where: str) -> No
             if time.monotonic() > deadline:
                 missing = [rank for rank in range(world.world_size) if not store.check([f"arrived/{rank}"])]
                 raise LaunchError(
-                    f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {world.world_size} did not come to "
-                    f"{where} within {timeout.total_seconds():g} s. Does every rank run, with the same MASTER_ADDR, "
+                    f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {world.world_size} did not come "
+                    f"to {where} within {timeout.total_seconds():g} s. Does every rank run, with the same MASTER_ADDR, "
                     "MASTER_PORT and WORLD_SIZE?"
                 )
             time.sleep(pause)
