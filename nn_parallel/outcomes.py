@@ -297,6 +297,7 @@ class Channel:
             raise foreign_value(f"report/{rank}", report.history) from None
         # None: the rank is so far ahead that it has forgotten. Its outcome is still told by its list of failures.
         if theirs is not None and theirs.split("\t")[0] != call.what:
+            self._post(self._phase)  # where this rank is, before it goes: the other may wait for it and must see it too
             raise not_in_step(self.rank, rank, theirs, call, self._calls)
 
     def _failures_of(self, rank: int, report: Report, number: int) -> dict[int, Exception]:

@@ -23,6 +23,7 @@ import pytest
 
 START_WITHIN_S = 25.0
 ANSWER_WITHIN_S = 25.0
+END_WITHIN_S = 10.0
 
 
 class Ranks:
@@ -96,13 +97,18 @@ def launched(world_size: int, launcher: str = "env", **environ: str) -> Iterator
             finally:
                 for connection, _ in connections.values():
                     connection.close()  # each rank then ends by itself
-                for process in processes:
-                    try:
-                        process.wait(START_WITHIN_S)
-                    except subprocess.TimeoutExpired:
-                        os.killpg(process.pid, signal.SIGKILL)
-                        process.wait()
-                        raise
+                late = [process for process in processes if not _ends(process)]
+                for process in late:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                assert not late, f"ranks that did not end by themselves printed:\n{output.read_text()}"
+
+
+def _ends(process: subprocess.Popen[bytes]) -> bool:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_WITHIN_S)
+        return True
+    return False
 
 
 def free_port() -> int:
