@@ -109,7 +109,7 @@ class _SharedPool(ParallelExecutor):
 
 def _shared_pool(num_gpus: int | None, pass_device: bool, devices: Any) -> ParallelExecutor:
     if join_launched_world() is not None:
-        return ParallelExecutor(pass_device=pass_device)  # the ranks: nothing to start or to keep
+        return ParallelExecutor(num_gpus, pass_device, devices=devices)  # the ranks: nothing to start or to keep
     with _pools_lock:
         key = _key(num_gpus, pass_device, devices)
         if key not in _pools:

@@ -671,7 +671,7 @@ def test_cpu_workers_where_there_is_no_accelerator(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("launcher", ["torchrun", "env"])
 def test_under_a_launcher_the_ranks_are_the_workers(launcher: str) -> None:
-    """run and map are collective calls with the same results on every rank; what chooses workers does not apply."""
+    """run and map are collective calls, the same results on every rank; another choice of workers is an error."""
 
     def scenario() -> Any:
         with ParallelExecutor() as pool:
@@ -692,9 +692,12 @@ def test_under_a_launcher_the_ranks_are_the_workers(launcher: str) -> None:
                 pool.submit(int)
         with pytest.raises(ExecutorClosedError):
             pool.run(int)
-        for name in ("num_gpus", "num_workers", "devices"):
-            with pytest.raises(ValueError, match=f"{name}=2 does not apply here: the workers are the 2 ranks"):
-                ParallelExecutor(**{name: 2})  # type: ignore[arg-type]
+        for arguments in ({"num_gpus": 2}, {"num_workers": 2, "devices": "cpu"}):
+            assert ParallelExecutor(**arguments).run(lambda: world.rank) == [0, 1]  # type: ignore[arg-type]
+        for arguments in ({"num_gpus": 3}, {"num_workers": 1}):
+            (name,) = arguments
+            with pytest.raises(ValueError, match=f"{name}=. does not apply here: the workers are the 2 ranks"):
+                ParallelExecutor(**arguments)  # type: ignore[arg-type]
         return results, mapped
 
     with launched(2, launcher) as ranks:

@@ -127,12 +127,32 @@ def _the_old_page() -> dict[str, Any]:
     products = matrix_multiply(size=20, iterations=2)
     seen["products"] = [float(np.mean(p)) for p in products]
 
+    @parallelize_on_gpus(num_gpus=2)
+    def another_gpu_function(device: torch.device, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return (x + y).to(device)
+
+    seen["another"] = [r.tolist() for r in another_gpu_function(torch.tensor([1, 2]), torch.tensor([3, 4]))]
+
+    def heavy_computation(device: torch.device, data: torch.Tensor) -> Any:
+        return data.to(device) * 2, os.getpid()
+
+    with ParallelExecutor(num_gpus=2) as executor:
+        results = executor.run(heavy_computation, torch.tensor([1, 2, 3]))
+    seen["heavy"] = [data.tolist() for data, _ in results]
+    seen["processes"] = len({pid for _, pid in results})
+
     @parallel_on_all_devices
     def forward(chunk: torch.Tensor) -> torch.Tensor:
         return torch.ones(1, device=chunk.device) * len(chunk)
 
     seen["forward"] = forward(torch.randn(128, 10)).sum().item()
     return seen
+
+
+def _check_what_both_ways_give(seen: dict[str, Any]) -> None:
+    assert seen["another"] == [[4, 6]] * 2
+    assert (seen["heavy"], seen["processes"]) == ([[2, 4, 6]] * 2, 2)
+    assert seen["forward"] == 128
 
 
 def test_the_old_page_alone() -> None:
@@ -143,15 +163,7 @@ def test_the_old_page_alone() -> None:
     assert len(seen["all"]) >= 1
     assert all(result == [2, 4, 6] for result in seen["all"])
     assert set(seen["products"]) == {1.0}
-    assert seen["forward"] == 128
-
-    def heavy_computation(device: torch.device, data: torch.Tensor) -> Any:
-        return data.to(device) * 2, os.getpid()
-
-    with ParallelExecutor(num_gpus=2) as executor:
-        results = executor.run(heavy_computation, torch.tensor([1, 2, 3]))
-    assert [result.tolist() for result, _ in results] == [[2, 4, 6]] * 2
-    assert len({pid for _, pid in results}) == 2
+    _check_what_both_ways_give(seen)
 
 
 def test_the_old_page_under_torchrun() -> None:
@@ -162,4 +174,4 @@ def test_the_old_page_under_torchrun() -> None:
             assert seen["processed"] == 2
             assert seen["all"] == [[2, 4, 6]] * 2
             assert seen["products"] == [1.0, 1.0]
-            assert seen["forward"] == 128
+            _check_what_both_ways_give(seen)

@@ -34,7 +34,7 @@ class ParallelExecutor(Executor):
 
     In a script, a notebook or a shell it starts one process per device. Under a launcher (torchrun, ``env://``) its
     workers are the ranks already there: every rank makes the same executor and the same calls, `run` and `map` return
-    the same results on all of them, and the arguments that choose workers do not apply.
+    the same results on all of them, and arguments that choose workers must say what is there.
 
     Functions, also lambdas and closures, and the classes of ``__main__`` travel by value: no ``__main__`` guard, no
     second run of the script. What a worker prints appears in this process's ``sys.stdout``. Linux only, but for the
@@ -52,7 +52,7 @@ class ParallelExecutor(Executor):
 
     Raises:
         TypeError: ``num_gpus`` together with ``devices``.
-        ValueError: there are fewer devices, or none of that name; under a launcher, an argument that chooses workers.
+        ValueError: there are fewer devices, or none of that name; under a launcher, other workers than its ranks.
         TransferError: the initializer cannot be sent.
 
     Example::
@@ -79,12 +79,7 @@ class ParallelExecutor(Executor):
         self._supervisor: Supervisor | None = None
         member = join_launched_world()
         if member is not None and member.open_store is not None:
-            for name, value in (("num_gpus", num_gpus), ("devices", devices), ("num_workers", num_workers)):
-                if value is not None:
-                    raise ValueError(
-                        f"{name}={value!r} does not apply here: the workers are the {member.world_size} ranks that run "
-                        "already."
-                    )
+            _check_choice_is_what_runs(member, num_gpus, devices, num_workers)
             self._member: Membership | None = member
             if initializer is not None:
                 initializer(*initargs)
@@ -116,18 +111,13 @@ class ParallelExecutor(Executor):
 
             ex.run(lambda device, x: str(device), 1)  # ['cpu', 'cpu']
         """
-        if self._supervisor is None:
-            frame = sys._getframe(1)
-            return self._run_on_ranks(fn, args, kwargs, f"{frame.f_code.co_filename}:{frame.f_lineno}")
-        run = Run(_pack_call(fn, args, kwargs), _name(fn), self._supervisor.world_size)
-        self._supervisor.submit(run)
+        frame = sys._getframe(1)
         try:
-            return run.result()
+            if self._supervisor is None:
+                return self._run_on_ranks(fn, args, kwargs, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            return self._run_on_workers(self._supervisor, fn, args, kwargs)
         except RankError as error:
             raise error.with_traceback(None) from error.__cause__  # without our own frames
-        except BaseException:  # Ctrl-C: nobody will take the results
-            self._supervisor.abandon(run)
-            raise
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Call ``fn`` on the next free device, as the only rank of its world.
@@ -203,6 +193,17 @@ class ParallelExecutor(Executor):
         if self._supervisor is not None:  # after an exception nobody waits for what still runs
             self._supervisor.close(kill=error is not None)
 
+    def _run_on_workers(self, supervisor: Supervisor, fn: Callable[..., R], args: Any, kwargs: Any) -> list[R]:
+        run = Run(_pack_call(fn, args, kwargs), _name(fn), supervisor.world_size)
+        supervisor.submit(run)
+        try:
+            return run.result()
+        except RankError:
+            raise
+        except BaseException:  # Ctrl-C: nobody will take the results
+            supervisor.abandon(run)
+            raise
+
     def _run_on_ranks(self, fn: Callable[..., R], args: Any, kwargs: Any, place: str) -> list[R]:
         """`run` where the workers are the ranks that all make this call."""
         if self._closed:
@@ -226,6 +227,24 @@ class ParallelExecutor(Executor):
         share = functools.partial(_call_each, fn, items[rank::count])
         shares = self._run_on_ranks(functools.update_wrapper(share, fn), (), {}, "map()")
         return [shares[index % count][index // count] for index in range(len(items))]
+
+
+def _check_choice_is_what_runs(member: Membership, num_gpus: int | None, devices: Any, num_workers: int | None) -> None:
+    """Under a launcher nothing is chosen: what is asked for must be what is there, so that one file runs both ways."""
+    wrong = [
+        f"{name}={value!r}"
+        for name, value, is_there in (
+            ("num_gpus", num_gpus, num_gpus == member.world_size),
+            ("num_workers", num_workers, num_workers == member.world_size),
+            ("devices", devices, devices is not None and member.world.device in parse_devices(devices)),
+        )
+        if value is not None and not is_there
+    ]
+    if wrong:
+        raise ValueError(
+            f"{wrong[0]} does not apply here: the workers are the {member.world_size} ranks that run already, this one "
+            f"on {member.world.device}."
+        )
 
 
 def _call_each(fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: torch.device | None = None) -> list[R]:
