@@ -9,6 +9,7 @@ The files, from the bottom up; each knows only those above it in this list::
     ddp                     initialize_ddp, cleanup_ddp
     reports                 the words in which ranks tell of outcomes
     outcomes                post and await outcomes through the store
+    channels                the one of this process
     collectives             collectives on objects
     on_rank                 code for one rank
     executor                ParallelExecutor (transport, worker, forkserver, supervisor, executor)

@@ -163,7 +163,7 @@ def close_group(member: Membership) -> None:
     if dist.is_initialized():
         abort_collectives(member)
         dist.destroy_process_group()
-    member.group_sockets = {}
+    member.group_sockets, member.interrupted = {}, False
 
 
 def abort_collectives(member: Membership) -> None:
@@ -173,6 +173,7 @@ def abort_collectives(member: Membership) -> None:
     thread that uses them and leaves the closing to gloo. A descriptor is touched only while it is still the same socket
     (its inode), and never a listening one, whose loss ends the process.
     """
+    member.interrupted = True
     for fd, inode in list(member.group_sockets.items()):
         with contextlib.suppress(OSError):
             duplicate = os.dup(fd)
@@ -200,7 +201,7 @@ def _join(launch: Launch, device: torch.device | None, timeout: timedelta) -> Me
         store_host=None if launch.launcher_hosts_store else 0,
         one_node=launch.one_node,
     )
-    _meet(member.store, world, timeout, f"{launch.master_addr}:{launch.master_port}")
+    _meet(member.store, member, timeout, f"{launch.master_addr}:{launch.master_port}")
     _world.join(member)
     atexit.register(cleanup_ddp)
     logger.info("Rank %d of %d on %s, started by %s.", world.rank, world.world_size, world.device, world.launcher)
@@ -243,14 +244,17 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
         ) from error
 
 
-def _meet(store: dist.Store, world: World, timeout: timedelta, where: str) -> None:
+def _meet(store: dist.Store, member: Membership, timeout: timedelta, where: str) -> None:
     """Return once every rank has called this with the same store; name those that do not come."""
+    world = member.world
     deadline = time.monotonic() + timeout.total_seconds()
     pause = 0.0001
     try:
         store.set(f"arrived/{world.rank}", "1")
         arrived = store.add("arrived", 1)  # one counter to poll, however many ranks; the keys name the missing
         while arrived < world.world_size:
+            if member.interrupted:
+                raise LaunchError(f"Another rank failed while rank {world.rank} waited for it at {where}.")
             if time.monotonic() > deadline:
                 missing = [rank for rank in range(world.world_size) if not store.check([f"arrived/{rank}"])]
                 raise LaunchError(
@@ -278,7 +282,9 @@ def _make_group(member: Membership, backend: str | None, timeout: timedelta) -> 
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         member.on_leave.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
     member.groups_made += 1
-    store = dist.PrefixStore(f"group{member.groups_made}", member.store)
+    name = f"group{member.term}.{member.groups_made}"
+    store = dist.PrefixStore(name, member.store)
+    _meet(dist.PrefixStore("before", store), member, timeout, "its process group")  # nobody can be freed from the init
     before, hook = _sockets(), sys.excepthook  # now the store is connected: its socket is none of the group's
     # An init that failed leaves torch's count of groups raised, and ranks that differ in it never find each other.
     dist.distributed_c10d._world.group_count = 0
@@ -301,17 +307,17 @@ def _make_group(member: Membership, backend: str | None, timeout: timedelta) -> 
     finally:
         sys.excepthook = hook  # each init chains one more
     member.group_sockets = {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
-    _meet(store, world, timeout, "its process group")  # or a rank that fails now would break another's init
-    if world.rank == 0 and member.groups_made > 1:
-        _delete_keys(member.store, f"/group{member.groups_made - 1}/")
+    _meet(store, member, timeout, "its process group")  # or a rank that fails now would break another's init
+    if world.rank == 0:
+        _delete_keys(member.store, "/group", f"/{name}/")
 
 
-def _delete_keys(store: dist.Store, part: str) -> None:
-    """Delete what a closed group left in the store: the number of keys must not grow with failures."""
+def _delete_keys(store: dist.Store, part: str, keep: str) -> None:
+    """Delete what closed groups left in the store: the number of keys must not grow with failures."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     for key in store.list_keys():  # whole names, whichever prefix was asked
-        if part in key:
+        if part in key and keep not in key:
             store.delete_key(key)
 
 

@@ -252,4 +252,9 @@ def _leaves(error: BaseException) -> set[int]:
 MAX_TRACEBACK_CHARS = 20_000
 _PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PLAIN_REDUCE = (BaseException.__reduce__, OSError.__reduce__, ImportError.__reduce__)
-_LOST_CONNECTION_MARKS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+_LOST_CONNECTION_MARKS = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Another rank failed while",  # our own, of a rank that waits for the others to make a group
+)

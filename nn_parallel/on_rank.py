@@ -11,10 +11,11 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
 
+from .channels import channel
 from .collectives import broadcast_packed
 from .ddp import as_timedelta, join_launched_world
 from .errors import ParallelError
-from .outcomes import Channel, channel
+from .outcomes import Channel
 from .peers import local_places
 from .pickling import dumps
 from .reports import Call
@@ -209,10 +210,10 @@ def _decorator(
                         f"{_listed(here.nested_in)}: it would run nowhere."
                     )
                 return fn(*args, **kwargs) if here.rank in ranks else None
-            call = Call(f"{_name(fn)}()", ranks, _place(sys._getframe(1)))
+            call = Call(f"{_name(fn)}()", ranks, _place(sys._getframe(1)), wait)
             result: R | None = None
             try:
-                with here.section(call, wait=wait, barrier=barrier, timeout=timeout) as runs:
+                with here.section(call, barrier=barrier, timeout=timeout) as runs:
                     if runs:
                         result = fn(*args, **kwargs)
                         packed = dumps(result, {"the result": result}) if broadcast else None

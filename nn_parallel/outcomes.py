@@ -12,7 +12,6 @@ of them and is run by all ranks; when it fails on one, all leave it and begin a 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import time
 from collections import deque
@@ -37,7 +36,7 @@ from .reports import (
     not_in_step,
     timed_out,
 )
-from .world import Membership, membership
+from .world import Membership
 
 
 class Channel:
@@ -53,8 +52,6 @@ class Channel:
         self._failures_made = 0
         self.begin_term(member.term)
         member.on_leave.callback(self._leave)
-        if member.store_host == self.rank:
-            atexit.register(self._outlive_readers)
 
     def begin_term(self, term: int) -> None:
         """Forget the calls so far: all ranks count from one again."""
@@ -62,14 +59,13 @@ class Channel:
         self._calls, self._phase, self._announced_in_call = 0, WAITING, 0
         self._history: deque[tuple[int, Call]] = deque(maxlen=CALLS_KEPT)
         self._history_text = ""
-        self._unwaited: dict[int, int] = {}  # rank -> its last call that this rank did not wait for
+        self._unwaited: dict[int, tuple[int, str]] = {}  # rank -> its last call that this rank did not wait for
 
     @contextlib.contextmanager
     def section(
         self,
         call: Call,
         *,
-        wait: bool = True,
         barrier: bool = False,
         timeout: timedelta | None = None,
     ) -> Iterator[bool]:
@@ -92,10 +88,10 @@ class Channel:
                     yield True
             else:
                 yield False
-            if wait:
+            if call.wait:
                 self._await_outcomes(call, deadline)
-            elif self.rank not in call.ranks:
-                self._unwaited.update(dict.fromkeys(call.ranks, self._calls))
+            else:
+                self._unwaited.update({rank: (self._calls, call.function) for rank in call.ranks if rank != self.rank})
             if barrier:
                 self._barrier(call, deadline)
         except ParallelError:
@@ -116,9 +112,14 @@ class Channel:
         Raises:
             RankError: on every rank, when the block raised on one, or a process ended before its end.
         """
+        if self.nested_in:
+            raise ParallelError(
+                f"{call} is a call of all ranks, inside the body of a function of rank "
+                f"{', '.join(map(str, self.nested_in))}: the others are not there. Make it outside."
+            )
         term = self.term
         try:
-            with self._watching(f"first/block {term}"):
+            with self._watching(self._first_key(0)):
                 yield
             self._begin(call)
             self._barrier(call, None)
@@ -127,6 +128,7 @@ class Channel:
             if isinstance(error, Exception):
                 failed = self._rank_error(call, 0, self._own(error))
             self.begin_term(term + 1)
+            self.member.groups_made = 0  # the ranks may have made unequally many; groups are named by their term too
             if not isinstance(error, Exception):  # SystemExit, KeyboardInterrupt: this rank's own way out
                 raise
             raise failed from None
@@ -151,7 +153,7 @@ class Channel:
 
     @contextlib.contextmanager
     def _posting_outcome(self, call: Call) -> Iterator[None]:
-        watching = self._watching(f"first/section {self.term} {self._calls}") if call.together else _NOTHING
+        watching = self._watching(self._first_key(self._calls)) if call.together else _NOTHING
         try:
             with self.nested(call.ranks), watching:
                 yield
@@ -188,7 +190,7 @@ class Channel:
             claim_first(self.store, self._first_key(number), self.rank)
 
     def _first_key(self, number: int) -> str:
-        return f"first/section {self.term} {number}" if number else f"first/block {self.term}"
+        return f"first/{'section' if number else 'block'} {self.term} {number}"
 
     def _first_failed(self, number: int) -> int | None:
         """The rank that failed first in call ``number``, or in the block if that is 0."""
@@ -204,15 +206,17 @@ class Channel:
         for peer in self._peers.values():
             peer.close()
 
-    def _outlive_readers(self) -> None:
+    def outlive_readers(self, deadline: float) -> None:
         """At the end of the process that holds the store: stay until the others have read what they wait for."""
         self.member.on_leave.close()
-        deadline = time.monotonic() + (LINGER_AFTER_FAILURE_S if self._failures_made else LINGER_S)
+        if self._kept and (self._kept[-1].term, self._kept[-1].call) == (self.term, self._calls):
+            deadline = min(deadline, time.monotonic() + LINGER_AFTER_FAILURE_S)
         for rank, peer in self._peers.items():
-            with contextlib.suppress(ParallelError):
-                while rank != self.rank and self._read(rank).progress.phase != GONE and not peer.is_dead():
-                    if time.monotonic() > deadline:
-                        return
+            with contextlib.suppress(RuntimeError, ValueError):
+                while rank != self.rank and not peer.is_dead():
+                    report = self._read_text(f"report/{rank}")
+                    if time.monotonic() > deadline or (report and Report.parse(report).progress.phase == GONE):
+                        break
                     time.sleep(POLL_MAX_S / 10)
             peer.close()
 
@@ -318,12 +322,12 @@ class Channel:
 
     def _late_failure(self) -> RankError | None:
         """The failure of an earlier call that this rank did not wait for, if one has been reported."""
-        for rank, number in list(self._unwaited.items()):
+        for rank, (number, function) in list(self._unwaited.items()):
             report = self._read(rank)
             if report.progress >= Progress(self.term, number, FINISHED):
                 del self._unwaited[rank]
             if failures := self._failures_of(rank, report, self._calls):
-                return rank_error("An earlier call, for which nobody waited,", self.world_size, failures)
+                return rank_error(f"{function}, for which nobody waited,", self.world_size, failures)
         return None
 
     def _rank_error(self, call: Call, number: int, failures: dict[int, Exception]) -> RankError:
@@ -331,8 +335,10 @@ class Channel:
         if call.together:
             self._collect(call, number, failures)
             first = self._first_failed(number)
-            order = sorted(failures, key=lambda rank: (lost_connection(failures[rank]), rank != first))
-            failures = {rank: failures[rank] for rank in order}
+            cause = first if first is not None else next((rank for rank in failures if rank != self.rank), self.rank)
+            order = sorted(failures, key=lambda rank: (lost_connection(failures[rank]), rank != cause))
+            unknown = ParallelError(f"Rank {cause} failed; how is no longer known here.")
+            failures = {rank: failures[rank] for rank in order} or {cause: unknown}
             close_group(self.member)  # a peer may sit in a collective of it
         return rank_error(call.function, self.world_size, failures)
 
@@ -374,25 +380,11 @@ class Channel:
             raise rank_error("The connection", self.world_size, {host: died}) from error
 
 
-def channel() -> Channel | None:
-    """The channel of the world that this process is in; None when it is the only rank."""
-    global _channel
-    member = membership()
-    if member is None or member.world_size == 1:
-        return None
-    if _channel is None or _channel.member is not member:
-        _channel = Channel(member)
-    if _channel.term != member.term:
-        _channel.begin_term(member.term)
-    return _channel
-
-
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-_channel: Channel | None = None
 
 FAILURES_KEPT = 64
 CALLS_KEPT = 16
 ANNOUNCE_AFTER_S = 0.05
 LOOK_UP_PEER_AFTER_S = 0.01
 SEEK_CAUSE_S = 0.5
-LINGER_S, LINGER_AFTER_FAILURE_S = 30.0, 1.0
+LINGER_AFTER_FAILURE_S = 1.0

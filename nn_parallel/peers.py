@@ -19,6 +19,7 @@ from .world import Membership, host_identity
 
 # How long to sleep between two looks: a share of the time waited so far, within these bounds.
 POLL_SHARE, POLL_MIN_S, POLL_MAX_S = 0.05, 5e-5, 0.02
+STOP_WITHIN_S = 1.0
 
 
 class Peer:
@@ -77,7 +78,6 @@ class Watcher:
 
     def __init__(self, member: Membership) -> None:
         self._member = member
-        self._store = member.store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._keys: list[str] = []  # of the sections and blocks that this rank is in, the innermost last
         self._changed = threading.Condition()
         self._stopped = False
@@ -99,10 +99,14 @@ class Watcher:
         with self._changed:
             self._stopped = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(STOP_WITHIN_S)  # it may sit in a store whose host is gone; it is a daemon
 
     def _loop(self) -> None:
         pause = POLL_MIN_S
+        try:
+            store = self._member.store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+        except RuntimeError:
+            return
         while True:
             with self._changed:
                 if self._stopped:
@@ -113,7 +117,7 @@ class Watcher:
                     continue
                 keys = list(self._keys)
             try:
-                failed = [key for key in keys if first_to_claim(self._store, key) not in (None, self._member.rank)]
+                failed = [key for key in keys if first_to_claim(store, key) not in (None, self._member.rank)]
             except RuntimeError:  # the store is gone: whoever asks it next says so
                 return
             with self._changed:
@@ -125,19 +129,29 @@ class Watcher:
 
 
 def first_to_claim(store: dist.Store, key: str) -> int | None:
-    """The rank that claimed ``key`` first: its name in the store, a space, and which section or block it must be of."""
+    """The rank that has failed first in what ``key`` names, or that has failed in something later.
+
+    A key is a name in the store, and after a space the term and the call that it must be of. Ranks leave a call, or a
+    block, only together or by a failure: who claims a later one has failed in this one too, and gone on.
+    """
     name, _, wanted = key.partition(" ")
-    found, _, rank = store.compare_set(name, "?", "?").decode(errors="replace").rpartition(" by ")
-    return int(rank) if found == wanted and rank.isdecimal() else None
+    claim = _claim(store.compare_set(name, "?", "?").decode(errors="replace"))
+    return claim[-1] if claim[:-1] >= tuple(map(int, wanted.split())) else None
 
 
 def claim_first(store: dist.Store, key: str, rank: int) -> None:
     """Be the cause, unless another rank has claimed ``key`` before. Also flushes what was set on this connection."""
     name, _, wanted = key.partition(" ")
-    mine = f"{wanted} by {rank}"
+    mine = f"{wanted} {rank}"
     seen = store.compare_set(name, "", mine).decode(errors="replace")
-    while seen != mine and not seen.startswith(f"{wanted} by "):
+    while _claim(seen)[:-1] < _claim(mine)[:-1]:
         seen = store.compare_set(name, seen, mine).decode(errors="replace")
+
+
+def _claim(value: str) -> tuple[int, ...]:
+    """The term, the call and the rank of a claim; less than any other if it is none."""
+    parts = value.split()
+    return tuple(map(int, parts)) if len(parts) == 3 and all(part.isdecimal() for part in parts) else (-1, -1, -1)
 
 
 @functools.lru_cache(maxsize=1)

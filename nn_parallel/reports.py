@@ -36,6 +36,7 @@ class Call(NamedTuple):
     function: str
     ranks: tuple[int, ...]  # those that run it
     place: str  # file:line
+    wait: bool = True
 
     def __str__(self) -> str:
         return f"{self.what} at {self.place}"
@@ -46,8 +47,8 @@ class Call(NamedTuple):
 
     @property
     def together(self) -> bool:
-        """Several ranks run it, so that one may wait for another in a collective."""
-        return len(self.ranks) > 1
+        """Several ranks run it and wait for its end, so that one may wait for another in a collective."""
+        return self.wait and len(self.ranks) > 1
 
 
 class Progress(NamedTuple):

@@ -97,6 +97,7 @@ class Membership:
     term: int = 0
     groups_made: int = 0
     group_sockets: dict[int, int] = field(default_factory=dict)  # fd -> inode
+    interrupted: bool = False  # another rank has failed in what this one takes part in; until the group is closed
     on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @functools.cached_property
@@ -205,6 +206,8 @@ def _external_membership() -> Membership:
         )
         # torch offers no public way to the store of a group; without it ranks cannot talk beside the collectives.
         store = dist.PrefixStore("nn_parallel", dist.distributed_c10d._get_default_store())
+        if _external is not None:
+            _external[1].on_leave.close()
         _external = group, Membership(world, lambda: store)
     return _external[1]
 

@@ -95,6 +95,7 @@ def launched(world_size: int, launcher: str = "env", **environ: str) -> Iterator
             except TimeoutError:
                 pytest.fail(f"the ranks did not come:\n{output.read_text()}")
             finally:
+                listener.close()  # a rank that comes only now must not wait in the backlog
                 for connection, _ in connections.values():
                     connection.close()  # each rank then ends by itself
                 late = [process for process in processes if not _ends(process)]

@@ -509,6 +509,8 @@ def test_shutdown_can_cancel_what_waits() -> None:
     pool = ParallelExecutor(num_workers=1, devices="cpu")
     running = pool.submit(time.sleep, 0.2)
     waiting = pool.submit(abs, -1)
+    while not running.running():
+        time.sleep(0.001)
     pool.shutdown(cancel_futures=True)
     assert running.result() is None
     assert waiting.cancelled()
@@ -749,3 +751,113 @@ def test_no_port_is_taken_before_it_is_needed() -> None:
     with ParallelExecutor(num_workers=1, devices="cpu") as pool:
         assert pool.submit(abs, -1).result() == 1
         assert pool._supervisor._store._store is None  # type: ignore[union-attr]
+
+
+def test_a_launched_rank_that_waits_to_make_the_group_is_freed() -> None:
+    """Rank 1 raises before initialize_ddp(), rank 0 waits there for it: told at once, the cause first, every time."""
+
+    def scenario() -> Any:
+        pool = ParallelExecutor()
+
+        def work(fail: bool) -> float:
+            if fail and current_world().rank == 1:
+                raise ValueError("before the group")
+            initialize_ddp()
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            return total.item()
+
+        for _ in range(3):
+            start = time.monotonic()
+            with pytest.raises(RankError) as caught:
+                pool.run(work, True)
+            assert (caught.value.rank, str(caught.value.failures[1])) == (1, "before the group")
+            assert time.monotonic() - start < 5
+        return pool.run(work, False)
+
+    with launched(2) as ranks:
+        assert ranks.run(scenario) == [[2.0, 2.0]] * 2
+
+
+def test_run_inside_the_body_of_one_rank_is_an_error() -> None:
+    """A call of all ranks where the others are not: said at once, and no rank is released early."""
+
+    def scenario() -> Any:
+        pool = ParallelExecutor()
+
+        @on_rank(0)
+        def alone() -> None:
+            pool.run(int)
+
+        with pytest.raises(RankError, match="is a call of all ranks, inside the body of a function of rank 0"):
+            alone()
+        return pool.run(int)
+
+    with launched(2) as ranks:
+        assert ranks.run(scenario) == [[0, 0]] * 2
+
+
+def test_a_fork_that_lives_on_does_not_keep_the_program(tmp_path: Path) -> None:
+    """A child that user code forked holds copies of our sockets: the program ends all the same, and its workers too."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import os, sys
+from nn_parallel import ParallelExecutor
+with ParallelExecutor(num_workers=1, devices="cpu") as ex:
+    (worker,) = ex.run(os.getpid)
+    if os.fork() == 0:
+        sys.stdin.read()
+        os._exit(0)
+print(worker)
+"""
+    )
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        worker = int(program.stdout.readline())
+        assert program.wait(20) == 0
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker, 0)
+
+
+def test_a_removed_directory_harms_no_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory of the script is gone when a worker must be replaced: the pool goes on."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        pool.run(int)
+        folder.rmdir()
+        with pytest.raises(WorkerDiedError):
+            pool.submit(os._exit, 1).result()
+        assert pool.run(int) == [0]
+
+
+def test_a_fault_of_the_supervisor_is_told(ex: ParallelExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the pool's own thread cannot go on, whoever waits gets an error, and so does every later call."""
+    ex.run(int)
+    monkeypatch.setattr(ex._supervisor, "_start_worker", lambda index: 1 / 0)
+    with pytest.raises(WorkerDiedError):
+        ex.submit(os._exit, 1).result(20)
+    for _ in range(2):
+        with pytest.raises(ParallelError, match="The pool cannot go on: ZeroDivisionError"):
+            ex.submit(int).result(20)
+
+
+def test_an_endless_writer_does_not_hold_up_the_others(
+    ex: ParallelExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A child of one worker floods its output: the other worker's answers still come."""
+    started = ex.submit(lambda: subprocess.Popen(["yes", "x" * 1000]).pid).result()
+    assert [ex.submit(len, [1]).result(10) for _ in range(20)] == [1] * 20
+    ex.submit(os.kill, started, signal.SIGKILL).result(10)
+    capsys.readouterr()
+
+
+def test_a_worker_that_is_being_killed_gets_no_new_task(ex: ParallelExecutor) -> None:
+    """Failing runs and calls right behind them: never a result that nobody computed."""
+    for _ in range(20):
+        with pytest.raises(RankError):
+            ex.run(lambda: time.sleep(0.2) if current_world().rank == 0 else 1 / 0)
+        assert ex.run(lambda: 1) == [1, 1]

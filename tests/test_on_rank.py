@@ -25,7 +25,8 @@ from nn_parallel import (
     on_rank,
     rank_first,
 )
-from nn_parallel.outcomes import FAILURES_KEPT, channel
+from nn_parallel.channels import channel
+from nn_parallel.outcomes import FAILURES_KEPT
 
 
 def _cause(error: BaseException) -> str:
@@ -423,6 +424,31 @@ def test_without_waiting_an_error_comes_at_the_next_call(world: World) -> None:
     assert results[0][2] == ""
     assert all(first == "" and "No space left" in second for _, first, second, _ in results[1:])
     assert [r[3] for r in results] == [None, "ran"] + [None] * (len(results) - 2)
+
+
+def test_several_without_waiting_fail_alike_everywhere(world: World) -> None:
+    """wait=False with several ranks: the named ones learn at a later call too, and the group goes on."""
+
+    def scenario() -> Any:
+        me = initialize_ddp().rank
+
+        @on_rank([0, 1], wait=False)
+        def log() -> None:
+            if me == 1:
+                raise OSError(28, "No space left on device")
+
+        texts = []
+        for call in (log, on_rank(1)(int)):
+            try:
+                call()
+            except RankError as error:
+                texts.append(str(error.failures[1]))
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return texts, total.item()
+
+    results = world.run(scenario)
+    assert results == [(["[Errno 28] No space left on device"], len(results))] * len(results)
 
 
 def test_a_timeout_names_the_silent_rank_and_slow_is_not_dead(world: World) -> None:

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..channels import channel
 from ..collectives import all_gather_packed
 from ..ddp import join_launched_world
 from ..devices import accelerators, call_on_device, cpu_count, parse_devices, what_exists
 from ..errors import ExecutorClosedError, ParallelError, RankError, rank_error, user_frames
-from ..outcomes import channel
 from ..pickling import Packed, dumps
 from ..reports import Call
 from ..world import Membership
@@ -140,7 +140,13 @@ class ParallelExecutor(Executor):
                 "submit() hands a task to one free worker, but here every rank makes every call: use run() or map()."
             )
         job = Single(_pack_call(fn, args, kwargs), _name(fn))
-        self._supervisor.submit(job)
+        try:
+            self._supervisor.submit(job)
+        except ParallelError:
+            raise
+        except BaseException:  # Ctrl-C: a worker may hold half a message
+            self._supervisor.abandon(job)
+            raise
         return job.future
 
     def map(
@@ -195,12 +201,12 @@ class ParallelExecutor(Executor):
 
     def _run_on_workers(self, supervisor: Supervisor, fn: Callable[..., R], args: Any, kwargs: Any) -> list[R]:
         run = Run(_pack_call(fn, args, kwargs), _name(fn), supervisor.world_size)
-        supervisor.submit(run)
         try:
+            supervisor.submit(run)
             return run.result()
-        except RankError:
+        except ParallelError:
             raise
-        except BaseException:  # Ctrl-C: nobody will take the results
+        except BaseException:  # Ctrl-C: nobody will take the results, and a worker may hold half a message
             supervisor.abandon(run)
             raise
 

@@ -77,7 +77,10 @@ class _Server:
                 self._poll.register(pool, select.POLLIN)
 
     def _serve_pool(self, pool: socket.socket) -> None:
-        message, fds, _, _ = socket.recv_fds(pool, 64, FDS_PER_WORKER)
+        try:
+            message, fds, _, _ = socket.recv_fds(pool, 64, FDS_PER_WORKER)
+        except ConnectionError:  # closed with something of ours unread
+            message, fds = b"", []
         if not message:  # the pool is closed: nobody waits for its workers
             for pid in [pid for pid, owner in self._workers.items() if owner is pool]:
                 _kill_group(pid)
@@ -91,8 +94,8 @@ class _Server:
             self._tell(pool, {"pid": pid})
             for fd in fds:
                 os.close(fd)
-        elif (pid := int(message)) in self._workers:  # kill it; its number is its own until we reap it
-            _kill_group(pid)
+        elif self._workers.get(int(message)) is pool:  # kill it; its number is its own until we reap it
+            _kill_group(int(message))
 
     def _fork(self, fds: list[int]) -> int:
         server = os.getpid()

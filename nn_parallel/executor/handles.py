@@ -8,16 +8,19 @@ import socket
 import sys
 from typing import IO
 
-import torch
-
+from ..errors import WorkerDiedError, exit_reason
+from ..pickling import Packed
 from .jobs import Run, Single
-from .transport import messages
+from .transport import messages, send
+from .worker import Setup
+
+CHUNKS_AT_A_TIME = 16
 
 
 class Worker:
     """What the parent knows of one worker process."""
 
-    def __init__(self, index: int, device: torch.device, connection: socket.socket, output: list[Output]) -> None:
+    def __init__(self, index: int, device: str, connection: socket.socket, output: list[Output]) -> None:
         self.index, self.device, self.connection, self.output = index, device, connection, output
         self.arriving = messages(connection, socket.MSG_DONTWAIT)
         self.pid = 0  # until the fork server has told it
@@ -29,6 +32,12 @@ class Worker:
     @property
     def description(self) -> str:
         return f"Worker {self.index} (pid {self.pid}, {self.device})"
+
+    def death(self, exitcode: int, evidence: str) -> WorkerDiedError:
+        """The error of what it was doing when it ended."""
+        doing = f"running {self.job.name}" if self.job else "idle"
+        message = f"{self.description} {exit_reason(exitcode)} while {doing}. {evidence}"
+        return WorkerDiedError(message, rank=self.index, pid=self.pid, exitcode=exitcode, evidence=evidence)
 
 
 class Output:
@@ -42,9 +51,13 @@ class Output:
         """Copy what is there now, with ``flush`` an unfinished line too; False at the end of the stream."""
         more = True
         with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self.fd, 1 << 16):
+            for _ in range(
+                CHUNKS_AT_A_TIME
+            ):  # the rest next time: the other workers must not wait for an endless writer
+                if not (chunk := os.read(self.fd, 1 << 16)):
+                    more = False
+                    break
                 self._pending += chunk
-            more = False
         end = (
             len(self._pending) if flush or not more else max(self._pending.rfind(b"\n"), self._pending.rfind(b"\r")) + 1
         )
@@ -55,3 +68,23 @@ class Output:
                 stream.write(text)
                 stream.flush()
         return more
+
+
+def start_worker(pool: socket.socket, setup: Setup, initializer: Packed) -> Worker:
+    """Have the fork server fork a worker for ``pool`` and send it its set-up; it need not be there yet."""
+    ours, theirs = socket.socketpair()
+    with theirs, contextlib.ExitStack() as on_failure, contextlib.ExitStack() as given_away:
+        on_failure.callback(ours.close)
+        output, writers = [], []
+        for name in ("stdout", "stderr"):
+            read, write = os.pipe()
+            given_away.callback(os.close, write)
+            on_failure.callback(os.close, read)
+            output.append(Output(read, name))
+            writers.append(write)
+        with contextlib.suppress(OSError):  # the fork server has ended: we hear of it
+            socket.send_fds(pool, [b"fork"], [theirs.fileno(), *writers])
+        on_failure.pop_all()
+    with contextlib.suppress(OSError):
+        send(ours, setup, initializer)
+    return Worker(setup.rank, setup.device, ours, output)

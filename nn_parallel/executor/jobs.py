@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
-from ..errors import RankError, lost_connection, rank_error
+from ..errors import ExecutorClosedError, RankError, lost_connection, rank_error
 from ..pickling import Packed
 
 RUN_GRACE_S = 0.2  # after one rank has failed, for the others to end by themselves
@@ -21,10 +22,17 @@ class Single:
         self.future: Future[Any] = Future()
 
     def fail(self, rank: int, error: Exception) -> None:
-        self.future.set_exception(error)
+        with contextlib.suppress(InvalidStateError):  # the user has set it
+            self.future.set_exception(error)
 
     def succeed(self, rank: int, result: Any) -> None:
-        self.future.set_result(result)
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_result(result)
+
+    def cancel(self) -> None:
+        """It has not begun, and will not."""
+        if self.future.cancel():
+            self.future.set_running_or_notify_cancel()
 
 
 class Run:
@@ -54,9 +62,15 @@ class Run:
         self.done_with(rank)
 
     def done_with(self, rank: int) -> None:
-        self.missing.discard(rank)
-        if not self.missing:
-            self._over.release()
+        if rank in self.missing:
+            self.missing.remove(rank)
+            if not self.missing:
+                self._over.release()
+
+    def cancel(self) -> None:
+        """It has not begun, and will not."""
+        for rank in list(self.missing):
+            self.fail(rank, ExecutorClosedError("The executor was shut down before the call began."))
 
     def result(self) -> list[Any]:
         """Wait for the end; the results in rank order, or the `RankError`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -9,6 +10,8 @@ import sys
 import threading
 
 import torch.distributed as dist
+
+STOP_WITHIN_S = 10.0
 
 
 class PoolStore:
@@ -76,8 +79,17 @@ class _ForkServer:
         return ours
 
     def stop(self) -> None:
+        """End the server and all that it started; in a fork of its owner, only let go of it."""
+        if self.owner != os.getpid():
+            self._control.close()
+            return
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold it too: closing is not enough
         self._control.close()
-        if self.owner == os.getpid():
+        try:
+            self._process.wait(STOP_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
             self._process.wait()
 
 

@@ -25,15 +25,9 @@ from typing import Any
 import torch
 
 from ..devices import cpu_count
-from ..errors import (
-    ExecutorClosedError,
-    ParallelError,
-    TransferError,
-    WorkerDiedError,
-    exit_reason,
-)
+from ..errors import ExecutorClosedError, ParallelError, TransferError
 from ..pickling import Packed, loads
-from .handles import Output, Worker
+from .handles import Output, Worker, start_worker
 from .jobs import Run, Single
 from .servers import PoolStore, open_pool, stop_fork_server
 from .transport import Message, send
@@ -57,6 +51,7 @@ class Supervisor:
         self._closing = False
         self._broken: ParallelError | None = None
         self._pid = os.getpid()
+        self._directory = os.getcwd()
         self._store = PoolStore()
         self._pool = open_pool()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -65,7 +60,13 @@ class Supervisor:
         self._epoll.register(self._pool, select.EPOLLIN)
         self._by_fd: dict[int, tuple[Worker, Output | None]] = {}
         self._unnamed: deque[Worker] = deque()  # forked in this order, whose process ids have not been told yet
-        self._workers = [self._start_worker(index) for index in range(len(devices))]
+        self._workers: list[Worker] = []
+        try:
+            for index in range(len(devices)):
+                self._workers.append(self._start_worker(index))
+        except BaseException:
+            self._release()
+            raise
         self._failed_starts = 0  # in a row
         self._idle_since = time.monotonic()
         self.idle_limit_s = idle_limit_s
@@ -101,19 +102,19 @@ class Supervisor:
                 for worker in self._workers:
                     self._kill(worker)
         for job in dropped:
-            self._drop(job)
+            job.cancel()
         with contextlib.suppress(OSError):  # the thread has ended
             os.eventfd_write(self._wakeup, 1)
         if wait and threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def abandon(self, run: Run) -> None:
-        """Nobody waits for ``run`` any more: take it out of the queue, or end it where it runs."""
+    def abandon(self, job: Single | Run) -> None:
+        """Nobody waits for ``job`` any more: take it out of the queue, or end it where it runs."""
         with self._lock:
-            if run in self._pending:
-                self._pending.remove(run)
+            if job in self._pending:
+                self._pending.remove(job)
             for worker in self._workers:
-                if worker.job is run:
+                if worker.job is job:
                     self._kill(worker)
 
     def _raise_if_closed(self) -> None:
@@ -124,14 +125,6 @@ class Supervisor:
         if self._closing:
             raise ExecutorClosedError("cannot schedule new work: the executor has been shut down.")
 
-    def _drop(self, job: Single | Run) -> None:
-        if isinstance(job, Single):
-            if job.future.cancel():
-                job.future.set_running_or_notify_cancel()
-        else:
-            for rank in range(self.world_size):
-                job.fail(rank, ExecutorClosedError("The executor was shut down before the call began."))
-
     # Handing out. The lock is held.
 
     def _assign(self) -> list[tuple[Worker, Task, Packed]]:
@@ -139,7 +132,7 @@ class Supervisor:
         ready = []
         while self._pending:
             job = self._pending[0]
-            chosen = [worker for worker in self._workers if worker.job is None]
+            chosen = [w for w in self._workers if w.started and w.job is None and not w.killed]
             place = None
             if isinstance(job, Run):
                 if len(chosen) < self.world_size:
@@ -171,6 +164,27 @@ class Supervisor:
                 send(worker.connection, task, packed)
 
     def _loop(self) -> None:
+        try:
+            self._supervise()
+        except BaseException as error:  # a bug or no descriptors left: whoever waits must hear of it
+            self._break(ParallelError(f"The pool cannot go on: {error!r}"))
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Let go of everything; the fork server ends the workers that are left."""
+        for worker in self._workers:
+            for output in worker.output:
+                os.close(output.fd)
+            worker.connection.close()
+        with contextlib.suppress(OSError):
+            self._pool.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold it too, so closing is not enough
+        self._epoll.close()
+        os.close(self._wakeup)
+        self._pool.close()
+        self._store.close()
+
+    def _supervise(self) -> None:
         end_at: float | None = None
         while True:
             with self._lock:
@@ -196,10 +210,6 @@ class Supervisor:
                     late = isinstance(worker.job, Run) and worker.job.kill_at is not None and now > worker.job.kill_at
                     if not worker.killed and (late or (end_at is not None and now > end_at)):
                         self._kill(worker)
-        self._epoll.close()
-        os.close(self._wakeup)
-        self._pool.close()
-        self._store.close()
 
     def _wait_until(self, deadline: float | None) -> None:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) + 0.001
@@ -239,11 +249,16 @@ class Supervisor:
                 value, failure = value
                 value.__cause__ = failure.as_cause()
         if answer.number == STARTED:
-            worker.started, self._failed_starts = True, 0
+            self._failed_starts = 0
             if not answer.succeeded:
                 broken = ParallelError(f"The initializer failed in {worker.description}: {value!r}")
                 broken.__cause__ = value
                 self._break(broken)
+                return
+            with self._lock:
+                worker.started = True
+                ready = self._assign()
+            self._send(ready)
             return
         self._finish(worker, answer.succeeded, value)
 
@@ -279,26 +294,11 @@ class Supervisor:
         """A worker process is gone: take its last words, replace it, fail what it was doing."""
         self._receive_rest(worker)
         started, job = worker.started, worker.job
-        doing = f"running {job.name}" if job else "idle"
-        error = WorkerDiedError(
-            f"{worker.description} {exit_reason(exitcode)} while {doing}. {evidence}",
-            rank=worker.index,
-            pid=worker.pid,
-            exitcode=exitcode,
-            evidence=evidence,
-        )
+        error = worker.death(exitcode, evidence)
         with self._lock:
             ending = self._closing and not self._pending
             self._epoch += 1
             self._workers.remove(worker)
-        if not started and not worker.killed:
-            self._failed_starts += 1
-        if self._failed_starts > MAX_FAILED_STARTS:
-            self._break(error)
-        elif not ending and self._broken is None:
-            replacement = self._start_worker(worker.index)
-            with self._lock:
-                self._workers.insert(worker.index, replacement)
         if job is not None:
             worker.job = None
             if not worker.killed:
@@ -307,6 +307,14 @@ class Supervisor:
                 job.done_with(worker.index)
             else:
                 job.fail(worker.index, ExecutorClosedError(f"The executor was shut down while {job.name} ran."))
+        if not started and not worker.killed:
+            self._failed_starts += 1
+        if self._failed_starts > MAX_FAILED_STARTS:
+            self._break(error)
+        elif not ending and self._broken is None:
+            replacement = self._start_worker(worker.index)
+            with self._lock:
+                self._workers.insert(worker.index, replacement)
         with self._lock:
             ready = self._assign()
         self._send(ready)
@@ -347,34 +355,23 @@ class Supervisor:
     # Workers
 
     def _start_worker(self, index: int) -> Worker:
-        """Have a worker forked and send it its set-up; it need not be there yet."""
-        ours, theirs = socket.socketpair()
-        pipes = [os.pipe(), os.pipe()]
-        with contextlib.suppress(OSError):  # the fork server has ended: we hear of it
-            socket.send_fds(self._pool, [b"fork"], [theirs.fileno(), *(write for _, write in pipes)])
-        theirs.close()
-        for _, write in pipes:
-            os.close(write)
-        output = [Output(read, name) for (read, _), name in zip(pipes, ("stdout", "stderr"), strict=True)]
-        worker = Worker(index, self._devices[index], ours, output)
-        self._unnamed.append(worker)
-        self._by_fd[ours.fileno()] = worker, None
-        self._epoll.register(ours, select.EPOLLIN)
-        for each in output:
-            self._by_fd[each.fd] = worker, each
-            self._epoll.register(each.fd, select.EPOLLIN)
         setup = Setup(
             rank=index,
-            device=str(worker.device),
+            device=str(self._devices[index]),
             threads=max(1, cpu_count() // self.world_size),
             environ=dict(os.environ),
-            directory=os.getcwd(),
+            directory=self._directory,
             path=list(sys.path),
             argv=list(sys.argv),
             main_file=getattr(sys.modules.get("__main__"), "__file__", None),
         )
-        with contextlib.suppress(OSError):
-            send(ours, setup, self._initializer)
+        worker = start_worker(self._pool, setup, self._initializer)
+        self._unnamed.append(worker)
+        self._by_fd[worker.connection.fileno()] = worker, None
+        for each in worker.output:
+            self._by_fd[each.fd] = worker, each
+        for fd in (worker.connection.fileno(), *(each.fd for each in worker.output)):
+            self._epoll.register(fd, select.EPOLLIN)
         return worker
 
     def _forget(self, fd: int) -> None:

@@ -1,0 +1,38 @@
+"""The channel of the world that this process is in, and what its end owes to the others."""
+
+from __future__ import annotations
+
+import atexit
+import time
+
+from .outcomes import Channel
+from .world import membership
+
+LINGER_S = 30.0
+
+
+def channel() -> Channel | None:
+    """The channel of the world that this process is in; None when it is the only rank."""
+    global _channel
+    member = membership()
+    if member is None or member.world_size == 1:
+        return None
+    if _channel is None or _channel.member is not member:
+        _channel = Channel(member)
+        if member.store_host == member.rank:
+            _hosted.append(_channel)
+    if _channel.term != member.term:
+        _channel.begin_term(member.term)
+    return _channel
+
+
+@atexit.register
+def _outlive_readers() -> None:
+    """The store ends with the process that holds it: stay while another rank may still have to read an outcome."""
+    deadline = time.monotonic() + LINGER_S
+    for hosted in _hosted:
+        hosted.outlive_readers(deadline)
+
+
+_channel: Channel | None = None
+_hosted: list[Channel] = []  # those whose store lives in this process
