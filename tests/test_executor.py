@@ -504,6 +504,19 @@ def test_after_shutdown() -> None:
             call()
 
 
+def test_a_second_shutdown_touches_no_file_of_others() -> None:
+    """Descriptors that a closed pool once had belong to others by now: closing it again writes nothing to them."""
+    pool = ParallelExecutor(num_workers=1, devices="cpu")
+    pool.run(int)
+    pool.shutdown()
+    counters = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(20)]  # these take the lowest free numbers
+    pool.shutdown()
+    for counter in counters:
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(counter)
+        os.close(counter)
+
+
 def test_shutdown_can_cancel_what_waits() -> None:
     """cancel_futures=True: what runs is finished, what waits is cancelled."""
     pool = ParallelExecutor(num_workers=1, devices="cpu")

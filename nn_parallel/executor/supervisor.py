@@ -54,7 +54,7 @@ class Supervisor:
         self._directory = os.getcwd()
         self._store = PoolStore()
         self._pool = open_pool()
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wakeup: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll = select.epoll()
         self._epoll.register(self._wakeup, select.EPOLLIN)
         self._epoll.register(self._pool, select.EPOLLIN)
@@ -101,10 +101,10 @@ class Supervisor:
             if kill:
                 for worker in self._workers:
                     self._kill(worker)
+            if self._wakeup is not None:
+                os.eventfd_write(self._wakeup, 1)
         for job in dropped:
             job.cancel()
-        with contextlib.suppress(OSError):  # the thread has ended
-            os.eventfd_write(self._wakeup, 1)
         if wait and threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -180,7 +180,10 @@ class Supervisor:
         with contextlib.suppress(OSError):
             self._pool.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold it too, so closing is not enough
         self._epoll.close()
-        os.close(self._wakeup)
+        with self._lock:  # nobody may write to a number that is another file's by then
+            if self._wakeup is not None:
+                os.close(self._wakeup)
+            self._wakeup = None
         self._pool.close()
         self._store.close()
 
@@ -216,7 +219,7 @@ class Supervisor:
         for fd, _ in self._epoll.poll(timeout):
             if fd == self._wakeup:
                 with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wakeup)
+                    os.eventfd_read(fd)
             elif fd == self._pool.fileno():
                 self._hear_fork_server()
             elif fd in self._by_fd:
