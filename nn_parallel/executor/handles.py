@@ -25,7 +25,6 @@ class Worker:
         self.arriving = messages(connection, socket.MSG_DONTWAIT)
         self.pid = 0  # until the fork server has told it
         self.job: Single | Run | None = None
-        self.number = 0  # of the task that it works on
         self.started = False
         self.killed = False  # by us, so that its end is no failure
 

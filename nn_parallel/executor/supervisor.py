@@ -146,8 +146,8 @@ class Supervisor:
             if isinstance(job, Single) and not job.future.set_running_or_notify_cancel():
                 continue
             for worker in chosen:
-                worker.job, worker.number = job, next(self._numbers)
-                ready.append((worker, Task(worker.number, self._pass_device, place), job.packed))
+                worker.job = job
+                ready.append((worker, Task(next(self._numbers), self._pass_device, place), job.packed))
         return ready
 
     def _kill(self, worker: Worker) -> None:

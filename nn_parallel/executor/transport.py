@@ -47,10 +47,8 @@ def messages(sock: socket.socket, flags: int = 0) -> Iterator[Message | None]:
     With ``socket.MSG_DONTWAIT`` in ``flags`` it yields None whenever a message is not complete yet, so that a reader of
     many sockets waits for none of them.
     """
-    with_end: Generator[None, None, bytearray | None]
     while True:
-        with_end = _receive(sock, _HEAD.size, flags)
-        head = yield from with_end
+        head = yield from _receive(sock, _HEAD.size, flags)
         if head is None:
             return
         header_size, pickle_size, count = _HEAD.unpack(head)
