@@ -364,7 +364,8 @@ class Channel:
     def _watching(self, first_key: str) -> Iterator[None]:
         """While the body runs here: end this rank's collectives as soon as another rank fails in the same call."""
         if self._watcher is None:
-            self._watcher = Watcher(self.member)
+            with self._lost_store_names_its_host():
+                self._watcher = Watcher(self.member)
         with self._watcher.watching(first_key):
             yield
 

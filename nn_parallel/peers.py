@@ -78,6 +78,7 @@ class Watcher:
 
     def __init__(self, member: Membership) -> None:
         self._member = member
+        self._store: dist.Store = member.store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._keys: list[str] = []  # of the sections and blocks that this rank is in, the innermost last
         self._changed = threading.Condition()
         self._stopped = False
@@ -103,10 +104,6 @@ class Watcher:
 
     def _loop(self) -> None:
         pause = POLL_MIN_S
-        try:
-            store = self._member.store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        except RuntimeError:
-            return
         while True:
             with self._changed:
                 if self._stopped:
@@ -117,7 +114,7 @@ class Watcher:
                     continue
                 keys = list(self._keys)
             try:
-                failed = [key for key in keys if first_to_claim(store, key) not in (None, self._member.rank)]
+                failed = [key for key in keys if first_to_claim(self._store, key) not in (None, self._member.rank)]
             except RuntimeError:  # the store is gone: whoever asks it next says so
                 return
             with self._changed:

@@ -7,12 +7,15 @@ Run as a script, this file is such a rank.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -45,12 +48,20 @@ class Ranks:
 
     def _answer(self, rank: int) -> tuple[bool, Any]:
         if not self._connections[rank].poll(ANSWER_WITHIN_S):
-            pytest.fail(f"rank {rank} did not answer; the ranks printed:\n{self.printed()}")
+            pytest.fail(f"rank {rank} did not answer; the ranks printed:\n{self.stacks()}")
         try:
             answer: tuple[bool, Any] = cloudpickle.loads(self._connections[rank].recv_bytes())
         except EOFError:
             return True, "gone"
         return answer
+
+    def stacks(self) -> str:
+        """What the ranks printed, and then where each of them stands."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(1)  # nothing depends on it: the test has failed already
+        return self.printed()
 
     def printed(self) -> str:
         return self._output.read_text(errors="replace")
@@ -122,6 +133,7 @@ def _serve() -> None:
     """Be a rank: call what arrives."""
     from multiprocessing.connection import Client
 
+    faulthandler.register(signal.SIGUSR1)
     connection = Client(os.environ["RANKS_ADDRESS"])
     connection.send((int(os.environ["RANK"]), os.getpid()))
     while True:
@@ -132,6 +144,7 @@ def _serve() -> None:
         try:
             answer = True, fn(*args)
         except Exception as error:
+            traceback.print_exc()  # the test sees the first one only, and only once all ranks have answered
             answer = False, error
         try:
             packed = cloudpickle.dumps(answer)
