@@ -237,6 +237,21 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         initialize_ddp(timeout=0.5, rank=0, world_size=3, master_addr="localhost", master_port=free_port())
 
 
+def test_a_second_job_at_the_same_address_is_refused() -> None:
+    """Ranks of two jobs that were given one port never take each other for peers."""
+    port = str(free_port())
+    with launched(2, MASTER_PORT=port) as first, launched(2, MASTER_PORT=port) as second:
+        assert first.run(lambda: initialize_ddp(timeout=20).rank) == [0, 1]
+
+        def join() -> str:
+            with pytest.raises(LaunchError) as raised:
+                initialize_ddp(timeout=20)
+            return str(raised.value)
+
+        assert "Rank 0 cannot listen" in second.run(join, only=[0])[0]
+        assert "There are two ranks 1 at 127.0.0.1" in second.run(join, only=[1])[0]
+
+
 def test_should_use_distributed(world: Ranks) -> None:
     """None: what the environment says; False: no; True: if possible, with a warning where it is not."""
     assert should_use_distributed() is False
