@@ -252,8 +252,8 @@ def _meet(store: dist.Store, member: Membership, timeout: timedelta, where: str)
     try:
         if store.add(f"arrived/{world.rank}", 1) > 1:
             raise LaunchError(
-                f"There are two ranks {world.rank} at {where}: another job uses the same address, or two processes were "
-                "given the same RANK. Set MASTER_PORT to a free port, the same on every rank of this job."
+                f"There are two ranks {world.rank} at {where}: another job uses the same address, or two processes "
+                "have the same RANK. Set MASTER_PORT to a free port, the same on every rank of this job."
             )
         arrived = store.add("arrived", 1)  # one counter to poll, however many ranks; the keys name the missing
         while arrived < world.world_size:

@@ -850,7 +850,7 @@ def test_a_removed_directory_harms_no_replacement(tmp_path: Path, monkeypatch: p
 def test_a_fault_of_the_supervisor_is_told(ex: ParallelExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the pool's own thread cannot go on, whoever waits gets an error, and so does every later call."""
     ex.run(int)
-    monkeypatch.setattr(ex._supervisor, "_start_worker", lambda index: 1 / 0)
+    monkeypatch.setattr(ex._supervisor, "_start", lambda index: 1 / 0)
     with pytest.raises(WorkerDiedError):
         ex.submit(os._exit, 1).result(20)
     for _ in range(2):

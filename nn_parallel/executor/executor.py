@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -16,14 +17,14 @@ import torch
 
 from ..channels import channel
 from ..collectives import all_gather_packed
-from ..ddp import join_launched_world
+from ..ddp import as_timedelta, join_launched_world
 from ..devices import accelerators, call_on_device, cpu_count, parse_devices, what_exists
-from ..errors import ExecutorClosedError, ParallelError, RankError, rank_error, user_frames
+from ..errors import ExecutorClosedError, ParallelError, RankError, TransferError, rank_error, user_frames
 from ..pickling import Packed, dumps
 from ..reports import Call
 from ..world import Membership
-from .jobs import Run, Single
-from .supervisor import Supervisor
+from .jobs import Handle, PackedCall, Resize, Run, Single
+from .supervisor import Settings, Supervisor
 
 R = TypeVar("R")
 logger = logging.getLogger("nn_parallel")
@@ -47,8 +48,10 @@ class ParallelExecutor(Executor):
         devices: ``"cpu"``, ``"all"``, ``"0,2-3"`` or a list of devices. If neither this nor ``num_gpus`` is given: all
             accelerators, or one CPU worker per core where there is none.
         num_workers: how many workers, over these devices in turn. If None: one per device, one per core on the CPU.
+        timeout: seconds (or a timedelta) that a call may take on a worker, from when it begins there; no limit if None.
         initializer: called once in each worker, also in one that replaces a dead one.
         initargs: its arguments.
+        prefix_output: begin each line that a worker prints with ``[rank 1]``.
 
     Raises:
         TypeError: ``num_gpus`` together with ``devices``.
@@ -71,10 +74,13 @@ class ParallelExecutor(Executor):
         *,
         devices: str | torch.device | Sequence[str | torch.device | int] | None = None,
         num_workers: int | None = None,
+        timeout: timedelta | float | None = None,
         initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
+        prefix_output: bool = False,
     ) -> None:
         self._pass_device = pass_device
+        self._timeout = as_timedelta(timeout)
         self._closed = False
         self._supervisor: Supervisor | None = None
         member = join_launched_world()
@@ -87,10 +93,17 @@ class ParallelExecutor(Executor):
         self._member = None
         if sys.platform != "linux":
             raise ParallelError("ParallelExecutor starts worker processes on Linux only: use WSL, Linux or torchrun.")
-        setup = _pack_call(initializer or _nothing, initargs, {})
-        chosen = _choose_devices(num_gpus, devices, num_workers)
-        self._supervisor = Supervisor(chosen, pass_device, setup, self._idle_limit_s)
-        weakref.finalize(self, Supervisor.close, self._supervisor, wait=False).atexit = False
+        self._devices = _choose_devices(num_gpus, devices, num_workers)
+        settings = Settings(
+            devices=self._devices,
+            pass_device=pass_device,
+            initializer=PackedCall(initializer or _nothing, initargs, {}),
+            timeout_s=self._timeout.total_seconds() if self._timeout else None,
+            idle_limit_s=self._idle_limit_s,
+            prefix_output=prefix_output,
+        )
+        self._supervisor = Supervisor(settings)
+        weakref.finalize(self, Supervisor.orphan, self._supervisor).atexit = False
 
     def run(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> list[R]:
         """Call ``fn`` once on every device, all at the same time, as the ranks of one world.
@@ -102,8 +115,10 @@ class ParallelExecutor(Executor):
             The results, in rank order.
 
         Raises:
-            RankError: ``fn`` raised on a rank, its result could not be sent, or a process died. The other ranks are
-                ended and the pool is whole again afterwards.
+            RankError: ``fn`` raised on a rank, its result could not be sent, or a process died. The others are freed
+                from collectives and interrupted, killed after half a second if that does not help; the pool is whole
+                again afterwards.
+            RankTimeoutError: a rank took longer than ``timeout``; the message holds the Python stack of each that did.
             TransferError: ``fn`` or an argument cannot be sent; nothing was started.
             ExecutorClosedError: after `shutdown`.
 
@@ -124,10 +139,10 @@ class ParallelExecutor(Executor):
 
         Returns:
             A future of the result. An exception in ``fn`` is raised as itself, with the remote traceback as its cause;
-            a process that dies as `WorkerDiedError`, for this task only.
+            a process that dies as `WorkerDiedError`, for this task only; one that takes longer than ``timeout`` as
+            `RankTimeoutError`; what cannot be sent, either way, as `TransferError`.
 
         Raises:
-            TransferError: ``fn`` or an argument cannot be sent.
             ExecutorClosedError: after `shutdown`.
             ParallelError: under a launcher, where all ranks would have to submit the same.
 
@@ -139,13 +154,18 @@ class ParallelExecutor(Executor):
             raise ParallelError(
                 "submit() hands a task to one free worker, but here every rank makes every call: use run() or map()."
             )
-        job = Single(_pack_call(fn, args, kwargs), _name(fn))
+        try:
+            job = Single(PackedCall(fn, args, kwargs, self._supervisor))
+        except TransferError as error:
+            unsent: Future[R] = Future()
+            unsent.set_exception(error)
+            return unsent
         try:
             self._supervisor.submit(job)
         except ParallelError:
             raise
-        except BaseException:  # Ctrl-C: a worker may hold half a message
-            self._supervisor.abandon(job)
+        except BaseException:  # Ctrl-C
+            self._supervisor.abandon(job, sent=False)
             raise
         return job.future
 
@@ -164,7 +184,7 @@ class ParallelExecutor(Executor):
 
         Raises:
             ValueError: ``chunksize`` is below one.
-            TransferError, ExecutorClosedError: as `submit`. RankError: under a launcher, as `run`.
+            ExecutorClosedError: after `shutdown`. RankError: under a launcher, as `run`.
 
         Example::
 
@@ -180,6 +200,51 @@ class ParallelExecutor(Executor):
         chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
         results = super().map(functools.partial(_call_each, fn), chunks, timeout=timeout)
         return itertools.chain.from_iterable(results)
+
+    def put(self, obj: Any) -> Any:
+        """Send ``obj`` once to each worker that needs it, and hand out a handle to pass to any number of calls.
+
+        A call receives the object itself in the place of the handle, however deep that lies in its arguments; what it
+        changes in it, later calls on the same worker see. The workers let go of it with the last reference to the
+        handle. Under a launcher the handle is the object.
+
+        Raises:
+            TransferError: ``obj`` cannot be sent.
+            ExecutorClosedError: after `shutdown`.
+
+        Example::
+
+            data = ex.put(torch.ones(1000, 1000))
+            ex.run(lambda x: x.sum().item(), data)  # [1000000.0, 1000000.0]
+        """
+        if self._supervisor is None:
+            return obj
+        packed = dumps(obj)
+        copies = [memoryview(bytearray(buffer)) for buffer in packed.buffers]  # what is sent later must not differ
+        handle = Handle(Packed(packed.pickle, copies), type(obj).__qualname__, self._supervisor)
+        weakref.finalize(handle, self._supervisor.forget, handle.number).atexit = False
+        return handle
+
+    def resize(self, num_workers: int) -> None:
+        """Grow or shrink to ``num_workers``, over the same devices in turn, once the calls made so far are over.
+
+        Raises:
+            ValueError: it is below one; under a launcher, where the ranks are what they are.
+            ExecutorClosedError: after `shutdown`.
+
+        Example::
+
+            ex.resize(4)
+            len(ex.run(str))  # 4
+        """
+        if self._supervisor is None:
+            assert self._member is not None
+            raise ValueError(f"resize() does not apply here: the workers are the {self._member.world_size} ranks.")
+        if num_workers < 1:
+            raise ValueError(f"num_workers={num_workers} must be at least 1.")
+        job = Resize([self._devices[index % len(self._devices)] for index in range(num_workers)])
+        self._supervisor.submit(job)
+        job.over.result()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more calls, finish those that were made, end the workers. May be called again.
@@ -200,14 +265,15 @@ class ParallelExecutor(Executor):
             self._supervisor.close(kill=error is not None)
 
     def _run_on_workers(self, supervisor: Supervisor, fn: Callable[..., R], args: Any, kwargs: Any) -> list[R]:
-        run = Run(_pack_call(fn, args, kwargs), _name(fn), supervisor.world_size)
+        run, sent = Run(PackedCall(fn, args, kwargs, supervisor)), False
         try:
             supervisor.submit(run)
+            sent = True
             return run.result()
         except ParallelError:
             raise
-        except BaseException:  # Ctrl-C: nobody will take the results, and a worker may hold half a message
-            supervisor.abandon(run)
+        except BaseException:  # Ctrl-C: nobody will take the results
+            supervisor.abandon(run, sent=sent)
             raise
 
     def _run_on_ranks(self, fn: Callable[..., R], args: Any, kwargs: Any, place: str) -> list[R]:
@@ -259,13 +325,6 @@ def _call_each(fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: t
 
 def _nothing() -> None:
     """The initializer of a pool that was given none."""
-
-
-def _pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Packed:
-    parts = {"the function": fn}
-    parts |= {f"argument {index}": value for index, value in enumerate(args)}
-    parts |= {f"argument {name!r}": value for name, value in kwargs.items()}
-    return dumps((fn, args, kwargs), parts)
 
 
 def _name(fn: Callable[..., Any]) -> str:

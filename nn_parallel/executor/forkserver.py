@@ -22,7 +22,7 @@ import socket
 from .worker import work
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-FDS_PER_WORKER = 3  # its socket, its stdout, its stderr
+FDS_PER_WORKER = 4  # its connection, its control socket, its stdout, its stderr
 
 
 def serve(control_fd: int, parent_pid: int) -> None:
@@ -94,8 +94,10 @@ class _Server:
             self._tell(pool, {"pid": pid})
             for fd in fds:
                 os.close(fd)
-        elif self._workers.get(int(message)) is pool:  # kill it; its number is its own until we reap it
-            _kill_group(int(message))
+        else:
+            pid, number = map(int, message.split())
+            if self._workers.get(pid) is pool:  # its number is its own until we reap it
+                _kill_group(pid) if number == signal.SIGKILL else os.kill(pid, number)
 
     def _fork(self, fds: list[int]) -> int:
         server = os.getpid()
@@ -117,13 +119,13 @@ class _Server:
                 os.close(fd)
             for pool in self._pools.values():
                 os.close(pool.detach())
-            connection, stdout, stderr = fds
+            connection, control, stdout, stderr = fds
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
             os.close(stdout)
             os.close(stderr)
             with socket.socket(fileno=connection) as to_parent:
-                code = work(to_parent)
+                code = work(to_parent, socket.socket(fileno=control))
         finally:
             os._exit(code)
 

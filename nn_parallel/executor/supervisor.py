@@ -7,69 +7,64 @@ is guarded by one lock, and nothing is sent or unpickled while it is held.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
-import json
 import os
-import select
-import signal
-import socket
-import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from ..devices import cpu_count
-from ..errors import ExecutorClosedError, ParallelError, TransferError
-from ..pickling import Packed, loads
-from .handles import Output, Worker, start_worker
-from .jobs import Run, Single
-from .servers import PoolStore, open_pool, stop_fork_server
-from .transport import Message, send
-from .worker import STARTED, Answer, Place, Setup, Task
+from ..errors import ExecutorClosedError, ParallelError, RankTimeoutError
+from .crew import Crew, End
+from .jobs import PackedCall, Resize, Run, Single, opened
+from .servers import PoolStore, stop_fork_server
+from .transport import Message
+from .worker import CANCELLED, FAILED, STARTED, SUCCEEDED, Place, Task
+from .workers import Worker
 
-END_GRACE_S = 2.0  # for idle workers to exit
 MAX_FAILED_STARTS = 3
+
+
+class Settings(NamedTuple):
+    """What a pool was made with."""
+
+    devices: Sequence[torch.device]
+    pass_device: bool
+    initializer: PackedCall
+    timeout_s: float | None
+    idle_limit_s: float | None
+    prefix_output: bool
 
 
 class Supervisor:
     """The workers of one pool and the thread that looks after them."""
 
-    def __init__(
-        self, devices: Sequence[torch.device], pass_device: bool, initializer: Packed, idle_limit_s: float | None
-    ) -> None:
-        self._devices, self._pass_device, self._initializer = list(devices), pass_device, initializer
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._devices = list(settings.devices)
         self._lock = threading.Lock()
-        self._pending: deque[Single | Run] = deque()
-        self._numbers = itertools.count(1)
+        self._pending: deque[Single | Run | Resize] = deque()
+        self._numbers = itertools.count(STARTED + 1)
         self._epoch = 1
-        self._closing = False
+        self._closing = self._orphaned = False
         self._broken: ParallelError | None = None
         self._pid = os.getpid()
-        self._directory = os.getcwd()
         self._store = PoolStore()
-        self._pool = open_pool()
-        self._wakeup: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll = select.epoll()
-        self._epoll.register(self._wakeup, select.EPOLLIN)
-        self._epoll.register(self._pool, select.EPOLLIN)
-        self._by_fd: dict[int, tuple[Worker, Output | None]] = {}
-        self._unnamed: deque[Worker] = deque()  # forked in this order, whose process ids have not been told yet
-        self._workers: list[Worker] = []
+        self._forgotten: deque[int] = deque()  # the numbers of handles that are gone
+        self._failed_starts = 0  # in a row
+        self._idle_since = time.monotonic()
+        self._workers: list[Worker] = []  # by rank
+        self._crew = Crew(settings.initializer.packed, settings.prefix_output, self._hear)
         try:
-            for index in range(len(devices)):
-                self._workers.append(self._start_worker(index))
+            self._workers += [self._start(index) for index in range(self.world_size)]
         except BaseException:
             self._release()
             raise
-        self._failed_starts = 0  # in a row
-        self._idle_since = time.monotonic()
-        self.idle_limit_s = idle_limit_s
         self._thread = threading.Thread(target=self._loop, name="nn_parallel supervisor", daemon=True)
         self._thread.start()
         _live.add(self)
@@ -81,7 +76,7 @@ class Supervisor:
     def is_alive(self) -> bool:
         return self._pid == os.getpid() and self._thread.is_alive()
 
-    def submit(self, job: Single | Run) -> None:
+    def submit(self, job: Single | Run | Resize) -> None:
         """Queue a job; jobs start in the order of their submission."""
         with self._lock:
             self._raise_if_closed()
@@ -99,23 +94,36 @@ class Supervisor:
             if dropped:
                 self._pending.clear()
             if kill:
-                for worker in self._workers:
-                    self._kill(worker)
-            if self._wakeup is not None:
-                os.eventfd_write(self._wakeup, 1)
+                for worker in self._crew.living:
+                    worker.kill()
+        self._crew.poller.wake()
         for job in dropped:
-            job.cancel()
+            job.drop()
         if wait and threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def abandon(self, job: Single | Run) -> None:
-        """Nobody waits for ``job`` any more: take it out of the queue, or end it where it runs."""
+    def orphan(self) -> None:
+        """Nobody can submit any more. Called by the collector, so perhaps in a thread that holds our lock."""
+        self._orphaned = True
+        if self._pid == os.getpid():
+            self._crew.poller.wake()
+
+    def forget(self, number: int) -> None:
+        """The handle of that number is gone: the workers may forget its object. Called like `orphan`."""
+        self._forgotten.append(number)
+        if self._pid == os.getpid():
+            self._crew.poller.wake()
+
+    def abandon(self, job: Single | Run, *, sent: bool) -> None:
+        """Nobody waits for ``job`` any more: take it out of the queue, or end it where it runs.
+
+        A worker that may hold half a message, because not all was ``sent``, ends with it.
+        """
         with self._lock:
             if job in self._pending:
                 self._pending.remove(job)
-            for worker in self._workers:
-                if worker.job is job:
-                    self._kill(worker)
+            self._end_task(job, kill=not sent)
+        self._crew.poller.wake()
 
     def _raise_if_closed(self) -> None:
         if self._pid != os.getpid():
@@ -127,41 +135,51 @@ class Supervisor:
 
     # Handing out. The lock is held.
 
-    def _assign(self) -> list[tuple[Worker, Task, Packed]]:
+    def _assign(self) -> list[tuple[Worker, Task, PackedCall]]:
         """Give waiting jobs to free workers, in order; what to send is returned, to be sent without the lock."""
         ready = []
         while self._pending:
             job = self._pending[0]
-            chosen = [w for w in self._workers if w.started and w.job is None and not w.killed]
+            chosen = [worker for worker in self._workers if worker.is_free]
             place = None
+            if isinstance(job, Resize):
+                self._crew.poller.wake()  # the supervisor's own affair
+                break
             if isinstance(job, Run):
                 if len(chosen) < self.world_size:
                     break
                 place = Place(self.world_size, self._store.port(self._epoch), self._epoch)
+                job.begin(self.world_size)
             elif not chosen:
                 break
             else:
                 chosen = chosen[:1]
             self._pending.popleft()
-            if isinstance(job, Single) and not job.future.set_running_or_notify_cancel():
+            if isinstance(job, Single) and not job.begins():
                 continue
             for worker in chosen:
-                worker.job = job
-                ready.append((worker, Task(next(self._numbers), self._pass_device, place), job.packed))
+                number = next(self._numbers)
+                worker.begin(job, number, self._deadline())
+                ready.append((worker, Task(number, self._settings.pass_device, self._threads, place), job.call))
+        if ready and self._settings.timeout_s is not None:
+            self._crew.poller.wake()  # there is a new deadline
         return ready
 
-    def _kill(self, worker: Worker) -> None:
-        worker.killed = True
-        if worker.pid:
-            with contextlib.suppress(OSError):
-                self._pool.send(str(worker.pid).encode())
+    def _end_task(self, job: Single | Run | None, kill: bool = False) -> None:
+        for worker in self._workers:
+            if job is not None and worker.job is job and not worker.leaving:
+                worker.kill() if kill else worker.cancel()
+
+    @property
+    def _threads(self) -> int:
+        """Of each worker."""
+        return max(1, cpu_count() // self.world_size)
 
     # Sending and receiving. The lock is not held.
 
-    def _send(self, ready: list[tuple[Worker, Task, Packed]]) -> None:
-        for worker, task, packed in ready:
-            with contextlib.suppress(OSError):  # it has died: the fork server will tell
-                send(worker.connection, task, packed)
+    def _send(self, ready: list[tuple[Worker, Task, PackedCall]]) -> None:
+        for worker, task, call in ready:
+            worker.send(task, call.packed, call.handles)
 
     def _loop(self) -> None:
         try:
@@ -172,214 +190,196 @@ class Supervisor:
             self._release()
 
     def _release(self) -> None:
-        """Let go of everything; the fork server ends the workers that are left."""
-        for worker in self._workers:
-            for output in worker.output:
-                os.close(output.fd)
-            worker.connection.close()
-        with contextlib.suppress(OSError):
-            self._pool.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold it too, so closing is not enough
-        self._epoll.close()
-        with self._lock:  # nobody may write to a number that is another file's by then
-            if self._wakeup is not None:
-                os.close(self._wakeup)
-            self._wakeup = None
-        self._pool.close()
+        self._crew.close()
         self._store.close()
 
     def _supervise(self) -> None:
-        end_at: float | None = None
         while True:
             with self._lock:
                 busy = self._pending or any(worker.job is not None for worker in self._workers)
+                idle_limit_s = self._settings.idle_limit_s
                 if busy:
                     self._idle_since = time.monotonic()
-                elif self.idle_limit_s is not None and time.monotonic() - self._idle_since > self.idle_limit_s:
+                elif idle_limit_s is not None and time.monotonic() - self._idle_since > idle_limit_s:
                     self._closing = True
-                if self._closing and not busy and end_at is None:
-                    end_at = time.monotonic() + END_GRACE_S
-                    for worker in self._workers:
-                        with contextlib.suppress(OSError):
-                            worker.connection.shutdown(socket.SHUT_WR)
-                if end_at is not None and not self._workers:
-                    break
-                deadlines = [worker.job.kill_at for worker in self._workers if isinstance(worker.job, Run)] + [end_at]
-                if self.idle_limit_s is not None and end_at is None:
-                    deadlines.append(self._idle_since + self.idle_limit_s)
-            self._wait_until(min((d for d in deadlines if d is not None), default=None))
-            with self._lock:
-                now = time.monotonic()
-                for worker in self._workers:
-                    late = isinstance(worker.job, Run) and worker.job.kill_at is not None and now > worker.job.kill_at
-                    if not worker.killed and (late or (end_at is not None and now > end_at)):
-                        self._kill(worker)
+                self._closing |= self._orphaned
+                if self._closing and not busy:
+                    if not self._crew.living:
+                        return
+                    for worker in self._crew.living:
+                        if not worker.leaving:
+                            worker.end()
+                deadlines = [d for w in self._crew.living for d in (w.deadline, w.stack_by, w.kill_at) if d is not None]
+                if idle_limit_s is not None and not self._closing:
+                    deadlines.append(self._idle_since + idle_limit_s)
+            self._crew.poller.wait(min(deadlines, default=None))
+            self._forget_what_is_gone()
+            self._keep_deadlines()
+            self._resize_if_due()
 
-    def _wait_until(self, deadline: float | None) -> None:
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) + 0.001
-        for fd, _ in self._epoll.poll(timeout):
-            if fd == self._wakeup:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(fd)
-            elif fd == self._pool.fileno():
-                self._hear_fork_server()
-            elif fd in self._by_fd:
-                worker, output = self._by_fd[fd]
-                if output is None:
-                    self._receive(worker)
-                elif not output.copy():
-                    self._forget(fd)
+    def _forget_what_is_gone(self) -> None:
+        with self._lock:
+            while self._forgotten:
+                number = self._forgotten.popleft()
+                for worker in self._crew.living:
+                    worker.forget(number)
 
-    def _receive(self, worker: Worker) -> None:
+    def _keep_deadlines(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            silent = []
+            for worker in self._crew.living:
+                if worker.kill_at is not None and now > worker.kill_at:
+                    worker.kill()
+                elif worker.stack_by is not None and now > worker.stack_by:
+                    silent.append(worker)
+                elif worker.deadline is not None and now > worker.deadline:
+                    worker.ask_for_stack()
+        while silent:
+            job = silent[0].job
+            self._time_out(job, [worker for worker in silent if worker.job is job])
+            silent = [worker for worker in silent if worker.job is not job]
+
+    def _time_out(self, job: Single | Run | None, silent: list[Worker]) -> None:
+        stacks = {worker.index: worker.where_it_stands() for worker in silent}
+        told = "\n".join(f"{worker.description}:\n{stacks[worker.index]}" for worker in silent)
+        name = job.call.name if job else "The initializer"
+        error = RankTimeoutError(
+            f"{name} did not end within timeout={self._settings.timeout_s:g} s. Where its workers stand:\n{told}",
+            ranks=list(stacks),
+            stacks=stacks,
+        )
+        if job is None:
+            self._break(error)
+            return
+        with self._lock:
+            self._epoch += 1
+            for worker in silent:
+                worker.stack_by = None
+            self._end_task(job)
+        job.give_up(error)
+
+    def _receive(self, worker: Worker) -> bool:
         for message in worker.arriving:
             if message is None:
-                return
+                return True
             self._answered(worker, message)
-        self._forget(worker.connection.fileno())  # its end; the fork server will tell the exit code
+        return False  # its end; the fork server will tell the exit code
 
     def _answered(self, worker: Worker, message: Message) -> None:
-        answer: Answer = message.header
         for output in worker.output:
             output.copy(flush=True)
-        try:
-            value = loads(message.pickle, message.buffers)
-        except Exception as error:
-            name = worker.job.name if worker.job else "the initializer"
-            value = TransferError(f"The result of {name} cannot be rebuilt in the parent process: {error!r}")
-            value.__cause__ = error
-            answer = answer._replace(succeeded=False)
-        else:
-            if not answer.succeeded:
-                value, failure = value
-                value.__cause__ = failure.as_cause()
-        if answer.number == STARTED:
-            self._failed_starts = 0
-            if not answer.succeeded:
-                broken = ParallelError(f"The initializer failed in {worker.description}: {value!r}")
-                broken.__cause__ = value
-                self._break(broken)
-                return
-            with self._lock:
-                worker.started = True
-                ready = self._assign()
-            self._send(ready)
+        outcome, value = opened(message, worker.job.call.name if worker.job else "the initializer")
+        if message.header.number == STARTED:
+            self._has_started(worker, value if outcome == FAILED else None)
             return
-        self._finish(worker, answer.succeeded, value)
-
-    def _finish(self, worker: Worker, succeeded: bool, value: Any) -> None:
         with self._lock:
-            job, worker.job = worker.job, None
-            if isinstance(job, Run) and not succeeded:
-                self._epoch += 1
+            job = worker.finish()
+            if isinstance(job, Run) and outcome != SUCCEEDED:
+                if not job.failures:
+                    self._epoch += 1
+                self._end_task(job)
             ready = self._assign()
         if job is not None:
-            (job.succeed if succeeded else job.fail)(worker.index, value)
+            job.end(worker.index, outcome, value)
         self._send(ready)
 
-    def _hear_fork_server(self) -> None:
-        try:
-            text = self._pool.recv(4096)
-        except ConnectionError:
-            text = b""
-        if not text:
-            self._fork_server_ended()
+    def _has_started(self, worker: Worker, error: Exception | None) -> None:
+        self._failed_starts = 0
+        if error is not None:
+            broken = ParallelError(f"The initializer failed in {worker.description}: {error!r}")
+            broken.__cause__ = error
+            self._break(broken)
             return
-        told: dict[str, int] = json.loads(text)
-        if pid := told.get("pid"):
-            worker = self._unnamed.popleft()
-            with self._lock:
-                worker.pid = pid
-                if worker.killed:
-                    self._kill(worker)
-        elif gone := [worker for worker in self._workers if worker.pid == told["exited"]]:
-            self._ended(gone[0], told["exitcode"], f"Its memory use peaked at {told['max_rss_kib'] // 1024} MiB.")
-
-    def _ended(self, worker: Worker, exitcode: int, evidence: str) -> None:
-        """A worker process is gone: take its last words, replace it, fail what it was doing."""
-        self._receive_rest(worker)
-        started, job = worker.started, worker.job
-        error = worker.death(exitcode, evidence)
         with self._lock:
-            ending = self._closing and not self._pending
-            self._epoch += 1
-            self._workers.remove(worker)
+            worker.finish()
+            worker.started = True
+            ready = self._assign()
+        self._send(ready)
+
+    def _hear(self) -> bool:
+        try:
+            with self._lock:
+                ends = self._crew.hear()
+        except EOFError:
+            self._break(ParallelError("The fork server has ended, and its workers with it. Make a new executor."))
+            for end in self._crew.orphans():
+                self._ended(end)
+            return False
+        for end in ends:
+            self._ended(end)
+        return True
+
+    def _ended(self, end: End) -> None:
+        """A worker process is gone: take its last answer, replace it, fail what it was doing."""
+        worker = end.worker
+        self._receive(worker)
+        error = worker.death(end.exitcode, end.evidence)
+        with self._lock:
+            self._crew.dismiss(worker)
+            job = worker.finish()
+            wanted = worker in self._workers and not (self._closing and not self._pending)
+            if worker in self._workers:
+                self._epoch += 1
+                self._workers.remove(worker)
+            if isinstance(job, Run):
+                self._end_task(job)
         if job is not None:
-            worker.job = None
-            if not worker.killed:
-                job.fail(worker.index, error)
-            elif isinstance(job, Run):
-                job.done_with(worker.index)
-            else:
-                job.fail(worker.index, ExecutorClosedError(f"The executor was shut down while {job.name} ran."))
-        if not started and not worker.killed:
+            job.end(worker.index, CANCELLED if worker.leaving else FAILED, error)
+        if not worker.started and not worker.leaving:
             self._failed_starts += 1
         if self._failed_starts > MAX_FAILED_STARTS:
             self._break(error)
-        elif not ending and self._broken is None:
-            replacement = self._start_worker(worker.index)
+        if wanted and self._broken is None:
+            replacement = self._start(worker.index)
             with self._lock:
                 self._workers.insert(worker.index, replacement)
         with self._lock:
             ready = self._assign()
         self._send(ready)
 
-    def _receive_rest(self, worker: Worker) -> None:
-        self._receive(worker)
-        for output in worker.output:
-            output.copy(flush=True)
-            self._forget(output.fd)
-            os.close(output.fd)
-        self._forget(worker.connection.fileno())
-        worker.connection.close()
-
-    def _fork_server_ended(self) -> None:
-        """Its workers have ended with it; what they had started may live on."""
-        self._epoll.unregister(self._pool)
-        self._break(ParallelError("The fork server has ended, and its workers with it. Make a new executor."))
-        for worker in list(self._workers):
-            if worker.pid:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(worker.pid, signal.SIGKILL)
-            self._ended(worker, -signal.SIGKILL, "The fork server has ended.")
-
     def _break(self, error: ParallelError) -> None:
         """The pool cannot go on: fail everything with ``error``."""
         with self._lock:
             self._broken, self._closing = error, True
-            jobs = list(dict.fromkeys([*self._pending, *(w.job for w in self._workers if w.job is not None)]))
+            running = (worker.finish() for worker in self._crew.living)
+            jobs = dict.fromkeys([*self._pending, *(job for job in running if job is not None)])
             self._pending.clear()
-            for worker in self._workers:
-                worker.job = None
-                self._kill(worker)
+            for worker in self._crew.living:
+                worker.kill()
         for job in jobs:
-            for rank in range(self.world_size) if isinstance(job, Run) else (0,):
-                if isinstance(job, Run) or job.future.running() or job.future.set_running_or_notify_cancel():
-                    job.fail(rank, error)
+            job.give_up(error)
 
     # Workers
 
-    def _start_worker(self, index: int) -> Worker:
-        setup = Setup(
-            rank=index,
-            device=str(self._devices[index]),
-            threads=max(1, cpu_count() // self.world_size),
-            environ=dict(os.environ),
-            directory=self._directory,
-            path=list(sys.path),
-            argv=list(sys.argv),
-            main_file=getattr(sys.modules.get("__main__"), "__file__", None),
-        )
-        worker = start_worker(self._pool, setup, self._initializer)
-        self._unnamed.append(worker)
-        self._by_fd[worker.connection.fileno()] = worker, None
-        for each in worker.output:
-            self._by_fd[each.fd] = worker, each
-        for fd in (worker.connection.fileno(), *(each.fd for each in worker.output)):
-            self._epoll.register(fd, select.EPOLLIN)
+    def _resize_if_due(self) -> None:
+        with self._lock:
+            if not self._pending or not isinstance(job := self._pending[0], Resize):
+                return
+            if not all(worker.is_free for worker in self._workers) or len(self._workers) < self.world_size:
+                return
+            self._devices, self._epoch = job.devices, self._epoch + 1
+            for worker in self._workers[len(job.devices) :]:
+                worker.end()
+            del self._workers[len(job.devices) :]
+            missing = range(len(self._workers), len(job.devices))
+        for index in missing:
+            started = self._start(index)
+            with self._lock:
+                self._workers.append(started)
+        with self._lock:
+            self._pending.remove(job)
+            ready = self._assign()
+        job.over.set_result(None)
+        self._send(ready)
+
+    def _start(self, index: int) -> Worker:
+        worker = self._crew.start(index, self._devices[index], self._threads, self._receive)
+        worker.deadline = self._deadline()
         return worker
 
-    def _forget(self, fd: int) -> None:
-        if self._by_fd.pop(fd, None) is not None:
-            self._epoll.unregister(fd)
+    def _deadline(self) -> float | None:
+        return None if self._settings.timeout_s is None else time.monotonic() + self._settings.timeout_s
 
 
 def live_supervisors() -> list[Supervisor]:

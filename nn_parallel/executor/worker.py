@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import os
 import random
+import signal
 import socket
+import struct
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .. import world
-from ..ddp import close_group
+from ..ddp import abort_collectives, close_group
 from ..devices import call_on_device
 from ..errors import Failure, RemoteError, TransferError, qualified_name
+from ..interrupt import Interrupted, Interruptible
 from ..pickling import Packed, dumps, loads
 from ..world import DEFAULT_TIMEOUT, Membership, World
-from .transport import Message, messages, send
+from .transport import EMPTY, Message, messages, send
 
 STARTED = 0  # the number of the answer that says the worker is set up
+SUCCEEDED, FAILED, CANCELLED = range(3)  # how a task ends
+
+# What the parent orders a worker beside its tasks: a kind and a number.
+Order = struct.Struct("=BQ")
+CANCEL, FORGET = range(2)
+STACK_SIGNAL = signal.SIGRTMAX - 1  # asks for the Python stack of the main thread
 
 
 class Setup(NamedTuple):
@@ -53,18 +64,29 @@ class Task(NamedTuple):
 
     number: int
     pass_device: bool
+    threads: int  # of torch
     place: Place | None  # None: it runs alone
+
+
+class Stored(NamedTuple):
+    """The header of an object to keep, under the number of its handle."""
+
+    number: int
 
 
 class Answer(NamedTuple):
     """The header of an answer; its packed object is the result, or the exception and its `Failure`."""
 
     number: int
-    succeeded: bool
+    outcome: int
 
 
-def work(connection: socket.socket) -> int:
-    """Answer the tasks that arrive on ``connection`` until it is closed; returns the exit code."""
+def work(connection: socket.socket, control: socket.socket) -> int:
+    """Answer the tasks that arrive on ``connection`` until it is closed; returns the exit code.
+
+    Meanwhile a thread follows the orders that arrive on ``control``, where also the stacks go that are asked for.
+    """
+    faulthandler.register(STACK_SIGNAL, control.fileno(), all_threads=False)
     arriving = messages(connection)
     first = next(arriving, None)
     if first is None:
@@ -72,9 +94,13 @@ def work(connection: socket.socket) -> int:
     setup: Setup = first.header
     _become_like_the_parent(setup)
     worker = _Worker(setup)
-    initialize = first._replace(header=Task(STARTED, pass_device=False, place=None))
+    threading.Thread(target=worker.follow_orders, args=[control], name="nn_parallel orders", daemon=True).start()
+    initialize = first._replace(header=Task(STARTED, pass_device=False, threads=setup.threads, place=None))
     for message in itertools.chain([initialize], arriving):
         assert message is not None
+        if isinstance(message.header, Stored):
+            worker.store(message)
+            continue
         answer, packed = worker.answer(message)
         del message  # a tensor that the result does not need must not outlive its task
         for stream in (sys.stdout, sys.stderr):
@@ -87,6 +113,20 @@ def work(connection: socket.socket) -> int:
     return 0
 
 
+def stored_object(number: int) -> Any:
+    """The object that a handle stands for; called as a task is unpickled."""
+    stored = _stored[number]
+    if isinstance(stored, _Broken):
+        raise TransferError(f"The object of a handle cannot be rebuilt in the worker: {stored.error!r}")
+    return stored
+
+
+class _Broken(NamedTuple):
+    """Kept in the place of an object that could not be rebuilt."""
+
+    error: BaseException
+
+
 class _Worker:
     def __init__(self, setup: Setup) -> None:
         self._index = setup.rank
@@ -95,22 +135,76 @@ class _Worker:
         self._rank: Membership | None = None  # as a rank of the present epoch
         self._epoch = 0
         self._store: dist.Store | None = None
+        self._threads = 0
+        self._switching = threading.Lock()  # between the main thread, which changes tasks, and the one that cancels
+        self._task = self._cancelled = STARTED - 1
+        self._block = Interruptible()
+
+    def follow_orders(self, control: socket.socket) -> None:
+        """Cancel and forget as the parent says, until it is gone."""
+        with contextlib.suppress(ConnectionError):
+            while order := control.recv(Order.size, socket.MSG_WAITALL):
+                kind, number = Order.unpack(order)
+                if kind == FORGET:
+                    _stored.pop(number, None)
+                    continue
+                with self._switching:
+                    self._cancelled = number  # it may not have begun yet
+                    if self._task == number:
+                        member = world.membership()
+                        if member is not None and member.open_store is not None:
+                            abort_collectives(member)
+                        self._block.interrupt()
+
+    def store(self, message: Message) -> None:
+        """Keep an object for the tasks that come."""
+        try:
+            _stored[message.header.number] = loads(message.pickle, message.buffers, self._device)
+        except BaseException as error:
+            _stored[message.header.number] = _Broken(error)
 
     def answer(self, message: Message) -> tuple[Answer, Packed]:
         task: Task = message.header
+        try:
+            with self._cancellable(task.number):
+                outcome, packed = self._perform(task, message)
+        except Interrupted:
+            outcome, packed = CANCELLED, EMPTY
+        return Answer(task.number, outcome), packed
+
+    def _perform(self, task: Task, message: Message) -> tuple[int, Packed]:
         where = "a single task" if task.place is None else f"rank {self._index} of {task.place.world_size}"
-        where = f"{where} on {self._device}"
+        if task.threads != self._threads:
+            self._threads = task.threads
+            torch.set_num_threads(task.threads)  # OMP_NUM_THREADS is read when torch is loaded: too late for it here
         try:
             with self._in_world(task.place):
                 try:
                     fn, args, kwargs = loads(message.pickle, message.buffers, self._device)
-                except Exception as error:
+                except Interrupted:
+                    raise
+                except BaseException as error:
                     raise TransferError(f"The call cannot be rebuilt in the worker: {error!r}") from error
                 result = call_on_device(fn, args, kwargs, self._device if task.pass_device else None)
-            packed = dumps(result, {"the result": result})
+            return SUCCEEDED, dumps(result, {"the result": result})
+        except Interrupted:
+            raise
         except BaseException as error:
-            return Answer(task.number, False), _pack_exception(error, where)
-        return Answer(task.number, True), packed
+            return FAILED, _pack_exception(error, f"{where} on {self._device}")
+
+    @contextlib.contextmanager
+    def _cancellable(self, number: int) -> Iterator[None]:
+        """While task ``number`` runs, an order to cancel it interrupts it."""
+        with self._switching:
+            self._task, self._block = number, Interruptible()
+            if self._cancelled == number:
+                raise Interrupted
+        try:
+            with self._block.running():
+                yield
+        finally:
+            with self._switching:
+                self._task = STARTED - 1
 
     @contextlib.contextmanager
     def _in_world(self, place: Place | None) -> Iterator[None]:
@@ -163,7 +257,6 @@ def _become_like_the_parent(setup: Setup) -> None:
     sys.modules["__main__"] = main
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _reseed()
-    torch.set_num_threads(setup.threads)  # OMP_NUM_THREADS is read when torch is loaded, so it comes too late here
     device = torch.device(setup.device)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)  # before anything can open a context on device 0
@@ -186,3 +279,6 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
             if type(rebuilt) is type(error):
                 return packed
     return dumps((RemoteError(f"{qualified_name(type(error))}: {failure.message}"), failure))
+
+
+_stored: dict[int, Any] = {}

@@ -1,0 +1,135 @@
+"""The processes of one pool: started, heard and let go. What they work on is the supervisor's affair."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..pickling import Packed
+from .evidence import OomKills
+from .poller import Poller
+from .servers import open_pool
+from .transport import send
+from .worker import Setup
+from .workers import Output, Worker
+
+
+class End(NamedTuple):
+    """The end of a worker process."""
+
+    worker: Worker
+    exitcode: int
+    evidence: str
+
+
+class Crew:
+    """The worker processes of one pool and the connection to the fork server that starts and reaps them."""
+
+    def __init__(self, initializer: Packed, prefix_output: bool, on_news: Callable[[], bool]) -> None:
+        """``on_news`` is called when there is something for `hear`."""
+        self.living: list[Worker] = []
+        self._initializer, self._prefix_output = initializer, prefix_output
+        self._directory = os.getcwd()
+        self._unnamed: deque[Worker] = deque()  # forked in this order, whose process ids have not been told yet
+        self._oom_kills = OomKills()
+        self._server = open_pool()
+        self.poller = Poller()
+        self.poller.watch(self._server.fileno(), on_news)
+
+    def start(self, index: int, device: torch.device, threads: int, read: Callable[[Worker], bool]) -> Worker:
+        """Have a worker forked and send it its set-up; it need not be there yet. ``read`` takes what it answers."""
+        setup = Setup(
+            rank=index,
+            device=str(device),
+            threads=threads,
+            environ=dict(os.environ),
+            directory=self._directory,
+            path=list(sys.path),
+            argv=list(sys.argv),
+            main_file=getattr(sys.modules.get("__main__"), "__file__", None),
+        )
+        worker = self._fork(setup)
+        self._unnamed.append(worker)
+        self.living.append(worker)
+        self.poller.watch(worker.connection.fileno(), functools.partial(read, worker))
+        self.poller.watch(worker.control.fileno(), worker.receive_stack)
+        for output in worker.output:
+            self.poller.watch(output.fd, output.copy)
+        with contextlib.suppress(OSError):
+            send(worker.connection, setup, self._initializer)
+        return worker
+
+    def hear(self) -> list[End]:
+        """What the fork server tells: the ends of workers.
+
+        Raises:
+            EOFError: it has ended itself.
+        """
+        try:
+            text = self._server.recv(4096)
+        except ConnectionError:
+            text = b""
+        if not text:
+            raise EOFError
+        told: dict[str, int] = json.loads(text)
+        if pid := told.get("pid"):
+            self._unnamed.popleft().named(pid)
+            return []
+        evidence = f"Its memory use peaked at {told['max_rss_kib'] // 1024} MiB."
+        if kills := self._oom_kills.since_last_asked():
+            evidence += f" The kernel's out-of-memory killer counted {kills} kill{'s' * (kills > 1)} in this cgroup."
+        return [End(worker, told["exitcode"], evidence) for worker in self.living if worker.pid == told["exited"]]
+
+    def orphans(self) -> list[End]:
+        """The ends of all workers, after that of the fork server. What they had started may live on: it is killed."""
+        for worker in self.living:
+            if worker.pid:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(worker.pid, signal.SIGKILL)
+        return [End(worker, -signal.SIGKILL, "The fork server has ended.") for worker in self.living]
+
+    def dismiss(self, worker: Worker) -> None:
+        """Copy the last words of an ended worker and let go of it."""
+        for output in worker.output:
+            output.copy(flush=True)
+        for fd in worker.fds:
+            self.poller.unwatch(fd)
+        worker.close()
+        self.living.remove(worker)
+
+    def close(self) -> None:
+        """Let go of everything; the fork server ends the workers that are left."""
+        for worker in list(self.living):
+            self.dismiss(worker)
+        self.poller.close()
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold it too: closing is not enough
+        self._server.close()
+
+    def _fork(self, setup: Setup) -> Worker:
+        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as given_away:
+            sockets, output, theirs = [], [], []
+            for _ in ("connection", "control"):
+                here, there = socket.socketpair()
+                sockets.append(on_failure.enter_context(here))
+                theirs.append(given_away.enter_context(there).fileno())
+            for name in ("stdout", "stderr"):
+                read, write = os.pipe()
+                given_away.callback(os.close, write)
+                on_failure.callback(os.close, read)
+                output.append(Output(read, name, f"[rank {setup.rank}] " if self._prefix_output else ""))
+                theirs.append(write)
+            with contextlib.suppress(OSError):  # the fork server has ended: we hear of it
+                socket.send_fds(self._server, [b"fork"], theirs)
+            on_failure.pop_all()
+        return Worker(setup.rank, setup.device, self._server, sockets, output)

@@ -1,0 +1,60 @@
+"""End what the main thread does from another thread, by a signal that raises, and only in what it was meant for.
+
+SIGURG serves because nothing else uses it: its default action is to be ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+
+class Interrupted(BaseException):
+    """Raised in a block by `Interruptible.interrupt`. No `Exception`, which user code would swallow."""
+
+
+class Interruptible:
+    """A block of the main thread that other threads can end; in any other thread it is a plain block.
+
+    Sleeps, locks and waits end at once, Python loops at their next turn; a call into C when it returns.
+    """
+
+    def __init__(self) -> None:
+        self.interrupted = False
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The block itself; raises `Interrupted` out of it at most once, and never after its end."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        outermost = not _running
+        if outermost:
+            before = signal.signal(signal.SIGURG, _raise_in_the_outermost)
+        _running.append(self)
+        try:
+            yield
+        finally:
+            if self in _running:
+                del _running[_running.index(self) :]
+            if outermost:
+                signal.signal(signal.SIGURG, before)
+
+    def interrupt(self) -> None:
+        """End the block, if it still runs. Any thread may call this."""
+        self.interrupted = True
+        if main := threading.main_thread().ident:
+            signal.pthread_kill(main, signal.SIGURG)
+
+
+def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
+    for index, block in enumerate(_running):
+        if block.interrupted:
+            del _running[index:]  # first: nothing is raised twice
+            raise Interrupted
+
+
+_running: list[Interruptible] = []

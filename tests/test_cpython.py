@@ -1,0 +1,98 @@
+"""`ParallelExecutor` against CPython's own tests of executors, with our error types in the place of its own.
+
+They come with Python's test suite (Debian: ``libpython3-testsuite``); a Python without it skips them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import sysconfig
+import types
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from nn_parallel import ParallelExecutor, RemoteError, TransferError, WorkerDiedError
+
+NAME = "test_concurrent_futures"
+VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
+FILES = [Path(folder, "test", f"{NAME}.py") for folder in (sysconfig.get_path("stdlib"), f"/usr/lib/{VERSION}")]
+
+
+def _load() -> types.ModuleType | None:
+    """CPython's module of tests, with our errors for its own; None where it is not installed."""
+    found = [file for file in FILES if file.exists()]
+    if not found:
+        return None
+    spec = importlib.util.spec_from_file_location(NAME, found[0])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[NAME] = module
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)  # the workers cannot import it
+    ours: Any = module
+    ours.BrokenProcessPool = WorkerDiedError, TransferError  # a death; a call or result that cannot be rebuilt
+    ours.PicklingError = TransferError
+    ours.SystemExit = RemoteError
+    return module
+
+
+class Executor(ParallelExecutor):
+    """Made as CPython's tests make one."""
+
+    def __init__(self, max_workers: int | None = None, mp_context: object = None) -> None:
+        super().__init__(num_workers=max_workers, devices="cpu")
+
+
+cpython: Any = _load()
+if cpython is None:
+    pytest.skip("Python's own test suite is not installed", allow_module_level=True)
+
+
+class Mixin(cpython.ExecutorMixin):
+    executor_type = Executor
+
+    def get_context(self) -> None:
+        return None
+
+
+class TestExecutor(Mixin, cpython.ExecutorTest, cpython.BaseTestCase):
+    def test_max_workers_negative(self) -> None:
+        """Our message names our own argument."""
+        for number in (0, -1):
+            with self.assertRaisesRegex(ValueError, f"num_workers={number} must be at least 1"):
+                Executor(number)
+
+
+class TestWait(Mixin, cpython.WaitTests, cpython.BaseTestCase):
+    pass
+
+
+class TestAsCompleted(Mixin, cpython.AsCompletedTests, cpython.BaseTestCase):
+    pass
+
+
+class TestDeadlock(Mixin, cpython.ExecutorDeadlockTest, cpython.BaseTestCase):
+    def test_shutdown_deadlock_pickle(self) -> None:
+        """As CPython's, without a look into its own executor."""
+        self.executor.shutdown(wait=True)
+        with Executor(2) as executor:
+            executor.submit(id, 42).result()
+            future = executor.submit(id, cpython.ErrorAtPickle())
+            executor.shutdown(wait=False)
+            with self.assertRaises(TransferError):
+                future.result()
+
+
+class TestShutdown(Mixin, cpython.ExecutorShutdownTest, cpython.BaseTestCase):
+    def setUp(self) -> None:
+        """`shutdown` cancels what has not begun: what is to have begun needs workers that are there."""
+        super().setUp()
+        self.executor.submit(int).result()
+
+    # These start programs that make the standard library's own executors.
+    test_interpreter_shutdown = test_submit_after_interpreter_shutdown = test_hang_gh83386 = None
