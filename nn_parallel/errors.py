@@ -15,7 +15,6 @@ A bad argument is a plain `ValueError` or `TypeError`.
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import socket
@@ -81,17 +80,16 @@ class WorkerDiedError(ParallelError):
 
     Attributes:
         rank: its rank.
-        pid: its process id.
+        pid: its process id; 0 when another rank told of it.
         exitcode: its exit code, ``-n`` when signal ``n`` killed it, None when it is not known from here.
         evidence: what else is known of its end; an empty string if nothing is.
     """
 
-    def __init__(self, message: str, *, rank: int, pid: int, exitcode: int | None = None, evidence: str = "") -> None:
+    def __init__(
+        self, message: str, *, rank: int = 0, pid: int = 0, exitcode: int | None = None, evidence: str = ""
+    ) -> None:
         super().__init__(message)
         self.rank, self.pid, self.exitcode, self.evidence = rank, pid, exitcode, evidence
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(type(self), rank=self.rank, pid=self.pid), self.args, self.__dict__
 
 
 class RankTimeoutError(ParallelError, TimeoutError):

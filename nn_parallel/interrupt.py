@@ -36,6 +36,8 @@ class Interruptible:
             before = signal.signal(signal.SIGURG, _raise_in_the_outermost)
         _running.append(self)
         try:
+            if self.interrupted:  # before it began
+                raise Interrupted
             yield
         finally:
             if self in _running:

@@ -15,17 +15,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
 from .ddp import close_group
-from .errors import Failure, ParallelError, RankError, WorkerDiedError, lost_connection, rank_error, user_frames
-from .peers import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, Peer, Watcher, claim_first, first_to_claim
+from .errors import Failure, ParallelError, RankError, RankTimeoutError, lost_connection, rank_error, user_frames
+from .interrupt import Interrupted
+from .peers import FAILURES_KEPT, LEFT_KEY, Peers, claim_first, claim_key, lost_store_names_its_host
 from .reports import (
     FAILED,
     FINISHED,
     GONE,
-    NO_REPORT,
     WAITING,
     Call,
     Failed,
@@ -36,7 +36,15 @@ from .reports import (
     not_in_step,
     timed_out,
 )
+from .watcher import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, Watched, Watcher
 from .world import Membership
+
+CALLS_KEPT = 16
+ANNOUNCE_AFTER_S = 0.05
+LOOK_UP_PEER_AFTER_S = 0.01
+SEEK_CAUSE_S = 0.5
+TIMEOUT_MARGIN_S = 0.5  # for the silent rank to tell where it stands, before those that wait say that it is silent
+LINGER_AFTER_FAILURE_S = 1.0
 
 
 class Channel:
@@ -46,10 +54,13 @@ class Channel:
         self.member, self.store = member, member.store
         self.rank, self.world_size = member.rank, member.world_size
         self.nested_in: tuple[int, ...] = ()  # the ranks of the section whose body runs now on this rank
-        self._peers = {rank: Peer(rank, self._read_text) for rank in range(self.world_size)}
-        self._watcher: Watcher | None = None
+        self._peers = Peers(member, member.store)
+        self._watching: Watcher | None = None
         self._kept: deque[Failed] = deque(maxlen=FAILURES_KEPT)
         self._failures_made = 0
+        self._blocks_entered = 0
+        self._block = 0  # the innermost that this rank is in, as a negative number; 0: none
+        self._doomed: tuple[int, ParallelError] | None = None  # a block that has failed, and how; it has not ended yet
         self.begin_term(member.term)
         member.on_leave.callback(self._leave)
 
@@ -79,6 +90,7 @@ class Channel:
             RankTimeoutError: ``call.ranks`` did not finish within ``timeout``.
             ParallelError: the ranks are not in the same section; the message names both.
         """
+        self._raise_if_doomed()
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         late = self._late_failure() if self._unwaited else None
         self._begin(call)
@@ -104,34 +116,66 @@ class Channel:
             raise late
 
     @contextlib.contextmanager
-    def block(self, call: Call) -> Iterator[None]:
+    def block(self, call: Call, timeout: timedelta | None = None) -> Iterator[None]:
         """A block that all ranks run, sections in it included, and leave together; a failure on one is raised on all.
 
-        A failure closes the process group and begins a new term.
+        A failure frees the others from what they sit in, closes the process group and begins a new term.
 
         Raises:
             RankError: on every rank, when the block raised on one, or a process ended before its end.
+            RankTimeoutError: on every rank, when one took longer than ``timeout``.
         """
         if self.nested_in:
             raise ParallelError(
                 f"{call} is a call of all ranks, inside the body of a function of rank "
                 f"{', '.join(map(str, self.nested_in))}: the others are not there. Make it outside."
             )
-        term = self.term
-        try:
-            with self._watching(self._first_key(0)):
-                yield
-            self._begin(call)
-            self._barrier(call, None)
-        except BaseException as error:
-            self._post_failure(0, error, FAILED)
-            if isinstance(error, Exception):
-                failed = self._rank_error(call, 0, self._own(error))
-            self.begin_term(term + 1)
-            self.member.groups_made = 0  # the ranks may have made unequally many; groups are named by their term too
-            if not isinstance(error, Exception):  # SystemExit, KeyboardInterrupt: this rank's own way out
-                raise
-            raise failed from None
+        self._raise_if_doomed()
+        around = self._block
+        self._blocks_entered += 1
+        self._block = number = -self._blocks_entered
+        timeout_s = None if timeout is None else timeout.total_seconds()
+        watched = Watched(call, number, f"{self.term} {number}", timeout_s)
+        watcher = self._watcher()
+        with watcher.entered(watched):
+            try:
+                with watcher.watching(watched):
+                    yield
+                self._raise_if_doomed()
+                with lost_store_names_its_host(self.member):
+                    self.store.set(LEFT_KEY, f"{watched.left_value}\trank {self.rank} has left {call}")
+                self._begin(call)
+                self._barrier(call, timeout_s and watched.began + timeout_s + TIMEOUT_MARGIN_S)
+            except BaseException as error:
+                if watched.reason is not None and _follows(error):
+                    error = watched.reason.with_traceback(error.__traceback__)
+                failed = self._fail_block(call, number, error)
+                if failed is None:
+                    raise
+                raise failed from None
+            finally:
+                self._block = around
+
+    def _fail_block(self, call: Call, number: int, error: BaseException) -> ParallelError | None:
+        """`_fail` of a block; all ranks leave it and count from one again."""
+        failed: ParallelError | None
+        if self._doomed is not None:  # told already, by a block inside this one
+            doomed, failed = self._doomed
+            self._doomed = None if doomed == number else self._doomed
+        else:
+            failed = self._fail(call, number, error, FAILED)
+            outermost = self._peers.outermost_failed(number)
+            if failed is not None and outermost > number:
+                self._doomed = outermost, failed
+            self.begin_term(self.term + 1)
+        self._blocks_entered = -number  # ranks may have entered unequally many, and made unequally many groups,
+        self.member.groups_made = 0  # which are named by their term too
+        return failed
+
+    def _raise_if_doomed(self) -> None:
+        """User code has caught the failure of a block inside that block: it cannot go on there."""
+        if self._doomed is not None:
+            raise self._doomed[1]
 
     @contextlib.contextmanager
     def nested(self, ranks: Sequence[int]) -> Iterator[None]:
@@ -153,72 +197,90 @@ class Channel:
 
     @contextlib.contextmanager
     def _posting_outcome(self, call: Call) -> Iterator[None]:
-        watching = self._watching(self._first_key(self._calls)) if call.together else _NOTHING
         try:
-            with self.nested(call.ranks), watching:
+            with contextlib.ExitStack() as inside:
+                inside.enter_context(self.nested(call.ranks))
+                if call.together:
+                    watched, watcher = Watched(call, self._calls), self._watcher()
+                    inside.enter_context(watcher.entered(watched))
+                    inside.enter_context(watcher.watching(watched))
                 yield
         except BaseException as error:
-            self._post_failure(self._calls, error, FINISHED)
-            if not isinstance(error, Exception):  # SystemExit, KeyboardInterrupt: this rank's own way out
+            if isinstance(error, Interrupted) and not (call.together and watched.freed):
+                raise  # from what is around this call
+            failed = self._fail(call, self._calls, error, FINISHED)
+            if failed is None:
                 raise
-            raise self._rank_error(call, self._calls, self._own(error)) from None
+            raise failed from None
         self._post(FINISHED)
 
-    def _own(self, error: Exception) -> dict[int, Exception]:
-        """``error`` as failures by rank: what a `RankError` tells of others is theirs."""
-        if isinstance(error, RankError):
-            return dict(error.failures)
-        return {self.rank: error.with_traceback(user_frames(error))}
+    def _fail(self, call: Call, number: int, error: BaseException, phase: int) -> ParallelError | None:
+        """Tell the others of ``error`` in a section, or in a block; what to raise for it, with all that is known.
+
+        What only follows from the failure of another rank is told as that. None for a SystemExit or KeyboardInterrupt:
+        it is this rank's own way out.
+        """
+        failures: dict[int, Exception] = {}
+        follows = call.together and _follows(error)
+        if follows:
+            self._collect(call, number, failures, SEEK_CAUSE_S)
+        if isinstance(error, RankError):  # what it tells of others is theirs
+            failures = dict(error.failures)
+        elif isinstance(error, RankTimeoutError) and error.ranks:
+            failures = dict.fromkeys(error.ranks, error)
+        elif isinstance(error, Exception) and not failures:
+            failures = {self.rank: error.with_traceback(user_frames(error))}
+        told = self._peers.outermost_failed(number) if number < 0 else number
+        self._post_failure(told, failures or {self.rank: error}, phase)
+        if follows or isinstance(error, Exception):
+            return self._rank_error(call, number, failures, 0.0 if follows else SEEK_CAUSE_S)
+        if call.together:
+            close_group(self.member)
+        return None
+
+    def _watcher(self) -> Watcher:
+        if self._watching is None:
+            with lost_store_names_its_host(self.member):
+                self._watching = Watcher(self.member)
+        return self._watching
 
     def _post(self, phase: int) -> None:
         self._phase = phase
         report = Report(Progress(self.term, self._calls, phase), self._failures_made, self._history_text)
-        with self._lost_store_names_its_host():
+        with lost_store_names_its_host(self.member):
             self.store.set(f"report/{self.rank}", report.format())
 
-    def _post_failure(self, number: int, error: BaseException, phase: int) -> None:
-        """Make ``error`` known: its description first, so that whoever sees the report finds it."""
-        known = error.failures if isinstance(error, RankError) else {self.rank: error}
-        described = {rank: Failure.of(e, f"rank {rank} of {self.world_size}") for rank, e in known.items()}
-        failed = Failed(self.term, number, described)
-        self._kept.append(failed)
+    def _post_failure(self, number: int, failures: Mapping[int, BaseException], phase: int) -> None:
+        """Make ``failures`` known: their description first, so that whoever sees the report finds it."""
+        described = {rank: Failure.of(e, f"rank {rank} of {self.world_size}") for rank, e in failures.items()}
+        self._kept.append(Failed(self.term, number, described))
         self._failures_made += 1
-        with self._lost_store_names_its_host():
+        with lost_store_names_its_host(self.member):
             self.store.set(f"failed/{self.rank}", format_failed(self._failures_made, list(self._kept)))
-        self._post(phase)
-        with self._lost_store_names_its_host():
-            claim_first(self.store, self._first_key(number), self.rank)
-
-    def _first_key(self, number: int) -> str:
-        return f"first/{'section' if number else 'block'} {self.term} {number}"
-
-    def _first_failed(self, number: int) -> int | None:
-        """The rank that failed first in call ``number``, or in the block if that is 0."""
-        with self._lost_store_names_its_host():
-            return first_to_claim(self.store, self._first_key(number))
+            self._post(phase)
+            claim_first(self.store, claim_key(self.term, number), self.rank)
 
     def _leave(self) -> None:
-        if self._watcher is not None:
-            self._watcher.stop()
+        if self._watching is not None:
+            self._watching.stop()
         with contextlib.suppress(RuntimeError):
             self._post(GONE)
-            self._first_failed(0)  # a round trip: the report is there before this process ends
-        for peer in self._peers.values():
-            peer.close()
+            self._peers.text("?")  # a round trip: the report is there before this process ends
+        self._peers.close()
 
     def outlive_readers(self, deadline: float) -> None:
         """At the end of the process that holds the store: stay until the others have read what they wait for."""
         self.member.on_leave.close()
         if self._kept and (self._kept[-1].term, self._kept[-1].call) == (self.term, self._calls):
             deadline = min(deadline, time.monotonic() + LINGER_AFTER_FAILURE_S)
-        for rank, peer in self._peers.items():
+        for rank in range(self.world_size):
             with contextlib.suppress(RuntimeError, ValueError):
-                while rank != self.rank and not peer.is_dead():
-                    report = self._read_text(f"report/{rank}")
+                while rank != self.rank and not self._peers[rank].is_dead():
+                    report = self._peers.text(f"report/{rank}")
                     if time.monotonic() > deadline or (report and Report.parse(report).progress.phase == GONE):
                         break
                     time.sleep(POLL_MAX_S / 10)
-            peer.close()
+        self._peers.close()
 
     # What this rank learns.
 
@@ -227,7 +289,7 @@ class Channel:
             if rank != self.rank:
                 report = self._await(rank, FINISHED, call, deadline)
                 self._unwaited.pop(rank, None)
-                if failures := self._failures_of(rank, report, self._calls):
+                if failures := self._peers.failures_of(rank, report, self._calls):
                     raise self._rank_error(call, self._calls, failures)
 
     def _barrier(self, call: Call, deadline: float | None) -> None:
@@ -247,10 +309,12 @@ class Channel:
         goal, peer = Progress(self.term, self._calls, phase), self._peers[rank]
         start, polls, dead = time.perf_counter(), 0, False
         while True:
-            report = self._read(rank)
-            failed_block = report.progress.phase == FAILED or report.progress.term > self.term
-            if failed_block and (failures := self._failures_of(rank, report, 0)):
-                raise self._rank_error(call, 0, failures)
+            report = self._peers.report(rank)
+            if report.progress.phase == FAILED or report.progress.term > self.term:
+                if self._block and (failures := self._peers.failures_of(rank, report, self._block)):
+                    raise self._rank_error(call, self._block, failures)
+                if not self._block:
+                    return report  # it was here, and has failed in what comes next
             self._check_same_call(rank, report, call)
             if report.progress >= goal:
                 return report
@@ -261,7 +325,7 @@ class Channel:
                 )
             if dead:
                 raise self._rank_error(call, self._calls, {rank: peer.death(call)})
-            if call.together and self._first_failed(self._calls) is not None:
+            if call.together and self._peers.first_failed(self._calls) is not None:
                 raise self._rank_error(call, self._calls, {})
             waited = time.perf_counter() - start
             if deadline is not None and time.monotonic() > deadline:
@@ -274,22 +338,8 @@ class Channel:
                 self._post(WAITING)  # so that a rank that waits for us, in another call, sees it
             if waited > LOOK_UP_PEER_AFTER_S:
                 dead = peer.is_dead()  # before the next read: its last words count
-
-    def _read(self, rank: int) -> Report:
-        text = self._read_text(f"report/{rank}")
-        if text is None:
-            return NO_REPORT
-        try:
-            report = Report.parse(text)
-        except ValueError:
-            raise foreign_value(f"report/{rank}", text) from None
-        return report if report.progress.term >= self.term else NO_REPORT
-
-    def _read_text(self, key: str) -> str | None:
-        """The value of ``key``, None if there is none: one round trip, where `get` takes two and waits."""
-        with self._lost_store_names_its_host():
-            text = self.store.compare_set(key, "?", "?").decode(errors="replace")
-        return None if text == "?" else text
+                if self._block and self._peers.first_failed(self._block) is not None:
+                    raise self._rank_error(call, self._block, {})
 
     def _check_same_call(self, rank: int, report: Report, call: Call) -> None:
         """Raise if ``rank`` makes, or made, another call under the number of the present one."""
@@ -304,88 +354,55 @@ class Channel:
             self._post(self._phase)  # where this rank is, before it goes: the other may wait for it and must see it too
             raise not_in_step(self.rank, rank, theirs, call, self._calls)
 
-    def _failures_of(self, rank: int, report: Report, number: int) -> dict[int, Exception]:
-        """What ``rank`` reports up to call ``number`` (0: of the block) and this rank has not raised; the oldest."""
-        peer = self._peers[rank]
-        if report.failures_made > peer.failures_seen:
-            peer.take_failures(self._read_text(f"failed/{rank}") or "")
-        due = [f for f in peer.failures if f.term == self.term and (0 < f.call <= number or f.call == number == 0)]
-        for failed in due:
-            peer.failures.remove(failed)
-        unsettled = [f for f in due if not f.call or (f.term, f.call) > peer.settled]
-        if not unsettled and number and (self.term, number) < peer.forgotten:
-            raise ParallelError(
-                f"Rank {rank} has failed more than {FAILURES_KEPT} times since call {number}: whether that one failed "
-                "is no longer known here."
-            )
-        return unsettled[0].rebuild() if unsettled else {}
-
     def _late_failure(self) -> RankError | None:
         """The failure of an earlier call that this rank did not wait for, if one has been reported."""
         for rank, (number, function) in list(self._unwaited.items()):
-            report = self._read(rank)
+            report = self._peers.report(rank)
             if report.progress >= Progress(self.term, number, FINISHED):
                 del self._unwaited[rank]
-            if failures := self._failures_of(rank, report, self._calls):
+            if failures := self._peers.failures_of(rank, report, self._calls):
                 return rank_error(f"{function}, for which nobody waited,", self.world_size, failures)
         return None
 
-    def _rank_error(self, call: Call, number: int, failures: dict[int, Exception]) -> RankError:
-        """All known failures of a call (0: of the block), the cause first; closes the group if several ranks ran."""
+    def _rank_error(
+        self, call: Call, number: int, failures: dict[int, Exception], seek_s: float = SEEK_CAUSE_S
+    ) -> ParallelError:
+        """All known failures of a section or block, the cause first; closes the group if several ranks ran."""
         if call.together:
-            self._collect(call, number, failures)
-            first = self._first_failed(number)
-            cause = first if first is not None else next((rank for rank in failures if rank != self.rank), self.rank)
+            self._collect(call, number, failures, seek_s)
+            first = self._peers.first_failed(number)
+            cause = (
+                first.rank if first is not None else next((rank for rank in failures if rank != self.rank), self.rank)
+            )
             order = sorted(failures, key=lambda rank: (lost_connection(failures[rank]), rank != cause))
             unknown = ParallelError(f"Rank {cause} failed; how is no longer known here.")
             failures = {rank: failures[rank] for rank in order} or {cause: unknown}
             close_group(self.member)  # a peer may sit in a collective of it
+        silent = {rank: error for rank, error in failures.items() if isinstance(error, RankTimeoutError)}
+        if silent and next(iter(failures)) in silent:
+            stacks = {rank: str(error) for rank, error in sorted(silent.items())}
+            return RankTimeoutError("\n".join(dict.fromkeys(stacks.values())), ranks=list(stacks), stacks=stacks)
         return rank_error(call.function, self.world_size, failures)
 
-    def _collect(self, call: Call, number: int, failures: dict[int, Exception]) -> None:
-        """Add what other ranks have reported; with nothing but lost connections, wait a little for the cause."""
-        deadline = time.monotonic() + SEEK_CAUSE_S
+    def _collect(self, call: Call, number: int, failures: dict[int, Exception], seek_s: float) -> None:
+        """Add what others have reported; with nothing but lost connections, wait for the cause up to ``seek_s``."""
+        deadline = time.monotonic() + seek_s
         while True:
             for rank in call.ranks:
                 if rank == self.rank or rank in failures:
                     continue
                 dead = self._peers[rank].is_dead()
-                report = self._read(rank)
-                for other, failure in self._failures_of(rank, report, number).items():
+                report = self._peers.report(rank)
+                for other, failure in self._peers.failures_of(rank, report, number).items():
                     failures.setdefault(other, failure)
-                if dead and report.progress < Progress(self.term, self._calls, FINISHED):
+                if dead and (number < 0 or report.progress < Progress(self.term, self._calls, FINISHED)):
                     failures.setdefault(rank, self._peers[rank].death(call))
             found_cause = not all(lost_connection(error) for error in failures.values())
             if found_cause or time.monotonic() > deadline:
                 return
             time.sleep(POLL_MAX_S / 10)
 
-    @contextlib.contextmanager
-    def _watching(self, first_key: str) -> Iterator[None]:
-        """While the body runs here: end this rank's collectives as soon as another rank fails in the same call."""
-        if self._watcher is None:
-            with self._lost_store_names_its_host():
-                self._watcher = Watcher(self.member)
-        with self._watcher.watching(first_key):
-            yield
 
-    @contextlib.contextmanager
-    def _lost_store_names_its_host(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # DistNetworkError, DistStoreError
-            host = self.member.store_host
-            if host is None or host == self.rank:
-                raise ParallelError(f"The store through which the ranks talk is gone: {error}") from error
-            died = WorkerDiedError(f"Rank {host}, which holds the store of all, is gone: {error}", rank=host, pid=0)
-            raise rank_error("The connection", self.world_size, {host: died}) from error
-
-
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-
-FAILURES_KEPT = 64
-CALLS_KEPT = 16
-ANNOUNCE_AFTER_S = 0.05
-LOOK_UP_PEER_AFTER_S = 0.01
-SEEK_CAUSE_S = 0.5
-LINGER_AFTER_FAILURE_S = 1.0
+def _follows(error: BaseException) -> bool:
+    """Whether this is what a rank sees when another one has failed."""
+    return isinstance(error, Interrupted) or lost_connection(error)

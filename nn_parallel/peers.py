@@ -7,19 +7,17 @@ import functools
 import json
 import os
 import select
-import threading
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-from .ddp import abort_collectives
-from .errors import WorkerDiedError
-from .reports import Call, Failed, foreign_value, parse_failed
+from .errors import ParallelError, WorkerDiedError, rank_error
+from .reports import NO_REPORT, Call, Failed, Report, foreign_value, parse_failed
 from .world import Membership, host_identity
 
-# How long to sleep between two looks: a share of the time waited so far, within these bounds.
-POLL_SHARE, POLL_MIN_S, POLL_MAX_S = 0.05, 5e-5, 0.02
-STOP_WITHIN_S = 1.0
+FAILURES_KEPT = 64
+LEFT_KEY = "left"  # which rank is through which block
 
 
 class Peer:
@@ -70,70 +68,94 @@ class Peer:
         self._pidfd, self._looked_up = None, False
 
 
-class Watcher:
-    """A thread that looks for a failure of another rank while this one may be stuck in a collective.
+class Peers:
+    """What this rank reads of the others: one connection to the store, so for one thread."""
 
-    It has a connection of its own: a store connection serves one request at a time.
-    """
+    def __init__(self, member: Membership, store: dist.Store) -> None:
+        self._member, self._store = member, store
+        self._peers = {rank: Peer(rank, self.text) for rank in range(member.world_size)}
+        self._failed_block = (-1, 0)  # its term and its number: the outermost of the last term
 
-    def __init__(self, member: Membership) -> None:
-        self._member = member
-        self._store: dist.Store = member.store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        self._keys: list[str] = []  # of the sections and blocks that this rank is in, the innermost last
-        self._changed = threading.Condition()
-        self._stopped = False
-        self._thread = threading.Thread(target=self._loop, name="nn_parallel watcher", daemon=True)
-        self._thread.start()
+    def __getitem__(self, rank: int) -> Peer:
+        return self._peers[rank]
 
-    @contextlib.contextmanager
-    def watching(self, key: str) -> Iterator[None]:
-        with self._changed:
-            self._keys.append(key)
-            self._changed.notify()
+    def text(self, key: str) -> str | None:
+        """The value of ``key``, None if there is none: one round trip, where `get` takes two and waits."""
+        with lost_store_names_its_host(self._member):
+            text = self._store.compare_set(key, "?", "?").decode(errors="replace")
+        return None if text == "?" else text
+
+    def report(self, rank: int) -> Report:
+        """What ``rank`` says of itself in the present term."""
+        text = self.text(f"report/{rank}")
+        if text is None:
+            return NO_REPORT
         try:
-            yield
-        finally:
-            with self._changed:  # the thread frees only while it holds this: from here on it touches no group
-                self._keys.remove(key)
+            report = Report.parse(text)
+        except ValueError:
+            raise foreign_value(f"report/{rank}", text) from None
+        return report if report.progress.term >= self._member.term else NO_REPORT
 
-    def stop(self) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
-        self._thread.join(STOP_WITHIN_S)  # it may sit in a store whose host is gone; it is a daemon
+    def first_failed(self, number: int) -> Claim | None:
+        """Who claims to have failed first in section or block ``number``, or in something beyond or around it."""
+        with lost_store_names_its_host(self._member):
+            return first_to_claim(self._store, claim_key(self._member.term, number))
 
-    def _loop(self) -> None:
-        pause = POLL_MIN_S
-        while True:
-            with self._changed:
-                if self._stopped:
-                    return
-                if not self._keys:
-                    pause = POLL_MIN_S
-                    self._changed.wait()
-                    continue
-                keys = list(self._keys)
-            try:
-                failed = [key for key in keys if first_to_claim(self._store, key) not in (None, self._member.rank)]
-            except RuntimeError:  # the store is gone: whoever asks it next says so
-                return
-            with self._changed:
-                if any(key in self._keys for key in failed):
-                    abort_collectives(self._member)
-                if not self._stopped:
-                    self._changed.wait(pause)
-                    pause = min(pause * (1 + POLL_SHARE), POLL_MAX_S)
+    def outermost_failed(self, block: int) -> int:
+        """The outermost block that is known to have failed: ``block``, or one around it."""
+        claim, term = self.first_failed(block), self._member.term
+        claimed = claim.number if claim is not None and claim.term == term else block
+        return max(block, claimed, self._failed_block[1] if self._failed_block[0] == term else block)
+
+    def failures_of(self, rank: int, report: Report, number: int) -> dict[int, Exception]:
+        """What ``rank`` reports up to section ``number`` and this rank has not raised; the oldest.
+
+        For a block, which has a negative number: of that and of those around it.
+        """
+        peer, term = self._peers[rank], self._member.term
+        if report.failures_made > peer.failures_seen:
+            peer.take_failures(self.text(f"failed/{rank}") or "")
+        due = [f for f in peer.failures if f.term == term and (0 < f.call <= number or number <= f.call < 0)]
+        for failed in due:
+            peer.failures.remove(failed)
+            if failed.call < 0:
+                self._failed_block = max(self._failed_block, (term, failed.call))
+        unsettled = [f for f in due if f.call < 0 or (f.term, f.call) > peer.settled]
+        if not unsettled and number > 0 and (term, number) < peer.forgotten:
+            raise ParallelError(
+                f"Rank {rank} has failed more than {FAILURES_KEPT} times since call {number}: whether that one failed "
+                "is no longer known here."
+            )
+        return unsettled[0].rebuild() if unsettled else {}
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
 
 
-def first_to_claim(store: dist.Store, key: str) -> int | None:
-    """The rank that has failed first in what ``key`` names, or that has failed in something later.
+def claim_key(term: int, number: int) -> str:
+    """Under which ranks claim to have failed first in section ``number``, or, if that is negative, in a block."""
+    return f"first/{'section' if number > 0 else 'block'} {term} {number}"
 
-    A key is a name in the store, and after a space the term and the call that it must be of. Ranks leave a call, or a
-    block, only together or by a failure: who claims a later one has failed in this one too, and gone on.
+
+class Claim(NamedTuple):
+    """To have failed first."""
+
+    term: int
+    number: int
+    rank: int
+
+
+def first_to_claim(store: dist.Store, key: str) -> Claim | None:
+    """The first claim to have failed in what ``key`` names, or in something beyond.
+
+    A key is a name in the store, and after a space the term and the number that it must be of. Ranks leave a section or
+    a block only together or by a failure: who claims a later one has failed in this one too, and gone on. A block that
+    began earlier (its negative number is larger) is around this one, which fails with it.
     """
     name, _, wanted = key.partition(" ")
     claim = _claim(store.compare_set(name, "?", "?").decode(errors="replace"))
-    return claim[-1] if claim[:-1] >= tuple(map(int, wanted.split())) else None
+    return claim if claim[:-1] >= tuple(map(int, wanted.split())) else None
 
 
 def claim_first(store: dist.Store, key: str, rank: int) -> None:
@@ -145,10 +167,25 @@ def claim_first(store: dist.Store, key: str, rank: int) -> None:
         seen = store.compare_set(name, seen, mine).decode(errors="replace")
 
 
-def _claim(value: str) -> tuple[int, ...]:
-    """The term, the call and the rank of a claim; less than any other if it is none."""
-    parts = value.split()
-    return tuple(map(int, parts)) if len(parts) == 3 and all(part.isdecimal() for part in parts) else (-1, -1, -1)
+def _claim(value: str) -> Claim:
+    """A claim as it stands in the store; less than any other if it is none."""
+    with contextlib.suppress(ValueError):
+        term, number, rank = map(int, value.split())
+        return Claim(term, number, rank)
+    return Claim(-1, 0, -1)
+
+
+@contextlib.contextmanager
+def lost_store_names_its_host(member: Membership) -> Iterator[None]:
+    """Turn the loss of the store into an error that names the rank whose process it lived in."""
+    try:
+        yield
+    except RuntimeError as error:  # DistNetworkError, DistStoreError
+        host = member.store_host
+        if host is None or host == member.rank:
+            raise ParallelError(f"The store through which the ranks talk is gone: {error}") from error
+        died = WorkerDiedError(f"Rank {host}, which holds the store of all, is gone: {error}", rank=host, pid=0)
+        raise rank_error("The connection", member.world_size, {host: died}) from error
 
 
 @functools.lru_cache(maxsize=1)

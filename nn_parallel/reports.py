@@ -23,6 +23,7 @@ from .errors import (
     ParallelError,
     RankTimeoutError,
     TransferError,
+    WorkerDiedError,
     qualified_name,
 )
 
@@ -94,7 +95,7 @@ NO_REPORT = Report(Progress(-1, -1, WAITING), 0)
 
 
 class Failed(NamedTuple):
-    """One failed call, or with ``call`` 0 one failed block, of the rank that reports it.
+    """One failed section, or with a negative ``call`` one failed block, of the rank that reports it.
 
     ``failures`` are by rank, the cause first: a rank that fails because another did passes on what it knows.
     """
@@ -104,7 +105,11 @@ class Failed(NamedTuple):
     failures: dict[int, Failure]
 
     def rebuild(self) -> dict[int, Exception]:
-        return {rank: failure.rebuild(known_exceptions()) for rank, failure in self.failures.items()}
+        rebuilt = {rank: failure.rebuild(known_exceptions()) for rank, failure in self.failures.items()}
+        for rank, error in rebuilt.items():
+            if isinstance(error, WorkerDiedError):
+                error.rank = rank
+        return rebuilt
 
 
 def format_failed(made: int, kept: list[Failed]) -> str:
@@ -164,5 +169,5 @@ def known_exceptions() -> dict[str, type[Exception]]:
     found = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     found += [dist.DistError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError]
     found += [torch.OutOfMemoryError, torch.linalg.LinAlgError]
-    found += [ParallelError, ExecutorClosedError, LaunchError, TransferError]
+    found += [ParallelError, ExecutorClosedError, LaunchError, RankTimeoutError, TransferError, WorkerDiedError]
     return {qualified_name(kind): kind for kind in found if not issubclass(kind, ExceptionGroup)}

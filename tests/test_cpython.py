@@ -64,7 +64,7 @@ class TestExecutor(Mixin, cpython.ExecutorTest, cpython.BaseTestCase):
     def test_max_workers_negative(self) -> None:
         """Our message names our own argument."""
         for number in (0, -1):
-            with self.assertRaisesRegex(ValueError, f"num_workers={number} must be at least 1"):
+            with pytest.raises(ValueError, match=f"num_workers={number} must be at least 1"):
                 Executor(number)
 
 
@@ -84,7 +84,7 @@ class TestDeadlock(Mixin, cpython.ExecutorDeadlockTest, cpython.BaseTestCase):
             executor.submit(id, 42).result()
             future = executor.submit(id, cpython.ErrorAtPickle())
             executor.shutdown(wait=False)
-            with self.assertRaises(TransferError):
+            with pytest.raises(TransferError):
                 future.result()
 
 

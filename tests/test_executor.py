@@ -288,7 +288,7 @@ def test_what_cannot_be_sent_is_named_and_nothing_starts(ex: ParallelExecutor, t
     with pytest.raises(TransferError, match="Closure variable 'lock' of .*closure.* is a _thread.lock"):
         ex.run(closure)
     with pytest.raises(TransferError, match=r"Argument 0\['a'\]\[1\] is a _thread.lock"):
-        ex.submit(len, {"a": [1, lock]})
+        ex.submit(len, {"a": [1, lock]}).result()
     with pytest.raises(TransferError, match="Argument 'key' is a _thread.lock"):
         ex.run(dict, key=lock)
     assert not mark.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -10,8 +11,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, TypeVar
+from types import FrameType, TracebackType
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -83,6 +84,7 @@ class ParallelExecutor(Executor):
         self._timeout = as_timedelta(timeout)
         self._closed = False
         self._supervisor: Supervisor | None = None
+        self._block: contextlib.AbstractContextManager[None] | None = None
         member = join_launched_world()
         if member is not None and member.open_store is not None:
             _check_choice_is_what_runs(member, num_gpus, devices, num_workers)
@@ -129,7 +131,7 @@ class ParallelExecutor(Executor):
         frame = sys._getframe(1)
         try:
             if self._supervisor is None:
-                return self._run_on_ranks(fn, args, kwargs, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+                return self._run_on_ranks(fn, args, kwargs, _place(frame))
             return self._run_on_workers(self._supervisor, fn, args, kwargs)
         except RankError as error:
             raise error.with_traceback(None) from error.__cause__  # without our own frames
@@ -257,12 +259,27 @@ class ParallelExecutor(Executor):
         if self._supervisor is not None:
             self._supervisor.close(wait=wait, cancel_pending=cancel_futures)
 
+    def __enter__(self) -> Self:
+        if self._supervisor is None:
+            self._raise_if_closed()
+            if here := channel():
+                place = _place(sys._getframe(1))
+                self._block = here.block(Call("with ParallelExecutor()", tuple(range(here.world_size)), place))
+                self._block.__enter__()
+        return self
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._closed = True
         if self._supervisor is not None:  # after an exception nobody waits for what still runs
             self._supervisor.close(kill=error is not None)
+        elif self._block is not None:
+            self._block.__exit__(kind, error, traceback)
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise ExecutorClosedError("cannot schedule new work: the executor has been shut down.")
 
     def _run_on_workers(self, supervisor: Supervisor, fn: Callable[..., R], args: Any, kwargs: Any) -> list[R]:
         run, sent = Run(PackedCall(fn, args, kwargs, supervisor)), False
@@ -278,8 +295,7 @@ class ParallelExecutor(Executor):
 
     def _run_on_ranks(self, fn: Callable[..., R], args: Any, kwargs: Any, place: str) -> list[R]:
         """`run` where the workers are the ranks that all make this call."""
-        if self._closed:
-            raise ExecutorClosedError("cannot schedule new work: the executor has been shut down.")
+        self._raise_if_closed()
         assert self._member is not None
         device = self._member.world.device if self._pass_device else None
         here = channel()
@@ -288,7 +304,7 @@ class ParallelExecutor(Executor):
                 return [call_on_device(fn, args, kwargs, device)]
             except Exception as error:
                 raise rank_error(_name(fn), 1, {0: error.with_traceback(user_frames(error))}) from None
-        with here.block(Call(_name(fn), tuple(range(here.world_size)), place)):
+        with here.block(Call(_name(fn), tuple(range(here.world_size)), place), self._timeout):
             result = call_on_device(fn, args, kwargs, device)
             packed = dumps(result, {"the result": result})
         return all_gather_packed(packed)
@@ -317,6 +333,10 @@ def _check_choice_is_what_runs(member: Membership, num_gpus: int | None, devices
             f"{wrong[0]} does not apply here: the workers are the {member.world_size} ranks that run already, this one "
             f"on {member.world.device}."
         )
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _call_each(fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: torch.device | None = None) -> list[R]:

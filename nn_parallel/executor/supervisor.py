@@ -241,6 +241,7 @@ class Supervisor:
             silent = [worker for worker in silent if worker.job is not job]
 
     def _time_out(self, job: Single | Run | None, silent: list[Worker]) -> None:
+        silent = sorted(silent, key=lambda worker: worker.index)
         stacks = {worker.index: worker.where_it_stands() for worker in silent}
         told = "\n".join(f"{worker.description}:\n{stacks[worker.index]}" for worker in silent)
         name = job.call.name if job else "The initializer"
@@ -256,6 +257,8 @@ class Supervisor:
             self._epoch += 1
             for worker in silent:
                 worker.stack_by = None
+                if not worker.stack:  # stopped, or worse: it will not hear of a cancellation
+                    worker.kill()
             self._end_task(job)
         job.give_up(error)
 

@@ -197,8 +197,7 @@ class _Worker:
         """While task ``number`` runs, an order to cancel it interrupts it."""
         with self._switching:
             self._task, self._block = number, Interruptible()
-            if self._cancelled == number:
-                raise Interrupted
+            self._block.interrupted = self._cancelled == number
         try:
             with self._block.running():
                 yield

@@ -10,6 +10,7 @@ import sys
 import time
 from typing import IO
 
+from .. import devices
 from ..errors import WorkerDiedError, exit_reason
 from ..pickling import Packed
 from .jobs import Handle, Run, Single
@@ -46,6 +47,10 @@ class Worker:
     @property
     def description(self) -> str:
         return f"Worker {self.index} (pid {self.pid}, {self.device})"
+
+    @property
+    def _doing(self) -> str:
+        return self.job.call.name if self.job else "the initializer"
 
     @property
     def is_free(self) -> bool:
@@ -104,9 +109,10 @@ class Worker:
             self.kill()
 
     def where_it_stands(self) -> str:
-        """The Python stack of its main thread, or why there is none."""
+        """The Python stack of its main thread down to the task, or why there is none."""
         if self.stack:
-            return self.stack.rstrip()
+            user, _, _ = self.stack.partition(_FIRST_FRAME_OF_OURS)
+            return user.rstrip() if "File" in user else f"  In C code of {self._doing}, with no Python frame."
         with contextlib.suppress(OSError), open(f"/proc/{self.pid}/stat") as file:
             if file.read().rpartition(")")[2].split()[0] in "Tt":
                 return "  It is stopped (SIGSTOP)."
@@ -114,7 +120,7 @@ class Worker:
 
     def death(self, exitcode: int, evidence: str) -> WorkerDiedError:
         """The error of what it was doing when it ended."""
-        doing = f"running {self.job.call.name}" if self.job else "idle" if self.started else "starting"
+        doing = f"running {self._doing}" if self.job else "idle" if self.started else "starting"
         message = f"{self.description} {exit_reason(exitcode)} while {doing}. {evidence}"
         return WorkerDiedError(message, rank=self.index, pid=self.pid, exitcode=exitcode, evidence=evidence)
 
@@ -174,3 +180,6 @@ class Output:
                 stream.write(text)
                 stream.flush()
         return more
+
+
+_FIRST_FRAME_OF_OURS = f'  File "{devices.__file__}", line'

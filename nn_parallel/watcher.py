@@ -1,0 +1,156 @@
+"""A thread that frees this rank from what it sits in, once that cannot come to an end any more."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from .ddp import abort_collectives
+from .errors import ParallelError, RankTimeoutError
+from .interrupt import Interruptible
+from .peers import LEFT_KEY, Peers
+from .positions import position
+from .reports import Call
+from .world import Membership
+
+# How long to sleep between two looks: a share of the time waited so far, within these bounds.
+POLL_SHARE, POLL_MIN_S, POLL_MAX_S = 0.05, 5e-5, 0.02
+STOP_WITHIN_S = 1.0
+STUCK_AFTER_S = 1.0  # in one collective, after another rank has left the block
+
+
+@dataclass(eq=False)
+class Watched:
+    """A call that this rank takes part in, and from which it may have to be freed."""
+
+    call: Call
+    number: int  # of the section, or the negative one of the block
+    left_value: str = ""  # how the word begins that another rank leaves behind when it is through the block
+    timeout_s: float | None = None
+    began: float = field(default_factory=time.monotonic)
+    block: Interruptible = field(default_factory=Interruptible)
+    active: bool = False  # its body runs
+    freed: bool = False
+    reason: ParallelError | None = None  # why it was freed, if not for another rank
+
+
+class Watcher:
+    """Looks for the failure or the end of another rank while this one may be stuck.
+
+    It has a connection of its own: a store connection serves one request at a time.
+    """
+
+    def __init__(self, member: Membership) -> None:
+        self._member = member
+        store: dist.Store = member.store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+        self._peers = Peers(member, store)
+        self._entered: list[Watched] = []  # the innermost last
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._stuck: tuple[int, str, float] | None = None  # in which collective, where, since when
+        self._thread = threading.Thread(target=self._loop, name="nn_parallel watcher", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def entered(self, watched: Watched) -> Iterator[None]:
+        """All of a call, the end of a failure included: what is around it is not watched meanwhile."""
+        with self._changed:
+            self._entered.append(watched)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._entered.remove(watched)
+
+    @contextlib.contextmanager
+    def watching(self, watched: Watched) -> Iterator[None]:
+        """The body of a call: `Interrupted` is raised in it when this rank has to be freed."""
+        with self._changed:
+            watched.active = True
+            self._changed.notify()
+        try:
+            with watched.block.running():
+                yield
+        finally:
+            with self._changed:  # the thread frees only while it holds this: from here on it touches no group
+                watched.active = False
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        self._thread.join(STOP_WITHIN_S)  # it may sit in a store whose host is gone; it is a daemon
+        self._peers.close()
+
+    def _loop(self) -> None:
+        pause = POLL_MIN_S
+        while True:
+            with self._changed:
+                if self._stopped:
+                    return
+                watched = self._innermost()
+                if not watched:
+                    pause = POLL_MIN_S
+                    self._changed.wait()
+                    continue
+            try:
+                hopeless = [each for each in watched if self._is_hopeless(each)]
+            except ParallelError:  # the store is gone: whoever asks it next says so
+                return
+            with self._changed:
+                for each in hopeless:
+                    if each.active:
+                        abort_collectives(self._member)  # again and again: a group may just be made
+                        if not each.freed:
+                            each.freed = True
+                            each.block.interrupt()
+                if not self._stopped:
+                    self._changed.wait(pause)
+                    pause = min(pause * (1 + POLL_SHARE), POLL_MAX_S)
+
+    def _innermost(self) -> list[Watched]:
+        """The innermost block and the sections in it: what is around that block fails with it, if nobody catches."""
+        found = []
+        for each in reversed(self._entered):
+            found.append(each)
+            if each.number < 0:
+                break
+        return [each for each in found if each.active]
+
+    def _is_hopeless(self, watched: Watched) -> bool:
+        """Whether this rank must be freed from ``watched``; sets the reason if it is this rank's own."""
+        me, call = self._member.rank, watched.call
+        first = self._peers.first_failed(watched.number)
+        if watched.freed or (first is not None and first.rank != me):
+            return True
+        if watched.number > 0:
+            return False
+        neighbour = (me + 1) % self._member.world_size  # one for each rank: whoever sees a death tells the others
+        if self._peers[neighbour].is_dead():
+            return True
+        if watched.timeout_s is not None and time.monotonic() - watched.began > watched.timeout_s:
+            watched.reason = RankTimeoutError(
+                f"Rank {me} did not finish {call} within timeout={watched.timeout_s:g} s. It stands at:\n"
+                f"{position().stack}",
+                ranks=[me],
+            )
+        elif who := self._left_by_another(watched.left_value):
+            watched.reason = ParallelError(f"Rank {me} is {position()}, which can never end: {who}.")
+        return watched.reason is not None
+
+    def _left_by_another(self, left_value: str) -> str | None:
+        """Who has left the block while this rank waits in a collective for all; None while that may still end."""
+        left, _, who = (self._peers.text(LEFT_KEY) or "").partition("\t")
+        where = position() if left == left_value else None
+        if where is None or where.collective is None or not dist.is_initialized():
+            self._stuck = None
+            return None
+        number: int = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+        if self._stuck is None or self._stuck[:2] != (number, str(where)):
+            self._stuck = number, str(where), time.monotonic()
+        return who if time.monotonic() - self._stuck[2] > STUCK_AFTER_S else None

@@ -1,0 +1,343 @@
+"""The failure-aware block: `with ParallelExecutor()` under a launcher, where a failure on one rank is raised on all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks, launched
+
+from nn_parallel import (
+    ExecutorClosedError,
+    ParallelError,
+    ParallelExecutor,
+    RankError,
+    RankTimeoutError,
+    WorkerDiedError,
+    initialize_ddp,
+    on_rank,
+)
+
+
+@pytest.fixture(scope="module", params=["torchrun", "env"])
+def two(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with launched(2, request.param) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with launched(3) as ranks:
+        yield ranks
+
+
+def wait_in_collective() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def wait_in_ddp() -> None:
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def sleep() -> None:
+    time.sleep(60)
+
+
+def wait_in_on_rank() -> None:
+    on_rank(1 - initialize_ddp().rank)(int)()
+
+
+def wait_in_run() -> None:
+    ParallelExecutor().run(int)
+
+
+def wait_at_the_end() -> None:
+    pass
+
+
+WAITS = [wait_in_collective, wait_in_ddp, spin, sleep, wait_in_on_rank, wait_in_run, wait_at_the_end]
+
+
+def outcome_of_a_block(body: Callable[[int], None]) -> dict[str, Any]:
+    """What a rank gets of a block, when, and whether the ranks can go on afterwards."""
+    rank = initialize_ddp().rank
+    on_rank(0, barrier=True)(int)()
+    start = time.monotonic()
+    told: dict[str, Any] = {}
+    try:
+        with ParallelExecutor():
+            body(rank)
+    except BaseException as error:
+        failures = {r: f"{type(e).__name__}: {e}" for r, e in getattr(error, "failures", {}).items()}
+        told |= {"error": type(error).__name__, "failures": failures, "text": str(error)}
+    told["seconds"] = time.monotonic() - start
+    total = torch.ones(1)
+    initialize_ddp()
+    dist.all_reduce(total)
+    return told | {"total": int(total)}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_in_the_block_is_raised_on_all_ranks(two: Ranks, wait: Callable[[], None], failing: int) -> None:
+    """Whatever the other rank is in, it gets the cause at once, and both go on with a new group."""
+
+    def body(rank: int) -> None:
+        if rank == failing:
+            raise ValueError("bad batch")
+        wait()
+
+    for told in two.run(outcome_of_a_block, body):
+        assert told["error"] == "RankError"
+        assert told["failures"] == {failing: "ValueError: bad batch"}
+        assert f"failed on rank {failing} of 2: ValueError: bad batch" in told["text"]
+        assert told["seconds"] < 1.0
+        assert told["total"] == 2
+
+
+def test_the_others_are_freed_within_100_ms(two: Ranks) -> None:
+    """From the exception on rank 1 to the `RankError` on rank 0, which sits in all_reduce: the clock of the machine."""
+
+    def scenario() -> float:
+        rank, raised = initialize_ddp().rank, 0.0
+        dist.barrier()
+        with pytest.raises(RankError), ParallelExecutor():
+            if rank == 1:
+                on_rank(1, wait=False)(int)()
+                time.sleep(0.2)  # the other is in all_reduce by now; if not, the figure is only smaller
+                raised = time.monotonic()
+                raise ValueError
+            dist.all_reduce(torch.ones(1))
+        return raised or time.monotonic()
+
+    freed, raised = two.run(scenario)
+    assert freed - raised < 0.1
+
+
+def test_ranks_leave_the_block_together(three: Ranks) -> None:
+    """A slow rank is waited for; what follows the block begins on all ranks after its end."""
+
+    def scenario() -> tuple[float, float]:
+        rank = initialize_ddp().rank
+        with ParallelExecutor():
+            time.sleep(0.3 * rank)
+            done = time.monotonic()
+        return done, time.monotonic()
+
+    done, left = zip(*three.run(scenario), strict=True)
+    assert min(left) >= max(done)
+
+
+def test_two_ranks_fail_at_once(three: Ranks) -> None:
+    """All ranks agree on the cause; the other failure is a leaf as well where it was known in time."""
+
+    def body(rank: int) -> None:
+        if rank:
+            raise ValueError(f"from {rank}")
+        wait_in_collective()
+
+    tolds = three.run(outcome_of_a_block, body)
+    assert len({next(iter(told["failures"])) for told in tolds}) == 1
+    for told in tolds:
+        assert set(told["failures"].items()) <= {(1, "ValueError: from 1"), (2, "ValueError: from 2")}
+        assert told["total"] == 3
+
+
+class KeywordOnly(Exception):
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+
+
+class Unpicklable(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("no")
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "told_as"),
+    [
+        (KeywordOnly, {"code": 3}, "KeywordOnly: code 3"),
+        (SystemExit, {}, "SystemExit: "),
+        (KeyboardInterrupt, {}, "KeyboardInterrupt: "),
+    ],
+)
+def test_exceptions_that_cannot_be_rebuilt(
+    two: Ranks, kind: type[BaseException], arguments: dict[str, Any], told_as: str
+) -> None:
+    """The other rank gets a `RemoteError` that names the type; the failed one keeps its own way out."""
+
+    def body(rank: int) -> None:
+        if rank == 1:
+            raise kind(**arguments)
+        wait_in_collective()
+
+    other, own = two.run(outcome_of_a_block, body)
+    assert other["failures"][1].startswith("RemoteError: ")
+    assert other["failures"][1].endswith(told_as)
+    assert own["error"] == ("RankError" if issubclass(kind, Exception) else kind.__name__)
+    assert (other["total"], own["total"]) == (2, 2)
+
+
+def test_an_exception_that_cannot_be_pickled(two: Ranks) -> None:
+    """Nothing is pickled: its name, message and traceback arrive."""
+
+    def scenario() -> str:
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            if initialize_ddp().rank == 1:
+                raise Unpicklable("strange")
+            wait_in_collective()
+        return str(caught.value)
+
+    other, own = two.run(scenario)
+    assert "Unpicklable: strange" in other
+    assert "Unpicklable: strange" in own
+
+
+def test_blocks_nest(two: Ranks) -> None:
+    """A failure that all ranks catch inside the outer block leaves that whole; one that they do not, fails both."""
+
+    def scenario() -> Any:
+        rank = initialize_ddp().rank
+        with ParallelExecutor() as outer:
+            for _ in range(3):
+                with pytest.raises(RankError), ParallelExecutor():
+                    if rank == 1:
+                        raise ValueError
+                    wait_in_collective()
+                with pytest.raises(RankError):
+                    outer.run(lambda: 1 // (1 - rank))
+            results = outer.run(lambda: initialize_ddp().rank)
+        with pytest.raises(RankError) as caught, ParallelExecutor(), ParallelExecutor():
+            if rank == 1:
+                raise ValueError("inner")
+            wait_in_collective()
+        return results, {r: str(e) for r, e in caught.value.failures.items()}
+
+    assert two.run(scenario) == [([0, 1], {1: "inner"})] * 2
+
+
+def test_an_executor_is_closed_by_its_block(two: Ranks) -> None:
+    """A second block needs a second executor, as in the standard library."""
+
+    def scenario() -> None:
+        executor = ParallelExecutor()
+        with executor:
+            executor.run(int)
+        with pytest.raises(ExecutorClosedError), executor:
+            pass
+        with ParallelExecutor() as another:
+            another.run(int)
+
+    two.run(scenario)
+
+
+@pytest.mark.parametrize("skipping", [0, 1])
+def test_a_rank_that_never_enters_is_named(skipping: int) -> None:
+    """A rank skips the block and makes another call: both learn of it, with both places."""
+
+    def scenario(skipping: int) -> str:
+        rank = initialize_ddp().rank
+        with pytest.raises(ParallelError) as caught:
+            if rank == skipping:
+                on_rank(1 - skipping)(int)()
+            else:
+                with ParallelExecutor():
+                    pass
+        return str(caught.value)
+
+    with launched(2) as ranks:  # of its own: they are out of step afterwards
+        for told in ranks.run(scenario, skipping):
+            assert "with ParallelExecutor()" in told
+            assert f"int() on rank {1 - skipping} at" in told
+
+
+def test_a_rank_that_ends_before_the_block_is_named() -> None:
+    """Rank 1 ends its program where rank 0 enters the block and waits in a collective, or for its end."""
+
+    def scenario(wait: Callable[[], None]) -> str:
+        if initialize_ddp().rank == 1:
+            os._exit(0)
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            wait()
+        return repr(caught.value.failures[1])
+
+    for wait in (wait_in_collective, wait_at_the_end, sleep):
+        with launched(2) as ranks:
+            told, gone = ranks.run(scenario, wait)
+        assert told.startswith("WorkerDiedError('Rank 1 (pid ")
+        assert gone == "gone"
+
+
+def test_a_rank_that_leaves_while_the_other_is_in_a_collective(two: Ranks) -> None:
+    """Rank 0 is through, rank 1 waits in all_reduce for it: both end with an error that says who is where."""
+
+    def body(rank: int) -> None:
+        if rank == 1:
+            wait_in_collective()
+
+    for told in two.run(outcome_of_a_block, body):
+        assert told["seconds"] < 3
+        assert list(told["failures"]) == [1]
+        assert "Rank 1 is in all_reduce() at " in told["text"]
+        assert "test_blocks.py:" in told["text"]
+        assert "which can never end: rank 0 has left with ParallelExecutor()" in told["text"]
+        assert told["total"] == 2
+
+
+@pytest.mark.parametrize("wait", [sleep, spin, wait_in_collective, wait_at_the_end])
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_killed_rank_is_a_failure_of_the_block(wait: Callable[[], None], victim: int) -> None:
+    """SIGKILL of one rank: the others get a WorkerDiedError for it, whatever they are in."""
+
+    def scenario(victim: int) -> Any:
+        rank = initialize_ddp().rank
+        start = 0.0
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            on_rank(0, barrier=True)(int)()
+            start = time.monotonic()
+            if rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            wait()
+        return {r: type(e) for r, e in caught.value.failures.items()}, time.monotonic() - start
+
+    with launched(3) as ranks:
+        answers = ranks.run(scenario, victim)
+    for rank, answer in enumerate(answers):
+        if rank != victim:
+            assert answer[0] == {victim: WorkerDiedError}
+            assert answer[1] < 1
+
+
+@pytest.mark.parametrize("wait", [sleep, spin, wait_in_collective])
+def test_a_timeout_tells_where_the_silent_rank_stands(two: Ranks, wait: Callable[[], None]) -> None:
+    """`timeout` of the executor ends a hang of `run` on every rank, with the stack of the rank that hangs."""
+
+    def scenario() -> Any:
+        executor = ParallelExecutor(timeout=0.5)
+
+        def work() -> None:
+            if initialize_ddp().rank == 1:
+                wait()
+
+        start = time.monotonic()
+        with pytest.raises(RankTimeoutError) as caught:
+            executor.run(work)
+        seconds = time.monotonic() - start
+        return str(caught.value), caught.value.ranks, list(caught.value.stacks), seconds, executor.run(int)
+
+    for text, silent, stacks, seconds, after in two.run(scenario):
+        assert "Rank 1 did not finish" in text
+        assert f"in {wait.__name__}" in text
+        assert (silent, stacks, after) == ([1], [1], [0, 0])
+        assert seconds < 2
