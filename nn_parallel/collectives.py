@@ -43,7 +43,7 @@ def _rebuilt(box: Any, src: int) -> Any:
     pickled, buffers = box
     try:
         return loads(pickled, [bytearray(buffer) for buffer in buffers])
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a KeyboardInterrupt may be the user's
         raise TransferError(
             f"The result of rank {src} cannot be rebuilt here: {type(error).__name__}: {error}"
         ) from error

@@ -177,15 +177,19 @@ class Failure:
         return RemoteTraceback(self.where, self.traceback)
 
 
-def rank_error(function: str, world_size: int, failures: dict[int, Exception]) -> RankError:
-    """A `RankError` of failures that stand in order, the cause first."""
-    cause, *others = failures
-    for rank in others:
-        if lost_connection(failures[rank]):
-            failures[rank].__cause__ = None  # its traceback tells of no error of its own
-            failures[rank].add_note(f"A consequence: rank {rank} lost its connection to a rank that had failed.")
+def rank_error(function: str, world_size: int, failures: Mapping[int, Exception]) -> RankError:
+    """A `RankError` of failures in the order of their arrival.
+
+    What users raised comes first. A connection that was lost only because another rank failed is told in a note.
+    """
+    lost = [rank for rank, failure in failures.items() if lost_connection(failure)]
+    caused = {rank: failure for rank, failure in failures.items() if rank not in lost} or dict(failures)
+    cause, *others = caused
     also = f" (and then on rank{'s' * (len(others) > 1)} {', '.join(map(str, others))})" if others else ""
-    return RankError(f"{function} failed on rank {cause} of {world_size}{also}: {summary(failures[cause])}", failures)
+    error = RankError(f"{function} failed on rank {cause} of {world_size}{also}: {summary(caused[cause])}", caused)
+    for rank in failures.keys() - caused.keys():
+        error.add_note(f"A consequence: rank {rank} lost its connection to a rank that had failed.")
+    return error
 
 
 def qualified_name(kind: type) -> str:

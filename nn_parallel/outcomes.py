@@ -223,7 +223,7 @@ class Channel:
         failures: dict[int, Exception] = {}
         follows = call.together and _follows(error)
         if follows:
-            self._collect(call, number, failures, SEEK_CAUSE_S)
+            self._peers.collect(call, self._calls, number, failures, SEEK_CAUSE_S)
         if isinstance(error, RankError):  # what it tells of others is theirs
             failures = dict(error.failures)
         elif isinstance(error, RankTimeoutError) and error.ranks:
@@ -369,12 +369,12 @@ class Channel:
     ) -> ParallelError:
         """All known failures of a section or block, the cause first; closes the group if several ranks ran."""
         if call.together:
-            self._collect(call, number, failures, seek_s)
+            self._peers.collect(call, self._calls, number, failures, seek_s)
             first = self._peers.first_failed(number)
             cause = (
                 first.rank if first is not None else next((rank for rank in failures if rank != self.rank), self.rank)
             )
-            order = sorted(failures, key=lambda rank: (lost_connection(failures[rank]), rank != cause))
+            order = sorted(failures, key=lambda rank: rank != cause)
             unknown = ParallelError(f"Rank {cause} failed; how is no longer known here.")
             failures = {rank: failures[rank] for rank in order} or {cause: unknown}
             close_group(self.member)  # a peer may sit in a collective of it
@@ -383,24 +383,6 @@ class Channel:
             stacks = {rank: str(error) for rank, error in sorted(silent.items())}
             return RankTimeoutError("\n".join(dict.fromkeys(stacks.values())), ranks=list(stacks), stacks=stacks)
         return rank_error(call.function, self.world_size, failures)
-
-    def _collect(self, call: Call, number: int, failures: dict[int, Exception], seek_s: float) -> None:
-        """Add what others have reported; with nothing but lost connections, wait for the cause up to ``seek_s``."""
-        deadline = time.monotonic() + seek_s
-        while True:
-            for rank in call.ranks:
-                if rank == self.rank or rank in failures:
-                    continue
-                dead = self._peers[rank].is_dead()
-                report = self._peers.report(rank)
-                for other, failure in self._peers.failures_of(rank, report, number).items():
-                    failures.setdefault(other, failure)
-                if dead and (number < 0 or report.progress < Progress(self.term, self._calls, FINISHED)):
-                    failures.setdefault(rank, self._peers[rank].death(call))
-            found_cause = not all(lost_connection(error) for error in failures.values())
-            if found_cause or time.monotonic() > deadline:
-                return
-            time.sleep(POLL_MAX_S / 10)
 
 
 def _follows(error: BaseException) -> bool:

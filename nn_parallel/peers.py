@@ -7,16 +7,18 @@ import functools
 import json
 import os
 import select
+import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from .errors import ParallelError, WorkerDiedError, rank_error
-from .reports import NO_REPORT, Call, Failed, Report, foreign_value, parse_failed
+from .errors import ParallelError, WorkerDiedError, lost_connection, rank_error
+from .reports import FINISHED, NO_REPORT, Call, Failed, Progress, Report, foreign_value, parse_failed
 from .world import Membership, host_identity
 
 FAILURES_KEPT = 64
+SEEK_EVERY_S = 0.002
 LEFT_KEY = "left"  # which rank is through which block
 
 
@@ -127,6 +129,24 @@ class Peers:
                 "is no longer known here."
             )
         return unsettled[0].rebuild() if unsettled else {}
+
+    def collect(self, call: Call, calls: int, number: int, failures: dict[int, Exception], seek_s: float) -> None:
+        """Add what others have reported; with nothing but lost connections, wait for the cause up to ``seek_s``."""
+        deadline, me, term = time.monotonic() + seek_s, self._member.rank, self._member.term
+        while True:
+            for rank in call.ranks:
+                if rank == me or rank in failures:
+                    continue
+                dead = self._peers[rank].is_dead()
+                report = self.report(rank)
+                for other, failure in self.failures_of(rank, report, number).items():
+                    failures.setdefault(other, failure)
+                if dead and (number < 0 or report.progress < Progress(term, calls, FINISHED)):
+                    failures.setdefault(rank, self._peers[rank].death(call))
+            found_cause = not all(lost_connection(error) for error in failures.values())
+            if found_cause or time.monotonic() > deadline:
+                return
+            time.sleep(SEEK_EVERY_S)
 
     def close(self) -> None:
         for peer in self._peers.values():

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -35,16 +35,25 @@ class Ranks:
     def __init__(self, connections: list[Connection], pids: list[int], output: Path) -> None:
         self._connections, self.pids, self._output = connections, pids, output
 
-    def run(self, fn: Callable[..., Any], *args: Any, only: list[int] | None = None) -> list[Any]:
-        """Call ``fn`` on all ranks at once, or on some; the results in rank order. The first exception is raised."""
+    def run(
+        self, fn: Callable[..., Any], *args: Any, only: list[int] | None = None, also: Sequence[int] = ()
+    ) -> list[Any]:
+        """Call ``fn`` on all ranks at once, or on some; the results in rank order. The first exception is raised.
+
+        The ranks in ``also`` call it too; their answers are for `finish`.
+        """
         ranks = range(len(self._connections)) if only is None else only
-        for rank in ranks:
+        for rank in (*ranks, *also):
             self._connections[rank].send_bytes(cloudpickle.dumps((fn, args)))
         answers = [self._answer(rank) for rank in ranks]
         for succeeded, value in answers:
             if not succeeded:
                 raise value
         return [value for _, value in answers]
+
+    def finish(self, rank: int) -> Any:
+        """The result of a rank that `run` did not wait for."""
+        return self._answer(rank)[1]
 
     def _answer(self, rank: int) -> tuple[bool, Any]:
         if not self._connections[rank].poll(ANSWER_WITHIN_S):

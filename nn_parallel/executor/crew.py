@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -35,10 +36,12 @@ class End(NamedTuple):
 class Crew:
     """The worker processes of one pool and the connection to the fork server that starts and reaps them."""
 
-    def __init__(self, initializer: Packed, prefix_output: bool, on_news: Callable[[], bool]) -> None:
+    def __init__(
+        self, initializer: Packed, timeout_s: float | None, prefix_output: bool, on_news: Callable[[], bool]
+    ) -> None:
         """``on_news`` is called when there is something for `hear`."""
         self.living: list[Worker] = []
-        self._initializer, self._prefix_output = initializer, prefix_output
+        self._initializer, self._timeout_s, self._prefix_output = initializer, timeout_s, prefix_output
         self._directory = os.getcwd()
         self._unnamed: deque[Worker] = deque()  # forked in this order, whose process ids have not been told yet
         self._oom_kills = OomKills()
@@ -83,12 +86,16 @@ class Crew:
             raise EOFError
         told: dict[str, int] = json.loads(text)
         if pid := told.get("pid"):
-            self._unnamed.popleft().named(pid)
+            self._unnamed.popleft().named(pid, self.deadline())
             return []
         evidence = f"Its memory use peaked at {told['max_rss_kib'] // 1024} MiB."
         if kills := self._oom_kills.since_last_asked():
             evidence += f" The kernel's out-of-memory killer counted {kills} kill{'s' * (kills > 1)} in this cgroup."
         return [End(worker, told["exitcode"], evidence) for worker in self.living if worker.pid == told["exited"]]
+
+    def deadline(self) -> float | None:
+        """When what begins now has run out of time."""
+        return None if self._timeout_s is None else time.monotonic() + self._timeout_s
 
     def orphans(self) -> list[End]:
         """The ends of all workers, after that of the fork server. What they had started may live on: it is killed."""

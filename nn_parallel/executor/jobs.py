@@ -144,8 +144,7 @@ class Run:
             raise self._error
         if not self.failures:
             return [self._results[rank] for rank in range(self._world_size)]
-        order = sorted(self.failures, key=lambda rank: lost_connection(self.failures[rank]))  # stable: by arrival
-        raise rank_error(self.call.name, self._world_size, {rank: self.failures[rank] for rank in order})
+        raise rank_error(self.call.name, self._world_size, self.failures)
 
 
 @contextlib.contextmanager

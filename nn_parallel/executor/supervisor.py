@@ -59,7 +59,7 @@ class Supervisor:
         self._failed_starts = 0  # in a row
         self._idle_since = time.monotonic()
         self._workers: list[Worker] = []  # by rank
-        self._crew = Crew(settings.initializer.packed, settings.prefix_output, self._hear)
+        self._crew = Crew(settings.initializer.packed, settings.timeout_s, settings.prefix_output, self._hear)
         try:
             self._workers += [self._start(index) for index in range(self.world_size)]
         except BaseException:
@@ -159,7 +159,7 @@ class Supervisor:
                 continue
             for worker in chosen:
                 number = next(self._numbers)
-                worker.begin(job, number, self._deadline())
+                worker.begin(job, number, self._crew.deadline())
                 ready.append((worker, Task(number, self._settings.pass_device, self._threads, place), job.call))
         if ready and self._settings.timeout_s is not None:
             self._crew.poller.wake()  # there is a new deadline
@@ -377,12 +377,7 @@ class Supervisor:
         self._send(ready)
 
     def _start(self, index: int) -> Worker:
-        worker = self._crew.start(index, self._devices[index], self._threads, self._receive)
-        worker.deadline = self._deadline()
-        return worker
-
-    def _deadline(self) -> float | None:
-        return None if self._settings.timeout_s is None else time.monotonic() + self._settings.timeout_s
+        return self._crew.start(index, self._devices[index], self._threads, self._receive)
 
 
 def live_supervisors() -> list[Supervisor]:

@@ -165,32 +165,30 @@ class _Worker:
 
     def answer(self, message: Message) -> tuple[Answer, Packed]:
         task: Task = message.header
-        try:
-            with self._cancellable(task.number):
-                outcome, packed = self._perform(task, message)
-        except Interrupted:
-            outcome, packed = CANCELLED, EMPTY
-        return Answer(task.number, outcome), packed
-
-    def _perform(self, task: Task, message: Message) -> tuple[int, Packed]:
         where = "a single task" if task.place is None else f"rank {self._index} of {task.place.world_size}"
         if task.threads != self._threads:
             self._threads = task.threads
             torch.set_num_threads(task.threads)  # OMP_NUM_THREADS is read when torch is loaded: too late for it here
         try:
-            with self._in_world(task.place):
-                try:
-                    fn, args, kwargs = loads(message.pickle, message.buffers, self._device)
-                except Interrupted:
-                    raise
-                except BaseException as error:
-                    raise TransferError(f"The call cannot be rebuilt in the worker: {error!r}") from error
-                result = call_on_device(fn, args, kwargs, self._device if task.pass_device else None)
-            return SUCCEEDED, dumps(result, {"the result": result})
+            # The group is closed after a failure, and only once that cannot be cancelled any more: what other ranks
+            # then raise must not outrun the cause.
+            with self._in_world(task.place), self._cancellable(task.number):
+                outcome, packed = SUCCEEDED, self._perform(task, message)
+        except Interrupted:
+            outcome, packed = CANCELLED, EMPTY
+        except BaseException as error:
+            outcome, packed = FAILED, _pack_exception(error, f"{where} on {self._device}")
+        return Answer(task.number, outcome), packed
+
+    def _perform(self, task: Task, message: Message) -> Packed:
+        try:
+            fn, args, kwargs = loads(message.pickle, message.buffers, self._device)
         except Interrupted:
             raise
         except BaseException as error:
-            return FAILED, _pack_exception(error, f"{where} on {self._device}")
+            raise TransferError(f"The call cannot be rebuilt in the worker: {error!r}") from error
+        result = call_on_device(fn, args, kwargs, self._device if task.pass_device else None)
+        return dumps(result, {"the result": result})
 
     @contextlib.contextmanager
     def _cancellable(self, number: int) -> Iterator[None]:

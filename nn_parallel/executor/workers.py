@@ -102,9 +102,9 @@ class Worker:
         self._kill_when_named = not self.pid
         self._signal(signal.SIGKILL)
 
-    def named(self, pid: int) -> None:
-        """The fork server has told its process id."""
-        self.pid = pid
+    def named(self, pid: int, deadline: float | None) -> None:
+        """The fork server has told its process id; it is to be set up by ``deadline``."""
+        self.pid, self.deadline = pid, deadline
         if self._kill_when_named:
             self.kill()
 
