@@ -32,8 +32,8 @@ class ParallelError(RuntimeError):
 class RankError(ExceptionGroup[Exception], ParallelError):
     """One or more ranks failed in a call that all ranks make together.
 
-    Raised on *every* rank, the failed one included. Its leaves are the exceptions of the failed ranks, the cause first:
-    in the order of their arrival, and what users raised before the lost connections that followed from it.
+    Raised on *every* rank, the failed one included. Its leaves are the exceptions of the failed ranks in the order of
+    their arrival, the cause first. A rank that was only freed from waiting for a failed one has no leaf.
 
     Attributes:
         failures: ``{rank: exception}``, in the same order.
@@ -178,18 +178,14 @@ class Failure:
 
 
 def rank_error(function: str, world_size: int, failures: Mapping[int, Exception]) -> RankError:
-    """A `RankError` of failures in the order of their arrival.
+    """A `RankError` of failures in the order of their arrival, the cause first.
 
-    What users raised comes first. A connection that was lost only because another rank failed is told in a note.
+    A connection that was lost because another rank had failed is no failure of its own.
     """
-    lost = [rank for rank, failure in failures.items() if lost_connection(failure)]
-    caused = {rank: failure for rank, failure in failures.items() if rank not in lost} or dict(failures)
-    cause, *others = caused
+    causes = {rank: failure for rank, failure in failures.items() if not lost_connection(failure)} or failures
+    cause, *others = causes
     also = f" (and then on rank{'s' * (len(others) > 1)} {', '.join(map(str, others))})" if others else ""
-    error = RankError(f"{function} failed on rank {cause} of {world_size}{also}: {summary(caused[cause])}", caused)
-    for rank in failures.keys() - caused.keys():
-        error.add_note(f"A consequence: rank {rank} lost its connection to a rank that had failed.")
-    return error
+    return RankError(f"{function} failed on rank {cause} of {world_size}{also}: {summary(causes[cause])}", causes)
 
 
 def qualified_name(kind: type) -> str:

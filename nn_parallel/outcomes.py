@@ -116,14 +116,15 @@ class Channel:
             raise late
 
     @contextlib.contextmanager
-    def block(self, call: Call, timeout: timedelta | None = None) -> Iterator[None]:
+    def block(self, call: Call, timeout: timedelta | None = None, *, from_end: bool = False) -> Iterator[None]:
         """A block that all ranks run, sections in it included, and leave together; a failure on one is raised on all.
 
         A failure frees the others from what they sit in, closes the process group and begins a new term.
 
         Raises:
             RankError: on every rank, when the block raised on one, or a process ended before its end.
-            RankTimeoutError: on every rank, when one took longer than ``timeout``.
+            RankTimeoutError: on every rank, when one took longer than ``timeout``: from when it entered, or with
+                ``from_end`` from when the first rank was through.
         """
         if self.nested_in:
             raise ParallelError(
@@ -135,7 +136,7 @@ class Channel:
         self._blocks_entered += 1
         self._block = number = -self._blocks_entered
         timeout_s = None if timeout is None else timeout.total_seconds()
-        watched = Watched(call, number, f"{self.term} {number}", timeout_s)
+        watched = Watched(call, number, f"{self.term} {number}", timeout_s, None if from_end else time.monotonic())
         watcher = self._watcher()
         with watcher.entered(watched):
             try:
@@ -145,7 +146,8 @@ class Channel:
                 with lost_store_names_its_host(self.member):
                     self.store.set(LEFT_KEY, f"{watched.left_value}\trank {self.rank} has left {call}")
                 self._begin(call)
-                self._barrier(call, timeout_s and watched.began + timeout_s + TIMEOUT_MARGIN_S)
+                began = watched.began or time.monotonic()
+                self._barrier(call, None if timeout_s is None else began + timeout_s + TIMEOUT_MARGIN_S)
             except BaseException as error:
                 if watched.reason is not None and _follows(error):
                     error = watched.reason.with_traceback(error.__traceback__)

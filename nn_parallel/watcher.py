@@ -32,7 +32,7 @@ class Watched:
     number: int  # of the section, or the negative one of the block
     left_value: str = ""  # how the word begins that another rank leaves behind when it is through the block
     timeout_s: float | None = None
-    began: float = field(default_factory=time.monotonic)
+    began: float | None = None  # when the time began to run; None: it does when the first rank is through
     block: Interruptible = field(default_factory=Interruptible)
     active: bool = False  # its body runs
     freed: bool = False
@@ -133,24 +133,26 @@ class Watcher:
         neighbour = (me + 1) % self._member.world_size  # one for each rank: whoever sees a death tells the others
         if self._peers[neighbour].is_dead():
             return True
-        if watched.timeout_s is not None and time.monotonic() - watched.began > watched.timeout_s:
+        left, _, who = (self._peers.text(LEFT_KEY) or "").partition("\t")
+        if left == watched.left_value:
+            watched.began = watched.began or time.monotonic()
+        began, timeout_s = watched.began, watched.timeout_s
+        if timeout_s is not None and began is not None and time.monotonic() - began > timeout_s:
             watched.reason = RankTimeoutError(
-                f"Rank {me} did not finish {call} within timeout={watched.timeout_s:g} s. It stands at:\n"
-                f"{position().stack}",
+                f"Rank {me} did not finish {call} within timeout={timeout_s:g} s. It stands at:\n{position().stack}",
                 ranks=[me],
             )
-        elif who := self._left_by_another(watched.left_value):
+        elif left == watched.left_value and self._is_stuck():
             watched.reason = ParallelError(f"Rank {me} is {position()}, which can never end: {who}.")
         return watched.reason is not None
 
-    def _left_by_another(self, left_value: str) -> str | None:
-        """Who has left the block while this rank waits in a collective for all; None while that may still end."""
-        left, _, who = (self._peers.text(LEFT_KEY) or "").partition("\t")
-        where = position() if left == left_value else None
-        if where is None or where.collective is None or not dist.is_initialized():
+    def _is_stuck(self) -> bool:
+        """Whether this rank has waited for a while in one and the same collective for all."""
+        where = position()
+        if where.collective is None or not dist.is_initialized():
             self._stuck = None
-            return None
+            return False
         number: int = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
         if self._stuck is None or self._stuck[:2] != (number, str(where)):
             self._stuck = number, str(where), time.monotonic()
-        return who if time.monotonic() - self._stuck[2] > STUCK_AFTER_S else None
+        return time.monotonic() - self._stuck[2] > STUCK_AFTER_S

@@ -266,6 +266,12 @@ def expected(cell: Cell) -> tuple[str, str] | None:
         return "TransferError", ""
     if cell.phase == "pickling the result" and fault.kind == "exception":
         return "TransferError", "The result is a "
+    if cell.mode in LAUNCHED_MODES and fault.kind == "death":
+        return "WorkerDiedError", "ended before it finished"  # its exit code is the launcher's to know
+    if cell.mode == "on_rank" and fault.kind == "hang":
+        return "RankTimeoutError", "Rank 0 waited"  # slow is not dead: it goes on
+    if cell.mode in LAUNCHED_MODES and cell.fault in ("SIGSTOP", "C call that holds the GIL"):
+        return "RankTimeoutError", "Rank 0 waited"  # that rank cannot say where it stands
     if cell.phase == "idle" and fault.kind == "death":
         return None  # the worker is replaced; whoever calls next does not notice
     return fault.error

@@ -49,7 +49,8 @@ class ParallelExecutor(Executor):
         devices: ``"cpu"``, ``"all"``, ``"0,2-3"`` or a list of devices. If neither this nor ``num_gpus`` is given: all
             accelerators, or one CPU worker per core where there is none.
         num_workers: how many workers, over these devices in turn. If None: one per device, one per core on the CPU.
-        timeout: seconds (or a timedelta) that a call may take on a worker, from when it begins there; no limit if None.
+        timeout: seconds (or a timedelta) that a call may take on a worker, from when it begins there; under a launcher
+            also how long the ranks wait for each other at the end of the ``with`` block. No limit if None.
         initializer: called once in each worker, also in one that replaces a dead one.
         initargs: its arguments.
         prefix_output: begin each line that a worker prints with ``[rank 1]``.
@@ -264,7 +265,8 @@ class ParallelExecutor(Executor):
             self._raise_if_closed()
             if here := channel():
                 place = _place(sys._getframe(1))
-                self._block = here.block(Call("with ParallelExecutor()", tuple(range(here.world_size)), place))
+                call = Call("with ParallelExecutor()", tuple(range(here.world_size)), place)
+                self._block = here.block(call, self._timeout, from_end=True)
                 self._block.__enter__()
         return self
 

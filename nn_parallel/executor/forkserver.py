@@ -25,14 +25,13 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 FDS_PER_WORKER = 4  # its connection, its control socket, its stdout, its stderr
 
 
-def serve(control_fd: int, parent_pid: int) -> None:
-    """Fork workers for the pools whose connections arrive on ``control_fd``, until that or the parent ends."""
+def serve(control_fd: int, parent_pid: int, parent: int) -> None:
+    """Fork workers for the pools whose connections arrive on ``control_fd``, until that or the parent ends.
+
+    ``parent`` is a pidfd of it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        parent = os.pidfd_open(parent_pid)
-    except ProcessLookupError:
-        return
     if os.getppid() != parent_pid:
         return
     gc.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -10,6 +11,8 @@ import sys
 import threading
 
 import torch.distributed as dist
+
+from . import boot
 
 STOP_WITHIN_S = 10.0
 
@@ -47,12 +50,10 @@ class _ForkServer:
         self.owner = os.getpid()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [entry for entry in sys.path if isinstance(entry, str)]
-        code = (
-            f"import sys; sys.path[:] = {path!r}; from nn_parallel.executor.forkserver import serve; "
-            f"serve({theirs.fileno()}, {self.owner})"
-        )
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        arguments = [str(theirs.fileno()), str(self.owner), json.dumps(path)]
         self._process = subprocess.Popen(
-            [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]
+            [sys.executable, *flags, boot.__file__, *arguments],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,

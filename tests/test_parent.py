@@ -1,0 +1,199 @@
+"""What befalls the script itself: Ctrl-C, SIGTERM, SIGKILL, also in a notebook. Nothing stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+GONE_WITHIN_S = 2.0
+SCRIPT = """
+import os, signal, sys, time
+import torch
+from torch.utils.data import DataLoader
+from nn_parallel import ParallelExecutor
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+
+def endless():
+    while True:  # two processes of its own, which live as long as the worker lets them
+        for batch in DataLoader(list(range(1000)), num_workers=2, persistent_workers=True):
+            print("ready", flush=True)
+            time.sleep(0.001)
+
+def pool():
+    return ParallelExecutor(num_workers=2, devices="cpu")
+
+phase = sys.argv[1]
+data = torch.ones(8 << 20)
+try:
+    if phase == "run":
+        with pool() as ex:
+            ex.run(endless)
+    if phase == "transfer":
+        with pool() as ex:
+            while True:
+                ex.run(lambda x: x, data)
+                print("ready", flush=True)
+    while True:
+        if phase == "start":
+            print("ready", flush=True)
+        ex = pool()
+        if phase == "shutdown":
+            ex.run(int)
+            print("ready", flush=True)
+        ex.submit(int)
+        ex.shutdown()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+IMPORTS_S = 1.5  # about; the script is killed while its fork server still imports torch, or later
+
+
+@contextlib.contextmanager
+def script(tmp_path: Path, phase: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The script above in its endless ``phase``, and a mark that it and all of its descendants carry."""
+    path, mark = tmp_path / "script.py", f"TEST_MARK={uuid.uuid4()}"
+    path.write_text(SCRIPT)
+    environ = os.environ | dict([mark.split("=")])
+    with subprocess.Popen(
+        [sys.executable, str(path), phase],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "ready\n", process.stdout.read()
+            yield process, mark
+        finally:
+            for pid in marked(mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def marked(mark: str) -> list[int]:
+    """The living processes with this variable in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                if mark.encode() in (entry / "environ").read_bytes():  # empty for a zombie
+                    found.append(int(entry.name))
+    return found
+
+
+def assert_gone(mark: str) -> None:
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while left := marked(mark):
+        names = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left if Path(f"/proc/{pid}").exists()]
+        assert time.monotonic() < deadline, f"{left} live on: {names}"
+        time.sleep(0.01)
+
+
+PHASES = ["start", "transfer", "run", "shutdown"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("repetition", [pytest.param(n, marks=pytest.mark.faults if n >= 2 else []) for n in range(50)])
+def test_a_killed_parent_leaves_nothing(tmp_path: Path, phase: str, repetition: int) -> None:
+    """SIGKILL at a random moment of a phase: no worker, no DataLoader process, no fork server lives on."""
+    with script(tmp_path, phase) as (process, mark):
+        time.sleep(
+            random.Random(f"{phase}{repetition}").random() * (IMPORTS_S if phase == "start" else 0.1)
+        )  # the moment
+        process.kill()
+        process.wait()
+        assert_gone(mark)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_terminated_parent_leaves_nothing(tmp_path: Path, phase: str) -> None:
+    """SIGTERM ends it like any program, and all that it started."""
+    with script(tmp_path, phase) as (process, mark):
+        process.terminate()
+        assert process.wait() == -signal.SIGTERM
+        assert_gone(mark)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_ctrl_c_reaches_the_script_alone(tmp_path: Path, phase: str) -> None:
+    """SIGINT to the whole foreground group: the script gets its KeyboardInterrupt, the workers print no traceback."""
+    with script(tmp_path, phase) as (process, mark):
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stdout is not None
+        printed = process.stdout.read().split("\n")
+        assert process.wait() == 0
+        assert set(printed) <= {"ready", "interrupted", ""}
+        assert "interrupted" in printed
+        assert_gone(mark)
+
+
+def test_in_a_notebook() -> None:
+    """Functions of a cell run on the workers, what they print appears in the cell, and a stopped cell stops them."""
+    import zmq
+    from jupyter_client.manager import KernelManager
+
+    manager = KernelManager(context=zmq.Context())
+    manager.start_kernel()
+    client = manager.client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=60)
+        printed, error = run_cell(
+            client,
+            "from nn_parallel import ParallelExecutor, current_world\n"
+            "ex = ParallelExecutor(num_workers=2, devices='cpu')\n"
+            "factor = 3\n"
+            "class Box:\n"
+            "    def __init__(self, value): self.value = value\n"
+            "def work(x):\n"
+            "    print('hello from', current_world().rank)\n"
+            "    return Box(factor * x)\n"
+            "print([box.value for box in ex.run(work, 2)])\n",
+        )
+        assert error is None
+        assert sorted(printed.splitlines()) == ["[6, 6]", "hello from 0", "hello from 1"]
+        printed, error = run_cell(
+            client,
+            "import time\nprint('ready', flush=True)\nex.run(time.sleep, 3600)",
+            on_output=manager.interrupt_kernel,
+        )
+        assert error == "KeyboardInterrupt"
+        printed, error = run_cell(client, "print(ex.run(lambda: factor))")
+        assert (printed, error) == ("[3, 3]\n", None)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=False)
+        manager.cleanup_resources()
+        manager.context.destroy(linger=0)
+
+
+def run_cell(client: object, code: str, on_output: object = None) -> tuple[str, str | None]:
+    """What a cell prints, and the name of the exception that it raises."""
+    printed, error = "", None
+    request = client.execute(code)  # type: ignore[attr-defined]
+    while True:
+        message = client.get_iopub_msg(timeout=60)  # type: ignore[attr-defined]
+        if message["parent_header"].get("msg_id") != request:
+            continue
+        content = message["content"]
+        if message["msg_type"] == "stream":
+            printed += content["text"]
+            if callable(on_output):
+                on_output()
+        elif message["msg_type"] == "error":
+            error = content["ename"]
+        elif message["msg_type"] == "status" and content["execution_state"] == "idle":
+            return printed, error
