@@ -17,6 +17,8 @@ setup(
         "examples": ["matplotlib", "scikit-learn", "tqdm"],
         "test": [
             "hypothesis",
+            "ipykernel",
+            "jupyter-client",
             "mypy",
             "numpy",
             "pytest",

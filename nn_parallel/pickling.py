@@ -192,10 +192,21 @@ def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}[{_repr(key)}]", value) for key, value in obj.items())
     elif isinstance(obj, list | tuple | set | frozenset | collections.deque):
         yield from ((f"{path}[{index}]", value) for index, value in enumerate(obj))
-    elif not isinstance(obj, type | types.ModuleType):
+    elif not isinstance(obj, type | types.ModuleType) and not _refuses(obj):
         slots = [name for kind in type(obj).__mro__ for name in _listed(getattr(kind, "__slots__", ()))]
         values = {name: getattr(obj, name) for name in slots if hasattr(obj, name)} | getattr(obj, "__dict__", {})
         yield from ((f"{path}.{name}", value) for name, value in values.items())
+
+
+def _refuses(obj: Any) -> bool:
+    """Whether it is its own ``__reduce__`` that raises, and nothing in it."""
+    if type(obj).__reduce__ is object.__reduce__:
+        return False
+    try:
+        obj.__reduce__()
+    except Exception:
+        return True
+    return False
 
 
 def _repr(key: Any) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from notebook import run_cells
 
 GONE_WITHIN_S = 2.0
 SCRIPT = """
@@ -142,58 +143,20 @@ def test_ctrl_c_reaches_the_script_alone(tmp_path: Path, phase: str) -> None:
 
 def test_in_a_notebook() -> None:
     """Functions of a cell run on the workers, what they print appears in the cell, and a stopped cell stops them."""
-    import zmq
-    from jupyter_client.manager import KernelManager
-
-    manager = KernelManager(context=zmq.Context())
-    manager.start_kernel()
-    client = manager.client()
-    client.start_channels()
-    try:
-        client.wait_for_ready(timeout=60)
-        printed, error = run_cell(
-            client,
-            "from nn_parallel import ParallelExecutor, current_world\n"
-            "ex = ParallelExecutor(num_workers=2, devices='cpu')\n"
-            "factor = 3\n"
-            "class Box:\n"
-            "    def __init__(self, value): self.value = value\n"
-            "def work(x):\n"
-            "    print('hello from', current_world().rank)\n"
-            "    return Box(factor * x)\n"
-            "print([box.value for box in ex.run(work, 2)])\n",
-        )
-        assert error is None
-        assert sorted(printed.splitlines()) == ["[6, 6]", "hello from 0", "hello from 1"]
-        printed, error = run_cell(
-            client,
-            "import time\nprint('ready', flush=True)\nex.run(time.sleep, 3600)",
-            on_output=manager.interrupt_kernel,
-        )
-        assert error == "KeyboardInterrupt"
-        printed, error = run_cell(client, "print(ex.run(lambda: factor))")
-        assert (printed, error) == ("[3, 3]\n", None)
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=False)
-        manager.cleanup_resources()
-        manager.context.destroy(linger=0)
-
-
-def run_cell(client: object, code: str, on_output: object = None) -> tuple[str, str | None]:
-    """What a cell prints, and the name of the exception that it raises."""
-    printed, error = "", None
-    request = client.execute(code)  # type: ignore[attr-defined]
-    while True:
-        message = client.get_iopub_msg(timeout=60)  # type: ignore[attr-defined]
-        if message["parent_header"].get("msg_id") != request:
-            continue
-        content = message["content"]
-        if message["msg_type"] == "stream":
-            printed += content["text"]
-            if callable(on_output):
-                on_output()
-        elif message["msg_type"] == "error":
-            error = content["ename"]
-        elif message["msg_type"] == "status" and content["execution_state"] == "idle":
-            return printed, error
+    first, stopped, after = run_cells(
+        "from nn_parallel import ParallelExecutor, current_world\n"
+        "ex = ParallelExecutor(num_workers=2, devices='cpu')\n"
+        "factor = 3\n"
+        "class Box:\n"
+        "    def __init__(self, value): self.value = value\n"
+        "def work(x):\n"
+        "    print('hello from', current_world().rank)\n"
+        "    return Box(factor * x)\n"
+        "print([box.value for box in ex.run(work, 2)])\n",
+        "# stop\nimport time\nprint('ready', flush=True)\nex.run(time.sleep, 3600)",
+        "print(ex.run(lambda: factor))",
+    )
+    assert sorted(first[0].splitlines()) == ["[6, 6]", "hello from 0", "hello from 1"]
+    assert first[1] is None
+    assert stopped[1] == "KeyboardInterrupt"
+    assert after == ("[3, 3]\n", None)

@@ -1,0 +1,361 @@
+"""What a pool does beside running functions: keeps objects, changes its size, ends hangs, tells why a worker died."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nn_parallel import (
+    ExecutorClosedError,
+    ParallelError,
+    ParallelExecutor,
+    RankError,
+    RankTimeoutError,
+    TransferError,
+    WorkerDiedError,
+    current_world,
+)
+from nn_parallel.executor import evidence, worker
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[ParallelExecutor]:
+    with ParallelExecutor(num_workers=2, devices="cpu") as executor:
+        executor.run(int)
+        yield executor
+
+
+# put
+
+
+def test_a_handle_is_the_object_itself(pools: ParallelExecutor) -> None:
+    """However deep it lies in the arguments, in run, submit and map, and the same object at each call."""
+    data = torch.arange(4.0)
+    handle = pools.put(data)
+    data.fill_(0)  # what the workers get is what was put
+    assert pools.run(torch.sum, handle) == [6.0, 6.0]
+    assert pools.submit(lambda box: box["data"][0].tolist(), {"data": [handle]}).result() == [0.0, 1.0, 2.0, 3.0]
+    assert list(pools.map(lambda t, n: float(t[n]), [handle] * 4, range(4))) == [0.0, 1.0, 2.0, 3.0]
+    assert len(set(pools.run(id, handle) + pools.run(id, handle))) <= 2
+    assert repr(handle) == "<Handle of a Tensor>"
+
+
+def test_a_replaced_worker_gets_the_object_again(pools: ParallelExecutor) -> None:
+    """A handle outlives the workers that held its object."""
+    handle = pools.put([1, 2])
+    assert pools.run(len, handle) == [2, 2]
+    with pytest.raises(RankError):
+        pools.run(lambda: os._exit(3))
+    assert pools.run(len, handle) == [2, 2]
+
+
+def test_workers_forget_with_the_last_reference(pools: ParallelExecutor) -> None:
+    """The object goes when its handle does, and not before the calls that were given it are over."""
+    handle = pools.put([1, 2])
+    futures = [pools.submit(len, handle) for _ in range(20)]
+    del handle
+    gc.collect()
+    assert [future.result() for future in futures] == [2] * 20
+    deadline = time.monotonic() + 10
+    del futures
+    gc.collect()
+    while any(pools.run(lambda: len(worker._stored))):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_handle_is_good_for_its_own_executor_only(pools: ParallelExecutor) -> None:
+    """Passed to another executor, pickled, or holding what cannot be rebuilt: an error that says so."""
+    handle = pools.put(1)
+    with ParallelExecutor(num_workers=1, devices="cpu") as other:
+        with pytest.raises(TransferError, match="Argument 0 is a .*Handle.*the executor that made it"):
+            other.run(str, handle)
+        assert other.run(int) == [0]
+        made = other.put(1)
+    with pytest.raises(ExecutorClosedError):
+        other.run(str, made)
+    with pytest.raises(TransferError, match="The object is a _thread.lock"):
+        pools.put(threading.Lock())
+
+
+# resize
+
+
+def test_resize_grows_and_shrinks(pools: ParallelExecutor) -> None:
+    """Between tasks; the workers that stay keep their processes, and the ranks are those of the new size."""
+    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
+        pids = pool.run(os.getpid)
+        for size in (4, 1, 3):
+            pool.resize(size)
+            assert pool.run(lambda: (current_world().rank, current_world().world_size)) == [
+                (rank, size) for rank in range(size)
+            ]
+            assert pool.run(os.getpid)[0] == pids[0]
+        running = [pool.submit(time.sleep, 0.1) for _ in range(6)]
+        pool.resize(2)
+        assert all(future.done() for future in running)
+        with pytest.raises(ValueError, match="num_workers=0 must be at least 1"):
+            pool.resize(0)
+    with pytest.raises(ExecutorClosedError):
+        pool.resize(1)
+
+
+# timeout
+
+
+def test_a_timeout_holds_the_stack_of_the_silent_worker_only() -> None:
+    """Rank 1 hangs, rank 0 has answered: the error names rank 1 and where it stands, and nobody is killed."""
+    with ParallelExecutor(num_workers=2, devices="cpu", timeout=0.5) as pool:
+        pids = pool.run(os.getpid)
+
+        def hang() -> None:
+            if current_world().rank == 1:
+                time.sleep(3600)
+
+        with pytest.raises(RankTimeoutError) as caught:
+            pool.run(hang)
+        assert caught.value.ranks == [1]
+        assert "in hang" in caught.value.stacks[1]
+        assert f"Worker 1 (pid {pids[1]}, cpu):" in str(caught.value)
+        assert "nn_parallel" not in caught.value.stacks[1]
+        assert pool.run(os.getpid) == pids
+        with pytest.raises(TimeoutError, match=r"hang\(\) did not end within timeout=0.5 s"):
+            pool.run(hang)
+
+
+def test_waiting_in_the_queue_is_no_hang() -> None:
+    """The time of a task begins when a worker begins it."""
+    with ParallelExecutor(num_workers=1, devices="cpu", timeout=1) as pool:
+        assert list(pool.map(time.sleep, [0.2] * 8)) == [None] * 8
+
+
+# cancelling
+
+
+def test_cancelled_tasks_leave_the_workers_as_they_were(pools: ParallelExecutor) -> None:
+    """A run that fails on one rank ends the others by an interruption: sleeps, loops and locks; same processes."""
+
+    def body(how: str) -> None:
+        if current_world().rank == 1:
+            raise ValueError
+        if how == "sleep":
+            time.sleep(3600)
+        if how == "lock":
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+        while True:
+            pass
+
+    pids = pools.run(os.getpid)
+    for how in ("sleep", "lock", "loop"):
+        with pytest.raises(RankError) as caught:
+            pools.run(body, how)
+        assert list(caught.value.failures) == [1]
+    assert pools.run(os.getpid) == pids
+
+
+def test_a_task_that_swallows_its_interruption_is_killed(pools: ParallelExecutor) -> None:
+    """`except BaseException` does not keep a worker."""
+
+    def body() -> None:
+        while current_world().rank == 0:
+            with contextlib.suppress(BaseException):
+                time.sleep(3600)
+        raise ValueError
+
+    pids = pools.run(os.getpid)
+    with pytest.raises(RankError, match="rank 1 of 2: ValueError"):
+        pools.run(body)
+    after = pools.run(os.getpid)
+    assert after[1] == pids[1]
+    assert after[0] != pids[0]
+
+
+def test_interruptions_race_with_the_ends_of_tasks(pools: ParallelExecutor) -> None:
+    """A failure at a random moment around the end of the other rank's task: never a wrong answer, never a lost one."""
+
+    def body(failing: int, delay: float) -> int:
+        end = time.perf_counter() + (delay if current_world().rank == failing else 0.0005)
+        while time.perf_counter() < end:
+            pass
+        if current_world().rank == failing:
+            raise ValueError(failing)
+        return 7
+
+    pids, rng = pools.run(os.getpid), random.Random(0)
+    for _ in range(300):
+        failing = rng.randrange(2)
+        with pytest.raises(RankError) as caught:
+            pools.run(body, failing, rng.random() * 0.002)
+        assert {rank: str(error) for rank, error in caught.value.failures.items()} == {failing: str(failing)}
+        assert pools.run(abs, -3) == [3, 3]
+    assert pools.run(os.getpid) == pids
+
+
+def test_ctrl_c_keeps_the_workers(pools: ParallelExecutor) -> None:
+    """A run that the caller stops is interrupted in the workers, which stay."""
+    pids = pools.run(os.getpid)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        pools.run(time.sleep, 3600)
+    timer.join()
+    assert pools.run(os.getpid) == pids
+
+
+# output
+
+
+def test_output_can_name_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """With prefix_output each line begins with the rank, on both streams."""
+    with ParallelExecutor(num_workers=2, devices="cpu", prefix_output=True) as pool:
+        pool.run(lambda: print("one\ntwo"))
+        pool.run(lambda: print("three", file=sys.stderr))
+    captured = capsys.readouterr()
+    assert sorted(captured.out.splitlines()) == ["[rank 0] one", "[rank 0] two", "[rank 1] one", "[rank 1] two"]
+    assert sorted(captured.err.splitlines()) == ["[rank 0] three", "[rank 1] three"]
+
+
+# the rest of the standard library
+
+
+def test_asyncio_runs_in_it(pools: ParallelExecutor) -> None:
+    """`run_in_executor` takes it as any executor."""
+
+    async def main() -> list[int]:
+        loop = asyncio.get_running_loop()
+        return await asyncio.gather(*(loop.run_in_executor(pools, abs, -n) for n in range(5)))
+
+    assert asyncio.run(main()) == [0, 1, 2, 3, 4]
+
+
+def test_an_interpreter_that_exits_while_tasks_run(tmp_path: Path) -> None:
+    """Without a with block and without a shutdown, the tasks that were submitted still end, and nothing hangs."""
+    (tmp_path / "script.py").write_text(
+        "import time\n"
+        "from nn_parallel import ParallelExecutor\n"
+        "ex = ParallelExecutor(num_workers=2, devices='cpu')\n"
+        "for n in range(4): ex.submit(lambda n=n: (time.sleep(0.1), print('done', n)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "script.py"], capture_output=True, text=True, timeout=60, cwd=tmp_path, check=True
+    )
+    assert sorted(done.stdout.splitlines()) == [f"done {n}" for n in range(4)]
+    assert done.stderr == ""
+
+
+# evidence
+
+
+def test_a_death_is_told_with_its_evidence(pools: ParallelExecutor) -> None:
+    """Signal by name, pid, device, what it ran, and how much memory it had."""
+    with pytest.raises(WorkerDiedError) as caught:
+        pools.submit(lambda: os.kill(os.getpid(), signal.SIGKILL)).result()
+    error = caught.value
+    assert error.exitcode == -signal.SIGKILL
+    assert f"(pid {error.pid}, cpu) was killed by SIGKILL while running " in str(error)
+    assert "Its memory use peaked at" in error.evidence
+
+
+OOM_SCRIPT = """
+import os, sys
+from pathlib import Path
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+from nn_parallel import ParallelExecutor, WorkerDiedError
+with ParallelExecutor(num_workers=1, devices="cpu") as ex:
+    try:
+        ex.submit(lambda: len(bytearray(os.urandom(1 << 20)) * 4096)).result()
+    except WorkerDiedError as error:
+        print(error)
+"""
+
+
+def _new_memory_cgroup() -> Path | None:
+    """A memory cgroup (version 1) below our own; None where we may not make one."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            group = Path("/sys/fs/cgroup/memory", path.lstrip("/"), f"oom-{os.getpid()}")
+            with contextlib.suppress(OSError):
+                group.mkdir()
+                return group
+    return None
+
+
+def test_the_kernel_s_out_of_memory_killer_is_named(
+    tmp_path: Path, pools: ParallelExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that outgrows its cgroup: the error says that the kernel killed for memory meanwhile.
+
+    By the real killer where this process may make a cgroup, else by a file that counts in its place.
+    """
+    if group := _new_memory_cgroup():
+        try:
+            (group / "memory.limit_in_bytes").write_text(str(1 << 30))
+            command = [sys.executable, "-c", OOM_SCRIPT, str(group)]
+            told = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+        finally:
+            deadline = time.monotonic() + 10
+            while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            group.rmdir()
+    else:
+        counter = tmp_path / "memory.events"
+        counter.write_text("oom 4\noom_kill 3\n")
+        monkeypatch.setattr(evidence, "_events_file", lambda: counter)
+        with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+            pool.run(int)
+            counter.write_text("oom 5\noom_kill 4\n")
+            with pytest.raises(WorkerDiedError) as caught:
+                pool.submit(lambda: os.kill(os.getpid(), signal.SIGKILL)).result()
+        told = str(caught.value)
+    assert "was killed by SIGKILL while running " in told
+    assert "The kernel's out-of-memory killer counted 1 kill in this cgroup." in told
+
+
+def test_too_many_descriptors_is_an_error_and_no_leak() -> None:
+    """A pool for which there are no descriptors left says so, and what it had opened is closed."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 12, before[1]))
+    try:
+        with pytest.raises((OSError, ParallelError)):
+            ParallelExecutor(num_workers=8, devices="cpu")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
+        assert pool.run(int) == [0, 0]
+
+
+def test_any_thread_may_wait(pools: ParallelExecutor) -> None:
+    """A run from a thread that is not the main one fails and goes on like any other."""
+    outcomes: list[Any] = []
+
+    def call() -> None:
+        try:
+            pools.run(lambda: 1 // current_world().rank)
+        except RankError as error:
+            outcomes.append(error.rank)
+        outcomes.append(pools.run(int))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(10)
+    assert outcomes == [0, [0, 0]]
