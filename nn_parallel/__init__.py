@@ -5,14 +5,22 @@ The files, from the bottom up; each knows only those above it in this list::
     errors                  every error
     launchers, devices      environment -> launch facts; which devices there are
     pickling                objects to bytes and back
+    interrupt               end what the main thread does
     world                   who am I among the ranks
     ddp                     initialize_ddp, cleanup_ddp
     reports                 the words in which ranks tell of outcomes
+    peers, positions        what a rank reads of another one; where the main thread stands
+    watcher                 free this rank from what cannot come to an end
     outcomes                post and await outcomes through the store
     channels                the one of this process
     collectives             collectives on objects
     on_rank                 code for one rank
-    executor                ParallelExecutor (transport, worker, forkserver, supervisor, executor)
+    executor                ParallelExecutor:
+        transport, poller, evidence     messages; waiting for many; why a process died
+        worker                          a worker process
+        forkserver, boot, servers       the process that forks them; its first lines; as the parent sees it
+        jobs, workers, crew             what is to be done; who does it, one by one and all together
+        supervisor, executor            the parent's thread; the class itself
     parallelize             code for every device
 
 Importing it starts nothing: no process, no thread, no GPU.

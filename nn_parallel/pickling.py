@@ -200,7 +200,7 @@ def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _refuses(obj: Any) -> bool:
     """Whether it is its own ``__reduce__`` that raises, and nothing in it."""
-    if type(obj).__reduce__ is object.__reduce__:
+    if not any("__reduce__" in vars(kind) for kind in type(obj).__mro__[:-1]):
         return False
     try:
         obj.__reduce__()

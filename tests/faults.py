@@ -323,22 +323,31 @@ def work(fault: Fault, phase: str, argument: object = None) -> Any:
 
 
 def as_markdown(results: dict[str, dict[str, Any]]) -> str:
-    """The table, from the results of a run: what came of each cell, and after how long."""
-    lines = ["| fault | phase | " + " | ".join(MODES) + " |", "|---|---|" + "---|" * len(MODES)]
-    for fault, phase in itertools.product(FAULTS, PHASES):
-        cells = []
-        for mode in MODES:
-            found = results.get(Cell(fault, phase, mode).id)
-            cells.append(f"{found['told']}, {found['seconds'] * 1e3:.0f} ms" if found else "-")
-        if set(cells) != {"-"}:
-            lines.append(f"| {fault} | {phase} | " + " | ".join(cells) + " |")
+    """The page of the docs, from the record of a run: what came of each cell, and after how long."""
+    lines = [HEAD, "| fault | phase | " + " | ".join(MODES) + " |", "|---|---|" + "---|" * len(MODES)]
     reasons: dict[str, int] = {}
-    for cell in map(Cell._make, itertools.product(FAULTS, PHASES, MODES)):
-        if reason := left_out(cell):
+    for fault, phase in itertools.product(FAULTS, PHASES):
+        cells = [Cell(fault, phase, mode) for mode in MODES]
+        told = [_told(results.get(cell.id)) for cell in cells]
+        if any(told):
+            lines.append(f"| {fault} | {phase} | " + " | ".join(told) + " |")
+        for reason in filter(None, map(left_out, cells)):
             reasons[reason] = reasons.get(reason, 0) + 1
-    lines += ["", "Left out, for these reasons:", ""]
-    return "\n".join(lines + [f"- {count} cells: {reason}" for reason, count in reasons.items()])
+    lines += ["", "The other cells are left out:", ""]
+    return "\n".join(lines + [f"- {count}: {reason}" for reason, count in reasons.items()])
 
+
+def _told(found: dict[str, Any] | None) -> str:
+    return f"{found['told']}, {found['seconds'] * 1e3:.0f} ms" if found else ""
+
+
+HEAD = f"""# What comes of which fault
+
+On rank 1 of 2 something goes wrong: this is what the caller gets, or under a launcher rank 0, and how long after the call
+began. Where a rank hangs, the time contains a `timeout` of {TIMEOUT_S * 1e3:.0f} ms. Afterwards the pool, or the ranks if
+both live, go on, and nothing is left behind. One run on a machine of two cores; made from the tests' own record by
+`python tests/faults.py docs/faults.json`.
+"""
 
 if __name__ == "__main__":
     with open(sys.argv[1]) as file:
