@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ def parallelize_on_gpus(
     pass_device: bool = True,
     *,
     devices: str | torch.device | Sequence[str | torch.device | int] | None = None,
+    timeout: timedelta | float | None = None,
 ) -> Callable[[Callable[..., R]], Callable[..., list[R]]]:
     """Make a function run on every device at once and return the list of its results, one per device.
 
@@ -39,10 +41,11 @@ def parallelize_on_gpus(
         num_gpus: the first so many accelerators; on a machine without any, so many CPU workers. If None: all.
         pass_device: bind each worker's device to the parameter called ``device``.
         devices: instead of ``num_gpus``; see `ParallelExecutor`.
+        timeout: seconds (or a timedelta) that a call may take.
 
     Raises:
         TypeError, ValueError: at the call, as `ParallelExecutor`.
-        RankError, TransferError: at the call, as `ParallelExecutor.run`.
+        RankError, RankTimeoutError, TransferError: at the call, as `ParallelExecutor.run`.
 
     Example::
 
@@ -57,11 +60,11 @@ def parallelize_on_gpus(
         @functools.wraps(fn)
         def wrapper(*args: Any, **kwargs: Any) -> list[R]:
             while True:
-                pool = _shared_pool(num_gpus, pass_device, devices)
+                key, pool = _shared_pool(num_gpus, pass_device, devices, timeout)
                 try:
                     return pool.run(fn, *args, **kwargs)
                 except ExecutorClosedError:  # its idle minute ended just now
-                    _pools.pop(_key(num_gpus, pass_device, devices), None)
+                    _pools.pop(key, None)
 
         return wrapper
 
@@ -107,14 +110,16 @@ class _SharedPool(ParallelExecutor):
     _idle_limit_s = IDLE_LIMIT_S
 
 
-def _shared_pool(num_gpus: int | None, pass_device: bool, devices: Any) -> ParallelExecutor:
+def _shared_pool(num_gpus: int | None, pass_device: bool, devices: Any, timeout: Any) -> tuple[Any, ParallelExecutor]:
+    """A pool that is made so, under its key; under a launcher the ranks, where there is nothing to start or to keep."""
+    named = devices if isinstance(devices, str | None) else tuple(map(str, devices))
+    key = num_gpus, pass_device, named, timeout
     if join_launched_world() is not None:
-        return ParallelExecutor(num_gpus, pass_device, devices=devices)  # the ranks: nothing to start or to keep
+        return key, ParallelExecutor(num_gpus, pass_device, devices=devices, timeout=timeout)
     with _pools_lock:
-        key = _key(num_gpus, pass_device, devices)
         if key not in _pools:
-            _pools[key] = _SharedPool(num_gpus, pass_device, devices=devices)
-        return _pools[key]
+            _pools[key] = _SharedPool(num_gpus, pass_device, devices=devices, timeout=timeout)
+        return key, _pools[key]
 
 
 def close_shared_pools() -> None:
@@ -122,10 +127,6 @@ def close_shared_pools() -> None:
     with _pools_lock:
         while _pools:
             _pools.popitem()[1].shutdown()
-
-
-def _key(num_gpus: int | None, pass_device: bool, devices: Any) -> Any:
-    return num_gpus, pass_device, devices if isinstance(devices, str | None) else tuple(map(str, devices))
 
 
 def _split_run_gather(

@@ -343,10 +343,10 @@ def _told(found: dict[str, Any] | None) -> str:
 
 HEAD = f"""# What comes of which fault
 
-On rank 1 of 2 something goes wrong: this is what the caller gets, or under a launcher rank 0, and how long after the call
-began. Where a rank hangs, the time contains a `timeout` of {TIMEOUT_S * 1e3:.0f} ms. Afterwards the pool, or the ranks if
-both live, go on, and nothing is left behind. One run on a machine of two cores; made from the tests' own record by
-`python tests/faults.py docs/faults.json`.
+On rank 1 of 2 something goes wrong: this is what the caller gets, or under a launcher rank 0, and how long after the
+call began. Where a rank hangs, the time contains a `timeout` of {TIMEOUT_S * 1e3:.0f} ms. Afterwards the pool, or the
+ranks if both live, go on, and nothing is left behind. One run on a machine of two cores; made from the tests' own
+record by `python tests/faults.py docs/faults.json`.
 """
 
 if __name__ == "__main__":

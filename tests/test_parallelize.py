@@ -14,6 +14,7 @@ from ranks import launched
 from nn_parallel import (
     ParallelExecutor,
     RankError,
+    RankTimeoutError,
     current_world,
     initialize_ddp,
     on_rank,
@@ -175,3 +176,18 @@ def test_the_old_page_under_torchrun() -> None:
             assert seen["all"] == [[2, 4, 6]] * 2
             assert seen["products"] == [1.0, 1.0]
             _check_what_both_ways_give(seen)
+
+
+def test_a_call_can_have_a_timeout() -> None:
+    """A hang ends with the stack of the rank that hangs, and the next call works."""
+
+    @parallelize_on_gpus(num_gpus=2, timeout=0.5)
+    def hang(rank: int) -> int:
+        while current_world().rank == rank:
+            pass
+        return 7
+
+    with pytest.raises(RankTimeoutError, match="in hang") as caught:
+        hang(1)
+    assert caught.value.ranks == [1]
+    assert hang(2) == [7, 7]

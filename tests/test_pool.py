@@ -328,6 +328,27 @@ def test_the_kernel_s_out_of_memory_killer_is_named(
     assert "The kernel's out-of-memory killer counted 1 kill in this cgroup." in told
 
 
+def test_a_killed_process_leaves_no_shared_memory(pools: ParallelExecutor) -> None:
+    """A DataLoader process that is killed with its worker, just as it hands over a tensor: its file goes with it."""
+
+    def leave_behind() -> None:
+        for pid in (os.fork(), os.getpid()):  # a grandchild, and the worker
+            if pid in (0, os.getpid()):
+                Path(f"/dev/shm/torch_{os.getpid()}_1_0").touch()
+            if pid == 0:
+                time.sleep(3600)
+        while len(list(Path("/dev/shm").glob("torch_*_1_0"))) < 2:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(WorkerDiedError):
+        pools.submit(leave_behind).result()
+    deadline = time.monotonic() + 2
+    while list(Path("/dev/shm").glob("torch_*_1_0")):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_too_many_descriptors_is_an_error_and_no_leak() -> None:
     """A pool for which there are no descriptors left says so, and what it had opened is closed."""
     import resource

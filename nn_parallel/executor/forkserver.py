@@ -141,6 +141,7 @@ class _Server:
             if pool is not None:
                 _kill_group(pid)  # its children; still a zombie, so the number cannot belong to anyone else
             _, status, usage = os.wait4(pid, 0)
+            _remove_shared_memory(pid)
             if pool is not None:
                 code = os.waitstatus_to_exitcode(status)
                 self._tell(pool, {"exited": pid, "exitcode": code, "max_rss_kib": usage.ru_maxrss})
@@ -166,7 +167,16 @@ def _kill_descendants() -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, 0)
+            pid, _ = os.waitpid(-1, 0)
+            _remove_shared_memory(pid)
+
+
+def _remove_shared_memory(pid: int) -> None:
+    """Remove what a process left that was killed as it sent a tensor: torch makes a named file and unlinks it soon."""
+    for name in os.listdir("/dev/shm"):
+        if name.startswith(f"torch_{pid}_"):
+            with contextlib.suppress(OSError):
+                os.unlink(f"/dev/shm/{name}")
 
 
 def _children() -> list[int]:
