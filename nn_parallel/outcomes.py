@@ -59,8 +59,7 @@ class Channel:
         self._kept: deque[Failed] = deque(maxlen=FAILURES_KEPT)
         self._failures_made = 0
         self._blocks_entered = 0
-        self._block = 0  # the innermost that this rank is in, as a negative number; 0: none
-        self._doomed: tuple[int, ParallelError] | None = None  # a block that has failed, and how; it has not ended yet
+        self._blocks: list[Watched] = []  # that this rank is in, the innermost last
         self.begin_term(member.term)
         member.on_leave.callback(self._leave)
 
@@ -132,12 +131,12 @@ class Channel:
                 f"{', '.join(map(str, self.nested_in))}: the others are not there. Make it outside."
             )
         self._raise_if_doomed()
-        around = self._block
         self._blocks_entered += 1
-        self._block = number = -self._blocks_entered
+        number = -self._blocks_entered
         timeout_s = None if timeout is None else timeout.total_seconds()
         watched = Watched(call, number, f"{self.term} {number}", timeout_s, None if from_end else time.monotonic())
         watcher = self._watcher()
+        self._blocks.append(watched)
         with watcher.entered(watched):
             try:
                 with watcher.watching(watched):
@@ -151,33 +150,36 @@ class Channel:
             except BaseException as error:
                 if watched.reason is not None and _follows(error):
                     error = watched.reason.with_traceback(error.__traceback__)
-                failed = self._fail_block(call, number, error)
+                failed = self._fail_block(watched, error)
                 if failed is None:
                     raise
                 raise failed from None
             finally:
-                self._block = around
+                self._blocks.remove(watched)
 
-    def _fail_block(self, call: Call, number: int, error: BaseException) -> ParallelError | None:
-        """`_fail` of a block; all ranks leave it and count from one again."""
-        failed: ParallelError | None
-        if self._doomed is not None:  # told already, by a block inside this one
-            doomed, failed = self._doomed
-            self._doomed = None if doomed == number else self._doomed
-        else:
-            failed = self._fail(call, number, error, FAILED)
+    def _fail_block(self, watched: Watched, error: BaseException) -> ParallelError | None:
+        """`_fail` of the innermost block; all ranks leave it and count from one again."""
+        number = watched.number
+        failed = watched.doom
+        if failed is None:
+            failed = self._fail(watched.call, number, error, FAILED)
             outermost = self._peers.outermost_failed(number)
-            if failed is not None and outermost > number:
-                self._doomed = outermost, failed
+            for block in self._blocks[:-1]:
+                if block.number <= outermost:  # user code must not catch this error in there and go on
+                    block.doom = failed
             self.begin_term(self.term + 1)
         self._blocks_entered = -number  # ranks may have entered unequally many, and made unequally many groups,
         self.member.groups_made = 0  # which are named by their term too
         return failed
 
+    @property
+    def _block(self) -> int:
+        """The innermost block that this rank is in, as a negative number; 0 if it is in none."""
+        return self._blocks[-1].number if self._blocks else 0
+
     def _raise_if_doomed(self) -> None:
-        """User code has caught the failure of a block inside that block: it cannot go on there."""
-        if self._doomed is not None:
-            raise self._doomed[1]
+        if self._blocks and self._blocks[-1].doom is not None:
+            raise self._blocks[-1].doom
 
     @contextlib.contextmanager
     def nested(self, ranks: Sequence[int]) -> Iterator[None]:
@@ -315,7 +317,7 @@ class Channel:
             if report.progress.phase == FAILED or report.progress.term > self.term:
                 if self._block and (failures := self._peers.failures_of(rank, report, self._block)):
                     raise self._rank_error(call, self._block, failures)
-                if not self._block:
+                if not self._block or report.progress.term > self.term:
                     return report  # it was here, and has failed in what comes next
             self._check_same_call(rank, report, call)
             if report.progress >= goal:
@@ -345,10 +347,10 @@ class Channel:
 
     def _check_same_call(self, rank: int, report: Report, call: Call) -> None:
         """Raise if ``rank`` makes, or made, another call under the number of the present one."""
-        if report.progress.call < self._calls and report.progress.term <= self.term:
+        if report.progress.call < self._calls:
             return
         try:
-            theirs = report.made_as(self._calls) if report.progress.term == self.term else "a later block\tunknown"
+            theirs = report.made_as(self._calls)
         except ValueError:
             raise foreign_value(f"report/{rank}", report.history) from None
         # None: the rank is so far ahead that it has forgotten. Its outcome is still told by its list of failures.

@@ -37,6 +37,7 @@ class Watched:
     active: bool = False  # its body runs
     freed: bool = False
     reason: ParallelError | None = None  # why it was freed, if not for another rank
+    doom: ParallelError | None = None  # it has failed, as this rank knows from a block inside it, and has not ended yet
 
 
 class Watcher:
@@ -66,6 +67,7 @@ class Watcher:
         finally:
             with self._changed:
                 self._entered.remove(watched)
+                self._changed.notify()  # what is around it is watched again
 
     @contextlib.contextmanager
     def watching(self, watched: Watched) -> Iterator[None]:
@@ -93,7 +95,7 @@ class Watcher:
             with self._changed:
                 if self._stopped:
                     return
-                watched = self._innermost()
+                watched, term = self._innermost(), self._member.term
                 if not watched:
                     pause = POLL_MIN_S
                     self._changed.wait()
@@ -104,7 +106,7 @@ class Watcher:
                 return
             with self._changed:
                 for each in hopeless:
-                    if each.active:
+                    if each.active and self._member.term == term:  # or it is another term's claim that was seen
                         abort_collectives(self._member)  # again and again: a group may just be made
                         if not each.freed:
                             each.freed = True
@@ -126,7 +128,7 @@ class Watcher:
         """Whether this rank must be freed from ``watched``; sets the reason if it is this rank's own."""
         me, call = self._member.rank, watched.call
         first = self._peers.first_failed(watched.number)
-        if watched.freed or (first is not None and first.rank != me):
+        if watched.freed or watched.doom is not None or (first is not None and first.rank != me):
             return True
         if watched.number > 0:
             return False

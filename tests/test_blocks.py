@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -225,6 +226,61 @@ def test_blocks_nest(two: Ranks) -> None:
         return results, {r: str(e) for r, e in caught.value.failures.items()}
 
     assert two.run(scenario) == [([0, 1], {1: "inner"})] * 2
+
+
+def random_program(seed: int, steps: int) -> list[Any]:
+    """The same random program on every rank: sections, collectives and blocks in blocks, of which many fail somewhere.
+
+    Returns what came of each step, without what only one rank can know.
+    """
+    rng, rank, log = random.Random(seed), initialize_ddp().rank, []
+
+    def step(depth: int) -> None:
+        kind, who, wait = rng.randrange(6), rng.randrange(3), rng.choice(WAITS)
+        delays = [rng.random() * 0.003 for _ in range(3)]
+        inner = [rng.randrange(1 << 30) for _ in range(rng.randrange(3) if depth < 2 else 0)]
+        mark = len(log)
+        time.sleep(delays[rank])
+        if kind == 0:
+            log.append(on_rank(who, broadcast=True)(lambda: who)())
+        elif kind == 1:
+            on_rank(who, barrier=True)(int)()
+        elif kind == 2:
+            total = torch.ones(1)
+            initialize_ddp()
+            dist.all_reduce(total)
+            log.append(int(total))
+        else:
+            try:
+                with ParallelExecutor() as executor:
+                    initialize_ddp()
+                    for number in inner:
+                        rng.seed(number)
+                        step(depth + 1)
+                    if kind == 3:
+                        log.append(executor.run(lambda: depth))
+                    elif kind == 4:
+                        log.append(executor.run(lambda: 1 // (0 if rank == who else 1)))
+                    elif rank == who:
+                        raise ValueError(f"{who}")
+                    elif wait not in (wait_in_on_rank, wait_in_run, wait_in_ddp):
+                        wait()
+            except RankError as error:
+                del log[mark:]  # how far a rank got in a block that failed is its own
+                log.append((error.rank, str(error.failures[error.rank])))
+
+    for number in range(steps):
+        rng.seed(seed + number)
+        step(0)
+    return log
+
+
+@pytest.mark.parametrize("seed", range(0, 300, 100))
+def test_random_programs_end_alike_on_all_ranks(three: Ranks, seed: int) -> None:
+    """Whatever fails inside whatever, all ranks get the same outcomes in the same order, and stay in step."""
+    first, *others = three.run(random_program, seed, 40)
+    assert len(first) > 20
+    assert others == [first] * 2
 
 
 def test_an_executor_is_closed_by_its_block(two: Ranks) -> None:
