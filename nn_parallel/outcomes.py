@@ -168,6 +168,7 @@ class Channel:
                 if block.number <= outermost:  # user code must not catch this error in there and go on
                     block.doom = failed
             self.begin_term(self.term + 1)
+        close_group(self.member)  # also what the watcher has done to it since the block inside failed
         self._blocks_entered = -number  # ranks may have entered unequally many, and made unequally many groups,
         self.member.groups_made = 0  # which are named by their term too
         return failed

@@ -99,9 +99,27 @@ class Peers:
         return report if report.progress.term >= self._member.term else NO_REPORT
 
     def first_failed(self, number: int) -> Claim | None:
-        """Who claims to have failed first in section or block ``number``, or in something beyond or around it."""
+        """Who claims to have failed first in section or block ``number``, or in something beyond or around it.
+
+        A claim of a later term tells that a rank has failed in a block of this one, perhaps in one that this rank has
+        not entered yet; which one it was stands in that rank's list.
+        """
+        term = self._member.term
         with lost_store_names_its_host(self._member):
-            return first_to_claim(self._store, claim_key(self._member.term, number))
+            claim = first_to_claim(self._store, claim_key(term, number))
+        if claim is None or claim.term == term:
+            return claim
+        return claim if number < 0 and self._has_failed(claim.rank, term, number) else None
+
+    def _has_failed(self, rank: int, term: int, block: int) -> bool:
+        """Whether ``rank`` has failed in ``block`` or in one around it; also if that is no longer known."""
+        text = self.text(f"failed/{rank}") or ""
+        try:
+            made, kept = parse_failed(text)
+        except (TypeError, KeyError, ValueError, AttributeError):
+            raise foreign_value(f"failed/{rank}", text) from None
+        forgotten = made > len(kept) and kept[0].term > term
+        return forgotten or any(f.term == term and block <= f.call < 0 for f in kept)
 
     def outermost_failed(self, block: int) -> int:
         """The outermost block that is known to have failed: ``block``, or one around it."""

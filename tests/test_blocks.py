@@ -275,6 +275,7 @@ def random_program(seed: int, steps: int) -> list[Any]:
     return log
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("seed", range(0, 300, 100))
 def test_random_programs_end_alike_on_all_ranks(three: Ranks, seed: int) -> None:
     """Whatever fails inside whatever, all ranks get the same outcomes in the same order, and stay in step."""
