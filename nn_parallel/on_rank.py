@@ -8,7 +8,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from types import FrameType
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
 
 from .channels import channel
@@ -18,7 +17,7 @@ from .errors import ParallelError
 from .outcomes import Channel
 from .peers import local_places
 from .pickling import dumps
-from .reports import Call
+from .reports import Call, place_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -174,7 +173,7 @@ def rank_first(rank: int = 0, *, local: bool = False, timeout: timedelta | float
         first = _local_ranks_in_world("rank_first", wanted, here)
     else:
         first = _ranks_in_world("rank_first", (wanted,), here.world_size)
-    call = Call("rank_first()", first, _place(sys._getframe(2)))
+    call = Call("rank_first()", first, place_of(sys._getframe(2)))
     with here.section(call, timeout=limit) as goes_first:
         if goes_first:
             yield
@@ -210,7 +209,7 @@ def _decorator(
                         f"{_listed(here.nested_in)}: it would run nowhere."
                     )
                 return fn(*args, **kwargs) if here.rank in ranks else None
-            call = Call(f"{_name(fn)}()", ranks, _place(sys._getframe(1)), wait)
+            call = Call(f"{_name(fn)}()", ranks, place_of(sys._getframe(1)), wait)
             result: R | None = None
             try:
                 with here.section(call, barrier=barrier, timeout=timeout) as runs:
@@ -278,7 +277,3 @@ def _name(fn: Callable[..., Any]) -> str:
 
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _place(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -37,10 +37,7 @@ class Peer:
 
     def take_failures(self, text: str) -> None:
         """Add what is new in the peer's list."""
-        try:
-            made, kept = parse_failed(text)
-        except (TypeError, KeyError, ValueError, AttributeError):
-            raise foreign_value(f"failed/{self.rank}", text) from None
+        made, kept = _listed_failures(self.rank, text)
         unseen = made - self.failures_seen
         if unseen > len(kept) > 0:
             self.forgotten = (kept[0].term, kept[0].call)
@@ -113,11 +110,7 @@ class Peers:
 
     def _has_failed(self, rank: int, term: int, block: int) -> bool:
         """Whether ``rank`` has failed in ``block`` or in one around it; also if that is no longer known."""
-        text = self.text(f"failed/{rank}") or ""
-        try:
-            made, kept = parse_failed(text)
-        except (TypeError, KeyError, ValueError, AttributeError):
-            raise foreign_value(f"failed/{rank}", text) from None
+        made, kept = _listed_failures(rank, self.text(f"failed/{rank}") or "")
         forgotten = made > len(kept) and kept[0].term > term
         return forgotten or any(f.term == term and block <= f.call < 0 for f in kept)
 
@@ -169,6 +162,14 @@ class Peers:
     def close(self) -> None:
         for peer in self._peers.values():
             peer.close()
+
+
+def _listed_failures(rank: int, text: str) -> tuple[int, list[Failed]]:
+    """How many failures ``rank`` ever had, and the last of them, from its list in the store."""
+    try:
+        return parse_failed(text)
+    except (TypeError, KeyError, ValueError, AttributeError):
+        raise foreign_value(f"failed/{rank}", text) from None
 
 
 def claim_key(term: int, number: int) -> str:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from .reports import place_of
+
 
 class Position(NamedTuple):
     """Where the main thread stands."""
@@ -25,25 +27,16 @@ class Position(NamedTuple):
 
 def position() -> Position:
     """Where the main thread stands now."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     collective = None
-    stack = "".join(traceback.format_stack(_user_frame(frame))) if frame else ""
     while frame is not None and _is_library(frame):
         if frame.f_code.co_filename == dist.distributed_c10d.__file__:
             group = frame.f_locals.get("group")
             everyone = "group" in frame.f_locals and (group is None or group is dist.group.WORLD)
             collective = frame.f_code.co_name if everyone and frame.f_code.co_name in COLLECTIVES else None
         frame = frame.f_back
-    place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown place"
-    return Position(collective, place, stack)
-
-
-def _user_frame(frame: FrameType) -> FrameType:
-    """The innermost frame that is not of torch or of this package."""
-    found: FrameType | None = frame
-    while found is not None and _is_library(found):
-        found = found.f_back
-    return found or frame
+    stack = "".join(traceback.format_stack(frame or innermost)) if innermost else ""
+    return Position(collective, place_of(frame) if frame else "an unknown place", stack)
 
 
 def _is_library(frame: FrameType) -> bool:

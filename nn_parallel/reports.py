@@ -11,6 +11,7 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,11 @@ class Call(NamedTuple):
     def together(self) -> bool:
         """Several ranks run it and wait for its end, so that one may wait for another in a collective."""
         return self.wait and len(self.ranks) > 1
+
+
+def place_of(frame: FrameType) -> str:
+    """Where a frame stands, as ``file:line``."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class Progress(NamedTuple):

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from faults import KeywordOnly, Unpicklable
+from faults import loop_endlessly as spin
+from faults import sleep_long as sleep
 from ranks import Ranks, launched
 
 from nn_parallel import (
@@ -44,15 +47,6 @@ def wait_in_collective() -> None:
 
 def wait_in_ddp() -> None:
     torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-
-
-def spin() -> None:
-    while True:
-        pass
-
-
-def sleep() -> None:
-    time.sleep(60)
 
 
 def wait_in_on_rank() -> None:
@@ -153,16 +147,6 @@ def test_two_ranks_fail_at_once(three: Ranks) -> None:
     for told in tolds:
         assert set(told["failures"].items()) <= {(1, "ValueError: from 1"), (2, "ValueError: from 2")}
         assert told["total"] == 3
-
-
-class KeywordOnly(Exception):
-    def __init__(self, *, code: int) -> None:
-        super().__init__(f"code {code}")
-
-
-class Unpicklable(Exception):
-    def __reduce__(self) -> Any:
-        raise TypeError("no")
 
 
 @pytest.mark.parametrize(

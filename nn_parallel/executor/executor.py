@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -22,9 +22,9 @@ from ..ddp import as_timedelta, join_launched_world
 from ..devices import accelerators, call_on_device, cpu_count, parse_devices, what_exists
 from ..errors import ExecutorClosedError, ParallelError, RankError, TransferError, rank_error, user_frames
 from ..pickling import Packed, dumps
-from ..reports import Call
+from ..reports import Call, place_of
 from ..world import Membership
-from .jobs import Handle, PackedCall, Resize, Run, Single
+from .jobs import Handle, PackedCall, Resize, Run, Single, call_name
 from .supervisor import Settings, Supervisor
 
 R = TypeVar("R")
@@ -132,7 +132,7 @@ class ParallelExecutor(Executor):
         frame = sys._getframe(1)
         try:
             if self._supervisor is None:
-                return self._run_on_ranks(fn, args, kwargs, _place(frame))
+                return self._run_on_ranks(fn, args, kwargs, place_of(frame))
             return self._run_on_workers(self._supervisor, fn, args, kwargs)
         except RankError as error:
             raise error.with_traceback(None) from error.__cause__  # without our own frames
@@ -264,7 +264,7 @@ class ParallelExecutor(Executor):
         if self._supervisor is None:
             self._raise_if_closed()
             if here := channel():
-                place = _place(sys._getframe(1))
+                place = place_of(sys._getframe(1))
                 call = Call("with ParallelExecutor()", tuple(range(here.world_size)), place)
                 self._block = here.block(call, self._timeout, from_end=True)
                 self._block.__enter__()
@@ -305,8 +305,8 @@ class ParallelExecutor(Executor):
             try:
                 return [call_on_device(fn, args, kwargs, device)]
             except Exception as error:
-                raise rank_error(_name(fn), 1, {0: error.with_traceback(user_frames(error))}) from None
-        with here.block(Call(_name(fn), tuple(range(here.world_size)), place), self._timeout):
+                raise rank_error(call_name(fn), 1, {0: error.with_traceback(user_frames(error))}) from None
+        with here.block(Call(call_name(fn), tuple(range(here.world_size)), place), self._timeout):
             result = call_on_device(fn, args, kwargs, device)
             packed = dumps(result, {"the result": result})
         return all_gather_packed(packed)
@@ -337,20 +337,12 @@ def _check_choice_is_what_runs(member: Membership, num_gpus: int | None, devices
         )
 
 
-def _place(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
 def _call_each(fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: torch.device | None = None) -> list[R]:
     return [call_on_device(fn, item, {}, device) for item in items]
 
 
 def _nothing() -> None:
     """The initializer of a pool that was given none."""
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return f"{getattr(fn, '__qualname__', None) or type(fn).__qualname__}()"
 
 
 def _choose_devices(

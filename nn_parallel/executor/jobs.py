@@ -36,13 +36,18 @@ class Handle:
         return f"<Handle of a {self._what}>"
 
 
+def call_name(fn: Callable[..., Any]) -> str:
+    """How a call of ``fn`` is called in errors."""
+    return f"{getattr(fn, '__qualname__', None) or type(fn).__qualname__}()"
+
+
 class PackedCall:
     """A function and its arguments, packed, and the handles among these; they live until the call is over."""
 
     def __init__(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owner: object = None
     ) -> None:
-        self.name = f"{getattr(fn, '__qualname__', None) or type(fn).__qualname__}()"
+        self.name = call_name(fn)
         parts = {"the function": fn}
         parts |= {f"argument {index}": value for index, value in enumerate(args)}
         parts |= {f"argument {name!r}": value for name, value in kwargs.items()}

@@ -165,9 +165,9 @@ class Supervisor:
             self._crew.poller.wake()  # there is a new deadline
         return ready
 
-    def _end_task(self, job: Single | Run | None, kill: bool = False) -> None:
+    def _end_task(self, job: Single | Run, kill: bool = False) -> None:
         for worker in self._workers:
-            if job is not None and worker.job is job and not worker.leaving:
+            if worker.job is job and not worker.leaving:
                 worker.kill() if kill else worker.cancel()
 
     @property
