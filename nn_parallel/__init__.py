@@ -11,7 +11,7 @@ The files, from the bottom up; each knows only those above it in this list::
     reports                 the words in which ranks tell of outcomes
     peers, positions        what a rank reads of another one; where the main thread stands
     watcher                 free this rank from what cannot come to an end
-    outcomes                post and await outcomes through the store
+    sections, outcomes      calls of all ranks: post and await their outcomes through the store; blocks of such calls
     channels                the one of this process
     collectives             collectives on objects
     on_rank                 code for one rank

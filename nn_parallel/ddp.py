@@ -170,8 +170,10 @@ def abort_collectives(member: Membership) -> None:
     """Free this rank from the collective that it sits in, and its peers from waiting for it. Any thread may call this.
 
     Gloo has no abort: what frees a rank at once is the end of its own connections. `shutdown` ends them for every
-    thread that uses them and leaves the closing to gloo. A descriptor is touched only while it is still the same socket
-    (its inode), and never a listening one, whose loss ends the process.
+    thread that uses them and leaves the closing to gloo, which tells the peers. It ends the reading alone: where gloo's
+    write fails before gloo has seen the end of the connection, it never wakes the one who waits for that write
+    (`Pair::signalException` passes over unbound buffers that are being sent). A descriptor is touched only while it is
+    still the same socket (its inode), and never a listening one, whose loss ends the process.
     """
     member.interrupted = True
     for fd, inode in list(member.group_sockets.items()):
@@ -182,7 +184,7 @@ def abort_collectives(member: Membership) -> None:
                 continue
             with socket.socket(fileno=duplicate) as connection:
                 if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    connection.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(socket.SHUT_RD)
 
 
 def _join(launch: Launch, device: torch.device | None, timeout: timedelta) -> Membership:
@@ -250,6 +252,7 @@ def _meet(store: dist.Store, member: Membership, timeout: timedelta, where: str)
     deadline = time.monotonic() + timeout.total_seconds()
     pause = 0.0001
     try:
+        _raise_if_interrupted(member, where)  # before anything of it stands in the store
         if store.add(f"arrived/{world.rank}", 1) > 1:
             raise LaunchError(
                 f"There are two ranks {world.rank} at {where}: another job uses the same address, or two processes "
@@ -257,8 +260,7 @@ def _meet(store: dist.Store, member: Membership, timeout: timedelta, where: str)
             )
         arrived = store.add("arrived", 1)  # one counter to poll, however many ranks; the keys name the missing
         while arrived < world.world_size:
-            if member.interrupted:
-                raise LaunchError(f"Another rank failed while rank {world.rank} waited for it at {where}.")
+            _raise_if_interrupted(member, where)
             if time.monotonic() > deadline:
                 missing = [rank for rank in range(world.world_size) if not store.check([f"arrived/{rank}"])]
                 raise LaunchError(
@@ -270,7 +272,13 @@ def _meet(store: dist.Store, member: Membership, timeout: timedelta, where: str)
             pause = min(pause * 1.2, 0.05)
             arrived = store.add("arrived", 0)
     except dist.DistError as error:
+        _raise_if_interrupted(member, where)
         raise LaunchError(f"The store was lost while the ranks met at {where}: its host has ended.") from error
+
+
+def _raise_if_interrupted(member: Membership, where: str) -> None:
+    if member.interrupted:
+        raise LaunchError(f"Another rank failed while rank {member.rank} waited for it at {where}.")
 
 
 def _make_group(member: Membership, backend: str | None, timeout: timedelta) -> None:
@@ -288,14 +296,17 @@ def _make_group(member: Membership, backend: str | None, timeout: timedelta) -> 
     member.groups_made += 1
     name = f"group{member.term}.{member.groups_made}"
     store = dist.PrefixStore(name, member.store)
-    _meet(dist.PrefixStore("before", store), member, timeout, "its process group")  # nobody can be freed from the init
-    before, hook = _sockets(), sys.excepthook  # now the store is connected: its socket is none of the group's
+    _meet(dist.PrefixStore("before", store), member, timeout, "its process group")
+    before, hook = _sockets(), sys.excepthook
+    # In the init a rank waits for the others at the store: a connection of its own can be ended to free it.
+    own = dist.PrefixStore(name, member.store.clone())  # type: ignore[attr-defined]  # missing in torch's stubs
+    member.group_sockets = _new_sockets(before, member.store)
     # An init that failed leaves torch's count of groups raised, and ranks that differ in it never find each other.
     dist.distributed_c10d._world.group_count = 0
     try:
         dist.init_process_group(
             backend,
-            store=store,
+            store=own,
             rank=world.rank,
             world_size=world.world_size,
             timeout=timeout,
@@ -304,13 +315,14 @@ def _make_group(member: Membership, backend: str | None, timeout: timedelta) -> 
     except (RuntimeError, ValueError) as error:
         if isinstance(error, ValueError) and "backend" not in str(error).lower():
             raise
+        _raise_if_interrupted(member, "its process group")
         raise LaunchError(
             f"Rank {world.rank} of {world.world_size} could not make a {backend} group within "
             f"{timeout.total_seconds():g} s: {_first_line(error)}"
         ) from error
     finally:
         sys.excepthook = hook  # each init chains one more
-    member.group_sockets = {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
+    member.group_sockets = _new_sockets(before, member.store)
     _meet(store, member, timeout, "its process group")  # or a rank that fails now would break another's init
     if world.rank == 0:
         _delete_keys(member.store, "/group", f"/{name}/")
@@ -318,11 +330,28 @@ def _make_group(member: Membership, backend: str | None, timeout: timedelta) -> 
 
 def _delete_keys(store: dist.Store, part: str, keep: str) -> None:
     """Delete what closed groups left in the store: the number of keys must not grow with failures."""
+    whole = _bottom(store)
+    for key in whole.list_keys():  # whole names, whichever prefix was asked
+        if part in key and keep not in key:
+            whole.delete_key(key)
+
+
+def _new_sockets(before: dict[int, int], store: dist.Store) -> dict[int, int]:
+    """What this process has connected since; not what others have connected to the store that it may host."""
+    port, found = getattr(_bottom(store), "port", None), {}
+    for fd, inode in _sockets().items():
+        with contextlib.suppress(OSError):
+            if before.get(fd) != inode:
+                with socket.socket(fileno=os.dup(fd)) as connection:
+                    if connection.family != socket.AF_UNIX and connection.getsockname()[1] != port:
+                        found[fd] = inode
+    return found
+
+
+def _bottom(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    for key in store.list_keys():  # whole names, whichever prefix was asked
-        if part in key and keep not in key:
-            store.delete_key(key)
+    return store
 
 
 def _sockets() -> dict[int, int]:

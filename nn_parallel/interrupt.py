@@ -46,7 +46,10 @@ class Interruptible:
                 signal.signal(signal.SIGURG, before)
 
     def interrupt(self) -> None:
-        """End the block, if it still runs. Any thread may call this."""
+        """End the block, if it still runs. Any thread may call this.
+
+        Call it again until the block has ended: a signal that comes just before a wait in C begins does not end that.
+        """
         self.interrupted = True
         if main := threading.main_thread().ident:
             signal.pthread_kill(main, signal.SIGURG)

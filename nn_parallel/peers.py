@@ -8,17 +8,18 @@ import json
 import os
 import select
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from .errors import ParallelError, WorkerDiedError, lost_connection, rank_error
-from .reports import FINISHED, NO_REPORT, Call, Failed, Progress, Report, foreign_value, parse_failed
+from .errors import Failure, ParallelError, WorkerDiedError, lost_connection, rank_error
+from .reports import FINISHED, NO_REPORT, Call, Failed, Progress, Report, foreign_value
 from .world import Membership, host_identity
 
 FAILURES_KEPT = 64
 SEEK_EVERY_S = 0.002
+FIRST_KEY = "first"  # which rank failed first in which section
 LEFT_KEY = "left"  # which rank is through which block
 
 
@@ -37,7 +38,13 @@ class Peer:
 
     def take_failures(self, text: str) -> None:
         """Add what is new in the peer's list."""
-        made, kept = _listed_failures(self.rank, text)
+        key = f"failed/{self.rank}"
+        count, *lines = text.split("\n")
+        kept = [_parsed(key, line) for line in lines]
+        try:
+            made = int(count)
+        except ValueError:
+            raise foreign_value(key, text) from None
         unseen = made - self.failures_seen
         if unseen > len(kept) > 0:
             self.forgotten = (kept[0].term, kept[0].call)
@@ -73,7 +80,6 @@ class Peers:
     def __init__(self, member: Membership, store: dist.Store) -> None:
         self._member, self._store = member, store
         self._peers = {rank: Peer(rank, self.text) for rank in range(member.world_size)}
-        self._failed_block = (-1, 0)  # its term and its number: the outermost of the last term
 
     def __getitem__(self, rank: int) -> Peer:
         return self._peers[rank]
@@ -95,122 +101,135 @@ class Peers:
             raise foreign_value(f"report/{rank}", text) from None
         return report if report.progress.term >= self._member.term else NO_REPORT
 
-    def first_failed(self, number: int) -> Claim | None:
-        """Who claims to have failed first in section or block ``number``, or in something beyond or around it.
+    def first_failed(self, section: int) -> int | None:
+        """The rank that has failed first in a section of this term, or in something beyond.
 
-        A claim of a later term tells that a rank has failed in a block of this one, perhaps in one that this rank has
-        not entered yet; which one it was stands in that rank's list.
+        Ranks leave a section only together or by a failure: who fails in a later one has failed in this one too, and
+        gone on.
+        """
+        claim = _claim(self.text(FIRST_KEY) or "")
+        return claim.rank if claim[:-1] >= (self._member.term, section) else None
+
+    def claim_first(self, section: int) -> None:
+        """Be the first to have failed, unless another rank is. Also flushes what was set on this connection."""
+        mine, seen = Claim(self._member.term, section, self._member.rank), ""
+        text = " ".join(map(str, mine))
+        with lost_store_names_its_host(self._member):
+            while _claim(seen)[:-1] < mine[:-1]:
+                seen = self._store.compare_set(FIRST_KEY, seen, text).decode(errors="replace")
+
+    def failed_block(self, block: int) -> Failed | None:
+        """The failure since this term began that ends ``block``: of that, or of one around it.
+
+        Every term ends with the failure of one block, which stands in the store under the term's own key: whichever
+        rank writes there first decides it for all. A block that began later (its number is smaller) is none that this
+        rank is in; the rank goes through that failure when it enters that block.
         """
         term = self._member.term
-        with lost_store_names_its_host(self._member):
-            claim = first_to_claim(self._store, claim_key(term, number))
-        if claim is None or claim.term == term:
-            return claim
-        return claim if number < 0 and self._has_failed(claim.rank, term, number) else None
+        while (failed := self.ended(term)) is not None and failed.block < block:
+            term += 1
+        return failed
 
-    def _has_failed(self, rank: int, term: int, block: int) -> bool:
-        """Whether ``rank`` has failed in ``block`` or in one around it; also if that is no longer known."""
-        made, kept = _listed_failures(rank, self.text(f"failed/{rank}") or "")
-        forgotten = made > len(kept) and kept[0].term > term
-        return forgotten or any(f.term == term and block <= f.call < 0 for f in kept)
+    def fail_block(self, block: int, calls: int, failures: dict[int, Failure]) -> Failed:
+        """Fail ``block`` with ``failures``, or add them to the failure that ends it already."""
+        mine, instead_of = Failed(self._member.term, calls, block, failures), ""
+        while True:
+            key = ended_key(mine.term)
+            with lost_store_names_its_host(self._member):
+                text = self._store.compare_set(key, instead_of, mine.format())
+            failed = _parsed(key, text)._replace(term=mine.term)
+            if failed.block < block:
+                mine = mine._replace(term=mine.term + 1)
+            elif failures.keys() <= failed.failures.keys():
+                return failed
+            else:
+                mine = failed._replace(failures=failed.failures | failures | failed.failures)  # in this order
+                instead_of = text.decode()
 
-    def outermost_failed(self, block: int) -> int:
-        """The outermost block that is known to have failed: ``block``, or one around it."""
-        claim, term = self.first_failed(block), self._member.term
-        claimed = claim.number if claim is not None and claim.term == term else block
-        return max(block, claimed, self._failed_block[1] if self._failed_block[0] == term else block)
+    def ended(self, term: int) -> Failed | None:
+        """How ``term`` ended; None if it has not."""
+        text = self.text(ended_key(term))
+        return None if text is None else _parsed(ended_key(term), text)._replace(term=term)
 
-    def failures_of(self, rank: int, report: Report, number: int) -> dict[int, Exception]:
-        """What ``rank`` reports up to section ``number`` and this rank has not raised; the oldest.
-
-        For a block, which has a negative number: of that and of those around it.
-        """
+    def failures_of(self, rank: int, report: Report, section: int) -> dict[int, Exception]:
+        """What ``rank`` reports up to ``section`` of this term and this rank has not raised; the oldest."""
         peer, term = self._peers[rank], self._member.term
         if report.failures_made > peer.failures_seen:
             peer.take_failures(self.text(f"failed/{rank}") or "")
-        due = [f for f in peer.failures if f.term == term and (0 < f.call <= number or number <= f.call < 0)]
+        due = [f for f in peer.failures if f.term == term and f.call <= section]
         for failed in due:
             peer.failures.remove(failed)
-            if failed.call < 0:
-                self._failed_block = max(self._failed_block, (term, failed.call))
-        unsettled = [f for f in due if f.call < 0 or (f.term, f.call) > peer.settled]
-        if not unsettled and number > 0 and (term, number) < peer.forgotten:
+        unsettled = [f for f in due if (f.term, f.call) > peer.settled]
+        if not unsettled and (term, section) < peer.forgotten:
             raise ParallelError(
-                f"Rank {rank} has failed more than {FAILURES_KEPT} times since call {number}: whether that one failed "
+                f"Rank {rank} has failed more than {FAILURES_KEPT} times since call {section}: whether that one failed "
                 "is no longer known here."
             )
         return unsettled[0].rebuild() if unsettled else {}
 
-    def collect(self, call: Call, calls: int, number: int, failures: dict[int, Exception], seek_s: float) -> None:
+    def collect(self, call: Call, section: int, failures: dict[int, Exception], seek_s: float) -> None:
         """Add what others have reported; with nothing but lost connections, wait for the cause up to ``seek_s``."""
-        deadline, me, term = time.monotonic() + seek_s, self._member.rank, self._member.term
+        deadline, finished = time.monotonic() + seek_s, Progress(self._member.term, section, FINISHED)
         while True:
             for rank in call.ranks:
-                if rank == me or rank in failures:
+                if rank == self._member.rank or rank in failures:
                     continue
                 dead = self._peers[rank].is_dead()
                 report = self.report(rank)
-                for other, failure in self.failures_of(rank, report, number).items():
+                for other, failure in self.failures_of(rank, report, section).items():
                     failures.setdefault(other, failure)
-                if dead and (number < 0 or report.progress < Progress(term, calls, FINISHED)):
+                if dead and report.progress < finished:
                     failures.setdefault(rank, self._peers[rank].death(call))
             found_cause = not all(lost_connection(error) for error in failures.values())
             if found_cause or time.monotonic() > deadline:
                 return
             time.sleep(SEEK_EVERY_S)
 
+    def seek_cause(self, call: Call, block: int, seek_s: float) -> dict[int, Exception]:
+        """The deaths for which ``block`` has to fail; none if it has failed already, or nothing is found."""
+        deadline = time.monotonic() + seek_s
+        while self.failed_block(block) is None and time.monotonic() < deadline:
+            others = [peer for rank, peer in self._peers.items() if rank != self._member.rank]
+            if deaths := {peer.rank: peer.death(call) for peer in others if peer.is_dead()}:
+                return dict(deaths)
+            time.sleep(SEEK_EVERY_S)
+        return {}
+
     def close(self) -> None:
         for peer in self._peers.values():
             peer.close()
 
 
-def _listed_failures(rank: int, text: str) -> tuple[int, list[Failed]]:
-    """How many failures ``rank`` ever had, and the last of them, from its list in the store."""
+def format_list(made: int, kept: Iterable[Failed]) -> str:
+    """A rank's last failed sections, a line each, under how many it ever had."""
+    return "\n".join([str(made), *(failed.format() for failed in kept)])
+
+
+def _parsed(key: str, text: str | bytes) -> Failed:
     try:
-        return parse_failed(text)
+        return Failed.parse(text)
     except (TypeError, KeyError, ValueError, AttributeError):
-        raise foreign_value(f"failed/{rank}", text) from None
+        raise foreign_value(key, str(text)) from None
 
 
-def claim_key(term: int, number: int) -> str:
-    """Under which ranks claim to have failed first in section ``number``, or, if that is negative, in a block."""
-    return f"first/{'section' if number > 0 else 'block'} {term} {number}"
+def ended_key(term: int) -> str:
+    """Under which the failure stands that ends a term."""
+    return f"ended/{term}"
 
 
 class Claim(NamedTuple):
     """To have failed first."""
 
     term: int
-    number: int
+    section: int
     rank: int
-
-
-def first_to_claim(store: dist.Store, key: str) -> Claim | None:
-    """The first claim to have failed in what ``key`` names, or in something beyond.
-
-    A key is a name in the store, and after a space the term and the number that it must be of. Ranks leave a section or
-    a block only together or by a failure: who claims a later one has failed in this one too, and gone on. A block that
-    began earlier (its negative number is larger) is around this one, which fails with it.
-    """
-    name, _, wanted = key.partition(" ")
-    claim = _claim(store.compare_set(name, "?", "?").decode(errors="replace"))
-    return claim if claim[:-1] >= tuple(map(int, wanted.split())) else None
-
-
-def claim_first(store: dist.Store, key: str, rank: int) -> None:
-    """Be the cause, unless another rank has claimed ``key`` before. Also flushes what was set on this connection."""
-    name, _, wanted = key.partition(" ")
-    mine = f"{wanted} {rank}"
-    seen = store.compare_set(name, "", mine).decode(errors="replace")
-    while _claim(seen)[:-1] < _claim(mine)[:-1]:
-        seen = store.compare_set(name, seen, mine).decode(errors="replace")
 
 
 def _claim(value: str) -> Claim:
     """A claim as it stands in the store; less than any other if it is none."""
     with contextlib.suppress(ValueError):
-        term, number, rank = map(int, value.split())
-        return Claim(term, number, rank)
+        term, section, rank = map(int, value.split())
+        return Claim(term, section, rank)
     return Claim(-1, 0, -1)
 
 

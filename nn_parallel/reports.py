@@ -29,7 +29,7 @@ from .errors import (
 )
 
 # How far a rank is within a call. FINISHED + 1, + 2, ... are the rounds of a barrier.
-WAITING, FINISHED, FAILED, GONE = 0, 1, 1_000_000, 1_000_001
+WAITING, FINISHED, GONE = 0, 1, 1_000_000
 
 
 class Call(NamedTuple):
@@ -101,14 +101,25 @@ NO_REPORT = Report(Progress(-1, -1, WAITING), 0)
 
 
 class Failed(NamedTuple):
-    """One failed section, or with a negative ``call`` one failed block, of the rank that reports it.
+    """A failed section, or with a negative ``block`` a failed block; ``call`` counts those that the rank had made.
 
     ``failures`` are by rank, the cause first: a rank that fails because another did passes on what it knows.
     """
 
     term: int
     call: int
+    block: int
     failures: dict[int, Failure]
+
+    def format(self) -> str:
+        failures = {str(rank): asdict(failure) for rank, failure in self.failures.items()}
+        return json.dumps([self.term, self.call, self.block, failures])
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> Failed:
+        """Raises an error of any builtin type if ``text`` is none of ours."""
+        term, call, block, failures = json.loads(text)
+        return cls(int(term), int(call), int(block), {int(rank): _checked(fields) for rank, fields in failures.items()})
 
     def rebuild(self) -> dict[int, Exception]:
         rebuilt = {rank: failure.rebuild(known_exceptions()) for rank, failure in self.failures.items()}
@@ -116,20 +127,6 @@ class Failed(NamedTuple):
             if isinstance(error, WorkerDiedError):
                 error.rank = rank
         return rebuilt
-
-
-def format_failed(made: int, kept: list[Failed]) -> str:
-    """The list of a rank's last failures; ``made`` counts all that it ever had."""
-    entries = [[f.term, f.call, {str(rank): asdict(failure) for rank, failure in f.failures.items()}] for f in kept]
-    return json.dumps([made, entries])
-
-
-def parse_failed(text: str) -> tuple[int, list[Failed]]:
-    made, entries = json.loads(text)
-    return int(made), [
-        Failed(int(term), int(call), {int(rank): _checked(fields) for rank, fields in failures.items()})
-        for term, call, failures in entries
-    ]
 
 
 def timed_out(me: int, rank: int, report: Report, call: Call, number: int, waited: float) -> RankTimeoutError:

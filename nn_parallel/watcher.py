@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .ddp import abort_collectives
 from .errors import ParallelError, RankTimeoutError
-from .interrupt import Interruptible
+from .interrupt import Interrupted, Interruptible
 from .peers import LEFT_KEY, Peers
 from .positions import position
 from .reports import Call
@@ -71,7 +71,7 @@ class Watcher:
 
     @contextlib.contextmanager
     def watching(self, watched: Watched) -> Iterator[None]:
-        """The body of a call: `Interrupted` is raised in it when this rank has to be freed."""
+        """The body of a call: `Interrupted` is raised in it, or at its end, when this rank has to be freed."""
         with self._changed:
             watched.active = True
             self._changed.notify()
@@ -81,6 +81,8 @@ class Watcher:
         finally:
             with self._changed:  # the thread frees only while it holds this: from here on it touches no group
                 watched.active = False
+        if watched.freed or watched.doom is not None:  # too late for the signal
+            raise Interrupted
 
     def stop(self) -> None:
         with self._changed:
@@ -95,7 +97,7 @@ class Watcher:
             with self._changed:
                 if self._stopped:
                     return
-                watched, term = self._innermost(), self._member.term
+                watched = self._innermost()
                 if not watched:
                     pause = POLL_MIN_S
                     self._changed.wait()
@@ -105,12 +107,11 @@ class Watcher:
             except ParallelError:  # the store is gone: whoever asks it next says so
                 return
             with self._changed:
-                for each in hopeless:
-                    if each.active and self._member.term == term:  # or it is another term's claim that was seen
-                        abort_collectives(self._member)  # again and again: a group may just be made
-                        if not each.freed:
-                            each.freed = True
-                            each.block.interrupt()
+                for each in self._innermost():  # what is around a block that was entered meanwhile is not touched
+                    if each in hopeless:
+                        abort_collectives(self._member)  # again and again: a group may just be made, a wait begin
+                        each.freed = True
+                        each.block.interrupt()
                 if not self._stopped:
                     self._changed.wait(pause)
                     pause = min(pause * (1 + POLL_SHARE), POLL_MAX_S)
@@ -127,11 +128,12 @@ class Watcher:
     def _is_hopeless(self, watched: Watched) -> bool:
         """Whether this rank must be freed from ``watched``; sets the reason if it is this rank's own."""
         me, call = self._member.rank, watched.call
-        first = self._peers.first_failed(watched.number)
-        if watched.freed or watched.doom is not None or (first is not None and first.rank != me):
+        if watched.freed:
             return True
         if watched.number > 0:
-            return False
+            return self._peers.first_failed(watched.number) not in (None, me)
+        if watched.doom is not None or self._peers.failed_block(watched.number) is not None:
+            return True
         neighbour = (me + 1) % self._member.world_size  # one for each rank: whoever sees a death tells the others
         if self._peers[neighbour].is_dead():
             return True

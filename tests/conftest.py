@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +18,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 import pytest
 from ranks import launched
 
-from nn_parallel import ParallelExecutor, ddp, on_rank
+from nn_parallel import ParallelExecutor, ddp, initialize_ddp, on_rank
 from nn_parallel.executor import servers
 
 
@@ -40,6 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 SETTLE_WITHIN_S = 5.0
+LASTING = ("world", "pools", "shared_ranks", "two", "three")  # fixtures that outlive a test
 
 
 class World(Protocol):
@@ -90,22 +93,32 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
     The stores that `initialize_ddp` keeps for the life of a process are dropped: here many tests share one.
     """
-    for name in ("world", "pools", "shared_ranks", "two", "three"):
-        if name in request.fixturenames:
-            request.getfixturevalue(name)  # what outlives the test is there before we look
+    lasting = [request.getfixturevalue(name) for name in LASTING if name in request.fixturenames]
+    lasting += [pool for fixture in lasting if isinstance(fixture, dict) for pool in fixture.values()]
+    pools = [fixture for fixture in lasting if isinstance(fixture, ParallelExecutor)]
+    for pool in pools:
+        pool.run(_connect)
     before = _state()
     yield
     ddp._stores.clear()
+    for pool in pools:
+        pool.run(_connect)
     deadline = time.monotonic() + SETTLE_WITHIN_S
     while _state() != before and time.monotonic() < deadline:
         time.sleep(0.01)  # a store closes the connection of a rank that has ended when it gets to it
     assert _state() == before
 
 
+def _connect() -> None:
+    """As a rank: have a group, with its connection to the store in the parent, and none that was closed before."""
+    gc.collect()  # a traceback may hold one
+    initialize_ddp()
+
+
 def _state() -> dict[str, object]:
     return {
         "children": _children() - {servers.fork_server_pid()},
-        "files": sorted(_open_files()),
+        "files": Counter(_open_files()),
         "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
         "/dev/shm": sorted(os.listdir("/dev/shm")),
         "threads": sorted(thread.name for thread in threading.enumerate()),

@@ -259,7 +259,6 @@ def random_program(seed: int, steps: int) -> list[Any]:
     return log
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("seed", range(0, 300, 100))
 def test_random_programs_end_alike_on_all_ranks(three: Ranks, seed: int) -> None:
     """Whatever fails inside whatever, all ranks get the same outcomes in the same order, and stay in step."""
@@ -301,6 +300,24 @@ def test_a_rank_that_never_enters_is_named(skipping: int) -> None:
         for told in ranks.run(scenario, skipping):
             assert "with ParallelExecutor()" in told
             assert f"int() on rank {1 - skipping} at" in told
+
+
+def test_a_block_inside_that_one_rank_never_enters(two: Ranks) -> None:
+    """Rank 1 fails in a block inside and goes on; rank 0, which did not enter it, is at the end of the outer one."""
+
+    def scenario() -> dict[int, str]:
+        rank = initialize_ddp().rank
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            if rank == 1:
+                with pytest.raises(RankError), ParallelExecutor():
+                    raise ValueError("inside")
+        return {rank: str(error) for rank, error in caught.value.failures.items()}
+
+    for told in two.run(scenario):
+        assert list(told) == [1, 0]
+        assert told[1] == "inside"
+        assert "never entered a block inside" in told[0]
+    assert two.run(lambda: ParallelExecutor().run(int)) == [[0, 0]] * 2
 
 
 def test_a_rank_that_ends_before_the_block_is_named() -> None:

@@ -22,6 +22,7 @@ LAYERS = [
     {"reports"},
     {"peers", "positions"},
     {"watcher"},
+    {"sections"},
     {"outcomes"},
     {"channels"},
     {"collectives"},

@@ -26,7 +26,7 @@ from nn_parallel import (
     rank_first,
 )
 from nn_parallel.channels import channel
-from nn_parallel.outcomes import FAILURES_KEPT
+from nn_parallel.peers import FAILURES_KEPT
 
 
 def _cause(error: BaseException) -> str:

@@ -7,6 +7,7 @@ import faulthandler
 import itertools
 import os
 import random
+import select
 import signal
 import socket
 import struct
@@ -30,6 +31,7 @@ from ..world import DEFAULT_TIMEOUT, Membership, World
 from .transport import EMPTY, Message, messages, send
 
 STARTED = 0  # the number of the answer that says the worker is set up
+INTERRUPT_EVERY_S = 0.02
 SUCCEEDED, FAILED, CANCELLED = range(3)  # how a task ends
 
 # What the parent orders a worker beside its tasks: a kind and a number.
@@ -142,19 +144,32 @@ class _Worker:
 
     def follow_orders(self, control: socket.socket) -> None:
         """Cancel and forget as the parent says, until it is gone."""
+        interrupting = False
         with contextlib.suppress(ConnectionError):
-            while order := control.recv(Order.size, socket.MSG_WAITALL):
+            while True:
+                if interrupting and not select.select([control], [], [], INTERRUPT_EVERY_S)[0]:
+                    interrupting = self._interrupt_cancelled()
+                    continue
+                order = control.recv(Order.size, socket.MSG_WAITALL)
+                if not order:
+                    return
                 kind, number = Order.unpack(order)
                 if kind == FORGET:
                     _stored.pop(number, None)
-                    continue
-                with self._switching:
+                else:
                     self._cancelled = number  # it may not have begun yet
-                    if self._task == number:
-                        member = world.membership()
-                        if member is not None and member.open_store is not None:
-                            abort_collectives(member)
-                        self._block.interrupt()
+                    interrupting = self._interrupt_cancelled()
+
+    def _interrupt_cancelled(self) -> bool:
+        """Interrupt the cancelled task; whether it runs."""
+        with self._switching:
+            if self._task != self._cancelled:
+                return False
+            member = world.membership()
+            if member is not None and member.open_store is not None:
+                abort_collectives(member)
+            self._block.interrupt()
+            return True
 
     def store(self, message: Message) -> None:
         """Keep an object for the tasks that come."""

@@ -1,0 +1,345 @@
+"""How the outcome of what all ranks do together reaches every rank: through the store, beside the collectives.
+
+Each rank overwrites one key, its *report*: how many calls it has made, how far it is in the last one, how many failed,
+and which they were. A rank that needs another's outcome polls that key until the other has got as far as its own call.
+So success costs the rank that runs one `set` that awaits no reply, and the number of keys does not depend on the number
+of calls. A failure adds to a second key per rank, the list of its last failures, for the ranks that lag behind.
+
+Calls are numbered 1, 2, ... on each rank; ranks that make the same calls agree on the numbers, and where they do not,
+the functions under one number differ and the error names both. A *section* is such a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+
+from .ddp import close_group
+from .errors import Failure, ParallelError, RankError, RankTimeoutError, lost_connection, rank_error, user_frames
+from .interrupt import Interrupted
+from .peers import FAILURES_KEPT, Peers, format_list, lost_store_names_its_host
+from .reports import (
+    FINISHED,
+    GONE,
+    WAITING,
+    Call,
+    Failed,
+    Progress,
+    Report,
+    foreign_value,
+    not_in_step,
+    timed_out,
+)
+from .watcher import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, Watched, Watcher
+from .world import Membership
+
+CALLS_KEPT = 16
+ANNOUNCE_AFTER_S = 0.05
+LOOK_UP_PEER_AFTER_S = 0.01
+SEEK_CAUSE_S = 0.5
+LINGER_AFTER_FAILURE_S = 1.0
+
+
+class Sections:
+    """One rank's end of the calls that all ranks make together."""
+
+    def __init__(self, member: Membership) -> None:
+        self.member, self.store = member, member.store
+        self.rank, self.world_size = member.rank, member.world_size
+        self.nested_in: tuple[int, ...] = ()  # the ranks of the section whose body runs now on this rank
+        self._peers = Peers(member, member.store)
+        self._watching: Watcher | None = None
+        self._kept: deque[Failed] = deque(maxlen=FAILURES_KEPT)  # of the failed sections
+        self._failures_made = 0
+        self._failed_at = (0, 0)  # term and call
+        self._blocks: list[Watched] = []  # that this rank is in, the innermost last
+        self.begin_term(member.term)
+        member.on_leave.callback(self._leave)
+
+    def begin_term(self, term: int) -> None:
+        """Forget the calls so far: all ranks count from one again."""
+        self.term = self.member.term = term
+        self._calls, self._phase, self._announced_in_call = 0, WAITING, 0
+        self._history: deque[tuple[int, Call]] = deque(maxlen=CALLS_KEPT)
+        self._history_text = ""
+        self._unwaited: dict[int, tuple[int, str]] = {}  # rank -> its last call that this rank did not wait for
+
+    @contextlib.contextmanager
+    def section(
+        self,
+        call: Call,
+        *,
+        barrier: bool = False,
+        timeout: timedelta | None = None,
+    ) -> Iterator[bool]:
+        """A block that ``call.ranks`` run while the others wait at its end. Every rank enters it.
+
+        Yields:
+            Whether this rank runs it; the others must do nothing in the block.
+
+        Raises:
+            RankError: on every rank, when the block raised on one, or a process ended before its end.
+            RankTimeoutError: ``call.ranks`` did not finish within ``timeout``.
+            ParallelError: the ranks are not in the same section; the message names both.
+        """
+        self._raise_if_doomed()
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        late = self._late_failure() if self._unwaited else None
+        self._begin(call)
+        try:
+            if self.rank in call.ranks:
+                with self._posting_outcome(call):
+                    yield True
+            else:
+                yield False
+            if call.wait:
+                self._await_outcomes(call, deadline)
+            else:
+                self._unwaited.update({rank: (self._calls, call.function) for rank in call.ranks if rank != self.rank})
+            if barrier:
+                self._barrier(call, deadline)
+        except ParallelError:
+            for rank in call.ranks:  # what they still report of this call is answered by this error
+                self._peers[rank].settled = (self.term, self._calls)
+            if late is None:
+                raise
+        # A late failure is raised at the end: this rank has done its part, and all ranks still count alike.
+        if late is not None:
+            raise late
+
+    def _raise_if_doomed(self) -> None:
+        if self._blocks and self._blocks[-1].doom is not None:
+            raise Interrupted
+
+    @contextlib.contextmanager
+    def nested(self, ranks: Sequence[int]) -> Iterator[None]:
+        """While ``ranks`` run one and the same code here, sections inside it are no calls of their own."""
+        outer, self.nested_in = self.nested_in, tuple(ranks)
+        try:
+            yield
+        finally:
+            self.nested_in = outer
+
+    # What this rank tells.
+
+    def _begin(self, call: Call) -> None:
+        self._calls += 1
+        self._phase = WAITING
+        if not self._history or self._history[-1][1] != call:
+            self._history.append((self._calls, call))
+            self._history_text = "".join(f"\n{first}\t{c.what}\t{c.place}" for first, c in self._history)
+
+    @contextlib.contextmanager
+    def _posting_outcome(self, call: Call) -> Iterator[None]:
+        try:
+            with contextlib.ExitStack() as inside:
+                inside.enter_context(self.nested(call.ranks))
+                if call.together:
+                    watched, watcher = Watched(call, self._calls), self._watcher()
+                    inside.enter_context(watcher.entered(watched))
+                    inside.enter_context(watcher.watching(watched))
+                yield
+        except BaseException as error:
+            if isinstance(error, Interrupted) and not (call.together and watched.freed and not self._is_freed):
+                raise  # from what is around this call
+            failed = self._fail_section(call, error)
+            if failed is None:
+                raise
+            raise failed from None
+        self._post(FINISHED)
+
+    def _fail_section(self, call: Call, error: BaseException) -> ParallelError | None:
+        """Tell the others of ``error``; what to raise for it, with all that is known.
+
+        What only follows from the failure of another rank is told as that. None for a SystemExit or KeyboardInterrupt:
+        it is this rank's own way out.
+        """
+        found: dict[int, Exception] = {}
+        freed = call.together and follows(error)
+        if freed:
+            self._raise_if_block_failed()
+            self._peers.collect(call, self._calls, found, SEEK_CAUSE_S)
+        failures = found or self._failures_in(error)
+        self._post_failure(failures)
+        if freed or isinstance(error, Exception):
+            return self._rank_error(call, exceptions_in(failures), 0.0 if freed else SEEK_CAUSE_S)
+        if call.together:
+            close_group(self.member)
+        return None
+
+    def _failures_in(self, error: BaseException) -> dict[int, BaseException]:
+        """What ``error`` of this rank tells of which ranks."""
+        if isinstance(error, RankError):
+            return dict(error.failures)
+        if isinstance(error, RankTimeoutError) and error.ranks:
+            return dict.fromkeys(error.ranks, error)
+        return {self.rank: error.with_traceback(user_frames(error))}
+
+    def _watcher(self) -> Watcher:
+        if self._watching is None:
+            with lost_store_names_its_host(self.member):
+                self._watching = Watcher(self.member)
+        return self._watching
+
+    def _post(self, phase: int) -> None:
+        self._phase = phase
+        report = Report(Progress(self.term, self._calls, phase), self._failures_made, self._history_text)
+        with lost_store_names_its_host(self.member):
+            self.store.set(f"report/{self.rank}", report.format())
+
+    def _post_failure(self, failures: Mapping[int, BaseException]) -> None:
+        """Make the failure of a section known: its description first, so that whoever sees the report finds it."""
+        self._kept.append(Failed(self.term, self._calls, 0, self._described(failures)))
+        self._failures_made += 1
+        self._failed_at = (self.term, self._calls)
+        with lost_store_names_its_host(self.member):
+            self.store.set(f"failed/{self.rank}", format_list(self._failures_made, self._kept))
+        self._post(FINISHED)
+        self._peers.claim_first(self._calls)
+
+    def _described(self, failures: Mapping[int, BaseException]) -> dict[int, Failure]:
+        return {rank: Failure.of(error, f"rank {rank} of {self.world_size}") for rank, error in failures.items()}
+
+    def _leave(self) -> None:
+        if self._watching is not None:
+            self._watching.stop()
+        with contextlib.suppress(RuntimeError):
+            self._post(GONE)
+            self._peers.text("?")  # a round trip: the report is there before this process ends
+        self._peers.close()
+
+    def outlive_readers(self, deadline: float) -> None:
+        """At the end of the process that holds the store: stay until the others have read what they wait for."""
+        self.member.on_leave.close()
+        if self._failed_at == (self.term, self._calls):
+            deadline = min(deadline, time.monotonic() + LINGER_AFTER_FAILURE_S)
+        for rank in range(self.world_size):
+            with contextlib.suppress(RuntimeError, ValueError):
+                while rank != self.rank and not self._peers[rank].is_dead():
+                    report = self._peers.text(f"report/{rank}")
+                    if time.monotonic() > deadline or (report and Report.parse(report).progress.phase == GONE):
+                        break
+                    time.sleep(POLL_MAX_S / 10)
+        self._peers.close()
+
+    # What this rank learns.
+
+    def _await_outcomes(self, call: Call, deadline: float | None) -> None:
+        for rank in call.ranks:
+            if rank != self.rank:
+                report = self._await(rank, FINISHED, call, deadline)
+                self._unwaited.pop(rank, None)
+                if failures := self._peers.failures_of(rank, report, self._calls):
+                    raise self._rank_error(call, failures)
+
+    def _barrier(self, call: Call, deadline: float | None) -> None:
+        """Return once every rank is here: a dissemination barrier (Hensgen, Finkel, Manber 1988), log2(n) rounds."""
+        distance, phase = 1, FINISHED + 1
+        while distance < self.world_size:
+            self._post(phase)
+            self._await((self.rank - distance) % self.world_size, phase, call, deadline)
+            distance, phase = distance * 2, phase + 1
+
+    def _await(self, rank: int, phase: int, call: Call, deadline: float | None) -> Report:
+        """Poll until ``rank`` is as far as ``phase`` of the present call.
+
+        Polls, sleeping 5 % of the time waited so far: a thread blocked in the store would see neither Ctrl-C nor a
+        death.
+        """
+        goal, peer = Progress(self.term, self._calls, phase), self._peers[rank]
+        start, polls, dead = time.perf_counter(), 0, False
+        while True:
+            report = self._peers.report(rank)
+            if report.progress.term > self.term:  # it has failed in a block
+                self._raise_if_block_failed()
+                return report  # in one that comes after this call: it was here
+            self._check_same_call(rank, report, call)
+            if report.progress >= goal:
+                return report
+            if report.progress.phase == GONE:
+                raise ParallelError(
+                    f"Rank {rank} has left after {report.progress.call} calls, and rank {self.rank} waits for it in "
+                    f"call {self._calls}: {call}. Every rank must make the same calls."
+                )
+            if dead:
+                raise self._rank_error(call, {rank: peer.death(call)})
+            if call.together and self._peers.first_failed(self._calls) is not None:
+                raise self._rank_error(call, {})
+            waited = time.perf_counter() - start
+            if deadline is not None and time.monotonic() > deadline:
+                raise timed_out(self.rank, rank, report, call, self._calls, waited)
+            polls += 1
+            if polls > 1:
+                time.sleep(min(max(waited * POLL_SHARE, POLL_MIN_S), POLL_MAX_S))
+            if waited > ANNOUNCE_AFTER_S and self._phase == WAITING and self._announced_in_call != self._calls:
+                self._announced_in_call = self._calls
+                self._post(WAITING)  # so that a rank that waits for us, in another call, sees it
+            if waited > LOOK_UP_PEER_AFTER_S:
+                dead = peer.is_dead()  # before the next read: its last words count
+                self._raise_if_block_failed()
+
+    @property
+    def _is_freed(self) -> bool:
+        """Whether this rank has been freed from the innermost block."""
+        return bool(self._blocks) and self._blocks[-1].freed
+
+    def _raise_if_block_failed(self) -> None:
+        if self._blocks and self._peers.failed_block(self._blocks[-1].number) is not None:
+            self._blocks[-1].freed = True
+            raise Interrupted
+
+    def _check_same_call(self, rank: int, report: Report, call: Call) -> None:
+        """Raise if ``rank`` makes, or made, another call under the number of the present one."""
+        if report.progress.call < self._calls:
+            return
+        try:
+            theirs = report.made_as(self._calls)
+        except ValueError:
+            raise foreign_value(f"report/{rank}", report.history) from None
+        # None: the rank is so far ahead that it has forgotten. Its outcome is still told by its list of failures.
+        if theirs is not None and theirs.split("\t")[0] != call.what:
+            self._post(self._phase)  # where this rank is, before it goes: the other may wait for it and must see it too
+            raise not_in_step(self.rank, rank, theirs, call, self._calls)
+
+    def _late_failure(self) -> RankError | None:
+        """The failure of an earlier call that this rank did not wait for, if one has been reported."""
+        for rank, (number, function) in list(self._unwaited.items()):
+            report = self._peers.report(rank)
+            if report.progress >= Progress(self.term, number, FINISHED):
+                del self._unwaited[rank]
+            if failures := self._peers.failures_of(rank, report, self._calls):
+                return rank_error(f"{function}, for which nobody waited,", self.world_size, failures)
+        return None
+
+    def _rank_error(self, call: Call, failures: dict[int, Exception], seek_s: float = SEEK_CAUSE_S) -> ParallelError:
+        """All known failures of the present section, the cause first; closes the group if several ranks ran."""
+        if call.together:
+            self._peers.collect(call, self._calls, failures, seek_s)
+            cause = self._peers.first_failed(self._calls)
+            if cause is None:
+                cause = next((rank for rank in failures if rank != self.rank), self.rank)
+            order = sorted(failures, key=lambda rank: rank != cause)
+            unknown = ParallelError(f"Rank {cause} failed; how is no longer known here.")
+            failures = {rank: failures[rank] for rank in order} or {cause: unknown}
+            close_group(self.member)  # a peer may sit in a collective of it
+        return self._error(call, failures)
+
+    def _error(self, call: Call, failures: Mapping[int, Exception]) -> ParallelError:
+        """The error of a section or block: a timeout if the cause is one."""
+        silent = {rank: error for rank, error in failures.items() if isinstance(error, RankTimeoutError)}
+        if silent and next(iter(failures)) in silent:
+            stacks = {rank: str(error) for rank, error in sorted(silent.items())}
+            return RankTimeoutError("\n".join(dict.fromkeys(stacks.values())), ranks=list(stacks), stacks=stacks)
+        return rank_error(call.function, self.world_size, failures)
+
+
+def follows(error: BaseException) -> bool:
+    """Whether this is what a rank sees when another one has failed."""
+    return isinstance(error, Interrupted) or lost_connection(error)
+
+
+def exceptions_in(failures: Mapping[int, BaseException]) -> dict[int, Exception]:
+    return {rank: error for rank, error in failures.items() if isinstance(error, Exception)}
