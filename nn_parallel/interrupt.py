@@ -1,6 +1,9 @@
 """End what the main thread does from another thread, by a signal that raises, and only in what it was meant for.
 
 SIGURG serves because nothing else uses it: its default action is to be ignored.
+
+Nothing is raised in the few lines that enter and leave blocks, where it would leave them half done: a module that has
+such lines says so by ``UNINTERRUPTED = True``; the signal that comes there is passed over, the next one counts.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+
+UNINTERRUPTED = True
 
 
 class Interrupted(BaseException):
@@ -56,10 +61,20 @@ class Interruptible:
 
 
 def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
+    if _must_finish(frame):
+        return
     for index, block in enumerate(_running):
         if block.interrupted:
             del _running[index:]  # first: nothing is raised twice
             raise Interrupted
+
+
+def _must_finish(frame: FrameType | None) -> bool:
+    if frame is not None and frame.f_code.co_filename == contextlib.__file__:  # between a block and its `with`
+        return True
+    while frame is not None and frame.f_code.co_filename == threading.__file__:
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("UNINTERRUPTED", False)
 
 
 _running: list[Interruptible] = []

@@ -22,6 +22,7 @@ from .sections import SEEK_CAUSE_S, Sections, exceptions_in, follows
 from .watcher import Watched
 from .world import Membership
 
+UNINTERRUPTED = True  # see interrupt
 TIMEOUT_MARGIN_S = 0.5  # for the silent rank to tell where it stands, before those that wait say that it is silent
 
 
@@ -30,8 +31,11 @@ class Channel(Sections):
 
     def __init__(self, member: Membership) -> None:
         super().__init__(member)
-        self._blocks_entered = 0
         self._ended: list[int] = []  # the terms whose end stands in the store
+
+    def begin_term(self, term: int) -> None:
+        super().begin_term(term)
+        self._blocks_entered = 0
 
     @contextlib.contextmanager
     def block(self, call: Call, timeout: timedelta | None = None, *, from_end: bool = False) -> Iterator[None]:

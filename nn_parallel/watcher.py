@@ -18,6 +18,7 @@ from .positions import position
 from .reports import Call
 from .world import Membership
 
+UNINTERRUPTED = True  # see interrupt
 # How long to sleep between two looks: a share of the time waited so far, within these bounds.
 POLL_SHARE, POLL_MIN_S, POLL_MAX_S = 0.05, 5e-5, 0.02
 STOP_WITHIN_S = 1.0

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from nn_parallel import current_world, initialize_ddp
 
-TIMEOUT_S = 0.5  # of the executor, or of on_rank, in the rows that need one
+TIMEOUT_S = 1.0  # of the executor, or of on_rank, in the rows that need one
 
 
 class Unpicklable(Exception):

@@ -267,6 +267,21 @@ def test_random_programs_end_alike_on_all_ranks(three: Ranks, seed: int) -> None
     assert others == [first] * 2
 
 
+def test_a_failure_while_the_other_enters_or_leaves(two: Ranks) -> None:
+    """An interruption between two lines of ours leaves nothing half entered or half left."""
+
+    def scenario() -> None:
+        rank = initialize_ddp().rank
+        for _ in range(300):
+            on_rank(0, barrier=True)(int)()
+            with pytest.raises(RankError), ParallelExecutor():
+                if rank == 1:
+                    raise ValueError
+                torch.ones(3)
+
+    two.run(scenario)
+
+
 def test_an_executor_is_closed_by_its_block(two: Ranks) -> None:
     """A second block needs a second executor, as in the standard library."""
 
@@ -318,6 +333,21 @@ def test_a_block_inside_that_one_rank_never_enters(two: Ranks) -> None:
         assert told[1] == "inside"
         assert "never entered a block inside" in told[0]
     assert two.run(lambda: ParallelExecutor().run(int)) == [[0, 0]] * 2
+
+
+def test_ranks_of_a_pool_that_went_through_unequal_blocks() -> None:
+    """A block of a `run` that only one rank enters does not put the next `run` out of step."""
+
+    def scenario() -> int:
+        if initialize_ddp().rank == 1:
+            with pytest.raises(RankError), ParallelExecutor():
+                raise ValueError
+        return 1
+
+    with ParallelExecutor(num_workers=2, devices="cpu", timeout=20) as pool:
+        assert pool.run(scenario) == [1, 1]
+        assert pool.run(lambda: on_rank(0, broadcast=True)(lambda: 7)()) == [7, 7]
+        assert pool.run(lambda: ParallelExecutor().run(int)) == [[0, 0]] * 2
 
 
 def test_a_rank_that_ends_before_the_block_is_named() -> None:

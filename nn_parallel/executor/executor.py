@@ -27,6 +27,7 @@ from ..world import Membership
 from .jobs import Handle, PackedCall, Resize, Run, Single, call_name
 from .supervisor import Settings, Supervisor
 
+UNINTERRUPTED = True  # see interrupt
 R = TypeVar("R")
 logger = logging.getLogger("nn_parallel")
 

@@ -148,7 +148,7 @@ class Supervisor:
             if isinstance(job, Run):
                 if len(chosen) < self.world_size:
                     break
-                place = Place(self.world_size, self._store.port(self._epoch), self._epoch)
+                place = Place(self.world_size, self._store.port(self._epoch), self._epoch, next(self._numbers))
                 job.begin(self.world_size)
             elif not chosen:
                 break
@@ -278,9 +278,9 @@ class Supervisor:
             return
         with self._lock:
             job = worker.finish()
+            if isinstance(job, Run) and not job.failures and (outcome != SUCCEEDED or message.header.failed_inside):
+                self._epoch += 1
             if isinstance(job, Run) and outcome != SUCCEEDED:
-                if not job.failures:
-                    self._epoch += 1
                 self._end_task(job)
             ready = self._assign()
         if job is not None:

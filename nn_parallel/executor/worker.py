@@ -30,6 +30,7 @@ from ..pickling import Packed, dumps, loads
 from ..world import DEFAULT_TIMEOUT, Membership, World
 from .transport import EMPTY, Message, messages, send
 
+UNINTERRUPTED = True  # see interrupt
 STARTED = 0  # the number of the answer that says the worker is set up
 INTERRUPT_EVERY_S = 0.02
 SUCCEEDED, FAILED, CANCELLED = range(3)  # how a task ends
@@ -59,6 +60,7 @@ class Place(NamedTuple):
     world_size: int
     store_port: int
     epoch: int  # a new one after each failure: groups and counters of an older one are not used again
+    run: int  # greater than that of any earlier one
 
 
 class Task(NamedTuple):
@@ -81,6 +83,7 @@ class Answer(NamedTuple):
 
     number: int
     outcome: int
+    failed_inside: bool  # a block of a run, which went on: its group was closed, perhaps not on all ranks
 
 
 def work(connection: socket.socket, control: socket.socket) -> int:
@@ -193,7 +196,8 @@ class _Worker:
             outcome, packed = CANCELLED, EMPTY
         except BaseException as error:
             outcome, packed = FAILED, _pack_exception(error, f"{where} on {self._device}")
-        return Answer(task.number, outcome), packed
+        failed_inside = task.place is not None and self._rank is not None and self._rank.term != _first_term(task.place)
+        return Answer(task.number, outcome, failed_inside), packed
 
     def _perform(self, task: Task, message: Message) -> Packed:
         try:
@@ -228,8 +232,7 @@ class _Worker:
             self._leave()
             self._epoch = place.epoch
             self._rank = Membership(self._world_of(place), lambda: self._open_store(place), DEFAULT_TIMEOUT)
-        else:
-            self._rank.term += 1  # all ranks count their calls anew in each run
+        self._rank.term = _first_term(place)
         world.join(self._rank)
         try:
             yield
@@ -254,6 +257,11 @@ class _Worker:
         if self._rank is not None:
             close_group(self._rank)
             self._rank.on_leave.close()
+
+
+def _first_term(place: Place) -> int:
+    """All ranks count their calls anew in each run; blocks that fail in it begin further terms."""
+    return place.run << 32
 
 
 def _become_like_the_parent(setup: Setup) -> None:
