@@ -203,7 +203,7 @@ def _join(launch: Launch, device: torch.device | None, timeout: timedelta) -> Me
         store_host=None if launch.launcher_hosts_store else 0,
         one_node=launch.one_node,
     )
-    _meet(member.store, member, timeout, f"{launch.master_addr}:{launch.master_port}")
+    meet(member.store, member, timeout, f"{launch.master_addr}:{launch.master_port}")
     _world.join(member)
     atexit.register(cleanup_ddp)
     logger.info("Rank %d of %d on %s, started by %s.", world.rank, world.world_size, world.device, world.launcher)
@@ -246,7 +246,7 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
         ) from error
 
 
-def _meet(store: dist.Store, member: Membership, timeout: timedelta, where: str) -> None:
+def meet(store: dist.Store, member: Membership, timeout: timedelta, where: str) -> None:
     """Return once every rank has called this with the same store; name those that do not come."""
     world = member.world
     deadline = time.monotonic() + timeout.total_seconds()
@@ -293,10 +293,9 @@ def _make_group(member: Membership, backend: str | None, timeout: timedelta) -> 
         # Gloo listens on the address of the host name otherwise. It stays set for the subgroups that users make later.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         member.on_leave.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
-    member.groups_made += 1
-    name = f"group{member.term}.{member.groups_made}"
+    name = member.next_group_name()
     store = dist.PrefixStore(name, member.store)
-    _meet(dist.PrefixStore("before", store), member, timeout, "its process group")
+    meet(dist.PrefixStore("before", store), member, timeout, "its process group")
     before, hook = _sockets(), sys.excepthook
     # In the init a rank waits for the others at the store: a connection of its own can be ended to free it.
     own = dist.PrefixStore(name, member.store.clone())  # type: ignore[attr-defined]  # missing in torch's stubs
@@ -323,16 +322,18 @@ def _make_group(member: Membership, backend: str | None, timeout: timedelta) -> 
     finally:
         sys.excepthook = hook  # each init chains one more
     member.group_sockets = _new_sockets(before, member.store)
-    _meet(store, member, timeout, "its process group")  # or a rank that fails now would break another's init
-    if world.rank == 0:
-        _delete_keys(member.store, "/group", f"/{name}/")
+    meet(store, member, timeout, "its process group")  # or a rank that fails now would break another's init
+    *old, _ = member.group_names
+    del member.group_names[:-1]
+    if world.rank == 0 and old:
+        _delete_groups(member.store, old)
 
 
-def _delete_keys(store: dist.Store, part: str, keep: str) -> None:
+def _delete_groups(store: dist.Store, names: list[str]) -> None:
     """Delete what closed groups left in the store: the number of keys must not grow with failures."""
     whole = _bottom(store)
     for key in whole.list_keys():  # whole names, whichever prefix was asked
-        if part in key and keep not in key:
+        if any(f"/{name}/" in key for name in names):
             whole.delete_key(key)
 
 

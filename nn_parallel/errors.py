@@ -151,7 +151,7 @@ class Failure:
     def of(cls, error: BaseException, where: str) -> Failure:
         """Describe ``error``, raised by ``where``, for instance ``"rank 1 of 2"``."""
         args = error.__reduce__()[1] if type(error).__reduce__ in _PLAIN_REDUCE else None
-        plain = isinstance(args, tuple) and all(isinstance(a, str | int | float | bool | None) for a in args)
+        plain = isinstance(args, tuple) and all(isinstance(a, str | float | None) or _is_short(a) for a in args)
         return cls(
             type_name=qualified_name(type(error)),
             args=list(args) if plain and isinstance(args, tuple) else None,
@@ -238,6 +238,11 @@ def _text_of(error: BaseException) -> str:
         return str(error)
     except Exception as broken:
         return f"<its __str__ raised {type(broken).__name__}>"
+
+
+def _is_short(value: Any) -> bool:
+    """Whether it is an integer that can be written down: Python refuses those of thousands of digits."""
+    return isinstance(value, int) and value.bit_length() <= 10_000
 
 
 def _leaves(error: BaseException) -> set[int]:

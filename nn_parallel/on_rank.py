@@ -17,7 +17,7 @@ from .errors import ParallelError
 from .outcomes import Channel
 from .peers import local_places
 from .pickling import dumps
-from .reports import Call, place_of
+from .reports import Call, call_name, place_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -194,7 +194,9 @@ def _decorator(
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R | None]:
         if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
-            raise TypeError(f"{_name(fn)}() is async or a generator: its body runs after the call that ranks wait for.")
+            raise TypeError(
+                f"{call_name(fn)} is async or a generator: its body runs after the call that ranks wait for."
+            )
 
         @functools.wraps(fn)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -205,11 +207,11 @@ def _decorator(
             if here.nested_in:
                 if not set(ranks) & set(here.nested_in):
                     raise ValueError(
-                        f"{_name(fn)}() of rank {_listed(ranks)} is called inside the body of a function of rank "
+                        f"{call_name(fn)} of rank {_listed(ranks)} is called inside the body of a function of rank "
                         f"{_listed(here.nested_in)}: it would run nowhere."
                     )
                 return fn(*args, **kwargs) if here.rank in ranks else None
-            call = Call(f"{_name(fn)}()", ranks, place_of(sys._getframe(1)), wait)
+            call = Call(call_name(fn), ranks, place_of(sys._getframe(1)), wait)
             result: R | None = None
             try:
                 with here.section(call, barrier=barrier, timeout=timeout) as runs:
@@ -220,7 +222,8 @@ def _decorator(
                 raise error.with_traceback(None) from error.__cause__  # without our own frames
             if not broadcast:
                 return result
-            received: R = broadcast_packed(packed if here.rank == ranks[0] else None, ranks[0])
+            with here.block(call._replace(ranks=tuple(range(here.world_size)))):  # one that fails here must free all
+                received: R = broadcast_packed(packed if here.rank == ranks[0] else None, ranks[0])
             return result if here.rank == ranks[0] else received
 
         return wrapper
@@ -269,10 +272,6 @@ def _local_ranks_in_world(caller: str, local_rank: int, here: Channel) -> tuple[
             f"-{count}..-1 from the end)."
         )
     return ranks
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__qualname__", None) or repr(fn)
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -69,7 +69,7 @@ class Channel(Sections):
                 self._begin(call)
                 began = watched.began or time.monotonic()
                 self._barrier(call, None if timeout_s is None else began + timeout_s + TIMEOUT_MARGIN_S)
-                self._raise_if_others_failed_inside(call)
+                self._raise_if_others_failed_inside(call, number)
             except BaseException as error:
                 if watched.reason is not None and follows(error):
                     error = watched.reason.with_traceback(error.__traceback__)
@@ -101,7 +101,6 @@ class Channel(Sections):
                 self._ended += range(self.term, ended.term + 1)
                 self.begin_term(ended.term + 1)
                 self._blocks_entered = -ended.block
-                self.member.groups_made = 0  # they are named by their term too
                 self._failed_at = (self.term, 0)
                 self._post(WAITING)
         finally:
@@ -118,9 +117,11 @@ class Channel(Sections):
             return {**deaths}
         return self._failures_in(error)
 
-    def _raise_if_others_failed_inside(self, call: Call) -> None:
+    def _raise_if_others_failed_inside(self, call: Call, number: int) -> None:
         """At the end of a block: another rank has failed in a block inside, which this one never entered."""
         ended = self._peers.ended(self.term)
+        if ended is not None and ended.block >= number:
+            self._raise_if_block_failed()
         if ended is not None and ended.call < self._calls:  # or it was here, and has failed in what comes next
             never = ParallelError(
                 f"Rank {self.rank} is at the end of {call}, and never entered a block inside that failed."

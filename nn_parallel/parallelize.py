@@ -18,6 +18,7 @@ from .ddp import join_launched_world
 from .devices import accelerators
 from .errors import ExecutorClosedError
 from .executor import ParallelExecutor
+from .reports import call_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -136,7 +137,7 @@ def _split_run_gather(
     lengths = sorted({len(leaf) for leaf in leaves if _is_batch(leaf)})
     if len(lengths) > 1:
         raise ValueError(
-            f"{_name(func)}() got tensors of lengths {', '.join(map(str, lengths))} along dimension 0: what is "
+            f"{call_name(func)} got tensors of lengths {', '.join(map(str, lengths))} along dimension 0: what is "
             "split together must be equally long."
         )
     if not lengths or lengths[0] < 2:
@@ -155,12 +156,8 @@ def _split_run_gather(
         results = list(threads.map(functools.partial(_run_in_thread, func, modes), calls, devices))
     parts, (shape, *others) = zip(*(pytree.tree_flatten(result) for result in results), strict=True)
     if any(other != shape for other in others):
-        raise TypeError(f"{_name(func)}() returned different structures on different devices: they cannot be joined.")
+        raise TypeError(f"{call_name(func)} returned different structures on different devices: they cannot be joined.")
     return pytree.tree_unflatten([_gather(func, pieces, devices[0]) for pieces in zip(*parts, strict=True)], shape)
-
-
-def _name(func: Callable[..., Any]) -> str:
-    return getattr(func, "__qualname__", None) or type(func).__qualname__
 
 
 def _is_batch(leaf: Any) -> bool:
@@ -207,7 +204,7 @@ def _gather(func: Callable[..., Any], pieces: Sequence[Any], device: torch.devic
     for piece in pieces:
         if not isinstance(piece, torch.Tensor):
             raise TypeError(
-                f"{_name(func)}() returned a {type(piece).__name__}: on several devices it must return tensors, "
+                f"{call_name(func)} returned a {type(piece).__name__}: on several devices it must return tensors, "
                 "or a nest of them."
             )
     moved = [piece.to(device) for piece in pieces]

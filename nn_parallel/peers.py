@@ -34,7 +34,7 @@ class Peer:
         self.forgotten = (0, 0)  # term and call: what failed before is no longer known
         self._pid = 0
         self._pidfd: int | None = None
-        self._looked_up = False
+        self._looked_up = self._is_gone = False
 
     def take_failures(self, text: str) -> None:
         """Add what is new in the peer's list."""
@@ -54,15 +54,27 @@ class Peer:
     def is_dead(self) -> bool:
         """Whether its process is known to have ended; only that of a process of this host can be."""
         if not self._looked_up and (text := self._read_text(f"member/{self.rank}")) is not None:
-            self._looked_up = True
+            self._look_up(text)
+        if self._pidfd is not None and not self._is_gone:
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            self._is_gone = bool(poll.poll(0))
+        return self._is_gone
+
+    def _look_up(self, text: str) -> None:
+        try:
             facts = json.loads(text)
-            if facts["host"] == host_identity() and hasattr(os, "pidfd_open"):
-                self._pid = int(facts["pid"])
-                with contextlib.suppress(ProcessLookupError):
-                    self._pidfd = os.pidfd_open(self._pid)
-        if self._pidfd is None:
-            return self._pid > 0
-        return bool(select.select([self._pidfd], [], [], 0)[0])
+            host, self._pid = facts["host"], int(facts["pid"])
+        except (KeyError, TypeError, ValueError):
+            raise foreign_value(f"member/{self.rank}", text) from None
+        self._looked_up = True
+        if host == host_identity() and hasattr(os, "pidfd_open"):
+            try:
+                self._pidfd = os.pidfd_open(self._pid)
+            except ProcessLookupError:
+                self._is_gone = True
+            except OSError:  # no descriptor is left
+                self._looked_up = False
 
     def death(self, call: Call) -> WorkerDiedError:
         message = f"Rank {self.rank} (pid {self._pid}) ended before it finished {call}."
@@ -157,8 +169,7 @@ class Peers:
         if report.failures_made > peer.failures_seen:
             peer.take_failures(self.text(f"failed/{rank}") or "")
         due = [f for f in peer.failures if f.term == term and f.call <= section]
-        for failed in due:
-            peer.failures.remove(failed)
+        peer.failures = [f for f in peer.failures if f.term >= term and f not in due]
         unsettled = [f for f in due if (f.term, f.call) > peer.settled]
         if not unsettled and (term, section) < peer.forgotten:
             raise ParallelError(
@@ -208,7 +219,7 @@ def format_list(made: int, kept: Iterable[Failed]) -> str:
 def _parsed(key: str, text: str | bytes) -> Failed:
     try:
         return Failed.parse(text)
-    except (TypeError, KeyError, ValueError, AttributeError):
+    except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
         raise foreign_value(key, str(text)) from None
 
 

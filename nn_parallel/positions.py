@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from .ddp import meet
 from .reports import place_of
 
 
@@ -28,15 +29,18 @@ class Position(NamedTuple):
 def position() -> Position:
     """Where the main thread stands now."""
     frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
-    collective = None
+    collective, works = None, False
     while frame is not None and _is_library(frame):
+        works = works or frame.f_code.co_name in ("_object_to_tensor", "_tensor_to_object")  # no waiting in these
+        if frame.f_code is meet.__code__:
+            collective = "initialize_ddp"
         if frame.f_code.co_filename == dist.distributed_c10d.__file__:
             group = frame.f_locals.get("group")
             everyone = "group" in frame.f_locals and (group is None or group is dist.group.WORLD)
             collective = frame.f_code.co_name if everyone and frame.f_code.co_name in COLLECTIVES else None
         frame = frame.f_back
     stack = "".join(traceback.format_stack(frame or innermost)) if innermost else ""
-    return Position(collective, place_of(frame) if frame else "an unknown place", stack)
+    return Position(None if works else collective, place_of(frame) if frame else "an unknown place", stack)
 
 
 def _is_library(frame: FrameType) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import FrameType
 from typing import Any, NamedTuple
@@ -51,6 +51,11 @@ class Call(NamedTuple):
     def together(self) -> bool:
         """Several ranks run it and wait for its end, so that one may wait for another in a collective."""
         return self.wait and len(self.ranks) > 1
+
+
+def call_name(fn: Callable[..., Any]) -> str:
+    """How a call of ``fn`` is called in errors, and told to other ranks: the same on all of them."""
+    return f"{getattr(fn, '__qualname__', None) or type(fn).__qualname__}()"
 
 
 def place_of(frame: FrameType) -> str:
@@ -119,6 +124,8 @@ class Failed(NamedTuple):
     def parse(cls, text: str | bytes) -> Failed:
         """Raises an error of any builtin type if ``text`` is none of ours."""
         term, call, block, failures = json.loads(text)
+        if not failures:
+            raise ValueError("nobody has failed")
         return cls(int(term), int(call), int(block), {int(rank): _checked(fields) for rank, fields in failures.items()})
 
     def rebuild(self) -> dict[int, Exception]:

@@ -61,7 +61,9 @@ class Sections:
 
     def begin_term(self, term: int) -> None:
         """Forget the calls so far: all ranks count from one again."""
-        self.term = self.member.term = term
+        if term != self.member.term:
+            self.member.begin_term(term)
+        self.term = term
         self._calls, self._phase, self._announced_in_call = 0, WAITING, 0
         self._history: deque[tuple[int, Call]] = deque(maxlen=CALLS_KEPT)
         self._history_text = ""
@@ -134,11 +136,12 @@ class Sections:
 
     @contextlib.contextmanager
     def _posting_outcome(self, call: Call) -> Iterator[None]:
+        watched = Watched(call, self._calls)
         try:
             with contextlib.ExitStack() as inside:
                 inside.enter_context(self.nested(call.ranks))
                 if call.together:
-                    watched, watcher = Watched(call, self._calls), self._watcher()
+                    watcher = self._watcher()
                     inside.enter_context(watcher.entered(watched))
                     inside.enter_context(watcher.watching(watched))
                 yield
@@ -167,7 +170,7 @@ class Sections:
         if freed or isinstance(error, Exception):
             return self._rank_error(call, exceptions_in(failures), 0.0 if freed else SEEK_CAUSE_S)
         if call.together:
-            close_group(self.member)
+            self._close_group()
         return None
 
     def _failures_in(self, error: BaseException) -> dict[int, BaseException]:
@@ -177,6 +180,11 @@ class Sections:
         if isinstance(error, RankTimeoutError) and error.ranks:
             return dict.fromkeys(error.ranks, error)
         return {self.rank: error.with_traceback(user_frames(error))}
+
+    def _close_group(self) -> None:
+        """After a failed section: some ranks may have made a group in it that others have not."""
+        close_group(self.member)
+        self.member.begin_groups(after_call=self._calls)
 
     def _watcher(self) -> Watcher:
         if self._watching is None:
@@ -249,8 +257,10 @@ class Sections:
         Polls, sleeping 5 % of the time waited so far: a thread blocked in the store would see neither Ctrl-C nor a
         death.
         """
-        goal, peer = Progress(self.term, self._calls, phase), self._peers[rank]
-        start, polls, dead = time.perf_counter(), 0, False
+        goal = Progress(self.term, self._calls, phase)
+        # In a barrier a rank waits, by way of others, for all.
+        needed = [rank] if phase == FINISHED else [r for r in range(self.world_size) if r != self.rank]
+        start, polls, dead, failed = time.perf_counter(), 0, list[int](), False
         while True:
             report = self._peers.report(rank)
             if report.progress.term > self.term:  # it has failed in a block
@@ -264,9 +274,10 @@ class Sections:
                     f"Rank {rank} has left after {report.progress.call} calls, and rank {self.rank} waits for it in "
                     f"call {self._calls}: {call}. Every rank must make the same calls."
                 )
-            if dead:
-                raise self._rank_error(call, {rank: peer.death(call)})
-            if call.together and self._peers.first_failed(self._calls) is not None:
+            for ended in dead:
+                if ended == rank or self._peers.report(ended).progress < self._end_of_barrier:
+                    raise self._rank_error(call, {ended: self._peers[ended].death(call)})
+            if failed:
                 raise self._rank_error(call, {})
             waited = time.perf_counter() - start
             if deadline is not None and time.monotonic() > deadline:
@@ -277,9 +288,15 @@ class Sections:
             if waited > ANNOUNCE_AFTER_S and self._phase == WAITING and self._announced_in_call != self._calls:
                 self._announced_in_call = self._calls
                 self._post(WAITING)  # so that a rank that waits for us, in another call, sees it
+            # What is seen here counts after the next read only: that shows the last words, or that the call was over.
+            failed = call.together and phase == FINISHED and self._peers.first_failed(self._calls) is not None
             if waited > LOOK_UP_PEER_AFTER_S:
-                dead = peer.is_dead()  # before the next read: its last words count
+                dead = [r for r in needed if self._peers[r].is_dead()]
                 self._raise_if_block_failed()
+
+    @property
+    def _end_of_barrier(self) -> Progress:
+        return Progress(self.term, self._calls, FINISHED + (self.world_size - 1).bit_length())
 
     @property
     def _is_freed(self) -> bool:
@@ -324,7 +341,7 @@ class Sections:
             order = sorted(failures, key=lambda rank: rank != cause)
             unknown = ParallelError(f"Rank {cause} failed; how is no longer known here.")
             failures = {rank: failures[rank] for rank in order} or {cause: unknown}
-            close_group(self.member)  # a peer may sit in a collective of it
+            self._close_group()  # a peer may sit in a collective of it
         return self._error(call, failures)
 
     def _error(self, call: Call, failures: Mapping[int, Exception]) -> ParallelError:

@@ -38,6 +38,7 @@ class Watched:
     active: bool = False  # its body runs
     freed: bool = False
     reason: ParallelError | None = None  # why it was freed, if not for another rank
+    stuck: tuple[int, str, float] | None = None  # in which collective, where, since when
     doom: ParallelError | None = None  # it has failed, as this rank knows from a block inside it, and has not ended yet
 
 
@@ -54,7 +55,6 @@ class Watcher:
         self._entered: list[Watched] = []  # the innermost last
         self._changed = threading.Condition()
         self._stopped = False
-        self._stuck: tuple[int, str, float] | None = None  # in which collective, where, since when
         self._thread = threading.Thread(target=self._loop, name="nn_parallel watcher", daemon=True)
         self._thread.start()
 
@@ -105,8 +105,10 @@ class Watcher:
                     continue
             try:
                 hopeless = [each for each in watched if self._is_hopeless(each)]
-            except ParallelError:  # the store is gone: whoever asks it next says so
-                return
+            except Exception as error:  # the store is gone, or worse: what it should tell of would never be heard
+                hopeless = watched
+                for each in hopeless:
+                    each.reason = each.reason or _as_reason(error)
             with self._changed:
                 for each in self._innermost():  # what is around a block that was entered meanwhile is not touched
                     if each in hopeless:
@@ -139,6 +141,7 @@ class Watcher:
         if self._peers[neighbour].is_dead():
             return True
         left, _, who = (self._peers.text(LEFT_KEY) or "").partition("\t")
+        others_have_left = any(left == each.left_value for each in list(self._entered))  # this block, or one around it
         if left == watched.left_value:
             watched.began = watched.began or time.monotonic()
         began, timeout_s = watched.began, watched.timeout_s
@@ -147,17 +150,23 @@ class Watcher:
                 f"Rank {me} did not finish {call} within timeout={timeout_s:g} s. It stands at:\n{position().stack}",
                 ranks=[me],
             )
-        elif left == watched.left_value and self._is_stuck():
+        elif others_have_left and _is_stuck(watched):
             watched.reason = ParallelError(f"Rank {me} is {position()}, which can never end: {who}.")
         return watched.reason is not None
 
-    def _is_stuck(self) -> bool:
-        """Whether this rank has waited for a while in one and the same collective for all."""
-        where = position()
-        if where.collective is None or not dist.is_initialized():
-            self._stuck = None
-            return False
-        number: int = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
-        if self._stuck is None or self._stuck[:2] != (number, str(where)):
-            self._stuck = number, str(where), time.monotonic()
-        return time.monotonic() - self._stuck[2] > STUCK_AFTER_S
+
+def _is_stuck(watched: Watched) -> bool:
+    """Whether this rank has waited for a while in one and the same collective for all."""
+    where = position()
+    if where.collective is None:
+        watched.stuck = None
+        return False
+    group = dist.group.WORLD
+    number: int = group._get_sequence_number_for_group() if group else 0  # type: ignore[attr-defined]
+    if watched.stuck is None or watched.stuck[:2] != (number, str(where)):
+        watched.stuck = number, str(where), time.monotonic()
+    return time.monotonic() - watched.stuck[2] > STUCK_AFTER_S
+
+
+def _as_reason(error: Exception) -> ParallelError:
+    return error if isinstance(error, ParallelError) else ParallelError(f"Nobody watches this rank any more: {error!r}")

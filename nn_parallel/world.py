@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import socket
@@ -95,7 +96,9 @@ class Membership:
     store_host: int | None = None  # the rank whose process the store lives in; None if it is no rank's
     one_node: bool = True
     term: int = 0
-    groups_made: int = 0
+    after_call: int = 0  # the last call of the term that failed so that the group was closed
+    groups_made: int = 0  # since then
+    group_names: list[str] = field(default_factory=list)
     group_sockets: dict[int, int] = field(default_factory=dict)  # fd -> inode
     interrupted: bool = False  # another rank has failed in what this one takes part in; until the group is closed
     on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -113,6 +116,21 @@ class Membership:
         }
         store.set(f"member/{self.rank}", json.dumps(facts))
         return store
+
+    def begin_term(self, term: int) -> None:
+        """Begin another round of calls; the group stays, if there is one."""
+        self.term = term
+        self.begin_groups()
+
+    def begin_groups(self, after_call: int = 0) -> None:
+        """Name the groups that come alike on all ranks, however many each of them has made so far."""
+        self.after_call, self.groups_made = after_call, 0
+
+    def next_group_name(self) -> str:
+        """The name under which all ranks meet to make the next group."""
+        self.groups_made += 1
+        self.group_names.append(f"group{self.term}.{self.after_call}.{self.groups_made}")
+        return self.group_names[-1]
 
     def current(self) -> World:
         """The world as it is now: connected by a process group or not."""
@@ -205,10 +223,11 @@ def _external_membership() -> Membership:
             "external",
         )
         # torch offers no public way to the store of a group; without it ranks cannot talk beside the collectives.
-        store = dist.PrefixStore("nn_parallel", dist.distributed_c10d._get_default_store())
+        store = dist.distributed_c10d._get_default_store()
         if _external is not None:
             _external[1].on_leave.close()
-        _external = group, Membership(world, lambda: store)
+        # The store may outlive the group: what was told in the life of an earlier one is under another prefix.
+        _external = group, Membership(world, lambda: dist.PrefixStore(f"nn_parallel/{next(_externals)}", store))
     return _external[1]
 
 
@@ -219,3 +238,4 @@ def _current_device() -> torch.device:
 
 _joined: Membership | None = None
 _external: tuple[Any, Membership] | None = None
+_externals = itertools.count(1)  # counted on first use, which is a call that all ranks make

@@ -110,9 +110,10 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _connect() -> None:
-    """As a rank: have a group, with its connection to the store in the parent, and none that was closed before."""
-    gc.collect()  # a traceback may hold one
-    initialize_ddp()
+    """As a rank: have all connections to the store in the parent that there can be, and none that was closed before."""
+    world = initialize_ddp()
+    on_rank(list(range(world.world_size)))(int)()
+    gc.collect()  # a traceback may hold an old one
 
 
 def _state() -> dict[str, object]:

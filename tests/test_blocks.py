@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -62,6 +63,12 @@ def wait_at_the_end() -> None:
 
 
 WAITS = [wait_in_collective, wait_in_ddp, spin, sleep, wait_in_on_rank, wait_in_run, wait_at_the_end]
+
+
+def _only_on_rank_0() -> int:
+    if initialize_ddp().rank != 0:
+        raise ValueError("not here")
+    return 0
 
 
 def outcome_of_a_block(body: Callable[[int], None]) -> dict[str, Any]:
@@ -267,6 +274,120 @@ def test_random_programs_end_alike_on_all_ranks(three: Ranks, seed: int) -> None
     assert others == [first] * 2
 
 
+def test_what_comes_after_a_block_does_not_fail_it(three: Ranks) -> None:
+    """Rank 0 fails in the next call while others still poll in the end of the block: they are through it."""
+
+    def scenario() -> int:
+        rank = initialize_ddp().rank
+        for _ in range(30):
+            with ParallelExecutor():
+                time.sleep(0.015 * (rank == 1))
+            with pytest.raises(RankError) as caught:
+                on_rank(0)(lambda: 1 // 0)()
+            assert isinstance(caught.value.failures[0], ZeroDivisionError)
+        return 1
+
+    assert three.run(scenario) == [1, 1, 1]
+
+
+def test_groups_made_unequally_often_before_a_failure(two: Ranks) -> None:
+    """Rank 0 has begun to make a group when rank 1 fails: the next group is the same on both."""
+
+    def scenario() -> int:
+        rank = initialize_ddp().rank
+
+        def body() -> None:
+            if rank == 1:
+                time.sleep(0.05)
+                raise ValueError
+            initialize_ddp()
+            dist.all_reduce(torch.ones(1))
+
+        for _ in range(3):
+            with pytest.raises(RankError):
+                on_rank([0, 1])(body)()
+        total = torch.ones(1)
+        initialize_ddp()
+        dist.all_reduce(total)
+        return int(total)
+
+    assert two.run(scenario) == [2, 2]
+
+
+def test_a_failure_while_results_are_gathered(two: Ranks) -> None:
+    """A rank that cannot take the others' results fails the call on all."""
+
+    def scenario() -> str:
+        rank = initialize_ddp().rank
+
+        class Picky:
+            def __reduce__(self) -> Any:
+                return _only_on_rank_0, ()
+
+        with pytest.raises(RankError) as caught:
+            ParallelExecutor().run(Picky)
+        assert rank == initialize_ddp().rank
+        return repr(caught.value.failures[1])
+
+    for told in two.run(scenario):
+        assert told.startswith("TransferError")
+
+
+def test_a_failure_that_python_cannot_write_down(two: Ranks) -> None:
+    """An argument with more digits than Python prints: the others learn of the failure all the same."""
+
+    def scenario() -> str:
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            if initialize_ddp().rank == 1:
+                raise KeyError(10**5000)
+            wait_in_collective()
+        return type(caught.value.failures[1]).__name__
+
+    assert two.run(scenario) == ["KeyError"] * 2
+
+
+def test_a_rank_with_many_open_files(two: Ranks) -> None:
+    """Descriptors above 1024, which `select` cannot wait for, do not blind the watcher."""
+
+    def scenario() -> dict[int, str]:
+        rank = initialize_ddp().rank
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], min(4096, limits[1])), limits[1]))
+        files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+        try:
+            with pytest.raises(RankError) as caught, ParallelExecutor():
+                if rank == 1:
+                    raise ValueError("many")
+                sleep()
+            return {rank: str(error) for rank, error in caught.value.failures.items()}
+        finally:
+            for file in files:
+                os.close(file)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    with launched(2) as ranks:  # of their own: others have looked up their peers already
+        assert ranks.run(scenario) == [{1: "many"}] * 2
+
+
+@pytest.mark.parametrize("wait", [wait_in_collective, initialize_ddp])
+def test_a_block_inside_that_the_other_has_left_behind(two: Ranks, wait: Callable[[], None]) -> None:
+    """Rank 1 skips the block inside and is at the end of the outer one; rank 0 would wait in it for ever."""
+
+    def scenario() -> str:
+        rank = initialize_ddp().rank
+        if wait is initialize_ddp:
+            with pytest.raises(RankError), ParallelExecutor():
+                raise ValueError("closes the group")
+        with pytest.raises(ParallelError) as caught, ParallelExecutor():
+            if rank == 0:
+                with ParallelExecutor():
+                    wait()
+        return str(caught.value)
+
+    for told in two.run(scenario):
+        assert "which can never end: rank 1 has left with ParallelExecutor()" in told
+
+
 def test_a_failure_while_the_other_enters_or_leaves(two: Ranks) -> None:
     """An interruption between two lines of ours leaves nothing half entered or half left."""
 
@@ -384,13 +505,13 @@ def test_a_rank_that_leaves_while_the_other_is_in_a_collective(two: Ranks) -> No
 
 
 @pytest.mark.parametrize("wait", [sleep, spin, wait_in_collective, wait_at_the_end])
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_rank_is_a_failure_of_the_block(wait: Callable[[], None], victim: int) -> None:
     """SIGKILL of one rank: the others get a WorkerDiedError for it, whatever they are in."""
 
     def scenario(victim: int) -> Any:
         rank = initialize_ddp().rank
-        start = 0.0
+        start = time.monotonic()  # where the host of the store dies, the call before may not end
         with pytest.raises(RankError) as caught, ParallelExecutor():
             on_rank(0, barrier=True)(int)()
             start = time.monotonic()

@@ -22,9 +22,9 @@ from ..ddp import as_timedelta, join_launched_world
 from ..devices import accelerators, call_on_device, cpu_count, parse_devices, what_exists
 from ..errors import ExecutorClosedError, ParallelError, RankError, TransferError, rank_error, user_frames
 from ..pickling import Packed, dumps
-from ..reports import Call, place_of
+from ..reports import Call, call_name, place_of
 from ..world import Membership
-from .jobs import Handle, PackedCall, Resize, Run, Single, call_name
+from .jobs import Handle, PackedCall, Resize, Run, Single
 from .supervisor import Settings, Supervisor
 
 UNINTERRUPTED = True  # see interrupt
@@ -307,10 +307,12 @@ class ParallelExecutor(Executor):
                 return [call_on_device(fn, args, kwargs, device)]
             except Exception as error:
                 raise rank_error(call_name(fn), 1, {0: error.with_traceback(user_frames(error))}) from None
-        with here.block(Call(call_name(fn), tuple(range(here.world_size)), place), self._timeout):
+        call = Call(call_name(fn), tuple(range(here.world_size)), place)
+        with here.block(call, self._timeout):
             result = call_on_device(fn, args, kwargs, device)
             packed = dumps(result, {"the result": result})
-        return all_gather_packed(packed)
+        with here.block(call, self._timeout):  # only now are all outcomes known to be good
+            return all_gather_packed(packed)
 
     def _map_over_ranks(self, fn: Callable[..., R], items: list[tuple[Any, ...]]) -> list[R]:
         assert self._member is not None

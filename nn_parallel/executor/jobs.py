@@ -13,6 +13,7 @@ import torch
 
 from ..errors import ExecutorClosedError, RankError, TransferError, lost_connection, rank_error
 from ..pickling import Packed, dumps, loads
+from ..reports import call_name
 from .transport import Message
 from .worker import CANCELLED, FAILED, SUCCEEDED, stored_object
 
@@ -34,11 +35,6 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"<Handle of a {self._what}>"
-
-
-def call_name(fn: Callable[..., Any]) -> str:
-    """How a call of ``fn`` is called in errors."""
-    return f"{getattr(fn, '__qualname__', None) or type(fn).__qualname__}()"
 
 
 class PackedCall:

@@ -331,8 +331,8 @@ class Supervisor:
             job.end(worker.index, CANCELLED if worker.leaving else FAILED, error)
         if not worker.started and not worker.leaving:
             self._failed_starts += 1
-        if self._failed_starts > MAX_FAILED_STARTS:
-            self._break(error)
+            if self._failed_starts > MAX_FAILED_STARTS:
+                self._break(error)
         if wanted and self._broken is None:
             replacement = self._start(worker.index)
             with self._lock:
@@ -344,7 +344,7 @@ class Supervisor:
     def _break(self, error: ParallelError) -> None:
         """The pool cannot go on: fail everything with ``error``."""
         with self._lock:
-            self._broken, self._closing = error, True
+            self._broken, self._closing = self._broken or error, True
             running = (worker.finish() for worker in self._crew.living)
             jobs = dict.fromkeys([*self._pending, *(job for job in running if job is not None)])
             self._pending.clear()

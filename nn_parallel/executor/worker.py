@@ -232,7 +232,7 @@ class _Worker:
             self._leave()
             self._epoch = place.epoch
             self._rank = Membership(self._world_of(place), lambda: self._open_store(place), DEFAULT_TIMEOUT)
-        self._rank.term = _first_term(place)
+        self._rank.begin_term(_first_term(place))
         world.join(self._rank)
         try:
             yield
