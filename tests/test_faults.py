@@ -276,7 +276,8 @@ def on_this_rank(fault_name: str, phase: str, mode: str) -> dict[str, Any]:
         else:
             on_rank(1, broadcast="result" in phase, timeout=timeout)(work)(fault, phase)
     except BaseException as error:
-        leaf = error.failures[1] if isinstance(error, RankError) and 1 in error.failures else error
+        failures = error.failures if isinstance(error, RankError) else {0: error}
+        leaf = failures.get(1) or next(iter(failures.values()))  # both fail at once where a result cannot be rebuilt
         told = type(error).__name__, type(leaf).__name__, f"{error}\n{leaf}"
     else:
         told = "no error", "", ""
