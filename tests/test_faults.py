@@ -160,13 +160,13 @@ def test_during_a_call(cell: Cell, pools: dict[str, ParallelExecutor], record: A
 def test_idle(cell: Cell, pools: dict[str, ParallelExecutor], record: Any) -> None:
     """A worker that dies while it has nothing to do is replaced; one that is stopped is a hang of the next call."""
     pool = pools["impatient"]
-    pids = pool.run(os.getpid)
+    pids, before = pool.run(os.getpid), workers()
     if cell.fault == "os._exit(3)":
         pool.run(leave_soon)
     else:
         os.kill(pids[1], getattr(signal, cell.fault))
     if FAULTS[cell.fault].kind == "death":
-        wait_for_replacement(pids)
+        wait_for_replacement(pids[1], before)
     start, error = time.monotonic(), None
     try:
         for _ in range(2):  # a single task takes the worker that is free first: both must be asked
@@ -194,14 +194,16 @@ def leave_soon() -> None:
         threading.Thread(target=lambda: (time.sleep(0.05), os._exit(3)), daemon=True).start()
 
 
-def wait_for_replacement(pids: list[int]) -> None:
-    """Return when the second of these workers has been replaced: until then the pool may not know of its death."""
-    server, deadline = servers.fork_server_pid(), time.monotonic() + 10
-    workers = set(Path(f"/proc/{server}/task/{server}/children").read_text().split())
-    while True:
-        now = set(Path(f"/proc/{server}/task/{server}/children").read_text().split())
-        if str(pids[1]) not in now and now - workers:
-            return
+def workers() -> set[int]:
+    """The processes of all pools."""
+    server = servers.fork_server_pid()
+    return {int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()}
+
+
+def wait_for_replacement(pid: int, before: set[int]) -> None:
+    """Return when that worker has been replaced: until then the pool may not know of its death."""
+    deadline = time.monotonic() + 10
+    while pid in (now := workers()) or not now - before:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
