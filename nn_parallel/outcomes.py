@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 from .ddp import close_group
@@ -108,13 +108,13 @@ class Channel(Sections):
             self.member.interrupted = len(self._blocks) > 1 and self._blocks[-2].doom is not None
         return failed if isinstance(error, Exception) or (isinstance(error, Interrupted) and freed) else None
 
-    def _failures_of_block(self, watched: Watched, error: BaseException) -> dict[int, BaseException]:
+    def _failures_of_block(self, watched: Watched, error: BaseException) -> Mapping[int, BaseException]:
         """What this rank has to tell of; nothing if it only follows from the failure that others know already."""
         if not follows(error) or (isinstance(error, Interrupted) and not watched.freed):
             return self._failures_in(error)
         deaths = self._peers.seek_cause(watched.call, watched.number, SEEK_CAUSE_S)
         if deaths or self._peers.failed_block(watched.number) is not None:
-            return {**deaths}
+            return deaths
         return self._failures_in(error)
 
     def _raise_if_others_failed_inside(self, call: Call, number: int) -> None:

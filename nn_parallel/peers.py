@@ -199,10 +199,11 @@ class Peers:
     def seek_cause(self, call: Call, block: int, seek_s: float) -> dict[int, Exception]:
         """The deaths for which ``block`` has to fail; none if it has failed already, or nothing is found."""
         deadline = time.monotonic() + seek_s
+        others = [peer for rank, peer in self._peers.items() if rank != self._member.rank]
         while self.failed_block(block) is None and time.monotonic() < deadline:
-            others = [peer for rank, peer in self._peers.items() if rank != self._member.rank]
-            if deaths := {peer.rank: peer.death(call) for peer in others if peer.is_dead()}:
-                return dict(deaths)
+            deaths: dict[int, Exception] = {peer.rank: peer.death(call) for peer in others if peer.is_dead()}
+            if deaths:
+                return deaths
             time.sleep(SEEK_EVERY_S)
         return {}
 

@@ -146,7 +146,7 @@ class Sections:
                     inside.enter_context(watcher.watching(watched))
                 yield
         except BaseException as error:
-            if isinstance(error, Interrupted) and not (call.together and watched.freed and not self._is_freed):
+            if isinstance(error, Interrupted) and (self._is_freed or not watched.freed):
                 raise  # from what is around this call
             failed = self._fail_section(call, error)
             if failed is None:
