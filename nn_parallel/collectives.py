@@ -12,7 +12,7 @@ from .pickling import Packed, loads
 
 
 def broadcast_packed(packed: Packed | None, src: int) -> Any:
-    """What rank ``src`` packed, rebuilt on every rank; the others pass None. Makes the process group if there is none.
+    """What rank ``src`` packed, rebuilt on the others, which pass None. Makes the process group if there is none.
 
     Raises:
         TransferError: it cannot be unpickled here.
@@ -20,7 +20,7 @@ def broadcast_packed(packed: Packed | None, src: int) -> Any:
     initialize_ddp()
     box = [_sendable(packed) if packed is not None else None]
     dist.broadcast_object_list(box, src=src)
-    return _rebuilt(box[0], src)
+    return _rebuilt(box[0], src) if packed is None else None
 
 
 def all_gather_packed(packed: Packed) -> list[Any]:

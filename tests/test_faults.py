@@ -329,18 +329,20 @@ def test_under_a_launcher(cell: Cell, shared_ranks: Ranks, record: Any) -> None:
     fresh = needs_fresh_ranks(cell)
     with fresh_ranks() if fresh else contextlib.nullcontext(shared_ranks) as ranks:
         (waiting,) = ranks.run(on_this_rank, *cell, only=[0], also=[1])
+        if not fresh:
+            ranks.finish(1)
         wanted = expected(cell)
         error, leaf, text = waiting["told"]
         if wanted is None:
             assert error == "no error"
         else:
             kind, words = wanted
-            assert kind in (error, leaf), text
+            # What leaves a rank by its own way out reaches the others described, and here both may leave at once.
+            assert kind in (error, leaf) or (leaf == "RemoteError" and kind in text), text
             assert error in ("RankError", "RankTimeoutError", "TransferError") or cell.fault == kind
             assert words in text
         assert waiting["seconds"] < WITHIN_S + TIMEOUT_S * is_hang(cell)
         if not fresh:
-            ranks.finish(1)
             assert ranks.run(go_on) == [2, 2]
     record(cell, error if error == leaf else f"{error} of {leaf}", waiting["seconds"])
 
