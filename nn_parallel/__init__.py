@@ -16,7 +16,9 @@ The files, from the bottom up; each knows only those above it in this list::
     collectives             collectives on objects
     on_rank                 code for one rank
     executor                ParallelExecutor:
-        transport, poller, evidence     messages; waiting for many; why a process died
+        segments, transport             memory files for what is large; messages
+        fingerprints, packing           whether a function is still the same; what is sent, and what workers keep
+        poller, evidence                waiting for many; why a process died
         worker                          a worker process
         forkserver, boot, servers       the process that forks them; its first lines; as the parent sees it
         jobs, workers, crew             what is to be done; who does it, one by one and all together

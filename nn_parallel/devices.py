@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import types
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -132,8 +134,19 @@ def call_on_device(
     return fn(*args[: len(before)], device, *args[len(before) :], **kwargs)
 
 
-def _device_parameter(fn: Callable[..., Any]) -> tuple[inspect.Parameter, list[inspect.Parameter]] | None:
+def _device_parameter(fn: Callable[..., Any]) -> _Place:
     """The parameter called ``device`` and those before it; None if there is none that could be passed."""
+    if not isinstance(fn, types.FunctionType | types.BuiltinFunctionType) or getattr(fn, "__dict__", None):
+        return _find_device_parameter(fn)
+    # What a plain function takes is looked up once: `inspect` needs longer than many a call.
+    made_of = tuple(getattr(fn, name, None) for name in ("__code__", "__defaults__", "__kwdefaults__"))
+    known = _known_places.get(fn)
+    if known is None or any(then is not now for then, now in zip(known[0], made_of, strict=True)):
+        known = _known_places[fn] = made_of, _find_device_parameter(fn)
+    return known[1]
+
+
+def _find_device_parameter(fn: Callable[..., Any]) -> _Place:
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (ValueError, TypeError):  # a builtin that tells no signature
@@ -182,3 +195,9 @@ def _warn_no_accelerator_once(wanted: str) -> None:
 
 
 _warned = False
+
+
+_Place = tuple[inspect.Parameter, list[inspect.Parameter]] | None
+_known_places: weakref.WeakKeyDictionary[Callable[..., Any], tuple[tuple[Any, ...], _Place]] = (
+    weakref.WeakKeyDictionary()
+)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 UNINTERRUPTED = True
 
@@ -29,26 +29,24 @@ class Interruptible:
 
     def __init__(self) -> None:
         self.interrupted = False
+        self._before: Any = _raise_in_the_outermost  # the handler to put back at the end
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """The block itself; raises `Interrupted` out of it at most once, and never after its end."""
+    def __enter__(self) -> None:
+        """From here on, and never after the end, `Interrupted` may be raised, at most once."""
         if threading.current_thread() is not threading.main_thread():
-            yield
             return
-        outermost = not _running
-        if outermost:
-            before = signal.signal(signal.SIGURG, _raise_in_the_outermost)
+        if signal.getsignal(signal.SIGURG) is not _raise_in_the_outermost:
+            self._before = signal.signal(signal.SIGURG, _raise_in_the_outermost)
         _running.append(self)
-        try:
-            if self.interrupted:  # before it began
-                raise Interrupted
-            yield
-        finally:
-            if self in _running:
-                del _running[_running.index(self) :]
-            if outermost:
-                signal.signal(signal.SIGURG, before)
+        if self.interrupted:  # before it began
+            self.__exit__()
+            raise Interrupted
+
+    def __exit__(self, *_: object) -> None:
+        if self in _running:
+            del _running[_running.index(self) :]
+        if self._before is not _raise_in_the_outermost:
+            signal.signal(signal.SIGURG, self._before)
 
     def interrupt(self) -> None:
         """End the block, if it still runs. Any thread may call this.
@@ -75,6 +73,11 @@ def _must_finish(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename == threading.__file__:
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("UNINTERRUPTED", False)
+
+
+def keep_handler() -> None:
+    """Have no block install the handler: for a process that does nothing but run blocks."""
+    signal.signal(signal.SIGURG, _raise_in_the_outermost)
 
 
 _running: list[Interruptible] = []

@@ -217,7 +217,7 @@ def _decorator(
                 with here.section(call, barrier=barrier, timeout=timeout) as runs:
                     if runs:
                         result = fn(*args, **kwargs)
-                        packed = dumps(result, {"the result": result}) if broadcast else None
+                        packed = dumps(result, lambda: {"the result": result}) if broadcast else None
             except ParallelError as error:
                 raise error.with_traceback(None) from error.__cause__  # without our own frames
             if not broadcast:

@@ -1,12 +1,13 @@
 """To bytes and back: functions and classes of ``__main__`` by value, tensors by their storage, errors with a path.
 
-One rule serves every tensor: its `torch.UntypedStorage` leaves the pickle as a buffer of its own (pickle protocol 5,
-out of band). Views, strides, aliasing, parameters, tied weights, sparse and quantised tensors and every dtype then come
-out right by torch's own pickling of the rest.
+One rule serves every tensor: what is used of its `torch.UntypedStorage` leaves the pickle as a buffer (pickle protocol
+5, out of band). Views, strides, aliasing, parameters, tied weights, sparse and quantised tensors and every dtype then
+come out right by torch's own pickling of the rest.
 """
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 import ctypes
@@ -15,7 +16,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -24,64 +25,97 @@ import torch
 from .errors import TransferError, qualified_name
 
 Buffer = bytearray | memoryview | pickle.PickleBuffer
+LARGE_BYTES = 1 << 15  # what is smaller stays in the pickle
+_ALIGNMENT = 64  # of the parts of a storage: what torch gives a storage itself
 
 
 class Packed(NamedTuple):
-    """An object as a pickle and the large buffers that left it."""
+    """An object as a pickle and what left it: large buffers, and memory that is shared rather than sent."""
 
     pickle: bytes
     buffers: list[memoryview]
+    shared: list[torch.UntypedStorage]
 
 
-def dumps(obj: Any, parts: Mapping[str, Any] | None = None) -> Packed:
+def dumps(obj: Any, parts: Callable[[], Mapping[str, Any]] | None = None, *, share: bool = False) -> Packed:
     """Pickle ``obj``.
 
-    The buffers are views of the memory of ``obj``: use them before anything writes to it. ``parts`` names what ``obj``
-    is made of, for the error; ``{"the object": obj}`` if None.
+    The buffers are views of the memory of ``obj``: use them before anything writes to it. ``parts()`` names what
+    ``obj`` is made of, for the error; ``{"the object": obj}`` if None. With ``share`` tensors in shared memory stay
+    shared: for another process of this machine.
 
     Raises:
         TransferError: it cannot be pickled; the message gives the path to the part that cannot.
     """
     try:
-        return _dumps(obj)
+        return _dumps(obj, share)
     except Exception as error:
-        path, culprit = _find_unpicklable(parts or {"the object": obj})
+        path, culprit = _find_unpicklable(parts() if parts else {"the object": obj})
         raise TransferError(
             f"{path[0].upper()}{path[1:]} is a {qualified_name(type(culprit))} and cannot be sent to another process: "
             f"{error}"
         ) from error
 
 
-def loads(packed: bytes | bytearray, buffers: Sequence[Buffer], device: torch.device | None = None) -> Any:
-    """Rebuild what `dumps` packed. ``buffers`` must be writable and become the memory of the tensors.
+def loads(
+    packed: bytes | Buffer,
+    buffers: Sequence[Buffer],
+    device: torch.device | None = None,
+    shared: Sequence[Buffer] = (),
+) -> Any:
+    """Rebuild what `dumps` packed. ``buffers`` must be writable and become the memory of the tensors, as ``shared`` do.
 
     Accelerator tensors land on ``device``, or on the CPU if that is None. Raises whatever unpickling raises.
     """
     with torch._C.DisableTorchFunction():  # a user's default device must not move what is rebuilt
-        return _Unpickler(io.BytesIO(packed), buffers, device).load()
+        unpickler = _Unpickler(io.BytesIO(packed), buffers=buffers)
+        unpickler._device, unpickler._shared = device, shared
+        return unpickler.load()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    def __init__(self, memory: _Memory) -> None:
+        self.file, self._memory = io.BytesIO(), memory
+        self.buffers = buffers = list[memoryview]()
+
+        def stays(buffer: pickle.PickleBuffer) -> bool:  # no method: all that is pickled would live on in a cycle
+            raw = buffer.raw()
+            if raw.nbytes < LARGE_BYTES:
+                return True
+            buffers.append(raw)
+            return False
+
+        super().__init__(self.file, protocol=5, buffer_callback=stays)
+
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
-        if kind is torch.storage.TypedStorage:  # what torch's own reduction of a tensor refers to
+        if kind is torch.Tensor and _is_plain(obj):
+            part, offset = self._memory.part_of(obj)
+            return _plain_tensor, (part, obj.dtype, offset, tuple(obj.size()), obj.stride(), obj.requires_grad)
+        if kind is _Part:
+            if obj.is_shared:
+                return _shared_storage, (self._memory.share(obj.storage), obj.end)
+            return _untyped_storage, (pickle.PickleBuffer(obj.bytes()), obj.on_accelerator)
+        if kind is torch.storage.TypedStorage:  # what torch's own reduction of other tensors refers to
             return _typed_storage, (obj._untyped_storage, obj.dtype)
         if kind is torch.UntypedStorage and obj.device.type != "meta":
-            on_accelerator = obj.device.type != "cpu"
-            storage = obj.cpu() if on_accelerator else obj
-            return _untyped_storage, (pickle.PickleBuffer(_memory_of(storage)), on_accelerator)
+            return _itself, (self._memory.whole(obj),)
         return super().reducer_override(obj)
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, buffers: Sequence[Buffer], device: torch.device | None) -> None:
-        super().__init__(file, buffers=buffers)
-        self._device = device
+    _device: torch.device | None
+    _shared: Sequence[Buffer]
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
+        # What is returned must not refer to the unpickler, whose memo holds it: all that was unpickled would live on
+        # in a cycle.
+        device, shared = self._device, self._shared
         if found is _untyped_storage:
-            return lambda buffer, on_accelerator: _untyped_storage(buffer, on_accelerator, self._device)
+            return lambda buffer, on_accelerator: _untyped_storage(buffer, on_accelerator, device)
+        if found is _shared_storage:
+            return lambda index, size: _untyped_storage(memoryview(shared[index])[:size], False)
         if module == "torch._utils" and name == "_rebuild_tensor_v3":
             return _rebuild_tensor_of_any_dtype
         if module == "cloudpickle.cloudpickle" and name == "_make_skeleton_class":
@@ -89,10 +123,162 @@ class _Unpickler(pickle.Unpickler):
         return found
 
 
-def _dumps(obj: Any) -> Packed:
-    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(obj)
-    return Packed(file.getvalue(), [buffer.raw() for buffer in buffers])
+class _Part:
+    """The bytes of a storage from ``start`` to ``end``, as one buffer."""
+
+    def __init__(self, storage: torch.UntypedStorage, start: int, end: int, is_shared: bool = False) -> None:
+        self.storage, self.start, self.end, self.is_shared = storage, start, end, is_shared
+        self.on_accelerator = storage.device.type != "cpu"
+
+    def bytes(self) -> Any:
+        """An object with the buffer interface that keeps the memory alive; a copy if that is an accelerator's.
+
+        Not a memoryview: when the collector clears one that a `PickleBuffer` exports, Python before 3.13 crashes.
+        """
+        size = self.end - self.start
+        if size == 0:
+            return bytearray()
+        storage, start = self.storage, self.start
+        if self.on_accelerator:
+            there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (size,), (1,))
+            storage, start = there.cpu().untyped_storage(), 0
+        array = (ctypes.c_char * size).from_address(storage.data_ptr() + start)
+        array.storage = storage  # type: ignore[attr-defined]
+        return array
+
+
+class _Memory:
+    """Which bytes of which storages the tensors of one object use.
+
+    Not known before all of them have been seen: where it turns out to be little, the object is pickled once more, with
+    only those parts. Tensors whose bytes overlap find themselves in the same part.
+    """
+
+    def __init__(self, share: bool) -> None:
+        self.shared: list[torch.UntypedStorage] = []  # memory that is to be the same in the other process
+        self._share = share
+        self._parts: dict[int, list[_Part]] = {}  # by storage, ascending
+        self._used: dict[int, list[tuple[int, int]]] = {}  # from, to; of storages that may be sent in parts
+
+    def part_of(self, tensor: torch.Tensor) -> tuple[_Part, int]:
+        """The part that ``tensor`` lies in, and its offset there, in elements."""
+        storage, size = tensor.untyped_storage(), tensor.dtype.itemsize
+        parts = self._parts_of(storage)
+        offset = int(tensor.storage_offset())
+        if (used := self._used.get(storage._cdata)) is None:
+            part = parts[bisect.bisect_right(parts, offset * size, key=_start) - 1]
+            return part, offset - part.start // size
+        if tensor.numel():
+            length: int = sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
+            used.append((offset * size, (offset + length) * size))
+        return parts[0], offset
+
+    def whole(self, storage: torch.UntypedStorage) -> _Part:
+        """All of ``storage``."""
+        part = self._parts_of(storage)[0]
+        self._used.pop(storage._cdata, None)
+        return part if part.end - part.start == storage.nbytes() else _Part(storage, 0, storage.nbytes())
+
+    def share(self, storage: torch.UntypedStorage) -> int:
+        """The number under which the receiver finds the same memory."""
+        self.shared.append(storage)
+        return len(self.shared) - 1
+
+    def narrow(self) -> bool:
+        """From now on hand out only the used parts; False if nothing would be won."""
+        narrowed = False
+        for key, used in self._used.items():
+            storage = self._parts[key][0].storage
+            spans = list[tuple[int, int]]()
+            for start, end in sorted((start - start % _ALIGNMENT, end) for start, end in used):
+                if spans and start < spans[-1][1]:
+                    spans[-1] = spans[-1][0], max(end, spans[-1][1])
+                else:
+                    spans.append((start, end))
+            if 2 * sum(end - start for start, end in spans) <= storage.nbytes():
+                self._parts[key] = [_Part(storage, start, end) for start, end in spans or [(0, 0)]]
+                narrowed = True
+        self._used.clear()
+        if narrowed:
+            self.shared.clear()
+        return narrowed
+
+    def _parts_of(self, storage: torch.UntypedStorage) -> list[_Part]:
+        key = storage._cdata
+        if key not in self._parts:
+            is_shared = self._share and _has_descriptor(storage)
+            self._parts[key] = [_Part(storage, 0, storage.nbytes(), is_shared)]
+            if storage.nbytes() >= LARGE_BYTES and not is_shared:
+                self._used[key] = []
+        return self._parts[key]
+
+
+def _dumps(obj: Any, share: bool) -> Packed:
+    if _is_atomic(obj):  # nothing of what follows applies
+        return Packed(pickle.dumps(obj, protocol=5), [], [])
+    memory = _Memory(share)
+    pickler = _Pickler(memory)
+    pickler.dump(obj)
+    if memory.narrow():
+        pickler = _Pickler(memory)
+        pickler.dump(obj)
+    return Packed(pickler.file.getvalue(), pickler.buffers, memory.shared)
+
+
+def _is_atomic(obj: Any) -> bool:
+    """Whether this is a number, a text or the like, or a short tuple of such."""
+    kind = type(obj)
+    if kind is tuple:
+        return len(obj) <= _FEW and all(map(_is_atomic, obj))
+    return kind in _ATOMS or (kind is dict and not obj)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether storage, dtype, shape, strides and ``requires_grad`` are all there is to it."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+        and not tensor._backward_hooks
+        and not tensor.__dict__
+    )
+
+
+def _plain_tensor(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    requires_grad: bool,
+) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    tensor.set_(storage, offset, size, stride)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _rebuild_tensor_of_any_dtype(
+    storage: torch.UntypedStorage,
+    offset: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    requires_grad: bool,
+    hooks: Any,
+    dtype: torch.dtype,
+    metadata: Any = None,
+) -> torch.Tensor:
+    """torch's `_rebuild_tensor_v3`, for the dtypes that no typed storage has (float8, uint16, complex32, ...)."""
+    tensor = _plain_tensor(storage, dtype, offset, tuple(size), tuple(stride), requires_grad)
+    if metadata:
+        torch._utils.set_tensor_metadata(tensor, metadata)  # type: ignore[no-untyped-call]
+    tensor._backward_hooks = hooks
+    return tensor
+
+
+def _has_descriptor(storage: torch.UntypedStorage) -> bool:
+    """Whether it is memory that other processes can map as well."""
+    by_descriptor = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
+    return by_descriptor and storage.device.type == "cpu" and storage.is_shared()
 
 
 def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
@@ -107,37 +293,16 @@ def _untyped_storage(buffer: Buffer, on_accelerator: bool, device: torch.device 
     return tensor.to(device).untyped_storage() if on_accelerator and device is not None else tensor.untyped_storage()
 
 
-def _rebuild_tensor_of_any_dtype(
-    storage: torch.UntypedStorage,
-    offset: int,
-    size: Sequence[int],
-    stride: Sequence[int],
-    requires_grad: bool,
-    hooks: Any,
-    dtype: torch.dtype,
-    metadata: Any = None,
-) -> torch.Tensor:
-    """torch's `_rebuild_tensor_v3`, for the dtypes that no typed storage has (float8, uint16, complex32, ...)."""
-    tensor = torch.empty(0, dtype=dtype, device=storage.device)
-    tensor.set_(storage, offset, tuple(size), tuple(stride))
-    if metadata:
-        torch._utils.set_tensor_metadata(tensor, metadata)  # type: ignore[no-untyped-call]
-    tensor.requires_grad = requires_grad
-    tensor._backward_hooks = hooks
-    return tensor
+def _shared_storage(index: int, size: int) -> None:
+    """Stands in a pickle for `_Unpickler`'s own."""
 
 
-def _memory_of(storage: torch.UntypedStorage) -> Any:
-    """The bytes of a storage, without a copy: an object with the buffer interface that keeps the storage alive.
+def _itself(obj: Any) -> Any:
+    return obj
 
-    Not a memoryview: when the collector clears one that a `PickleBuffer` exports, Python before 3.13 crashes.
-    """
-    size = storage.nbytes()
-    if size == 0:
-        return bytearray()
-    array = (ctypes.c_char * size).from_address(storage.data_ptr())
-    array.storage = storage  # type: ignore[attr-defined]
-    return array
+
+def _start(part: _Part) -> int:
+    return part.start
 
 
 def _adopt(cls: Any) -> Any:
@@ -158,7 +323,7 @@ def _search(parts: Mapping[str, Any], seen: set[int]) -> tuple[str, Any] | None:
         if id(part) in seen:
             continue
         try:
-            _dumps(part)
+            _dumps(part, share=False)
         except Exception:
             seen.add(id(part))
             inner = dict(_parts(part, path))
@@ -224,3 +389,7 @@ def _global_names(code: types.CodeType) -> set[str]:
     """The names that a function and the functions inside it look up."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*map(_global_names, inner))
+
+
+_ATOMS = {type(None), bool, int, float, str, bytes}
+_FEW = 8

@@ -77,7 +77,7 @@ class Watcher:
             watched.active = True
             self._changed.notify()
         try:
-            with watched.block.running():
+            with watched.block:
                 yield
         finally:
             with self._changed:  # the thread frees only while it holds this: from here on it touches no group

@@ -96,17 +96,22 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     lasting = [request.getfixturevalue(name) for name in LASTING if name in request.fixturenames]
     lasting += [pool for fixture in lasting if isinstance(fixture, dict) for pool in fixture.values()]
     pools = [fixture for fixture in lasting if isinstance(fixture, ParallelExecutor)]
-    for pool in pools:
-        pool.run(_connect)
+    _settle(pools)
     before = _state()
     yield
     ddp._stores.clear()
-    for pool in pools:
-        pool.run(_connect)
+    _settle(pools)
     deadline = time.monotonic() + SETTLE_WITHIN_S
     while _state() != before and time.monotonic() < deadline:
         time.sleep(0.01)  # a store closes the connection of a rank that has ended when it gets to it
     assert _state() == before
+
+
+def _settle(pools: list[ParallelExecutor]) -> None:
+    for pool in pools:
+        pool.run(_connect)
+        assert pool._supervisor is not None
+        pool._supervisor.packer.segments.trim(0)
 
 
 def _connect() -> None:

@@ -360,6 +360,39 @@ def test_an_argument_is_each_worker_s_own(ex: ParallelExecutor) -> None:
     assert not tensor.any()
 
 
+def test_a_map_that_nobody_reads_any_more_does_not_go_on(ex: ParallelExecutor) -> None:
+    """Closing the iterator drops the items that have not begun; what runs ends, and the pool is free."""
+    results = ex.map(lambda x: (time.sleep(0.02), x)[1], range(1000))
+    assert next(results) == 0
+    results.close()  # type: ignore[attr-defined]
+    start = time.monotonic()
+    assert ex.run(int) == [0, 0]
+    assert time.monotonic() - start < 5
+
+
+def test_an_item_that_cannot_be_sent_fails_at_its_place(ex: ParallelExecutor) -> None:
+    """The results before it arrive."""
+    results = ex.map(str, [1, threading.Lock(), 3])
+    assert next(results) == "1"
+    with pytest.raises(TransferError, match="Argument 0 is a _thread.lock"):
+        next(results)
+
+
+def test_the_items_of_a_map_are_let_go_as_they_end(ex: ParallelExecutor) -> None:
+    """Results that nobody has taken yet do not hold the memory of what was sent for them."""
+    results = ex.map(torch.Tensor.numel, (torch.zeros(1 << 16) for _ in range(50)))
+    assert ex.run(int) == [0, 0]  # all are over
+    assert ex._supervisor is not None
+    ex._supervisor.packer.segments.trim(0)
+    files = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.islink(f"/proc/self/fd/{fd}")
+    ]
+    assert not [file for file in files if "memfd:nn_parallel" in file]
+    assert list(results) == [1 << 16] * 50
+
+
 def test_map_keeps_the_order(ex: ParallelExecutor) -> None:
     """Results in the order of the items, whatever the chunks; an exception comes out at its place."""
     expected = [(x, y, "cpu") for x, y in zip(range(20), range(20, 40), strict=True)]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from nn_parallel import pickling
 from nn_parallel.errors import TransferError
 from nn_parallel.pickling import dumps, loads
 
@@ -35,6 +37,13 @@ QUANTISED = ["qint8", "quint8", "qint32", "quint4x2", "quint2x4"]
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 PLAIN_DTYPES = sorted(set(DTYPES) - set(QUANTISED))
 LOCK = threading.Lock()
+
+
+@pytest.fixture(autouse=True, params=["all out of band", "the large out of band"])
+def threshold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything holds for buffers that stay in the pickle, and for those that leave it."""
+    if request.param == "all out of band":
+        monkeypatch.setattr(pickling, "LARGE_BYTES", 1)
 
 
 def round_trip(obj: Any) -> Any:
@@ -157,10 +166,24 @@ print("alive")
 
 def test_the_buffers_become_the_memory_of_the_result() -> None:
     """`loads` copies nothing: a write to the tensor is a write to the buffer."""
-    packed = dumps(torch.zeros(4, dtype=torch.uint8))
+    packed = dumps(torch.zeros(1 << 16, dtype=torch.uint8))
     buffer = bytearray(packed.buffers[0])
     loads(packed.pickle, [buffer]).add_(7)
-    assert buffer == b"\7\7\7\7"
+    assert buffer == b"\7" * (1 << 16)
+
+
+def test_nothing_is_kept_in_a_cycle() -> None:
+    """What was packed, and what was rebuilt, goes with its last reference: it may be all the memory there is."""
+    gc.collect()
+    gc.disable()
+    try:
+        sent = [nn.Linear(200, 200), torch.ones(1 << 16)]
+        received = round_trip(sent)
+        ends = [weakref.ref(each) for each in (*sent, *received)]
+        del sent, received
+        assert [end() for end in ends] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def test_views_of_one_storage_still_share_it() -> None:
@@ -489,7 +512,7 @@ def test_named_parts_begin_the_path() -> None:
     """The caller of `dumps` names what the user passed."""
     parts = {"the function": print, "argument 1": [0], "argument 'x'": {"k": LOCK}}
     with pytest.raises(TransferError, match=r"^Argument 'x'\['k'\] is a _thread\.lock and cannot be sent"):
-        dumps(tuple(parts.values()), parts)
+        dumps(tuple(parts.values()), lambda: parts)
 
 
 def test_a_cycle_does_not_hide_the_culprit() -> None:

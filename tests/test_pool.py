@@ -66,6 +66,7 @@ def test_a_replaced_worker_gets_the_object_again(pools: ParallelExecutor) -> Non
 def test_workers_forget_with_the_last_reference(pools: ParallelExecutor) -> None:
     """The object goes when its handle does, and not before the calls that were given it are over."""
     handle = pools.put([1, 2])
+    number = handle.number
     futures = [pools.submit(len, handle) for _ in range(20)]
     del handle
     gc.collect()
@@ -73,7 +74,7 @@ def test_workers_forget_with_the_last_reference(pools: ParallelExecutor) -> None
     deadline = time.monotonic() + 10
     del futures
     gc.collect()
-    while any(pools.run(lambda: len(worker._stored))):
+    while any(pools.run(lambda: number in worker._stored)):
         assert time.monotonic() < deadline
         time.sleep(0.001)
 

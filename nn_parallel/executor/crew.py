@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..pickling import Packed
+from ..errors import RankTimeoutError
 from .evidence import OomKills
 from .poller import Poller
 from .servers import open_pool
-from .transport import send
+from .transport import Parcel
 from .worker import Setup
 from .workers import Output, Worker
 
@@ -37,10 +37,11 @@ class Crew:
     """The worker processes of one pool and the connection to the fork server that starts and reaps them."""
 
     def __init__(
-        self, initializer: Packed, timeout_s: float | None, prefix_output: bool, on_news: Callable[[], bool]
+        self, initializer: Parcel, timeout_s: float | None, prefix_output: bool, on_news: Callable[[], bool]
     ) -> None:
         """``on_news`` is called when there is something for `hear`."""
         self.living: list[Worker] = []
+        self.timed = set[Worker]()  # those that have, or had, a deadline
         self._initializer, self._timeout_s, self._prefix_output = initializer, timeout_s, prefix_output
         self._directory = os.getcwd()
         self._unnamed: deque[Worker] = deque()  # forked in this order, whose process ids have not been told yet
@@ -64,12 +65,12 @@ class Crew:
         worker = self._fork(setup)
         self._unnamed.append(worker)
         self.living.append(worker)
-        self.poller.watch(worker.connection.fileno(), functools.partial(read, worker))
+        self.poller.watch(worker.link.sock.fileno(), functools.partial(read, worker), is_answer=True)
         self.poller.watch(worker.control.fileno(), worker.receive_stack)
         for output in worker.output:
             self.poller.watch(output.fd, output.copy)
         with contextlib.suppress(OSError):
-            send(worker.connection, setup, self._initializer)
+            worker.link.send(tuple(setup), self._initializer)
         return worker
 
     def hear(self) -> list[End]:
@@ -93,9 +94,43 @@ class Crew:
             evidence += f" The kernel's out-of-memory killer counted {kills} kill{'s' * (kills > 1)} in this cgroup."
         return [End(worker, told["exitcode"], evidence) for worker in self.living if worker.pid == told["exited"]]
 
+    def forget(self, number: int) -> None:
+        """The handle of that number is gone."""
+        for worker in self.living:
+            worker.forget(number)
+
     def deadline(self) -> float | None:
         """When what begins now has run out of time."""
         return None if self._timeout_s is None else time.monotonic() + self._timeout_s
+
+    def next_deadline(self) -> float | None:
+        """When there is something for `keep_deadlines`."""
+        deadlines = (at for worker in self.timed for at in (worker.deadline, worker.stack_by, worker.kill_at))
+        return min((at for at in deadlines if at is not None), default=None)
+
+    def keep_deadlines(self) -> list[Worker]:
+        """Do what is due; the workers that have had time to tell where they stand, and have run out of it."""
+        now, silent = time.monotonic(), []
+        for worker in list(self.timed):
+            if worker.kill_at is not None and now > worker.kill_at:
+                worker.kill()
+            elif worker.stack_by is not None and now > worker.stack_by:
+                silent.append(worker)
+            elif worker.deadline is not None and now > worker.deadline:
+                worker.ask_for_stack()
+            elif worker.deadline is worker.stack_by is worker.kill_at is None:
+                self.timed.remove(worker)
+        return sorted(silent, key=lambda worker: worker.index)
+
+    def silence(self, silent: list[Worker], name: str) -> RankTimeoutError:
+        """The error of a call during which these workers ran out of time."""
+        stacks = {worker.index: worker.where_it_stands() for worker in silent}
+        told = "\n".join(f"{worker.description}:\n{stacks[worker.index]}" for worker in silent)
+        return RankTimeoutError(
+            f"{name} did not end within timeout={self._timeout_s:g} s. Where its workers stand:\n{told}",
+            ranks=list(stacks),
+            stacks=stacks,
+        )
 
     def orphans(self) -> list[End]:
         """The ends of all workers, after that of the fork server. What they had started may live on: it is killed."""
@@ -113,6 +148,7 @@ class Crew:
             self.poller.unwatch(fd)
         worker.close()
         self.living.remove(worker)
+        self.timed.discard(worker)
 
     def close(self) -> None:
         """Let go of everything; the fork server ends the workers that are left."""
@@ -139,4 +175,4 @@ class Crew:
             with contextlib.suppress(OSError):  # the fork server has ended: we hear of it
                 socket.send_fds(self._server, [b"fork"], theirs)
             on_failure.pop_all()
-        return Worker(setup.rank, setup.device, self._server, sockets, output)
+        return Worker(setup.rank, setup.device, self._server, sockets, output, self.timed)

@@ -21,10 +21,10 @@ from ..collectives import all_gather_packed
 from ..ddp import as_timedelta, join_launched_world
 from ..devices import accelerators, call_on_device, cpu_count, parse_devices, what_exists
 from ..errors import ExecutorClosedError, ParallelError, RankError, TransferError, rank_error, user_frames
-from ..pickling import Packed, dumps
+from ..pickling import dumps
 from ..reports import Call, call_name, place_of
 from ..world import Membership
-from .jobs import Handle, PackedCall, Resize, Run, Single
+from .jobs import Job, Mapped, Resize, Run, Single
 from .supervisor import Settings, Supervisor
 
 UNINTERRUPTED = True  # see interrupt
@@ -101,7 +101,8 @@ class ParallelExecutor(Executor):
         settings = Settings(
             devices=self._devices,
             pass_device=pass_device,
-            initializer=PackedCall(initializer or _nothing, initargs, {}),
+            initializer=initializer or _nothing,
+            initargs=initargs,
             timeout_s=self._timeout.total_seconds() if self._timeout else None,
             idle_limit_s=self._idle_limit_s,
             prefix_output=prefix_output,
@@ -130,10 +131,9 @@ class ParallelExecutor(Executor):
 
             ex.run(lambda device, x: str(device), 1)  # ['cpu', 'cpu']
         """
-        frame = sys._getframe(1)
         try:
             if self._supervisor is None:
-                return self._run_on_ranks(fn, args, kwargs, place_of(frame))
+                return self._run_on_ranks(fn, args, kwargs, place_of(sys._getframe(1)))
             return self._run_on_workers(self._supervisor, fn, args, kwargs)
         except RankError as error:
             raise error.with_traceback(None) from error.__cause__  # without our own frames
@@ -159,18 +159,12 @@ class ParallelExecutor(Executor):
                 "submit() hands a task to one free worker, but here every rank makes every call: use run() or map()."
             )
         try:
-            job = Single(PackedCall(fn, args, kwargs, self._supervisor))
+            job = Single(self._supervisor.packer.pack(fn, args, kwargs))
         except TransferError as error:
             unsent: Future[R] = Future()
             unsent.set_exception(error)
             return unsent
-        try:
-            self._supervisor.submit(job)
-        except ParallelError:
-            raise
-        except BaseException:  # Ctrl-C
-            self._supervisor.abandon(job, sent=False)
-            raise
+        _submit(self._supervisor, job)
         return job.future
 
     def map(
@@ -200,9 +194,10 @@ class ParallelExecutor(Executor):
         if self._supervisor is None:
             return iter(self._map_over_ranks(fn, list(items)))
         if chunksize == 1:
-            return super().map(fn, *iterables, timeout=timeout)
+            return self._map_over_workers(self._supervisor, fn, items, timeout)
         chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
-        results = super().map(functools.partial(_call_each, fn), chunks, timeout=timeout)
+        each = functools.update_wrapper(functools.partial(_call_each, fn), fn)
+        results = self._map_over_workers(self._supervisor, each, zip(chunks, strict=True), timeout)
         return itertools.chain.from_iterable(results)
 
     def put(self, obj: Any) -> Any:
@@ -223,11 +218,7 @@ class ParallelExecutor(Executor):
         """
         if self._supervisor is None:
             return obj
-        packed = dumps(obj)
-        copies = [memoryview(bytearray(buffer)) for buffer in packed.buffers]  # what is sent later must not differ
-        handle = Handle(Packed(packed.pickle, copies), type(obj).__qualname__, self._supervisor)
-        weakref.finalize(handle, self._supervisor.forget, handle.number).atexit = False
-        return handle
+        return self._supervisor.packer.put(obj)
 
     def resize(self, num_workers: int) -> None:
         """Grow or shrink to ``num_workers``, over the same devices in turn, once the calls made so far are over.
@@ -285,16 +276,29 @@ class ParallelExecutor(Executor):
             raise ExecutorClosedError("cannot schedule new work: the executor has been shut down.")
 
     def _run_on_workers(self, supervisor: Supervisor, fn: Callable[..., R], args: Any, kwargs: Any) -> list[R]:
-        run, sent = Run(PackedCall(fn, args, kwargs, supervisor)), False
+        run = Run(supervisor.packer.pack(fn, args, kwargs))
+        _submit(supervisor, run)
         try:
-            supervisor.submit(run)
-            sent = True
+            supervisor.lead(run.is_over)
             return run.result()
         except ParallelError:
             raise
         except BaseException:  # Ctrl-C: nobody will take the results
-            supervisor.abandon(run, sent=sent)
+            supervisor.abandon(run, sent=True)
             raise
+
+    def _map_over_workers(
+        self, supervisor: Supervisor, fn: Callable[..., Any], items: Iterable[tuple[Any, ...]], timeout: float | None
+    ) -> Iterator[Any]:
+        mapped = Mapped(timeout)
+        for args in items:
+            try:
+                call = supervisor.packer.pack(fn, args, {})
+            except TransferError as error:
+                mapped.add_unsent(error)
+            else:
+                _submit(supervisor, mapped.add(call))
+        return mapped.results(supervisor.lead)
 
     def _run_on_ranks(self, fn: Callable[..., R], args: Any, kwargs: Any, place: str) -> list[R]:
         """`run` where the workers are the ranks that all make this call."""
@@ -310,7 +314,7 @@ class ParallelExecutor(Executor):
         call = Call(call_name(fn), tuple(range(here.world_size)), place)
         with here.block(call, self._timeout):
             result = call_on_device(fn, args, kwargs, device)
-            packed = dumps(result, {"the result": result})
+            packed = dumps(result, lambda: {"the result": result})
         with here.block(call, self._timeout):  # only now are all outcomes known to be good
             return all_gather_packed(packed)
 
@@ -338,6 +342,16 @@ def _check_choice_is_what_runs(member: Membership, num_gpus: int | None, devices
             f"{wrong[0]} does not apply here: the workers are the {member.world_size} ranks that run already, this one "
             f"on {member.world.device}."
         )
+
+
+def _submit(supervisor: Supervisor, job: Job) -> None:
+    try:
+        supervisor.submit(job)
+    except ParallelError:
+        raise
+    except BaseException:  # Ctrl-C
+        supervisor.abandon(job, sent=False)
+        raise
 
 
 def _call_each(fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: torch.device | None = None) -> list[R]:

@@ -1,63 +1,30 @@
-"""What a pool is asked to do: one task for one worker, or one for all of them, and the objects that tasks share."""
+"""What a pool is asked to do: one task for one worker, or one for all of them, or to have another size."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import Any
 
 import torch
 
 from ..errors import ExecutorClosedError, RankError, TransferError, lost_connection, rank_error
-from ..pickling import Packed, dumps, loads
-from ..reports import call_name
+from .packing import PackedCall
 from .transport import Message
-from .worker import CANCELLED, FAILED, SUCCEEDED, stored_object
-
-
-class Handle:
-    """Stands for an object that `ParallelExecutor.put` keeps in the workers; a task receives the object itself.
-
-    The workers let go of the object when the last reference to its handle is gone.
-    """
-
-    def __init__(self, packed: Packed, what: str, owner: object) -> None:
-        self.number, self.packed, self._what, self._owner = next(_numbers), packed, what, owner
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if getattr(_packing, "owner", None) is not self._owner:
-            raise TypeError("a handle is good for the calls of the executor that made it, and for nothing else")
-        _packing.handles.append(self)
-        return stored_object, (self.number,)
-
-    def __repr__(self) -> str:
-        return f"<Handle of a {self._what}>"
-
-
-class PackedCall:
-    """A function and its arguments, packed, and the handles among these; they live until the call is over."""
-
-    def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owner: object = None
-    ) -> None:
-        self.name = call_name(fn)
-        parts = {"the function": fn}
-        parts |= {f"argument {index}": value for index, value in enumerate(args)}
-        parts |= {f"argument {name!r}": value for name, value in kwargs.items()}
-        with _collecting_handles(owner) as self.handles:
-            self.packed = dumps((fn, args, kwargs), parts)
+from .worker import CANCELLED, FAILED, SUCCEEDED, Answer
 
 
 def opened(message: Message, name: str) -> tuple[int, Any]:
     """How task ``name`` ended, and its result or its exception."""
-    outcome: int = message.header.outcome
+    outcome = Answer(*message.header).outcome
     if outcome == CANCELLED:
         return outcome, None
     try:
-        value = loads(message.pickle, message.buffers)
+        value = message.unpacked()
         if outcome == FAILED:
             value, failure = value
             value.__cause__ = failure.as_cause()
@@ -82,7 +49,7 @@ class Single:
     def end(self, rank: int, outcome: int, value: Any) -> None:
         """Its worker has answered, or is gone."""
         if outcome == CANCELLED:
-            value = ExecutorClosedError(f"The executor was shut down while {self.call.name} ran.")
+            value = _closed_while_running(self.call)
         with contextlib.suppress(InvalidStateError):  # it has run out of time, or the user has set it
             self.future.set_result(value) if outcome == SUCCEEDED else self.future.set_exception(value)
 
@@ -97,6 +64,98 @@ class Single:
             self.begins()  # tells those who wait for it
 
 
+class Mapped:
+    """The calls of one map: each for whichever worker is free first, the results in their order."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.is_wanted = True
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._items = deque[Item | TransferError]()
+        self._changed = threading.Condition()
+        self._awaited: Item | None = None
+
+    def add(self, call: PackedCall) -> Item:
+        """The next item."""
+        item = Item(self, call)
+        self._items.append(item)
+        return item
+
+    def add_unsent(self, error: TransferError) -> None:
+        """The next item, which cannot be sent."""
+        self._items.append(error)
+
+    def results(self, lead: Callable[[Callable[[], bool], float | None], None]) -> Iterator[Any]:
+        """The results, or the first exception; what has not begun when nobody takes them any more, never does.
+
+        ``lead`` reads answers until one has arrived, or a deadline has, if nobody else does.
+        """
+        try:
+            while self._items:
+                item = self._items.popleft()
+                if isinstance(item, TransferError):
+                    raise item
+                if not item.is_over():
+                    lead(item.is_over, self._deadline)
+                yield self._result(item)
+        finally:
+            self.is_wanted = False
+
+    def ended(self, item: Item) -> None:
+        if self._awaited is item:
+            with self._changed:
+                self._changed.notify()
+
+    def _result(self, item: Item) -> Any:
+        with self._changed:
+            self._awaited = item
+            while item.outcome is None:
+                left = None if self._deadline is None else self._deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise TimeoutError
+                self._changed.wait(left)
+        value, item.value = item.value, None  # from here on the caller's alone
+        if item.outcome == SUCCEEDED:
+            return value
+        try:
+            raise value
+        finally:
+            del value  # it would live in a cycle with its traceback
+
+
+class Item:
+    """One call of a map: like `Single`, and without all that a future costs."""
+
+    __slots__ = ("_mapped", "call", "outcome", "value")
+
+    def __init__(self, mapped: Mapped, call: PackedCall) -> None:
+        self._mapped, self.call = mapped, call
+        self.outcome: int | None = None
+        self.value: Any = None
+
+    def is_over(self) -> bool:
+        return self.outcome is not None
+
+    def begins(self) -> bool:
+        """Whether it is still wanted."""
+        return self._mapped.is_wanted
+
+    def end(self, rank: int, outcome: int, value: Any) -> None:
+        """Its worker has answered, or is gone."""
+        if self.outcome is None:
+            self.value = _closed_while_running(self.call) if outcome == CANCELLED else value
+            self.outcome = outcome
+            self.call.let_go()  # the results may be taken much later
+            self._mapped.ended(self)
+
+    def give_up(self, error: Exception) -> None:
+        """End it with ``error``, wherever it is."""
+        self.end(0, FAILED, error)
+
+    def drop(self) -> None:
+        """It has not begun, and will not."""
+        self.end(0, FAILED, CancelledError())
+
+
 class Run:
     """One task for every worker; over when each has answered or is gone."""
 
@@ -109,6 +168,9 @@ class Run:
         self._error: Exception | None = None
         self._over = threading.Lock()
         self._over.acquire()
+
+    def is_over(self) -> bool:
+        return self._error is not None or self._missing == set()
 
     def begin(self, world_size: int) -> None:
         self._world_size, self._missing = world_size, set(range(world_size))
@@ -148,16 +210,6 @@ class Run:
         raise rank_error(self.call.name, self._world_size, self.failures)
 
 
-@contextlib.contextmanager
-def _collecting_handles(owner: object) -> Iterator[list[Handle]]:
-    """While a call of ``owner`` is packed in this thread: the handles that are met."""
-    _packing.owner, _packing.handles = owner, list[Handle]()
-    try:
-        yield _packing.handles
-    finally:
-        _packing.owner = None
-
-
 class Resize:
     """Another number of workers, from when all jobs before it are over."""
 
@@ -172,5 +224,8 @@ class Resize:
         self.give_up(ExecutorClosedError("The executor was shut down before it was resized."))
 
 
-_packing = threading.local()
-_numbers = itertools.count(1)
+def _closed_while_running(call: PackedCall) -> ExecutorClosedError:
+    return ExecutorClosedError(f"The executor was shut down while {call.name} ran.")
+
+
+Job = Single | Item | Run

@@ -1,4 +1,8 @@
-"""Waiting for many descriptors at once, for a deadline, and for whoever wants to be heard."""
+"""Waiting for many descriptors at once, for a deadline, and for whoever wants to be heard.
+
+One thread does so all the time. Another one that waits for an answer may *lead* meanwhile: it reads the answers itself,
+which spares it the way through the other thread (the leader/followers pattern of Schmidt and others, 2000).
+"""
 
 from __future__ import annotations
 
@@ -7,48 +11,97 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
 class Poller:
-    """Calls a reader for each descriptor that has something to read; `wake` ends the wait from any thread."""
+    """Calls a reader for each descriptor that has something to read; `wake` ends the waits from any thread."""
 
     def __init__(self) -> None:
-        self._epoll = select.epoll()
+        self._all, self._answers = select.epoll(), select.epoll()
         self._readers: dict[int, Callable[[], bool]] = {}
         self._guard = threading.RLock()  # the collector may call `wake` in a thread that is just in it
-        self._wakeup: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self.watch(self._wakeup, self._woken)
+        self._wakeups = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2)]
+        self.watch(self._wakeups[0], lambda: self._woken(0))
+        self.watch(self._wakeups[1], lambda: self._woken(1), is_answer=True)
+        self._reading = threading.Lock()  # held by the thread that reads answers
+        self._is_led = self._is_reclaimed = False
+        self.watch(self._answers.fileno(), self._read_answers)
 
-    def watch(self, fd: int, read: Callable[[], bool]) -> None:
+    def watch(self, fd: int, read: Callable[[], bool], *, is_answer: bool = False) -> None:
         """Call ``read`` whenever ``fd`` is readable, until it returns False."""
         self._readers[fd] = read
-        self._epoll.register(fd, select.EPOLLIN)
+        (self._answers if is_answer else self._all).register(fd, select.EPOLLIN)
 
     def unwatch(self, fd: int) -> None:
         if self._readers.pop(fd, None) is not None:
-            self._epoll.unregister(fd)
+            for epoll in (self._all, self._answers):
+                with contextlib.suppress(FileNotFoundError):  # it is in the other one
+                    epoll.unregister(fd)
 
     def wait(self, deadline: float | None) -> None:
         """Wait until something was read, or `wake` was called, or until ``deadline`` of `time.monotonic`."""
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) + 0.001
-        for fd, _ in self._epoll.poll(timeout):
-            if (read := self._readers.get(fd)) and not read():
-                self.unwatch(fd)
+        self._read(self._all, _seconds_to(deadline))
+
+    def lead(self, is_over: Callable[[], bool], deadline: float | None = None) -> None:
+        """Read answers in this thread, until ``is_over()`` or ``deadline``, or until the other one needs to.
+
+        Returns at once if another thread leads. `wake` has ``is_over`` looked at again.
+        """
+        if self._is_led:
+            return
+        with self._reading:
+            if not self._wakeups:  # closed
+                return
+            self._is_led = True
+            try:
+                self._all.unregister(self._answers)
+                while not is_over() and not self._is_reclaimed and (deadline is None or time.monotonic() < deadline):
+                    self._read(self._answers, _seconds_to(deadline))
+            finally:
+                self._is_led = False
+                self._all.register(self._answers, select.EPOLLIN)
+
+    @contextlib.contextmanager
+    def reclaimed(self) -> Iterator[None]:
+        """No other thread reads answers meanwhile."""
+        self._is_reclaimed = True
+        self.wake()
+        with self._reading:
+            self._is_reclaimed = False
+            yield
 
     def wake(self) -> None:
         with self._guard:  # nobody may write to a number that is another file's by then
-            if self._wakeup is not None:
-                os.eventfd_write(self._wakeup, 1)
+            for wakeup in self._wakeups:
+                os.eventfd_write(wakeup, 1)
 
     def close(self) -> None:
-        with self._guard:
-            if self._wakeup is not None:
-                os.close(self._wakeup)
-                self._epoll.close()
-            self._wakeup = None
+        with self.reclaimed(), self._guard:
+            for wakeup in self._wakeups:
+                os.close(wakeup)
+            self._wakeups.clear()
+            self._all.close()
+            self._answers.close()
 
-    def _woken(self) -> bool:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wakeup or 0)
+    def _read_answers(self) -> bool:
+        if self._reading.acquire(blocking=False):  # or another thread has just begun to lead
+            try:
+                self._read(self._answers, 0.0)
+            finally:
+                self._reading.release()
         return True
+
+    def _read(self, epoll: select.epoll, timeout: float | None) -> None:
+        for fd, _ in epoll.poll(timeout):
+            if (read := self._readers.get(fd)) and not read():
+                self.unwatch(fd)
+
+    def _woken(self, index: int) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wakeups[index])
+        return True
+
+
+def _seconds_to(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic()) + 0.001

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import math
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ..devices import cpu_count
-from ..errors import ExecutorClosedError, ParallelError, RankTimeoutError
+from ..errors import ExecutorClosedError, ParallelError
 from .crew import Crew, End
-from .jobs import PackedCall, Resize, Run, Single, opened
+from .jobs import Job, Resize, Run, opened
+from .packing import PackedCall, Packer
 from .servers import PoolStore, stop_fork_server
 from .transport import Message
-from .worker import CANCELLED, FAILED, STARTED, SUCCEEDED, Place, Task
+from .worker import CANCELLED, FAILED, STARTED, SUCCEEDED, TASK, Answer, Place, Task
 from .workers import Worker
 
 MAX_FAILED_STARTS = 3
@@ -35,7 +37,8 @@ class Settings(NamedTuple):
 
     devices: Sequence[torch.device]
     pass_device: bool
-    initializer: PackedCall
+    initializer: Callable[..., object]
+    initargs: tuple[Any, ...]
     timeout_s: float | None
     idle_limit_s: float | None
     prefix_output: bool
@@ -46,20 +49,22 @@ class Supervisor:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self.packer = Packer(self._wake)
         self._devices = list(settings.devices)
+        self._threads = max(1, cpu_count() // self.world_size)  # of each worker
         self._lock = threading.Lock()
-        self._pending: deque[Single | Run | Resize] = deque()
+        self._pending: deque[Job | Resize] = deque()
         self._numbers = itertools.count(STARTED + 1)
         self._epoch = 1
         self._closing = self._orphaned = False
         self._broken: ParallelError | None = None
         self._pid = os.getpid()
         self._store = PoolStore()
-        self._forgotten: deque[int] = deque()  # the numbers of handles that are gone
         self._failed_starts = 0  # in a row
         self._idle_since = time.monotonic()
         self._workers: list[Worker] = []  # by rank
-        self._crew = Crew(settings.initializer.packed, settings.timeout_s, settings.prefix_output, self._hear)
+        initializer = PackedCall(settings.initializer, settings.initargs, {}, self.packer.segments)
+        self._crew = Crew(initializer.parcel, settings.timeout_s, settings.prefix_output, self._hear)
         try:
             self._workers += [self._start(index) for index in range(self.world_size)]
         except BaseException:
@@ -76,13 +81,13 @@ class Supervisor:
     def is_alive(self) -> bool:
         return self._pid == os.getpid() and self._thread.is_alive()
 
-    def submit(self, job: Single | Run | Resize) -> None:
+    def submit(self, job: Job | Resize) -> None:
         """Queue a job; jobs start in the order of their submission."""
         with self._lock:
             self._raise_if_closed()
+            self._idle_since = time.monotonic()
             self._pending.append(job)
-            ready = self._assign()
-        self._send(ready)
+        self._hand_out()
 
     def close(self, *, wait: bool = True, cancel_pending: bool = False, kill: bool = False) -> None:
         """Take no more jobs, finish those there are (or cancel the waiting, or kill the running), end the workers."""
@@ -90,31 +95,31 @@ class Supervisor:
             return  # a fork has the object, but neither the thread nor the right to the workers
         with self._lock:
             self._closing = True
-            dropped = list(self._pending) if cancel_pending or kill else []
-            if dropped:
-                self._pending.clear()
+            dropped = [self._pending.popleft() for _ in range(len(self._pending) * (cancel_pending or kill))]
             if kill:
                 for worker in self._crew.living:
                     worker.kill()
-        self._crew.poller.wake()
         for job in dropped:
             job.drop()
+        self._crew.poller.wake()
         if wait and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def orphan(self) -> None:
         """Nobody can submit any more. Called by the collector, so perhaps in a thread that holds our lock."""
         self._orphaned = True
+        self._wake()
+
+    def _wake(self) -> None:
         if self._pid == os.getpid():
             self._crew.poller.wake()
 
-    def forget(self, number: int) -> None:
-        """The handle of that number is gone: the workers may forget its object. Called like `orphan`."""
-        self._forgotten.append(number)
-        if self._pid == os.getpid():
-            self._crew.poller.wake()
+    def lead(self, is_over: Callable[[], bool], deadline: float | None = None) -> None:
+        """Read answers in the calling thread until it has its own; perhaps not: another thread may be doing so."""
+        if self.is_alive():
+            self._crew.poller.lead(is_over, deadline)
 
-    def abandon(self, job: Single | Run, *, sent: bool) -> None:
+    def abandon(self, job: Job, *, sent: bool) -> None:
         """Nobody waits for ``job`` any more: take it out of the queue, or end it where it runs.
 
         A worker that may hold half a message, because not all was ``sent``, ends with it.
@@ -133,11 +138,19 @@ class Supervisor:
         if self._closing:
             raise ExecutorClosedError("cannot schedule new work: the executor has been shut down.")
 
-    # Handing out. The lock is held.
+    def _hand_out(self) -> None:
+        """Send waiting jobs to free workers, in order."""
+        if self._pending:
+            with self._lock:
+                ready = self._assign()
+            for worker, header, call in ready:
+                worker.send(header, call)
 
-    def _assign(self) -> list[tuple[Worker, Task, PackedCall]]:
-        """Give waiting jobs to free workers, in order; what to send is returned, to be sent without the lock."""
-        ready = []
+    # The lock is held.
+
+    def _assign(self) -> list[tuple[Worker, tuple[Any, ...], PackedCall]]:
+        """Give waiting jobs to free workers; what is to be sent, without the lock."""
+        ready = list[tuple[Worker, tuple[Any, ...], PackedCall]]()
         while self._pending:
             job = self._pending[0]
             chosen = [worker for worker in self._workers if worker.is_free]
@@ -155,31 +168,23 @@ class Supervisor:
             else:
                 chosen = chosen[:1]
             self._pending.popleft()
-            if isinstance(job, Single) and not job.begins():
+            if not isinstance(job, Run) and not job.begins():
                 continue
+            number, deadline = next(self._numbers), self._crew.deadline()
+            task = Task(number, job.call.function, self._settings.pass_device, self._threads, place and tuple(place))
             for worker in chosen:
-                number = next(self._numbers)
-                worker.begin(job, number, self._crew.deadline())
-                ready.append((worker, Task(number, self._settings.pass_device, self._threads, place), job.call))
+                worker.begin(job, number, deadline)
+                ready.append((worker, (TASK, *task), job.call))
         if ready and self._settings.timeout_s is not None:
             self._crew.poller.wake()  # there is a new deadline
         return ready
 
-    def _end_task(self, job: Single | Run, kill: bool = False) -> None:
+    def _end_task(self, job: Job, kill: bool = False) -> None:
         for worker in self._workers:
             if worker.job is job and not worker.leaving:
                 worker.kill() if kill else worker.cancel()
 
-    @property
-    def _threads(self) -> int:
-        """Of each worker."""
-        return max(1, cpu_count() // self.world_size)
-
     # Sending and receiving. The lock is not held.
-
-    def _send(self, ready: list[tuple[Worker, Task, PackedCall]]) -> None:
-        for worker, task, call in ready:
-            worker.send(task, call.packed, call.handles)
 
     def _loop(self) -> None:
         try:
@@ -192,64 +197,53 @@ class Supervisor:
     def _release(self) -> None:
         self._crew.close()
         self._store.close()
+        self.packer.close()
 
     def _supervise(self) -> None:
-        while True:
-            with self._lock:
-                busy = self._pending or any(worker.job is not None for worker in self._workers)
-                idle_limit_s = self._settings.idle_limit_s
-                if busy:
-                    self._idle_since = time.monotonic()
-                elif idle_limit_s is not None and time.monotonic() - self._idle_since > idle_limit_s:
-                    self._closing = True
-                self._closing |= self._orphaned
-                if self._closing and not busy:
-                    if not self._crew.living:
-                        return
-                    for worker in self._crew.living:
-                        if not worker.leaving:
-                            worker.end()
-                deadlines = [d for w in self._crew.living for d in (w.deadline, w.stack_by, w.kill_at) if d is not None]
-                if idle_limit_s is not None and not self._closing:
-                    deadlines.append(self._idle_since + idle_limit_s)
-            self._crew.poller.wait(min(deadlines, default=None))
-            self._forget_what_is_gone()
-            self._keep_deadlines()
-            self._resize_if_due()
+        while not self._is_over():
+            self._crew.poller.wait(self._next_deadline())
+            while self.packer.forgotten:
+                with self._lock:
+                    self._crew.forget(self.packer.forgotten.popleft())
+            if self._crew.timed:
+                self._keep_deadlines()
+            if self._pending:
+                self._resize_if_due()
 
-    def _forget_what_is_gone(self) -> None:
+    def _is_over(self) -> bool:
+        """Whether all is done and everybody gone; ends the workers when nothing is left to do."""
+        idle_limit_s = self._settings.idle_limit_s
+        if not self._closing and not self._orphaned and idle_limit_s is None:
+            return False
         with self._lock:
-            while self._forgotten:
-                number = self._forgotten.popleft()
+            busy = self._pending or any(worker.job is not None for worker in self._workers)
+            if busy:
+                self._idle_since = time.monotonic()
+            elif idle_limit_s is not None and time.monotonic() - self._idle_since > idle_limit_s:
+                self._closing = True
+            self._closing |= self._orphaned
+            if self._closing and not busy:
                 for worker in self._crew.living:
-                    worker.forget(number)
+                    if not worker.leaving:
+                        worker.end()
+                return not self._crew.living
+        return False
+
+    def _next_deadline(self) -> float | None:
+        with self._lock:
+            deadline = self._crew.next_deadline()
+        if self._settings.idle_limit_s is not None and not self._closing:
+            deadline = min(deadline or math.inf, self._idle_since + self._settings.idle_limit_s)
+        return deadline
 
     def _keep_deadlines(self) -> None:
-        now = time.monotonic()
         with self._lock:
-            silent = []
-            for worker in self._crew.living:
-                if worker.kill_at is not None and now > worker.kill_at:
-                    worker.kill()
-                elif worker.stack_by is not None and now > worker.stack_by:
-                    silent.append(worker)
-                elif worker.deadline is not None and now > worker.deadline:
-                    worker.ask_for_stack()
-        while silent:
-            job = silent[0].job
+            silent = self._crew.keep_deadlines()
+        for job in dict.fromkeys(worker.job for worker in silent):
             self._time_out(job, [worker for worker in silent if worker.job is job])
-            silent = [worker for worker in silent if worker.job is not job]
 
-    def _time_out(self, job: Single | Run | None, silent: list[Worker]) -> None:
-        silent = sorted(silent, key=lambda worker: worker.index)
-        stacks = {worker.index: worker.where_it_stands() for worker in silent}
-        told = "\n".join(f"{worker.description}:\n{stacks[worker.index]}" for worker in silent)
-        name = job.call.name if job else "The initializer"
-        error = RankTimeoutError(
-            f"{name} did not end within timeout={self._settings.timeout_s:g} s. Where its workers stand:\n{told}",
-            ranks=list(stacks),
-            stacks=stacks,
-        )
+    def _time_out(self, job: Job | None, silent: list[Worker]) -> None:
+        error = self._crew.silence(silent, job.call.name if job else "The initializer")
         if job is None:
             self._break(error)
             return
@@ -261,31 +255,47 @@ class Supervisor:
                     worker.kill()
             self._end_task(job)
         job.give_up(error)
+        self._crew.poller.wake()
 
     def _receive(self, worker: Worker) -> bool:
-        for message in worker.arriving:
-            if message is None:
-                return True
-            self._answered(worker, message)
+        try:
+            for message in worker.arriving:
+                if message is None:
+                    return True
+                self._answered(worker, message)
+        except BaseException:  # Ctrl-C in a thread that leads, or a bug: what is half done is not known
+            worker.kill()
+            raise
         return False  # its end; the fork server will tell the exit code
 
     def _answered(self, worker: Worker, message: Message) -> None:
+        answer = Answer(*message.header)
         for output in worker.output:
-            output.copy(flush=True)
+            if answer.printed or output.is_unfinished:
+                output.copy(flush=True)
         outcome, value = opened(message, worker.job.call.name if worker.job else "the initializer")
-        if message.header.number == STARTED:
+        if answer.number == STARTED:
             self._has_started(worker, value if outcome == FAILED else None)
             return
+        if worker.job is not None:
+            if outcome != SUCCEEDED or answer.failed_inside:
+                self._has_failed(worker.job, outcome)
+            worker.job.end(worker.index, outcome, value)
         with self._lock:
-            job = worker.finish()
-            if isinstance(job, Run) and not job.failures and (outcome != SUCCEEDED or message.header.failed_inside):
-                self._epoch += 1
-            if isinstance(job, Run) and outcome != SUCCEEDED:
-                self._end_task(job)
-            ready = self._assign()
-        if job is not None:
-            job.end(worker.index, outcome, value)
-        self._send(ready)
+            worker.finish()
+        self._hand_out()
+        if self._closing:
+            self._crew.poller.wake()  # this may have been the last
+
+    def _has_failed(self, job: Job, outcome: int) -> None:
+        """On one worker, in a block inside or as a whole."""
+        if isinstance(job, Run):
+            with self._lock:
+                if not job.failures:
+                    self._epoch += 1
+                if outcome != SUCCEEDED:
+                    self._end_task(job)
+            self._crew.poller.wake()  # there are deadlines now, which are the supervisor's to keep
 
     def _has_started(self, worker: Worker, error: Exception | None) -> None:
         self._failed_starts = 0
@@ -297,8 +307,7 @@ class Supervisor:
         with self._lock:
             worker.finish()
             worker.started = True
-            ready = self._assign()
-        self._send(ready)
+        self._hand_out()
 
     def _hear(self) -> bool:
         try:
@@ -316,10 +325,13 @@ class Supervisor:
     def _ended(self, end: End) -> None:
         """A worker process is gone: take its last answer, replace it, fail what it was doing."""
         worker = end.worker
-        self._receive(worker)
+        with self._crew.poller.reclaimed():
+            while worker.link.has_more() and self._receive(worker):
+                pass
+            with self._lock:
+                self._crew.dismiss(worker)
         error = worker.death(end.exitcode, end.evidence)
         with self._lock:
-            self._crew.dismiss(worker)
             job = worker.finish()
             wanted = worker in self._workers and not (self._closing and not self._pending)
             if worker in self._workers:
@@ -337,9 +349,7 @@ class Supervisor:
             replacement = self._start(worker.index)
             with self._lock:
                 self._workers.insert(worker.index, replacement)
-        with self._lock:
-            ready = self._assign()
-        self._send(ready)
+        self._hand_out()
 
     def _break(self, error: ParallelError) -> None:
         """The pool cannot go on: fail everything with ``error``."""
@@ -352,8 +362,7 @@ class Supervisor:
                 worker.kill()
         for job in jobs:
             job.give_up(error)
-
-    # Workers
+        self._crew.poller.wake()
 
     def _resize_if_due(self) -> None:
         with self._lock:
@@ -362,6 +371,7 @@ class Supervisor:
             if not all(worker.is_free for worker in self._workers) or len(self._workers) < self.world_size:
                 return
             self._devices, self._epoch = job.devices, self._epoch + 1
+            self._threads = max(1, cpu_count() // self.world_size)
             for worker in self._workers[len(job.devices) :]:
                 worker.end()
             del self._workers[len(job.devices) :]
@@ -372,23 +382,18 @@ class Supervisor:
                 self._workers.append(started)
         with self._lock:
             self._pending.remove(job)
-            ready = self._assign()
         job.over.set_result(None)
-        self._send(ready)
+        self._hand_out()
 
     def _start(self, index: int) -> Worker:
         return self._crew.start(index, self._devices[index], self._threads, self._receive)
 
 
-def live_supervisors() -> list[Supervisor]:
-    """Those whose pools have not been shut down."""
-    return [supervisor for supervisor in _live if supervisor.is_alive()]
-
-
 @atexit.register
 def _end_everything() -> None:
-    for supervisor in live_supervisors():
-        supervisor.close()
+    for supervisor in list(_live):
+        if supervisor.is_alive():
+            supervisor.close()
     stop_fork_server()
 
 

@@ -1,82 +1,201 @@
 """Messages between the parent and a worker: a small header and a packed object, over a Unix socket.
 
-On the wire: the lengths of the header, of the pickle and of each buffer, then these themselves. Buffers are received
-into fresh memory, which then is the memory of the tensors.
+What is large goes through a memory file, whose descriptor comes along: so a message fits into the buffer of the socket,
+and sending it waits for nobody. Only where there is no memory file to be had does everything go through the socket.
 """
 
 from __future__ import annotations
 
+import array
+import errno
+import itertools
+import os
 import pickle
+import select
 import socket
 import struct
-from collections.abc import Generator, Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..pickling import Packed
+import torch
 
-_HEAD = struct.Struct("=IQI")
-_SIZE = struct.Struct("=Q")
-_JOIN_BELOW_BYTES = 1 << 16
+from ..pickling import Buffer, Packed, loads
+from .segments import Segment, Segments, Span, map_privately, map_shared
 
-EMPTY = Packed(b"", [])
+# Of header, pickle and the rest, the sizes; of segments let go of, spans and descriptors, how many; segment and flags.
+_HEAD = struct.Struct("=IQQIIIQ")
+_NUMBER = struct.Struct("=q")
+_SPAN = struct.Struct("=QQ")
+_PICKLE_IS_FIRST_BUFFER = 1 << 63
+_LARGE_PICKLE_BYTES = 1 << 16
+_READ_BYTES = 1 << 18  # as much as the socket holds
+_FDS_AT_ONCE = 250  # the kernel takes 253 with one message
+_ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)
 
 
 class Message(NamedTuple):
-    header: Any
-    pickle: bytearray
-    buffers: list[bytearray]
+    header: tuple[Any, ...]
+    pickle: Buffer
+    buffers: Sequence[Buffer]
+    shared: Sequence[memoryview]
+    lost: OSError | None  # what came in files cannot be had: there is no descriptor, or no memory, left in this process
+
+    def unpacked(self, device: torch.device | None = None) -> Any:
+        """The packed object. Raises whatever unpickling raises."""
+        if self.lost is not None:
+            raise self.lost
+        return loads(self.pickle, self.buffers, device, self.shared)
 
 
-def send(sock: socket.socket, header: Any, packed: Packed = EMPTY) -> None:
-    """Send one message; blocks until the other side has taken it."""
-    head = pickle.dumps(header, protocol=5)
-    sizes = [_SIZE.pack(buffer.nbytes) for buffer in packed.buffers]
-    front = b"".join([_HEAD.pack(len(head), len(packed.pickle), len(sizes)), *sizes, head])
-    if len(packed.pickle) < _JOIN_BELOW_BYTES:
-        sock.sendall(front + packed.pickle)
-    else:
-        sock.sendall(front)
-        sock.sendall(packed.pickle)
-    for buffer in packed.buffers:
-        sock.sendall(buffer)
+class Parcel:
+    """A packed object on its way: what is large lies in a segment, or, where there is none to be had, in copies."""
+
+    def __init__(self, packed: Packed, segments: Segments) -> None:
+        self.pickle, buffers, self.shared = packed
+        self.segment: Segment | None = None
+        self.is_pickle_in_segment = len(self.pickle) > _LARGE_PICKLE_BYTES
+        if self.is_pickle_in_segment:
+            buffers = [memoryview(self.pickle), *buffers]
+        self.spans: Sequence[Span] = ()
+        self.copies: Sequence[bytes] = ()
+        if buffers:
+            self.segment = segments.fill(buffers)
+            if self.segment is not None:
+                self.spans = self.segment.spans
+            else:
+                self.copies = [bytes(buffer) for buffer in buffers]
+                self.spans = [Span(0, len(copy)) for copy in self.copies]
+        if self.is_pickle_in_segment:
+            self.pickle = b""
+
+    @property
+    def fds(self) -> list[int]:
+        """Those of the segment and of the shared memory."""
+        fds = [self.segment.fd] if self.segment else []
+        return fds + [storage._share_fd_cpu_()[0] for storage in self.shared]
 
 
-def messages(sock: socket.socket, flags: int = 0) -> Iterator[Message | None]:
-    """The messages that arrive, until the other side closes.
+class Link:
+    """One end of a connection."""
 
-    With ``socket.MSG_DONTWAIT`` in ``flags`` it yields None whenever a message is not complete yet, so that a reader of
-    many sockets waits for none of them.
-    """
-    while True:
-        head = yield from _receive(sock, _HEAD.size, flags)
-        if head is None:
-            return
-        header_size, pickle_size, count = _HEAD.unpack(head)
-        parts = []
-        sizes = yield from _receive(sock, count * _SIZE.size, flags)
-        if sizes is None:
-            return
-        for size in (header_size, pickle_size, *(size for (size,) in _SIZE.iter_unpack(sizes))):
-            part = yield from _receive(sock, size, flags)
-            if part is None:
-                return
-            parts.append(part)
-        yield Message(pickle.loads(parts[0]), parts[1], parts[2:])
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._lent: dict[int, Segment] = {}  # what the other side may have a map of
+        self._returned = deque[int]()  # what this side has let go of, and the other has not heard of
+        self._chunk = memoryview(bytearray(_READ_BYTES))
+        self._fds = deque[list[int]]()  # as they arrived, at most so many at once
 
+    def send(self, header: tuple[Any, ...], parcel: Parcel) -> None:
+        """Send one message."""
+        returned = [self._returned.popleft() for _ in range(len(self._returned))]
+        head, fds, which = pickle.dumps(header, protocol=5), parcel.fds, 0
+        if parcel.segment is not None:
+            which = parcel.segment.number
+            self._lent[which] = parcel.segment
+        if parcel.is_pickle_in_segment:
+            which |= _PICKLE_IS_FIRST_BUFFER
+        rest = b"".join((*map(_NUMBER.pack, returned), *(_SPAN.pack(*span) for span in parcel.spans)))
+        size = len(rest) + sum(map(len, parcel.copies))
+        counts = len(returned), len(parcel.spans), len(fds)
+        data = _HEAD.pack(len(head), len(parcel.pickle), size, *counts, which) + head + parcel.pickle + rest
+        while fds:
+            now, fds = fds[:_FDS_AT_ONCE], fds[_FDS_AT_ONCE:]
+            data = data[socket.send_fds(self.sock, [data[:1] if fds else data], now) :]
+        if data:
+            self.sock.sendall(data)
+        for copy in parcel.copies:
+            self.sock.sendall(copy)
 
-def _receive(sock: socket.socket, size: int, flags: int) -> Generator[None, None, bytearray | None]:
-    """Exactly ``size`` bytes, or None at the end of the connection."""
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
+    def messages(self, flags: int = 0) -> Iterator[Message | None]:
+        """The messages that arrive, until the other side closes.
+
+        With ``socket.MSG_DONTWAIT`` in ``flags`` it yields None whenever it would have to read again: so a reader of
+        many sockets, which goes on when there is something to read, waits for none of them.
+        """
+        flags, polled = int(flags | socket.MSG_CMSG_CLOEXEC), bool(flags & socket.MSG_DONTWAIT)
+        data, needed = bytearray(), _HEAD.size  # what has arrived and is not used yet; how much that must be
+        has_read = False
+        while True:
+            while len(data) < needed:
+                if polled and has_read:
+                    yield None
+                if not self._receive(data, flags):
+                    return
+                has_read = True
+            head_size, pickle_size, rest_size, *counts, segment = _HEAD.unpack_from(data)
+            start = _HEAD.size + head_size
+            end = start + pickle_size
+            needed = end + rest_size
+            if len(data) < needed:
+                continue
+            header, packed = pickle.loads(data[_HEAD.size : start]), data[start:end]
+            rest = data[end:needed]
+            del data[:needed]
+            needed = _HEAD.size
+            plain = Message(header, packed, (), (), None)
+            yield self._with_rest(plain, rest, segment, *counts) if any(counts) else plain
+
+    def has_more(self) -> bool:
+        """Whether there is something to read, be it the end."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """The other side is gone, and its maps with it."""
+        self._lent.clear()
+        self.sock.close()
+
+    def _with_rest(
+        self, message: Message, rest: bytearray, segment: int, returns: int, count: int, fds: int
+    ) -> Message:
+        """The message with what came beside its pickle."""
+        parts, ends = memoryview(rest), (returns * _NUMBER.size, returns * _NUMBER.size + count * _SPAN.size)
+        for (number,) in _NUMBER.iter_unpack(parts[: ends[0]]):
+            returned = self._lent.pop(abs(number), None)
+            if returned is not None and number < 0:
+                returned.spoil()
+        spans = [Span(*span) for span in _SPAN.iter_unpack(parts[ends[0] : ends[1]])]
+        buffers, shared, lost = list[memoryview](), list[memoryview](), None
+        number = segment & ~_PICKLE_IS_FIRST_BUFFER
+        if not number:
+            starts = itertools.accumulate((span.size for span in spans), initial=ends[1])
+            buffers = [parts[start : start + span.size] for start, span in zip(starts, spans, strict=False)]
+        if fds:
+            try:
+                mapped, shared = self._map(number, spans, fds)
+                buffers += mapped
+            except OSError as error:
+                lost = error
+        packed = buffers.pop(0) if segment & _PICKLE_IS_FIRST_BUFFER and not lost else message.pickle
+        return Message(message.header, packed, buffers, shared, lost)
+
+    def _map(self, number: int, spans: Sequence[Span], count: int) -> tuple[list[memoryview], list[memoryview]]:
+        """The buffers in segment ``number``, if any, and what is shared: mapped by ``count`` descriptors."""
+        batches = [min(_FDS_AT_ONCE, count - first) for first in range(0, count, _FDS_AT_ONCE)]
+        arrived = [self._fds.popleft() for _ in batches]
+        fds = deque(fd for batch in arrived for fd in batch)
         try:
-            count = sock.recv_into(view, 0, flags)
+            if [len(batch) for batch in arrived] != batches:
+                if number:
+                    self._returned.append(number)
+                raise OSError(errno.EMFILE, "no free file descriptor for what came with the message")
+            buffers = map_privately(fds.popleft(), spans, self._returned, number) if number else []
+            return buffers, [map_shared(fds.popleft()) for _ in range(len(fds))]
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _receive(self, data: bytearray, flags: int) -> bool:
+        """Add to ``data`` what arrives, if anything does; False at the end of the connection."""
+        try:
+            count, ancillary, told, _ = self.sock.recvmsg_into([self._chunk], _ANCILLARY, flags)
         except BlockingIOError:
-            yield None
-            continue
+            return True
         except ConnectionError:
-            return None
-        if count == 0:
-            return None
-        view = view[count:]
-    return data
+            return False
+        if ancillary or told & socket.MSG_CTRUNC:  # if truncated: without some or all
+            self._fds.append([fd for _, _, fds in ancillary for fd in array.array("i", fds)])
+        data += self._chunk[:count]
+        return count > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import itertools
 import os
 import random
@@ -12,9 +13,9 @@ import signal
 import socket
 import struct
 import sys
+import termios
 import threading
 import types
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -25,10 +26,11 @@ from .. import world
 from ..ddp import abort_collectives, close_group
 from ..devices import call_on_device
 from ..errors import Failure, RemoteError, TransferError, qualified_name
-from ..interrupt import Interrupted, Interruptible
+from ..interrupt import Interrupted, Interruptible, keep_handler
 from ..pickling import Packed, dumps, loads
 from ..world import DEFAULT_TIMEOUT, Membership, World
-from .transport import EMPTY, Message, messages, send
+from .segments import Segments
+from .transport import Link, Message, Parcel
 
 UNINTERRUPTED = True  # see interrupt
 STARTED = 0  # the number of the answer that says the worker is set up
@@ -63,19 +65,17 @@ class Place(NamedTuple):
     run: int  # greater than that of any earlier one
 
 
+TASK, STORED = range(2)  # what a message to a worker is, the first field of its header
+
+
 class Task(NamedTuple):
-    """The header of a task; its packed object is ``(fn, args, kwargs)``."""
+    """The rest of the header of a task; its packed object is ``(fn, args, kwargs)``."""
 
     number: int
+    function: int  # the number under which the worker keeps the function; 0 if it comes with the arguments
     pass_device: bool
     threads: int  # of torch
-    place: Place | None  # None: it runs alone
-
-
-class Stored(NamedTuple):
-    """The header of an object to keep, under the number of its handle."""
-
-    number: int
+    place: tuple[int, ...] | None  # the fields of a `Place`; None: it runs alone
 
 
 class Answer(NamedTuple):
@@ -84,6 +84,7 @@ class Answer(NamedTuple):
     number: int
     outcome: int
     failed_inside: bool  # a block of a run, which went on: its group was closed, perhaps not on all ranks
+    printed: bool  # there may be something to read of what it printed
 
 
 def work(connection: socket.socket, control: socket.socket) -> int:
@@ -92,27 +93,29 @@ def work(connection: socket.socket, control: socket.socket) -> int:
     Meanwhile a thread follows the orders that arrive on ``control``, where also the stacks go that are asked for.
     """
     faulthandler.register(STACK_SIGNAL, control.fileno(), all_threads=False)
-    arriving = messages(connection)
+    link, segments = Link(connection), Segments()
+    arriving = link.messages()
     first = next(arriving, None)
     if first is None:
         return 0
-    setup: Setup = first.header
+    setup = Setup(*first.header)
     _become_like_the_parent(setup)
+    keep_handler()
     worker = _Worker(setup)
     threading.Thread(target=worker.follow_orders, args=[control], name="nn_parallel orders", daemon=True).start()
-    initialize = first._replace(header=Task(STARTED, pass_device=False, threads=setup.threads, place=None))
-    for message in itertools.chain([initialize], arriving):
+    initialize = (TASK, *Task(STARTED, function=0, pass_device=False, threads=setup.threads, place=None))
+    for message in itertools.chain([first._replace(header=initialize)], arriving):
         assert message is not None
-        if isinstance(message.header, Stored):
-            worker.store(message)
+        kind, number, *_ = message.header
+        if kind == STORED:
+            worker.store(number, message)
             continue
-        answer, packed = worker.answer(message)
+        outcome, failed_inside, packed = worker.perform(Task(*message.header[1:]), message)
         del message  # a tensor that the result does not need must not outlive its task
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # user code may have closed or replaced it
-                stream.flush()
+        parcel = Parcel(packed, segments)
+        del packed
         try:
-            send(connection, answer, packed)
+            link.send(tuple(Answer(number, outcome, failed_inside, _has_printed())), parcel)
         except ConnectionError:  # the parent is gone
             return 0
     return 0
@@ -122,7 +125,7 @@ def stored_object(number: int) -> Any:
     """The object that a handle stands for; called as a task is unpickled."""
     stored = _stored[number]
     if isinstance(stored, _Broken):
-        raise TransferError(f"The object of a handle cannot be rebuilt in the worker: {stored.error!r}")
+        raise stored.error.with_traceback(None)
     return stored
 
 
@@ -174,73 +177,63 @@ class _Worker:
             self._block.interrupt()
             return True
 
-    def store(self, message: Message) -> None:
+    def store(self, number: int, message: Message) -> None:
         """Keep an object for the tasks that come."""
         try:
-            _stored[message.header.number] = loads(message.pickle, message.buffers, self._device)
+            _stored[number] = message.unpacked(self._device)
         except BaseException as error:
-            _stored[message.header.number] = _Broken(error)
+            _stored[number] = _Broken(error)
 
-    def answer(self, message: Message) -> tuple[Answer, Packed]:
-        task: Task = message.header
-        where = "a single task" if task.place is None else f"rank {self._index} of {task.place.world_size}"
+    def perform(self, task: Task, message: Message) -> tuple[int, bool, Packed]:
+        """How it ended, whether blocks failed inside, and what comes of it."""
         if task.threads != self._threads:
             self._threads = task.threads
             torch.set_num_threads(task.threads)  # OMP_NUM_THREADS is read when torch is loaded: too late for it here
+        place = Place(*task.place) if task.place else None
+        member = self._enter(place) if place else self._alone
+        world.join(member)
+        block = Interruptible()
+        with self._switching:
+            self._task, self._block, block.interrupted = task.number, block, self._cancelled == task.number
         try:
-            # The group is closed after a failure, and only once that cannot be cancelled any more: what other ranks
-            # then raise must not outrun the cause.
-            with self._in_world(task.place), self._cancellable(task.number):
-                outcome, packed = SUCCEEDED, self._perform(task, message)
+            try:
+                with block:
+                    outcome, packed = SUCCEEDED, self._call(task, message)
+            finally:
+                with self._switching:  # from here on nothing interrupts it
+                    self._task = STARTED - 1
         except Interrupted:
-            outcome, packed = CANCELLED, EMPTY
+            outcome, packed = CANCELLED, _NOTHING
         except BaseException as error:
+            where = f"rank {self._index} of {place.world_size}" if place else "a single task"
             outcome, packed = FAILED, _pack_exception(error, f"{where} on {self._device}")
-        failed_inside = task.place is not None and self._rank is not None and self._rank.term != _first_term(task.place)
-        return Answer(task.number, outcome, failed_inside), packed
+        if place and outcome != SUCCEEDED:
+            # It frees the ranks that wait for this one in a collective: only once this cannot be cancelled any more,
+            # or what they then raise could outrun the cause.
+            close_group(member)
+        world.join(self._alone)
+        return outcome, place is not None and member.term != _first_term(place), packed
 
-    def _perform(self, task: Task, message: Message) -> Packed:
+    def _call(self, task: Task, message: Message) -> Packed:
         try:
-            fn, args, kwargs = loads(message.pickle, message.buffers, self._device)
+            fn, args, kwargs = message.unpacked(self._device)
+            if task.function:
+                fn = stored_object(task.function)
         except Interrupted:
             raise
         except BaseException as error:
             raise TransferError(f"The call cannot be rebuilt in the worker: {error!r}") from error
         result = call_on_device(fn, args, kwargs, self._device if task.pass_device else None)
-        return dumps(result, {"the result": result})
+        return dumps(result, lambda: {"the result": result}, share=True)
 
-    @contextlib.contextmanager
-    def _cancellable(self, number: int) -> Iterator[None]:
-        """While task ``number`` runs, an order to cancel it interrupts it."""
-        with self._switching:
-            self._task, self._block = number, Interruptible()
-            self._block.interrupted = self._cancelled == number
-        try:
-            with self._block.running():
-                yield
-        finally:
-            with self._switching:
-                self._task = STARTED - 1
-
-    @contextlib.contextmanager
-    def _in_world(self, place: Place | None) -> Iterator[None]:
-        if place is None:
-            world.join(self._alone)
-            yield
-            return
+    def _enter(self, place: Place) -> Membership:
+        """This worker as a rank of ``place``."""
         if self._rank is None or self._epoch != place.epoch:
             self._leave()
             self._epoch = place.epoch
             self._rank = Membership(self._world_of(place), lambda: self._open_store(place), DEFAULT_TIMEOUT)
         self._rank.begin_term(_first_term(place))
-        world.join(self._rank)
-        try:
-            yield
-        except BaseException:
-            close_group(self._rank)  # frees the ranks that wait for this one in a collective
-            raise
-        finally:
-            world.join(self._alone)
+        return self._rank
 
     def _world_of(self, place: Place) -> World:
         n = place.world_size
@@ -262,6 +255,19 @@ class _Worker:
 def _first_term(place: Place) -> int:
     """All ranks count their calls anew in each run; blocks that fail in it begin further terms."""
     return place.run << 32
+
+
+def _has_printed() -> bool:
+    """Flush what this process has printed; whether the parent may not have read all of it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:  # user code may have closed or replaced it
+            continue
+    try:
+        return any(fcntl.ioctl(fd, termios.FIONREAD, _ZERO) != _ZERO for fd in (1, 2))
+    except OSError:
+        return True
 
 
 def _become_like_the_parent(setup: Setup) -> None:
@@ -302,3 +308,5 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
 
 
 _stored: dict[int, Any] = {}
+_NOTHING = Packed(b"", [], [])
+_ZERO = bytes(4)

@@ -7,15 +7,16 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
-from typing import IO
+from typing import IO, Any
 
 from .. import devices
 from ..errors import WorkerDiedError, exit_reason
-from ..pickling import Packed
-from .jobs import Handle, Run, Single
-from .transport import messages, send
-from .worker import CANCEL, FORGET, STACK_SIGNAL, Order, Stored, Task
+from .jobs import Job
+from .packing import PackedCall
+from .transport import Link
+from .worker import CANCEL, FORGET, STACK_SIGNAL, STORED, Order
 
 CHUNKS_AT_A_TIME = 16
 STACK_WITHIN_S = 0.2  # for a worker to write its stack
@@ -27,15 +28,23 @@ class Worker:
     """What the parent knows of one worker process. The supervisor's lock guards it, but for `send`."""
 
     def __init__(
-        self, index: int, device: str, pool: socket.socket, sockets: list[socket.socket], output: list[Output]
+        self,
+        index: int,
+        device: str,
+        pool: socket.socket,
+        sockets: list[socket.socket],
+        output: list[Output],
+        timed: set[Worker],
     ) -> None:
-        self.index, self.device, self._pool, self.output = index, device, pool, output
-        self.connection, self.control = sockets
-        self.arriving = messages(self.connection, socket.MSG_DONTWAIT)
+        """Puts itself into ``timed`` whenever it gets a deadline."""
+        self.index, self.device, self._pool, self.output, self._timed = index, device, pool, output, timed
+        connection, self.control = sockets
+        self.link = Link(connection)
+        self.arriving = self.link.messages(socket.MSG_DONTWAIT)
         self.pid = 0  # until the fork server has told it
         self.started = False
         self.leaving = False  # it was told to end, or killed by us: its end is no failure
-        self.job: Single | Run | None = None
+        self.job: Job | None = None
         self.stack = ""
         self._number = 0  # of its task
         self._stored: set[int] = set()  # the numbers of the handles whose objects it holds
@@ -56,11 +65,14 @@ class Worker:
     def is_free(self) -> bool:
         return self.started and self.job is None and not self.leaving
 
-    def begin(self, job: Single | Run, number: int, deadline: float | None) -> None:
+    def begin(self, job: Job, number: int, deadline: float | None) -> None:
         """It gets ``job`` as its task ``number``; sending it is the caller's."""
-        self.job, self._number, self.deadline = job, number, deadline
+        self.job, self._number = job, number
+        if deadline is not None:
+            self.deadline = deadline
+            self._timed.add(self)
 
-    def finish(self) -> Single | Run | None:
+    def finish(self) -> Job | None:
         """Its task is over."""
         job, self.job = self.job, None
         self.deadline = self.stack_by = None
@@ -68,14 +80,14 @@ class Worker:
             self.kill_at = None
         return job
 
-    def send(self, task: Task, packed: Packed, handles: list[Handle]) -> None:
+    def send(self, header: tuple[Any, ...], call: PackedCall) -> None:
         """Send a task, and before it the objects that it needs and this worker has not got."""
         with contextlib.suppress(OSError):  # it has died: the fork server will tell
-            for handle in handles:
+            for handle in call.handles:
                 if handle.number not in self._stored:
                     self._stored.add(handle.number)
-                    send(self.connection, Stored(handle.number), handle.packed)
-            send(self.connection, task, packed)
+                    self.link.send((STORED, handle.number), handle.parcel)
+            self.link.send(header, call.parcel)
 
     def forget(self, number: int) -> None:
         if number in self._stored:
@@ -86,6 +98,7 @@ class Worker:
         """End its task; if that does not help soon, the process."""
         self._order(CANCEL, self._number)
         self.kill_at = self.kill_at or time.monotonic() + CANCEL_GRACE_S
+        self._timed.add(self)
 
     def ask_for_stack(self) -> None:
         self.deadline, self.stack_by, self.stack = None, time.monotonic() + STACK_WITHIN_S, ""
@@ -94,8 +107,9 @@ class Worker:
     def end(self) -> None:
         """Have an idle worker exit by itself."""
         self.leaving, self.kill_at = True, time.monotonic() + END_GRACE_S
+        self._timed.add(self)
         with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
+            self.link.sock.shutdown(socket.SHUT_WR)
 
     def kill(self) -> None:
         self.leaving, self.kill_at = True, None
@@ -105,6 +119,7 @@ class Worker:
     def named(self, pid: int, deadline: float | None) -> None:
         """The fork server has told its process id; it is to be set up by ``deadline``."""
         self.pid, self.deadline = pid, deadline
+        self._timed.add(self)
         if self._kill_when_named:
             self.kill()
 
@@ -134,12 +149,12 @@ class Worker:
 
     @property
     def fds(self) -> list[int]:
-        return [self.connection.fileno(), self.control.fileno(), *(output.fd for output in self.output)]
+        return [self.link.sock.fileno(), self.control.fileno(), *(output.fd for output in self.output)]
 
     def close(self) -> None:
         for output in self.output:
             os.close(output.fd)
-        self.connection.close()
+        self.link.close()
         self.control.close()
 
     def _order(self, kind: int, number: int) -> None:
@@ -157,10 +172,20 @@ class Output:
 
     def __init__(self, fd: int, name: str, prefix: str) -> None:
         self.fd, self._name, self._prefix, self._pending = fd, name, prefix, b""
+        self._copying = threading.Lock()
         os.set_blocking(fd, False)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether part of a line has been read and not copied yet."""
+        return bool(self._pending)
 
     def copy(self, flush: bool = False) -> bool:
         """Copy what is there now, with ``flush`` an unfinished line too; False at the end of the stream."""
+        with self._copying:
+            return self._copy(flush)
+
+    def _copy(self, flush: bool) -> bool:
         more = True
         with contextlib.suppress(BlockingIOError):
             for _ in range(CHUNKS_AT_A_TIME):  # the rest next time: others must not wait for an endless writer

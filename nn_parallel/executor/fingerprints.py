@@ -1,0 +1,134 @@
+"""Whether a function can be told from an earlier one: only then do the workers' copies of that still serve.
+
+A function is pickled with all that it refers to, which takes ten to a hundred times as long as a call of it. So one is
+sent again only when something in it is another object than before; and always, when something in it could change and
+remain the same object.
+"""
+
+from __future__ import annotations
+
+import datetime
+import dis
+import functools
+import inspect
+import logging
+import pathlib
+import re
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+
+
+class Fingerprint(NamedTuple):
+    """Equal for two functions that do the same. It is to be kept for as long as others are compared with ``key``."""
+
+    key: tuple[int, ...]
+    parts: list[object]  # whose addresses the key holds
+
+
+def fingerprint(fn: Callable[..., Any]) -> Fingerprint | None:
+    """What makes up ``fn``; None if there can be no telling.
+
+    That is so if ``fn`` refers to something mutable, or changes its own globals or closure.
+    """
+    parts = list[object]()
+    if not _add(fn, parts, {}):
+        return None
+    return Fingerprint((len(sys.modules), *map(id, parts)), parts)  # cloudpickle looks which submodules are imported
+
+
+def _add(value: Any, parts: list[object], seen: dict[int, int]) -> bool:
+    """Add what ``value`` is made of, in an order that the code determines; whether that is all there is to it."""
+    kind = type(value)
+    if id(value) in seen:
+        parts.append(seen[id(value)])
+        return True
+    if kind is types.FunctionType and not _is_importable(value):
+        seen[id(value)] = len(seen)
+        return _add_function(value, parts, seen)
+    if kind is functools.partial:
+        seen[id(value)] = len(seen)
+        return _add_partial(value, parts, seen)
+    parts.append(value)
+    if kind in _IMMUTABLE or kind is types.FunctionType:
+        return True
+    if kind is tuple or kind is frozenset:
+        return all(_add(each, parts, seen) for each in value)
+    if isinstance(value, types.ModuleType):
+        return sys.modules.get(value.__name__) is value and not _goes_by_value(value.__name__)
+    if kind is types.BuiltinFunctionType:
+        return isinstance(value.__self__, types.ModuleType | type | None)
+    return isinstance(value, type) and _is_importable(value)
+
+
+def _add_function(fn: types.FunctionType, parts: list[object], seen: dict[int, int]) -> bool:
+    names = _global_names(fn.__code__)
+    if names is None:
+        return False
+    parts += fn.__code__, fn.__globals__, fn.__name__, fn.__qualname__, fn.__module__, fn.__doc__
+    parts += fn.__annotations__.values()
+    values = [fn.__globals__.get(name, _MISSING) for name in names]
+    for cell in fn.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:
+            values.append(_MISSING)
+    # What dicts and tuples hold is compared, not these: every evaluation of a `def` makes new ones.
+    for held in (fn.__kwdefaults__ or {}, fn.__dict__):
+        parts += len(held), *map(sys.intern, held)
+        values += held.values()
+    parts.append(len(fn.__defaults__ or ()))
+    values += fn.__defaults__ or ()
+    return all(_add(value, parts, seen) for value in values)
+
+
+def _add_partial(fn: functools.partial[Any], parts: list[object], seen: dict[int, int]) -> bool:
+    parts += functools.partial, len(fn.args), len(fn.keywords), *map(sys.intern, fn.keywords)
+    return not fn.__dict__ and all(_add(value, parts, seen) for value in (fn.func, *fn.args, *fn.keywords.values()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> tuple[str, ...] | None:
+    """The globals that ``code`` and the functions in it read; None if they write some, or what ``code`` closes over."""
+    names, pending = dict[str, None](), [code]
+    while pending:
+        inner = pending.pop()
+        pending += (const for const in inner.co_consts if isinstance(const, types.CodeType))
+        for instruction in dis.get_instructions(inner):
+            operation, _, scope = instruction.opname.partition("_")
+            if instruction.opname == "LOAD_GLOBAL":
+                names[instruction.argval] = None
+            elif operation in ("STORE", "DELETE") and (
+                scope == "GLOBAL" or (scope == "DEREF" and instruction.argval in code.co_freevars)
+            ):
+                return None
+    return tuple(names)
+
+
+def _is_importable(obj: types.FunctionType | type) -> bool:
+    """Whether another process finds ``obj`` by its name."""
+    if obj.__module__ == "__main__" or _goes_by_value(obj.__module__):
+        return False
+    found: object = sys.modules.get(obj.__module__)
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is obj
+
+
+def _goes_by_value(module: str | None) -> bool:
+    """Whether the user has told cloudpickle so, of this module or of a package that it is in."""
+    registered = cloudpickle.list_registry_pickle_by_value()
+    return bool(registered) and any(f"{module}.".startswith(f"{name}.") for name in registered)
+
+
+_MISSING = inspect.Parameter.empty  # where a name or a cell has no value
+_IMMUTABLE = {
+    *(type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, types.CodeType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    *(datetime.date, datetime.datetime, datetime.timedelta, pathlib.PosixPath, re.Pattern),
+    logging.Logger,  # found by its name
+}

@@ -1,0 +1,200 @@
+"""A function is sent again whenever something in it may be another than before, and otherwise not."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nn_parallel.executor import worker
+from nn_parallel.executor.fingerprints import fingerprint
+from nn_parallel.executor.packing import FUNCTIONS_KEPT, Packer
+from nn_parallel.pickling import loads
+
+PROGRAM = """
+import math
+x, listed, constant = 1, [0], (1, "a", 2.0)
+
+def told(value):
+    return repr(value() if callable(value) else value)
+
+def helper(a=1, *, k=2):
+    return told(a), told(k), told(x)
+
+def other(a=1, *, k=2):
+    return "another", told(a), told(k), told(x)
+
+def make(held):
+    def f(d=1, *, kd=2):
+        def inner():
+            return told(y), held
+        try:
+            unset = told(y)
+        except NameError:
+            unset = "unset"
+        seen = told(x), told(held), told(d), told(kd), helper(), unset, told(constant), math.pi
+        return seen, told(getattr(f, "note", None)), read_list()
+    return f
+
+def read_list():
+    return None
+"""
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 300),
+    st.text(max_size=2),
+    st.tuples(st.integers(0, 3), st.text(max_size=1)),
+    st.lists(st.integers(0, 3), max_size=2),
+    st.sampled_from([int, math.pi, torch.float16, torch.Size([2]), functools.partial(int, "3"), str, dict]),
+)
+CHANGES = st.sampled_from(
+    [
+        *("x", "y", "del y", "constant", "held", "default", "keyword default", "note", "append", "read the list"),
+        *("helper", "helper's default", "helper's code", "nothing"),
+    ]
+)
+
+
+class Pool:
+    """What a pool's parent and one worker do with a function, in this process."""
+
+    def __init__(self) -> None:
+        self.packer = Packer(lambda: None)
+        self.sent = 0  # how often a function went with a call, or to be kept
+
+    def call(self, fn: Callable[..., Any]) -> Any:
+        call = self.packer.pack(fn, (), {})
+        for handle in call.handles:
+            if handle.number not in worker._stored:
+                worker._stored[handle.number] = loads(handle.parcel.pickle, [])
+                self.sent += 1
+        received, args, kwargs = loads(call.parcel.pickle, [])
+        self.sent += received is not None
+        return (worker.stored_object(call.function) if call.function else received)(*args, **kwargs)
+
+
+def _change(space: dict[str, Any], f: Any, kind: str, value: Any) -> None:
+    helper = space["helper"]
+    if kind in ("x", "y", "constant"):
+        space[kind] = value
+    elif kind == "del y":
+        space.pop("y", None)
+    elif kind == "held":
+        f.__closure__[f.__code__.co_freevars.index("held")].cell_contents = value
+    elif kind == "default":
+        f.__defaults__ = (value,)
+    elif kind == "keyword default":
+        f.__kwdefaults__ = {"kd": value}
+    elif kind == "note":
+        f.note = value
+    elif kind == "helper":
+        space["helper"] = space["other"]
+    elif kind == "helper's default":
+        helper.__defaults__ = (value,)
+    elif kind == "helper's code":
+        helper.__code__ = space["other"].__code__
+    elif kind == "append":
+        space["listed"].append(1)
+    elif kind == "read the list":
+        exec("def read_list(): return repr(listed)", space)
+
+
+@settings(deadline=None, max_examples=200)
+@given(steps=st.lists(st.tuples(CHANGES, VALUES), min_size=1, max_size=6))
+def test_no_change_is_missed(steps: list[tuple[str, Any]]) -> None:
+    """Whatever changes between two calls: workers run what a call here would run."""
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(PROGRAM, space)
+    f, pool = space["make"](5), Pool()
+    for kind, value in [("nothing", None), *steps]:
+        _change(space, f, kind, value)
+        for _ in range(3):
+            assert pool.call(f) == f()
+
+
+def _main(source: str) -> dict[str, Any]:
+    space: dict[str, Any] = {"__name__": "__main__", "torch": torch, "math": math}
+    exec(source, space)
+    return space
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(): return torch.ones(2).sum().item()",
+        "f = lambda: math.sin(0)",
+        "limit = 1000\ndef g(x): return min(x, limit)\ndef f(): return g(2000)",
+        "def f(n=3): return n and f(n - 1)",
+        "from functools import partial\nf = partial(lambda a, b: a + b, 1, b=2)",
+        "def outer(k):\n def f(): return [k for _ in range(3)]\n return f\nf = outer((1, 'a'))",
+        "import logging\nlogger = logging.getLogger('x')\ndef f(): return logger.name",
+        "class A:\n pass\nf = int",
+    ],
+)
+def test_a_function_that_cannot_have_changed_is_sent_twice(source: str) -> None:
+    """With the first call, and to be kept with the second: a function that is called once is not kept."""
+    f, pool = _main(source)["f"], Pool()
+    assert [pool.call(f) for _ in range(10)] == [f()] * 10
+    assert pool.sent == 2
+
+
+def test_a_new_function_of_the_same_code_is_not_sent_again() -> None:
+    """A lambda in a loop is another object in each round, and the same function."""
+    pool = Pool()
+    for _ in range(10):
+        assert pool.call(_main("f = lambda: 3")["f"]) == 3
+    assert pool.sent == 10  # of another module each time
+    space = _main("def make(k):\n return lambda: k")
+    pool = Pool()
+    assert [pool.call(space["make"](7)) for _ in range(10)] == [7] * 10
+    assert pool.sent == 2
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "n = 0\ndef f():\n global n\n n += 1\n return n",
+        "def make():\n n = 0\n def f():\n  nonlocal n\n  n += 1\n  return n\n return f\nf = make()",
+        "def make(n):\n def f():\n  def g():\n   nonlocal n\n   n += 1\n  g()\n  return n\n return f\nf = make(0)",
+        "def f(seen=[]):\n seen.append(1)\n return len(seen)",
+        "seen = []\ndef f():\n seen.append(1)\n return len(seen)",
+    ],
+)
+def test_a_function_that_remembers_begins_anew_in_each_call(source: str) -> None:
+    """What it changes in a worker does not depend on how often it was called there."""
+    f, pool = _main(source)["f"], Pool()
+    assert [pool.call(f) for _ in range(4)] == [1] * 4
+
+
+def test_methods_and_objects_are_never_kept() -> None:
+    """There is no telling what a method of an object, or a callable object, will do."""
+    assert fingerprint([].append) is None
+    assert fingerprint(Pool().call) is None
+    assert fingerprint(torch.nn.ReLU()) is None
+    assert fingerprint(_main("class A:\n pass\nf = A")["f"]) is None
+    assert fingerprint(types.FunctionType((lambda: [listed]).__code__, {"listed": [1]})) is None  # noqa: F821
+
+
+def test_the_workers_forget_what_has_not_been_called_for_long() -> None:
+    """The least recently used function goes."""
+    packer = Packer(lambda: None)
+    make = _main("def make(k):\n return lambda: k")["make"]
+    functions = [make(str(k)) for k in range(FUNCTIONS_KEPT + 1)]
+    for fn in functions:
+        for _ in range(2):
+            packer.pack(fn, (), {})
+        packer.pack(functions[0], (), {})
+    assert len(packer.forgotten) == 1
+    assert packer.pack(functions[0], (), {}).function
+    assert not packer.pack(functions[1], (), {}).function
+
+
+listed: list[int]

@@ -1,0 +1,286 @@
+"""Large things travel in memory files: copied once, each receiver's own, and nothing of them is kept."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from nn_parallel import ParallelExecutor, TransferError, current_world
+from nn_parallel.executor import segments
+from nn_parallel.executor.segments import Segments
+from nn_parallel.executor.transport import Link, Parcel
+from nn_parallel.pickling import dumps
+
+LARGE = 1 << 18  # elements: above what stays in a pickle
+
+
+class Ends:
+    """Both ends of a connection in this process, and the files of the first."""
+
+    def __init__(self) -> None:
+        here, there = socket.socketpair()
+        self.segments, self.sender, self.receiver = Segments(), Link(here), Link(there)
+        self._arriving, self._returning = self.receiver.messages(), self.sender.messages()
+
+    def send(self, obj: Any) -> Any:
+        """``obj`` as the receiver gets it."""
+        self.sender.send(("header",), Parcel(dumps(obj, share=True), self.segments))
+        message = next(self._arriving)
+        assert message is not None
+        assert message.header == ("header",)
+        return message.unpacked()
+
+    def answer(self) -> None:
+        """Let the receiver say what it has let go of."""
+        self.receiver.send((), Parcel(dumps(None), self.segments))
+        next(self._returning)
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    pair = Ends()
+    yield pair
+    pair.sender.close()
+    pair.receiver.close()
+    pair.segments.close()
+
+
+def _memory_files() -> int:
+    return sum("memfd:nn_parallel" in os.readlink(f"/proc/self/fd/{fd}") for fd in _fds())
+
+
+def _maps() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:nn_parallel")
+
+
+def _fds() -> Iterator[str]:
+    return (fd for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}"))
+
+
+def test_each_has_its_own(ends: Ends) -> None:
+    """Writes of the receiver and of the sender are nobody else's."""
+    sent = torch.zeros(LARGE)
+    one, two = ends.send(sent), ends.send(sent)
+    one += 1
+    sent += 2
+    assert (one.sum(), two.sum(), sent.sum()) == (LARGE, 0, 2 * LARGE)
+
+
+def test_a_file_is_filled_again_only_when_nobody_sees_it(ends: Ends) -> None:
+    """What the receiver keeps stays what it was, through any number of later messages; what it drops is reused."""
+    kept = ends.send(torch.full((LARGE,), 7.0))
+    for round_ in range(20):
+        assert ends.send(torch.full((LARGE,), float(round_))).unique().tolist() == [round_]
+        ends.answer()
+    assert kept.unique().tolist() == [7]
+    assert _memory_files() == 2  # one is kept, one is filled again and again
+    del kept
+    ends.answer()
+    ends.segments.trim(0)
+    assert (_memory_files(), _maps()) == (0, 0)
+
+
+def test_a_view_of_what_was_received_keeps_all_of_it(ends: Ends) -> None:
+    """One element that lives on is enough."""
+    element = ends.send([torch.full((LARGE,), 7.0), torch.zeros(LARGE)])[0][5]
+    for _ in range(3):
+        ends.answer()
+        ends.send(torch.ones(2 * LARGE))
+    assert element == 7
+
+
+def test_what_a_child_may_see_is_never_filled_again(ends: Ends) -> None:
+    """A process forked while a tensor lives has it for as long as it likes; the file itself is not kept for that."""
+    kept = ends.send(torch.full((LARGE,), 7.0))
+    here, there = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        here.close()
+        there.recv(1)  # the word to look, or the end of this test
+        there.send(b"7" if kept[0].item() == kept[-1].item() == 7 else b"?")  # no threads of torch in a child
+        os._exit(0)
+    there.close()
+    with here:
+        del kept
+        ends.answer()
+        assert _memory_files() == 0
+        for _ in range(3):
+            ends.send(torch.zeros(LARGE))
+            ends.answer()
+        here.send(b"x")
+        assert here.recv(1) == b"7"
+    os.waitpid(child, 0)
+
+
+def test_idle_files_are_few(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits to be filled again is bounded in bytes."""
+    monkeypatch.setattr(ends.segments, "_idle_bytes", 10 << 20)
+    many = [ends.send(torch.zeros(1 << 20)) for _ in range(5)]
+    assert _memory_files() == 5
+    many.clear()
+    ends.answer()
+    assert _memory_files() == 2
+
+
+def test_only_what_views_use_is_sent(ends: Ends) -> None:
+    """A few rows of a large table cost a few rows; views that overlap still share their memory."""
+    table = torch.arange(1 << 22).reshape(1 << 10, 1 << 12)
+    sent = [table[3], table[3:5, 1:], table[1000, ::2], table[7:7], table.t()[5, 3:6]]
+    packed = dumps(sent)
+    assert sum(buffer.nbytes for buffer in packed.buffers) + len(packed.pickle) < 200_000
+    received = ends.send(sent)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(sent, received, strict=True))
+    assert [each.stride() for each in received] == [each.stride() for each in sent]
+    received[0][1] = -1
+    assert received[1][0, 0] == -1
+    assert received[0].data_ptr() % 64 == table[3].data_ptr() % 64
+
+
+def test_a_storage_beside_its_views_is_sent_whole(ends: Ends) -> None:
+    """Whoever sends a storage wants all of it, also after a view, or before; and it is still that of the views."""
+    table = torch.arange(LARGE)
+    for sent in ([table[:3], table.untyped_storage()], [table.untyped_storage(), table[:3]]):
+        received = ends.send(sent)
+        view, storage = received if isinstance(received[0], torch.Tensor) else reversed(received)
+        assert torch.equal(torch.tensor([], dtype=torch.int64).set_(storage), table)
+        view[0] = 5
+        assert torch.tensor([], dtype=torch.int64).set_(storage)[0] == 5
+
+
+def test_a_large_pickle_does_not_go_through_the_socket(ends: Ends) -> None:
+    """Nobody reads here before all is sent: what is sent fits into the socket's buffer."""
+    text = "x" * (10 << 20)
+    assert ends.send([text, torch.ones(LARGE)])[0] == text
+
+
+def test_without_memory_files_it_goes_through_the_socket() -> None:
+    """Files that may not grow, as under a limit: slower, and the same."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with ParallelExecutor(num_workers=1, devices="cpu") as ex:
+        ex.run(int)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+        try:
+            assert ex.run(lambda x: (x + 1).sum().item(), torch.zeros(LARGE)) == [LARGE]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_more_than_there_are_descriptors_for_goes_through_the_socket(ends: Ends) -> None:
+    """However much the receiver keeps, the sender's descriptors do not run out."""
+    segments_before = segments.FILES_AT_ONCE
+    here, there = ends.sender, ends.receiver
+    here.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    there.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+    kept = [ends.send(torch.full((1 << 13,), float(k))) for k in range(segments_before + 20)]
+    assert _memory_files() == segments_before
+    assert [int(each[-1]) for each in kept] == list(range(segments_before + 20))
+
+
+def test_a_receiver_without_descriptors_says_so_and_goes_on(ends: Ends) -> None:
+    """The message is lost, and told; the next ones are themselves."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ends.sender.send((1,), Parcel(dumps(torch.ones(LARGE)), ends.segments))
+    ends.sender.send((2,), Parcel(dumps(torch.full((LARGE,), 2.0)), ends.segments))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
+    try:
+        first = next(ends._arriving)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert first is not None
+    with pytest.raises(OSError, match="file descriptor"):
+        first.unpacked()
+    second = next(ends._arriving)
+    assert second is not None
+    assert second.unpacked()[0] == 2
+    assert first.header == (1,)
+
+
+@pytest.mark.parametrize("count", [1, 600])
+def test_shared_memory_stays_shared(ends: Ends, count: int) -> None:
+    """What one writes the other sees, both ways; and no descriptor is kept for it."""
+    tensors = [torch.zeros(3 + (k == 0) * LARGE).share_memory_() for k in range(count)]
+    before = len(list(_fds()))
+    received = ends.send({"tensors": tensors, "again": tensors[0][1:]})
+    assert len(list(_fds())) == before
+    for k, (ours, theirs) in enumerate(zip(tensors, received["tensors"], strict=True)):
+        theirs[0] = k
+        ours[1] = -k
+        assert (ours[0], theirs[1]) == (k, -k)
+    received["again"][1] = 5
+    assert tensors[0][2] == 5
+
+
+def test_shared_memory_in_a_pool() -> None:
+    """All workers write into what the caller shares; what they return of it is the caller's own."""
+    with ParallelExecutor(num_workers=2, devices="cpu") as ex:
+        total = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+        def write(mine: torch.Tensor) -> torch.Tensor:
+            mine[current_world().rank] += 1
+            return mine.clone()
+
+        assert [result[rank] for rank, result in enumerate(ex.run(write, total))] == [1, 1]
+        assert total.tolist() == [1, 1]
+
+
+def test_results_outlive_the_pool() -> None:
+    """They are the caller's: after the workers are gone, and after the pool object."""
+    with ParallelExecutor(num_workers=2, devices="cpu") as ex:
+        results = ex.run(lambda: {"x": [torch.full((LARGE,), 3.0)]})
+    del ex
+    gc.collect()
+    assert [result["x"][0].unique().tolist() for result in results] == [[3.0]] * 2
+    results[0]["x"][0].zero_()
+    assert results[1]["x"][0][0] == 3
+
+
+def _load(data: torch.Tensor) -> int:
+    loader = DataLoader(list(data[:8]), num_workers=2, batch_size=2)  # type: ignore[arg-type]
+    return len(list(loader))
+
+
+@pytest.mark.parametrize("calls", [300])
+def test_many_calls_with_tensors_leave_nothing(calls: int) -> None:
+    """Files and memory of parent and workers stay what they are; also where workers fork, as a DataLoader does."""
+    with ParallelExecutor(num_workers=2, devices="cpu") as ex:
+        data = torch.zeros(LARGE)
+
+        def state() -> list[Any]:
+            gc.collect()
+            workers = ex.run(lambda: (len(os.listdir("/proc/self/fd")), _maps()))
+            return [Counter(map(os.readlink, (f"/proc/self/fd/{fd}" for fd in _fds()))).total(), _maps(), *workers]
+
+        def work(x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+        for _ in range(20):
+            ex.run(work, data)
+        ex.run(_load, data)
+        before = state()
+        for _ in range(calls):
+            assert ex.run(work, data)[1][0] == 1
+        for _ in range(3):
+            assert ex.run(_load, data) == [4, 4]
+        assert state() == before
+
+
+def test_the_error_for_what_cannot_be_sent_names_it() -> None:
+    """As before, of the function or of an argument, in the first call and in later ones."""
+    lock = threading.Lock()
+    with ParallelExecutor(num_workers=1, devices="cpu") as ex:
+        for _ in range(3):
+            with pytest.raises(TransferError, match="variable 'lock'"):
+                ex.run(lambda: lock)
+            with pytest.raises(TransferError, match="Argument 0"):
+                ex.run(str, lock)
