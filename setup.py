@@ -15,6 +15,7 @@ setup(
     install_requires=["torch>=2.6", "cloudpickle>=3.0"],
     extras_require={
         "examples": ["matplotlib", "scikit-learn", "tqdm"],
+        "peers": ["joblib", "loky", "matplotlib", "ray", "torchrunx"],
         "test": [
             "hypothesis",
             "ipykernel",

@@ -1,53 +1,105 @@
-"""One way to measure: candidates interleaved, medians with their spread, ratios pair by pair."""
+"""One way to measure: candidates interleaved, medians with their spread, ratios pair by pair, the machine on record."""
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
 
 
-class Figure(NamedTuple):
-    """One line of the table: a figure in seconds beside a reference of the same run."""
+@dataclass
+class Figure:
+    """One line of the table: repeated values of a figure, beside those of a reference of the same run if it has one."""
 
     name: str
-    reference: str
-    goal: float  # the largest ratio that meets it
-    seconds: list[float]
-    reference_seconds: list[float]
+    values: list[float]
+    goal: float | None = None  # the largest ratio, or without reference the largest value, that meets it; None: no goal
+    reference: str = ""
+    reference_values: list[float] = field(default_factory=list)
+    unit: str = "s"  # or "MiB"
+    topic: str = ""
 
     @property
-    def ratio(self) -> float:
+    def ratio(self) -> float | None:
         """The median of the ratios of neighbouring measurements, which share the machine's mood."""
-        return statistics.median(a / b for a, b in zip(self.seconds, self.reference_seconds, strict=True))
+        if not self.reference_values:
+            return None
+        return statistics.median(a / b for a, b in zip(self.values, self.reference_values, strict=True))
 
-    def __str__(self) -> str:
-        figure, reference = statistics.median(self.seconds), statistics.median(self.reference_seconds)
-        low, high = min(self.seconds), max(self.seconds)
-        met = "met" if self.ratio <= self.goal else "NOT met"
-        return (
-            f"{self.name:44s} {_unit(figure):>9s} ({_unit(low)} to {_unit(high)})   {self.reference:26s} "
-            f"{_unit(reference):>9s}   {self.ratio:6.2f} x, goal {self.goal:g} x: {met}"
-        )
+    @property
+    def is_met(self) -> bool | None:
+        """None where there is no goal."""
+        if self.goal is None:
+            return None
+        return (statistics.median(self.values) if self.ratio is None else self.ratio) <= self.goal
+
+    def cells(self) -> list[str]:
+        """Name, value with its spread, reference, its value, ratio, goal, whether it is met."""
+        spread = f"{self._show(min(self.values))} to {self._show(max(self.values))}"
+        times = "" if self.ratio is None else " x"
+        goal = "" if self.goal is None else f"{self.goal:g} x" if times else self._show(self.goal)
+        return [
+            self.name,
+            f"{self._show(statistics.median(self.values))} ({spread})",
+            self.reference,
+            self._show(statistics.median(self.reference_values)) if self.reference_values else "",
+            "" if self.ratio is None else f"{self.ratio:.2g} x" if self.ratio < 10 else f"{self.ratio:.0f} x",
+            goal,
+            {None: "", True: "met", False: "NOT met"}[self.is_met],
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def _show(self, value: float) -> str:
+        if self.unit != "s":
+            return f"{value:.0f} {self.unit}"
+        for factor, unit in ((1.0, "s"), (1e3, "ms")):
+            if value * factor >= 1:
+                return f"{value * factor:.3g} {unit}"
+        return f"{value * 1e6:.3g} us"
+
+
+HEADER = ["figure", "measured (spread)", "reference", "its value", "ratio", "goal", ""]
+WIDTHS = [52, 34, 38, 9, 8, 8, 8]
+
+
+def as_line(cells: Iterable[str]) -> str:
+    """A line of the printed table."""
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()
 
 
 def measure(
     name: str,
     run: Callable[[], object],
-    reference: str,
-    run_reference: Callable[[], object],
+    reference: str = "",
+    run_reference: Callable[[], object] | None = None,
     *,
-    goal: float,
+    goal: float | None = None,
     repetitions: int,
     calls: int = 1,
+    warm_up: int = 1,
 ) -> Figure:
     """Time ``calls`` calls of each, the reference first, ``repetitions`` times in turn."""
-    seconds, reference_seconds = [], []
+    for _ in range(warm_up):
+        run()
+        if run_reference is not None:
+            run_reference()
+    values, reference_values = [], []
     for _ in range(repetitions):
-        reference_seconds.append(seconds_of(run_reference, calls))
-        seconds.append(seconds_of(run, calls))
-    return Figure(name, reference, goal, seconds, reference_seconds)
+        if run_reference is not None:
+            reference_values.append(seconds_of(run_reference, calls))
+        values.append(seconds_of(run, calls))
+    return Figure(name, values, goal, reference, reference_values)
 
 
 def seconds_of(fn: Callable[[], object], calls: int = 1) -> float:
@@ -58,8 +110,25 @@ def seconds_of(fn: Callable[[], object], calls: int = 1) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def _unit(seconds: float) -> str:
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.2f} {unit}"
-    return f"{seconds * 1e6:.1f} us"
+def python(code: str, *arguments: str) -> str:
+    """What a fresh interpreter prints that runs ``code``."""
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def environment() -> dict[str, str]:
+    """What a figure depends on, and no secret."""
+    models = [line.partition(":")[2].strip() for line in _read("/proc/cpuinfo") if line.startswith("model name")]
+    memory = next((line.split()[1] for line in _read("/proc/meminfo") if line.startswith("MemTotal")), "0")
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "processor": f"{len(os.sched_getaffinity(0))} x {models[0] if models else platform.processor()}",
+        "memory": f"{int(memory) >> 20} GiB",
+        "system": f"{platform.system()} {platform.release().partition('-')[0]}",
+        "load before": f"{os.getloadavg()[0]:.2f}",
+    }
+
+
+def _read(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if os.path.exists(path) else []

@@ -1,0 +1,118 @@
+"""The others, each as a warm pool of workers on which a function can be called once, or mapped over items."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+MESSAGE = b"x" * 200
+
+
+def has(module: str) -> bool:
+    """Whether a peer is installed: ``pip install -e ".[peers]"``."""
+    return importlib.util.find_spec(module) is not None
+
+
+@contextlib.contextmanager
+def raw_pipes(count: int) -> Iterator[Callable[[], None]]:
+    """The floor: one message to each of some processes that send it back."""
+    pairs = [socket.socketpair() for _ in range(count)]
+    pids = []
+    for ours, theirs in pairs:
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            while message := theirs.recv(65536):
+                theirs.sendall(message)
+            os._exit(0)
+        theirs.close()
+        pids.append(pid)
+    sockets = [ours for ours, _ in pairs]
+
+    def round_trip() -> None:
+        for sock in sockets:
+            sock.sendall(MESSAGE)
+        for sock in sockets:
+            sock.recv(65536)
+
+    try:
+        yield round_trip
+    finally:
+        for sock, pid in zip(sockets, pids, strict=True):
+            sock.close()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+Call = Callable[..., list[Any]]  # call(fn, *args) on every worker: its results
+
+
+@contextlib.contextmanager
+def process_pool(count: int) -> Iterator[tuple[Call, Any]]:
+    """The standard library's; spawned, as programs that have run torch need it."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(count, mp_context=context) as pool:
+        yield (lambda fn, *args: [f.result() for f in [pool.submit(fn, *args) for _ in range(count)]]), pool.map
+
+
+@contextlib.contextmanager
+def loky_pool(count: int) -> Iterator[tuple[Call, Any]]:
+    import loky
+
+    pool = loky.get_reusable_executor(max_workers=count)
+    try:
+        yield (lambda fn, *args: [f.result() for f in [pool.submit(fn, *args) for _ in range(count)]]), pool.map
+    finally:
+        pool.shutdown(wait=True, kill_workers=True)
+
+
+@contextlib.contextmanager
+def joblib_pool(count: int) -> Iterator[tuple[Call, Any]]:
+    import joblib
+
+    with joblib.Parallel(n_jobs=count) as parallel:
+        yield (
+            lambda fn, *args: parallel(joblib.delayed(fn)(*args) for _ in range(count)),
+            lambda fn, items: parallel(joblib.delayed(fn)(item) for item in items),
+        )
+
+
+@contextlib.contextmanager
+def ray_actors(count: int) -> Iterator[tuple[Call, Any]]:
+    import ray
+
+    ray.init(num_cpus=count, include_dashboard=False, configure_logging=False, log_to_driver=False)
+
+    class Worker:
+        def call(self, fn: Callable[..., Any], *args: Any) -> Any:
+            return fn(*args)
+
+    try:
+        actors = [ray.remote(Worker).remote() for _ in range(count)]
+        pool = ray.util.ActorPool(actors)
+        yield (
+            lambda fn, *args: ray.get([actor.call.remote(fn, *args) for actor in actors]),
+            lambda fn, items: pool.map(lambda actor, item: actor.call.remote(fn, item), items),
+        )
+    finally:
+        ray.shutdown()
+
+
+POOLS = {
+    "ProcessPoolExecutor": ("concurrent", process_pool),
+    "loky": ("loky", loky_pool),
+    "joblib": ("joblib", joblib_pool),
+    "Ray actors": ("ray", ray_actors),
+}
+
+
+def installed() -> Iterator[tuple[str, Callable[[int], Any]]]:
+    """The peers that can be measured here."""
+    return ((name, pool) for name, (module, pool) in POOLS.items() if has(module))

@@ -1,0 +1,63 @@
+"""Starting a pool, and what an idle one occupies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from nn_parallel import ParallelExecutor
+from nn_parallel.executor import servers
+
+from .harness import Figure, measure, python, seconds_of
+
+# A program that has imported torch, and prints the seconds from there to the first result of a pool.
+FIRST_RESULT = """
+import time
+from nn_parallel import ParallelExecutor
+start = time.perf_counter()
+with ParallelExecutor(num_workers=8, devices="cpu") as ex:
+    ex.run(int)
+    print(time.perf_counter() - start)
+"""
+IMPORT_TIME = """
+import time, torch
+start = time.perf_counter()
+import nn_parallel
+print(time.perf_counter() - start)
+"""
+PSS_OF_TORCH = "import torch; print(open('/proc/self/smaps_rollup').read().partition('Pss:')[2].split()[0])"
+
+
+def figures(repetitions: int) -> Iterator[Figure]:
+    """The figures, one after another."""
+
+    def import_torch() -> None:
+        python("import torch")
+
+    started, imported = [], []
+    for _ in range(repetitions):
+        imported.append(seconds_of(import_torch))
+        started.append(float(python(FIRST_RESULT)))
+    yield Figure("start 8 CPU workers, to the first result", started, 1.5, "import torch", imported)
+
+    def pool_of_8() -> None:
+        with ParallelExecutor(num_workers=8, devices="cpu") as pool:
+            pool.run(int)
+
+    yield measure("a second pool of 8", pool_of_8, "import torch", import_torch, goal=0.06, repetitions=repetitions)
+    times = [float(python(IMPORT_TIME)) for _ in range(repetitions)]
+    yield Figure("import nn_parallel, torch being imported", times, 0.05)
+
+    occupied, torch_alone = [], []
+    with ParallelExecutor(num_workers=8, devices="cpu") as pool:
+        for _ in range(repetitions):
+            pids = [*pool.run(os.getpid), servers.fork_server_pid()]
+            torch_alone.append(int(python(PSS_OF_TORCH)) / 1024)
+            occupied.append(sum(_pss_mib(pid) for pid in pids if pid))
+    name = "memory of 8 idle workers and their server (PSS)"
+    yield Figure(name, occupied, 1.0, "one python with torch", torch_alone, unit="MiB")
+
+
+def _pss_mib(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/smaps_rollup").read_text().partition("Pss:")[2].split()[0]) / 1024
