@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -20,6 +21,12 @@ from ranks import launched
 
 from nn_parallel import ParallelExecutor, ddp, initialize_ddp, on_rank
 from nn_parallel.executor import servers
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A shell without job control has what it starts in the background ignore Ctrl-C; the tests of that must not."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
