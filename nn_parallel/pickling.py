@@ -73,6 +73,16 @@ def loads(
         return unpickler.load()
 
 
+def is_atomic(obj: Any) -> bool:
+    """Whether this is a number, a text or the like, or a short tuple of such: what ``pickle`` itself serves best."""
+    kind = type(obj)
+    if kind is tuple:
+        return len(obj) <= _FEW and all(map(is_atomic, obj))
+    if kind is str or kind is bytes:
+        return len(obj) < LARGE_BYTES
+    return kind in _ATOMS or (kind is dict and not obj)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     def __init__(self, memory: _Memory) -> None:
         self.file, self._memory = io.BytesIO(), memory
@@ -100,6 +110,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
             return _typed_storage, (obj._untyped_storage, obj.dtype)
         if kind is torch.UntypedStorage and obj.device.type != "meta":
             return _itself, (self._memory.whole(obj),)
+        if kind is types.FunctionType and obj.__module__ == __name__:  # by name, without any looking
+            return NotImplemented
         return super().reducer_override(obj)
 
 
@@ -214,8 +226,6 @@ class _Memory:
 
 
 def _dumps(obj: Any, share: bool) -> Packed:
-    if _is_atomic(obj):  # nothing of what follows applies
-        return Packed(pickle.dumps(obj, protocol=5), [], [])
     memory = _Memory(share)
     pickler = _Pickler(memory)
     pickler.dump(obj)
@@ -223,14 +233,6 @@ def _dumps(obj: Any, share: bool) -> Packed:
         pickler = _Pickler(memory)
         pickler.dump(obj)
     return Packed(pickler.file.getvalue(), pickler.buffers, memory.shared)
-
-
-def _is_atomic(obj: Any) -> bool:
-    """Whether this is a number, a text or the like, or a short tuple of such."""
-    kind = type(obj)
-    if kind is tuple:
-        return len(obj) <= _FEW and all(map(_is_atomic, obj))
-    return kind in _ATOMS or (kind is dict and not obj)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -391,5 +393,5 @@ def _global_names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_global_names, inner))
 
 
-_ATOMS = {type(None), bool, int, float, str, bytes}
+_ATOMS = {type(None), bool, int, float}
 _FEW = 8

@@ -79,6 +79,14 @@ def test_workers_forget_with_the_last_reference(pools: ParallelExecutor) -> None
         time.sleep(0.001)
 
 
+def test_nothing_is_put_into_a_closed_pool() -> None:
+    """A handle that no call can take is refused at once."""
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        pass
+    with pytest.raises(ExecutorClosedError, match="shut down"):
+        pool.put(1)
+
+
 def test_a_handle_is_good_for_its_own_executor_only(pools: ParallelExecutor) -> None:
     """Passed to another executor, pickled, or holding what cannot be rebuilt: an error that says so."""
     handle = pools.put(1)

@@ -218,6 +218,7 @@ class ParallelExecutor(Executor):
         """
         if self._supervisor is None:
             return obj
+        self._raise_if_closed()
         return self._supervisor.packer.put(obj)
 
     def resize(self, num_workers: int) -> None:

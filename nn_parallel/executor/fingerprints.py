@@ -78,11 +78,9 @@ def _add_function(fn: types.FunctionType, parts: list[object], seen: dict[int, i
         except ValueError:
             values.append(_MISSING)
     # What dicts and tuples hold is compared, not these: every evaluation of a `def` makes new ones.
-    for held in (fn.__kwdefaults__ or {}, fn.__dict__):
-        parts += len(held), *map(sys.intern, held)
-        values += held.values()
-    parts.append(len(fn.__defaults__ or ()))
-    values += fn.__defaults__ or ()
+    defaults, by_name, attributes = fn.__defaults__ or (), fn.__kwdefaults__ or {}, fn.__dict__
+    parts += len(defaults), len(by_name), len(attributes), *map(sys.intern, by_name), *map(sys.intern, attributes)
+    values += *defaults, *by_name.values(), *attributes.values()
     return all(_add(value, parts, seen) for value in values)
 
 

@@ -15,12 +15,11 @@ import torch
 from ..errors import ExecutorClosedError, RankError, TransferError, lost_connection, rank_error
 from .packing import PackedCall
 from .transport import Message
-from .worker import CANCELLED, FAILED, SUCCEEDED, Answer
+from .worker import CANCELLED, FAILED, SUCCEEDED
 
 
-def opened(message: Message, name: str) -> tuple[int, Any]:
-    """How task ``name`` ended, and its result or its exception."""
-    outcome = Answer(*message.header).outcome
+def opened(message: Message, outcome: int, name: str) -> tuple[int, Any]:
+    """How task ``name`` ended, once its answer of ``outcome`` is unpacked, and its result or its exception."""
     if outcome == CANCELLED:
         return outcome, None
     try:
@@ -170,7 +169,7 @@ class Run:
         self._over.acquire()
 
     def is_over(self) -> bool:
-        return self._error is not None or self._missing == set()
+        return self._error is not None or (self._missing is not None and not self._missing)
 
     def begin(self, world_size: int) -> None:
         self._world_size, self._missing = world_size, set(range(world_size))

@@ -25,7 +25,8 @@ class Poller:
         self.watch(self._wakeups[0], lambda: self._woken(0))
         self.watch(self._wakeups[1], lambda: self._woken(1), is_answer=True)
         self._reading = threading.Lock()  # held by the thread that reads answers
-        self._is_led = self._is_reclaimed = False
+        self._leads = [None]  # one thread takes it at a time, by an operation that Ctrl-C cannot leave half done
+        self._is_reclaimed = False
         self.watch(self._answers.fileno(), self._read_answers)
 
     def watch(self, fd: int, read: Callable[[], bool], *, is_answer: bool = False) -> None:
@@ -48,18 +49,25 @@ class Poller:
 
         Returns at once if another thread leads. `wake` has ``is_over`` looked at again.
         """
-        if self._is_led:
+        try:
+            lead = self._leads.pop()
+        except IndexError:
             return
-        with self._reading:
-            if not self._wakeups:  # closed
-                return
-            self._is_led = True
-            try:
-                self._all.unregister(self._answers)
-                while not is_over() and not self._is_reclaimed and (deadline is None or time.monotonic() < deadline):
-                    self._read(self._answers, _seconds_to(deadline))
-            finally:
-                self._is_led = False
+        try:
+            with self._reading:
+                self._read_until(is_over, deadline)
+        finally:
+            self._leads.append(lead)
+
+    def _read_until(self, is_over: Callable[[], bool], deadline: float | None) -> None:
+        if not self._wakeups:  # closed
+            return
+        try:
+            self._all.unregister(self._answers)
+            while not is_over() and not self._is_reclaimed and (deadline is None or time.monotonic() < deadline):
+                self._read(self._answers, _seconds_to(deadline))
+        finally:
+            with contextlib.suppress(FileExistsError):  # Ctrl-C came before anything
                 self._all.register(self._answers, select.EPOLLIN)
 
     @contextlib.contextmanager

@@ -116,7 +116,7 @@ class Supervisor:
 
     def lead(self, is_over: Callable[[], bool], deadline: float | None = None) -> None:
         """Read answers in the calling thread until it has its own; perhaps not: another thread may be doing so."""
-        if self.is_alive():
+        if self._pid == os.getpid():
             self._crew.poller.lead(is_over, deadline)
 
     def abandon(self, job: Job, *, sent: bool) -> None:
@@ -273,7 +273,7 @@ class Supervisor:
         for output in worker.output:
             if answer.printed or output.is_unfinished:
                 output.copy(flush=True)
-        outcome, value = opened(message, worker.job.call.name if worker.job else "the initializer")
+        outcome, value = opened(message, answer.outcome, worker.job.call.name if worker.job else "the initializer")
         if answer.number == STARTED:
             self._has_started(worker, value if outcome == FAILED else None)
             return

@@ -34,9 +34,16 @@ _FDS_AT_ONCE = 250  # the kernel takes 253 with one message
 _ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)
 
 
+class Atoms(NamedTuple):
+    """An object that needs no pickling of ours: it travels in the header."""
+
+    value: Any
+
+
 class Message(NamedTuple):
     header: tuple[Any, ...]
-    pickle: Buffer
+    atoms: Any
+    pickle: Buffer  # if empty, the atoms are the object
     buffers: Sequence[Buffer]
     shared: Sequence[memoryview]
     lost: OSError | None  # what came in files cannot be had: there is no descriptor, or no memory, left in this process
@@ -45,15 +52,20 @@ class Message(NamedTuple):
         """The packed object. Raises whatever unpickling raises."""
         if self.lost is not None:
             raise self.lost
+        if not self.pickle:
+            return self.atoms
         return loads(self.pickle, self.buffers, device, self.shared)
 
 
 class Parcel:
     """A packed object on its way: what is large lies in a segment, or, where there is none to be had, in copies."""
 
-    def __init__(self, packed: Packed, segments: Segments) -> None:
-        self.pickle, buffers, self.shared = packed
+    def __init__(self, packed: Packed | Atoms, segments: Segments) -> None:
         self.segment: Segment | None = None
+        self.atoms: Any = None
+        if isinstance(packed, Atoms):
+            self.atoms, packed = packed.value, _NOTHING
+        self.pickle, buffers, self.shared = packed
         self.is_pickle_in_segment = len(self.pickle) > _LARGE_PICKLE_BYTES
         if self.is_pickle_in_segment:
             buffers = [memoryview(self.pickle), *buffers]
@@ -68,6 +80,7 @@ class Parcel:
                 self.spans = [Span(0, len(copy)) for copy in self.copies]
         if self.is_pickle_in_segment:
             self.pickle = b""
+        self.is_small = not self.spans and not self.shared  # all of it is in header and pickle
 
     @property
     def fds(self) -> list[int]:
@@ -88,8 +101,11 @@ class Link:
 
     def send(self, header: tuple[Any, ...], parcel: Parcel) -> None:
         """Send one message."""
-        returned = [self._returned.popleft() for _ in range(len(self._returned))]
-        head, fds, which = pickle.dumps(header, protocol=5), parcel.fds, 0
+        head = pickle.dumps((header, parcel.atoms), protocol=5)
+        if parcel.is_small and not self._returned:
+            self.sock.sendall(_HEAD.pack(len(head), len(parcel.pickle), 0, 0, 0, 0, 0) + head + parcel.pickle)
+            return
+        returned, fds, which = [self._returned.popleft() for _ in range(len(self._returned))], parcel.fds, 0
         if parcel.segment is not None:
             which = parcel.segment.number
             self._lent[which] = parcel.segment
@@ -129,11 +145,12 @@ class Link:
             needed = end + rest_size
             if len(data) < needed:
                 continue
-            header, packed = pickle.loads(data[_HEAD.size : start]), data[start:end]
+            header, atoms = pickle.loads(data[_HEAD.size : start])
+            packed = data[start:end]
             rest = data[end:needed]
             del data[:needed]
             needed = _HEAD.size
-            plain = Message(header, packed, (), (), None)
+            plain = Message(header, atoms, packed, (), (), None)
             yield self._with_rest(plain, rest, segment, *counts) if any(counts) else plain
 
     def has_more(self) -> bool:
@@ -169,7 +186,7 @@ class Link:
             except OSError as error:
                 lost = error
         packed = buffers.pop(0) if segment & _PICKLE_IS_FIRST_BUFFER and not lost else message.pickle
-        return Message(message.header, packed, buffers, shared, lost)
+        return message._replace(pickle=packed, buffers=buffers, shared=shared, lost=lost)
 
     def _map(self, number: int, spans: Sequence[Span], count: int) -> tuple[list[memoryview], list[memoryview]]:
         """The buffers in segment ``number``, if any, and what is shared: mapped by ``count`` descriptors."""
@@ -199,3 +216,6 @@ class Link:
             self._fds.append([fd for _, _, fds in ancillary for fd in array.array("i", fds)])
         data += self._chunk[:count]
         return count > 0
+
+
+_NOTHING = Packed(b"", [], [])

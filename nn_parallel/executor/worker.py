@@ -27,10 +27,10 @@ from ..ddp import abort_collectives, close_group
 from ..devices import call_on_device
 from ..errors import Failure, RemoteError, TransferError, qualified_name
 from ..interrupt import Interrupted, Interruptible, keep_handler
-from ..pickling import Packed, dumps, loads
+from ..pickling import Packed, dumps, is_atomic, loads
 from ..world import DEFAULT_TIMEOUT, Membership, World
 from .segments import Segments
-from .transport import Link, Message, Parcel
+from .transport import Atoms, Link, Message, Parcel
 
 UNINTERRUPTED = True  # see interrupt
 STARTED = 0  # the number of the answer that says the worker is set up
@@ -184,7 +184,7 @@ class _Worker:
         except BaseException as error:
             _stored[number] = _Broken(error)
 
-    def perform(self, task: Task, message: Message) -> tuple[int, bool, Packed]:
+    def perform(self, task: Task, message: Message) -> tuple[int, bool, Packed | Atoms]:
         """How it ended, whether blocks failed inside, and what comes of it."""
         if task.threads != self._threads:
             self._threads = task.threads
@@ -192,6 +192,7 @@ class _Worker:
         place = Place(*task.place) if task.place else None
         member = self._enter(place) if place else self._alone
         world.join(member)
+        packed: Packed | Atoms
         block = Interruptible()
         with self._switching:
             self._task, self._block, block.interrupted = task.number, block, self._cancelled == task.number
@@ -214,7 +215,7 @@ class _Worker:
         world.join(self._alone)
         return outcome, place is not None and member.term != _first_term(place), packed
 
-    def _call(self, task: Task, message: Message) -> Packed:
+    def _call(self, task: Task, message: Message) -> Packed | Atoms:
         try:
             fn, args, kwargs = message.unpacked(self._device)
             if task.function:
@@ -224,6 +225,8 @@ class _Worker:
         except BaseException as error:
             raise TransferError(f"The call cannot be rebuilt in the worker: {error!r}") from error
         result = call_on_device(fn, args, kwargs, self._device if task.pass_device else None)
+        if is_atomic(result):
+            return Atoms(result)
         return dumps(result, lambda: {"the result": result}, share=True)
 
     def _enter(self, place: Place) -> Membership:
@@ -308,5 +311,5 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
 
 
 _stored: dict[int, Any] = {}
-_NOTHING = Packed(b"", [], [])
+_NOTHING = Atoms(None)
 _ZERO = bytes(4)
