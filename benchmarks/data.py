@@ -38,12 +38,13 @@ def figures(repetitions: int) -> Iterator[Figure]:
         many = [torch.ones(100) for _ in range(10_000)]
         yield measure("10 000 small tensors to 2 workers", lambda: pool.run(len, many), repetitions=repetitions)
         for name, peer in installed():
+            theirs = big.clone()  # where a peer moves it to shared memory, it is shared with us too
             with peer(2) as (call, _):
                 yield measure(
                     "64 MiB to 2 workers",
                     lambda: pool.run(_size, big),
                     name,
-                    lambda call=call: call(_size, big),  # type: ignore[misc]
+                    lambda call=call, theirs=theirs: call(_size, theirs),  # type: ignore[misc]
                     repetitions=min(repetitions, 5),
                 )
 
