@@ -50,10 +50,11 @@ def figures(repetitions: int) -> Iterator[Figure]:
     yield Figure("import nn_parallel, torch being imported", times, 0.05)
 
     occupied, torch_alone = [], []
-    with ParallelExecutor(num_workers=8, devices="cpu") as pool:
-        for _ in range(repetitions):
+    for _ in range(repetitions):
+        servers.stop_fork_server()  # each shares libraries with this process, and not with the other
+        torch_alone.append(int(python(PSS_OF_TORCH)) / 1024)
+        with ParallelExecutor(num_workers=8, devices="cpu") as pool:
             pids = [*pool.run(os.getpid), servers.fork_server_pid()]
-            torch_alone.append(int(python(PSS_OF_TORCH)) / 1024)
             occupied.append(sum(_pss_mib(pid) for pid in pids if pid))
     name = "memory of 8 idle workers and their server (PSS)"
     yield Figure(name, occupied, 1.0, "one python with torch", torch_alone, unit="MiB")

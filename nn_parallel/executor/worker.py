@@ -294,8 +294,8 @@ def _become_like_the_parent(setup: Setup) -> None:
 def _reseed() -> None:
     """Every fork of the server inherits the same random state."""
     random.seed()
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()
+    if numpy_random := sys.modules.get("numpy.random"):  # numpy loads it when it is first used
+        numpy_random.seed()
 
 
 def _pack_exception(error: BaseException, where: str) -> Packed:
