@@ -111,9 +111,10 @@ def seconds_of(fn: Callable[[], object], calls: int = 1) -> float:
 
 
 def python(code: str, *arguments: str) -> str:
-    """What a fresh interpreter prints that runs ``code``."""
+    """What a fresh interpreter prints that runs ``code``; it keeps compiled modules, as an installation does."""
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environ).stdout
 
 
 def environment() -> dict[str, str]:
