@@ -399,6 +399,8 @@ def test_map_keeps_the_order(ex: ParallelExecutor) -> None:
     for chunksize in (1, 3, 50):
         found = ex.map(lambda x, device, y: (x, y, str(device)), range(20), range(20, 40), chunksize=chunksize)
         assert list(found) == expected
+        first = ex.map(lambda device, x: (str(device), x), range(5), chunksize=chunksize)
+        assert list(first) == [("cpu", x) for x in range(5)]
     results = ex.map(lambda x: 1 // x, [1, 0, 1])
     assert next(results) == 1
     with pytest.raises(ZeroDivisionError):

@@ -196,7 +196,7 @@ class ParallelExecutor(Executor):
         if chunksize == 1:
             return self._map_over_workers(self._supervisor, fn, items, timeout)
         chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
-        each = functools.update_wrapper(functools.partial(_call_each, fn), fn)
+        each = functools.partial(_call_each, fn)  # no more than that, so that the workers can keep it
         results = self._map_over_workers(self._supervisor, each, zip(chunks, strict=True), timeout)
         return itertools.chain.from_iterable(results)
 
