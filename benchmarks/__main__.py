@@ -12,6 +12,7 @@ import argparse
 import importlib
 import json
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 from .harness import HEADER, Figure, as_line, environment
@@ -41,7 +42,7 @@ def main() -> None:
             figures.append(figure)
             print(as_line(figure.cells()), flush=True)
     if options.json:
-        results = {"environment": measured_in, "figures": [figure.as_dict() for figure in figures]}
+        results = {"environment": measured_in, "figures": [asdict(figure) for figure in figures]}
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -18,18 +18,9 @@ GOALS = {"ProcessPoolExecutor": (0.5, 0.5), "Ray actors": (0.15, None)}  # of on
 def figures(repetitions: int) -> Iterator[Figure]:
     """The figures, one after another."""
     with ParallelExecutor(num_workers=2, devices="cpu") as pool:
-        with raw_pipes(2) as round_trip:
-            for name, fn in (("run(fn)", _one), ("run(fn that uses torch)", _uses_torch)):
-                yield measure(
-                    f"warm {name} on 2 workers",
-                    lambda fn=fn: pool.run(fn),  # type: ignore[misc]
-                    "raw pipe to 2 processes and back",
-                    round_trip,
-                    goal=2,
-                    repetitions=repetitions,
-                    calls=200,
-                    warm_up=200,
-                )
+        for name, fn in (("run(fn)", _one), ("run(fn that uses torch)", _uses_torch)):
+            reference = "raw pipe to 2 processes and back"
+            yield beside_raw_pipe(f"warm {name} on 2 workers", pool, fn, 2, reference, goal=2, repetitions=repetitions)
         tasks = TASKS if repetitions > 3 else TASKS // 10
         for name, peer in installed():
             one, many = GOALS.get(name, (None, None))
@@ -51,6 +42,31 @@ def figures(repetitions: int) -> Iterator[Figure]:
                     goal=many,
                     repetitions=min(repetitions, 5),
                 )
+
+
+def beside_raw_pipe(
+    name: str,
+    pool: ParallelExecutor,
+    fn: Callable[[], object],
+    workers: int,
+    reference: str,
+    *,
+    goal: float | None = None,
+    repetitions: int,
+    times: int = 200,
+) -> Figure:
+    """A warm run of ``fn``, ``times`` times for each repetition, beside the floor."""
+    with raw_pipes(workers) as round_trip:
+        return measure(
+            name,
+            lambda: pool.run(fn),
+            reference,
+            round_trip,
+            goal=goal,
+            repetitions=repetitions,
+            calls=times,
+            warm_up=times,
+        )
 
 
 def _one() -> int:

@@ -9,9 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -56,9 +55,6 @@ class Figure:
             goal,
             {None: "", True: "met", False: "NOT met"}[self.is_met],
         ]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def _show(self, value: float) -> str:
         if self.unit != "s":

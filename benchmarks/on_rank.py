@@ -17,15 +17,20 @@ def figures(repetitions: int) -> Iterator[Figure]:
     """The figures, one after another."""
     for ranks, goal in ((2, 0.5), (8, 0.1)):
         with ParallelExecutor(num_workers=ranks, devices="cpu") as pool:
-            measured = pool.run(turns, repetitions)
-        barrier = [min(turn) for turn in zip(*(times["barrier"] for times in measured), strict=True)]
-        waits = [max(turn) for turn in zip(*(times["waits"] for times in measured[1:]), strict=True)]
-        runs = measured[0]["runs"]
+            runs, waits, barrier = costs(pool, repetitions)
         yield Figure(f"on_rank(0), the rank that runs, {ranks} ranks", runs, 20e-6 if ranks == 2 else None)
         yield Figure(f"on_rank(0), the ranks that wait, {ranks} ranks", waits, goal, "dist.barrier()", barrier)
 
 
-def turns(repetitions: int) -> dict[str, list[float]]:
+def costs(pool: ParallelExecutor, repetitions: int) -> tuple[list[float], list[float], list[float]]:
+    """Seconds per call, for each repetition: of the rank that runs, the slowest that waits, the fastest barrier."""
+    measured = pool.run(_turns, repetitions)
+    waits = [max(turn) for turn in zip(*(times["waits"] for times in measured[1:]), strict=True)]
+    barrier = [min(turn) for turn in zip(*(times["barrier"] for times in measured), strict=True)]
+    return measured[0]["runs"], waits, barrier
+
+
+def _turns(repetitions: int) -> dict[str, list[float]]:
     """As one of the ranks: seconds per call, for each repetition."""
     rank = initialize_ddp().rank
     times: dict[str, list[float]] = {"barrier": [], "runs": [], "waits": []}

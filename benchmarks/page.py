@@ -16,9 +16,8 @@ def read_results(path: Path) -> tuple[dict[str, str], list[Figure]]:
     return results["environment"], [Figure(**figure) for figure in results["figures"]]
 
 
-def table(path: Path) -> str:
+def table(measured_in: dict[str, str], figures: list[Figure]) -> str:
     """What stands between the marks of the page."""
-    measured_in, figures = read_results(path)
     lines = [", ".join(f"{name} {value}" for name, value in measured_in.items()), ""]
     lines += [f"| {' | '.join(HEADER)} |", "|---|---|---|---|---|---|---|"]
     lines += [f"| {' | '.join(figure.cells())} |" for figure in figures if figure.topic != "scale"]
@@ -27,12 +26,13 @@ def table(path: Path) -> str:
 
 def write_page(path: Path) -> None:
     """Renew the table in ``performance.md`` beside ``path``, and the plots."""
+    measured_in, figures = read_results(path)
     page = path.with_suffix(".md")
     head, _, rest = page.read_text().partition(BEGIN)
     tail = rest.partition(END)[2]
-    page.write_text(f"{head}{BEGIN}\n{table(path)}\n{END}{tail}")
-    _plot_scale(read_results(path)[1], path.with_name("performance_scale.svg"))
-    _plot_peers(read_results(path)[1], path.with_name("performance_peers.svg"))
+    page.write_text(f"{head}{BEGIN}\n{table(measured_in, figures)}\n{END}{tail}")
+    _plot_scale(figures, path.with_name("performance_scale.svg"))
+    _plot_peers(figures, path.with_name("performance_peers.svg"))
 
 
 def _plot_scale(figures: list[Figure], target: Path) -> None:

@@ -59,7 +59,7 @@ def process_pool(count: int) -> Iterator[tuple[Call, Any]]:
     """The standard library's; spawned, as programs that have run torch need it."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(count, mp_context=context) as pool:
-        yield (lambda fn, *args: [f.result() for f in [pool.submit(fn, *args) for _ in range(count)]]), pool.map
+        yield _once_for_each(pool, count), pool.map
 
 
 @contextlib.contextmanager
@@ -68,9 +68,17 @@ def loky_pool(count: int) -> Iterator[tuple[Call, Any]]:
 
     pool = loky.get_reusable_executor(max_workers=count)
     try:
-        yield (lambda fn, *args: [f.result() for f in [pool.submit(fn, *args) for _ in range(count)]]), pool.map
+        yield _once_for_each(pool, count), pool.map
     finally:
         pool.shutdown(wait=True, kill_workers=True)
+
+
+def _once_for_each(pool: concurrent.futures.Executor, count: int) -> Call:
+    def call(fn: Callable[..., Any], *args: Any) -> list[Any]:
+        futures = [pool.submit(fn, *args) for _ in range(count)]
+        return [future.result() for future in futures]
+
+    return call
 
 
 @contextlib.contextmanager

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from nn_parallel import ParallelExecutor
 
-from . import failures, on_rank
-from .harness import Figure, measure, seconds_of
-from .peers import raw_pipes
+from . import calls, failures, on_rank
+from .harness import Figure, seconds_of
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -22,21 +21,12 @@ def figures(repetitions: int) -> Iterator[Figure]:
                 started.run(int)
 
         yield Figure(f"start, run, end: {count}", [seconds_of(a_pool) for _ in range(3)])
-        with ParallelExecutor(num_workers=count, devices="cpu") as pool, raw_pipes(count) as round_trip:
-            yield measure(
-                f"warm run: {count}",
-                lambda pool=pool: pool.run(int),  # type: ignore[misc]
-                "raw pipe",
-                round_trip,
-                repetitions=3,
-                calls=50,
-                warm_up=20,
-            )
+        with ParallelExecutor(num_workers=count, devices="cpu") as pool:
+            yield calls.beside_raw_pipe(f"warm run: {count}", pool, int, count, "raw pipe", repetitions=3, times=50)
             if count > 1:
-                measured = pool.run(on_rank.turns, 3)
-                yield Figure(f"on_rank(0), the rank that runs: {count}", measured[0]["runs"])
-                waits = [max(turn) for turn in zip(*(times["waits"] for times in measured[1:]), strict=True)]
+                runs, waits, barrier = on_rank.costs(pool, 3)
+                yield Figure(f"on_rank(0), the rank that runs: {count}", runs)
                 yield Figure(f"on_rank(0), the ranks that wait: {count}", waits)
-                yield Figure(f"dist.barrier(): {count}", measured[0]["barrier"])
+                yield Figure(f"dist.barrier(): {count}", barrier)
                 told = [max(pool.run(failures.fail_beside_all_reduce)) for _ in range(4)][1:]
                 yield Figure(f"from a failure to RankError on all: {count}", told)
