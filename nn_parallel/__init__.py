@@ -22,7 +22,7 @@ The files, from the bottom up; each knows only those above it in this list::
         worker                          a worker process
         forkserver, boot, servers       the process that forks them; its first lines; as the parent sees it
         jobs, workers, crew             what is to be done; who does it, one by one and all together
-        supervisor, executor            the parent's thread; the class itself
+        schedule, supervisor, executor  which job goes where; the parent's thread; the class itself
     parallelize             code for every device
 
 Importing it starts nothing: no process, no thread, no GPU.

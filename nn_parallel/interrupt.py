@@ -35,7 +35,7 @@ class Interruptible:
         """From here on, and never after the end, `Interrupted` may be raised, at most once."""
         if threading.current_thread() is not threading.main_thread():
             return
-        if signal.getsignal(signal.SIGURG) is not _raise_in_the_outermost:
+        if not _is_handler_kept and signal.getsignal(signal.SIGURG) is not _raise_in_the_outermost:
             self._before = signal.signal(signal.SIGURG, _raise_in_the_outermost)
         _running.append(self)
         if self.interrupted:  # before it began
@@ -76,8 +76,11 @@ def _must_finish(frame: FrameType | None) -> bool:
 
 
 def keep_handler() -> None:
-    """Have no block install the handler: for a process that does nothing but run blocks."""
+    """Have no block look for the handler and install it: for a process that does nothing but run blocks."""
+    global _is_handler_kept
+    _is_handler_kept = True
     signal.signal(signal.SIGURG, _raise_in_the_outermost)
 
 
+_is_handler_kept = False
 _running: list[Interruptible] = []

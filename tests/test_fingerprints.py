@@ -76,7 +76,7 @@ class Pool:
             if handle.number not in worker._stored:
                 worker._stored[handle.number] = loads(handle.parcel.pickle, [])
                 self.sent += 1
-        received, args, kwargs = loads(call.parcel.pickle, []) if call.parcel.pickle else call.parcel.atoms
+        received, args, kwargs = loads(call.parcel.pickle, [])
         self.sent += received is not None
         return (worker.stored_object(call.function) if call.function else received)(*args, **kwargs)
 

@@ -35,7 +35,7 @@ LAYERS = [
     {"executor.boot"},
     {"executor.servers"},
     {"executor.workers"},
-    {"executor.crew"},
+    {"executor.crew", "executor.schedule"},
     {"executor.supervisor"},
     {"executor.executor"},
     {"executor"},

@@ -389,3 +389,36 @@ def test_any_thread_may_wait(pools: ParallelExecutor) -> None:
     thread.start()
     thread.join(10)
     assert outcomes == [0, [0, 0]]
+
+
+def test_no_item_waits_behind_a_long_one(pools: ParallelExecutor, tmp_path: Path) -> None:
+    """Short tasks are sent ahead. What was sent behind one that is long after all goes to another worker."""
+
+    def task(index: int) -> int:
+        if index == 100:  # over when all others have run
+            while len(list(tmp_path.iterdir())) < 149:
+                time.sleep(0.001)
+        else:
+            (tmp_path / str(index)).touch()
+        return index
+
+    assert list(pools.map(task, range(150), timeout=30)) == list(range(150))
+
+
+def test_a_death_takes_only_the_task_that_ran(pools: ParallelExecutor, tmp_path: Path) -> None:
+    """Those that were sent ahead to the worker that dies run once, elsewhere."""
+    ran = tmp_path / "ran"
+
+    def task(index: int) -> None:
+        if index % 50 == 49:
+            os._exit(3)
+        with open(ran, "a") as file:
+            file.write(f"{index} ")
+
+    results = pools.map(task, range(300))
+    indices = {index for index in range(300) if index % 50 != 49}
+    while not ran.exists() or len(ran.read_text().split()) < len(indices):
+        assert pools.submit(abs, -1).result() == 1
+    assert sorted(map(int, ran.read_text().split())) == sorted(indices)
+    with pytest.raises(WorkerDiedError):
+        list(results)

@@ -35,15 +35,15 @@ class Ends:
 
     def send(self, obj: Any) -> Any:
         """``obj`` as the receiver gets it."""
-        self.sender.send(("header",), Parcel(dumps(obj, share=True), self.segments))
+        self.sender.send(b"header", Parcel(dumps(obj, share=True), self.segments))
         message = next(self._arriving)
         assert message is not None
-        assert message.header == ("header",)
+        assert message.header == b"header"
         return message.unpacked()
 
     def answer(self) -> None:
         """Let the receiver say what it has let go of."""
-        self.receiver.send((), Parcel(dumps(None), self.segments))
+        self.receiver.send(b"", Parcel(dumps(None), self.segments))
         next(self._returning)
 
 
@@ -190,8 +190,8 @@ def test_more_than_there_are_descriptors_for_goes_through_the_socket(ends: Ends)
 def test_a_receiver_without_descriptors_says_so_and_goes_on(ends: Ends) -> None:
     """The message is lost, and told; the next ones are themselves."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ends.sender.send((1,), Parcel(dumps(torch.ones(LARGE)), ends.segments))
-    ends.sender.send((2,), Parcel(dumps(torch.full((LARGE,), 2.0)), ends.segments))
+    ends.sender.send(b"1", Parcel(dumps(torch.ones(LARGE)), ends.segments))
+    ends.sender.send(b"2", Parcel(dumps(torch.full((LARGE,), 2.0)), ends.segments))
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
     try:
         first = next(ends._arriving)
@@ -203,7 +203,7 @@ def test_a_receiver_without_descriptors_says_so_and_goes_on(ends: Ends) -> None:
     second = next(ends._arriving)
     assert second is not None
     assert second.unpacked()[0] == 2
-    assert first.header == (1,)
+    assert first.header == b"1"
 
 
 @pytest.mark.parametrize("count", [1, 600])

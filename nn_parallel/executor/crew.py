@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -17,11 +18,14 @@ from typing import NamedTuple
 import torch
 
 from ..errors import RankTimeoutError
+from ..pickling import Packed
 from .evidence import OomKills
+from .packing import PackedCall
 from .poller import Poller
+from .segments import Segments
 from .servers import open_pool
 from .transport import Parcel
-from .worker import Setup
+from .worker import STARTED, Setup, Task
 from .workers import Output, Worker
 
 
@@ -37,12 +41,18 @@ class Crew:
     """The worker processes of one pool and the connection to the fork server that starts and reaps them."""
 
     def __init__(
-        self, initializer: Parcel, timeout_s: float | None, prefix_output: bool, on_news: Callable[[], bool]
+        self,
+        initializer: PackedCall,
+        segments: Segments,
+        timeout_s: float | None,
+        prefix_output: bool,
+        on_news: Callable[[], bool],
     ) -> None:
         """``on_news`` is called when there is something for `hear`."""
         self.living: list[Worker] = []
         self.timed = set[Worker]()  # those that have, or had, a deadline
-        self._initializer, self._timeout_s, self._prefix_output = initializer, timeout_s, prefix_output
+        self._initializer, self._segments = initializer, segments
+        self._timeout_s, self._prefix_output = timeout_s, prefix_output
         self._directory = os.getcwd()
         self._unnamed: deque[Worker] = deque()  # forked in this order, whose process ids have not been told yet
         self._oom_kills = OomKills()
@@ -55,7 +65,6 @@ class Crew:
         setup = Setup(
             rank=index,
             device=str(device),
-            threads=threads,
             environ=dict(os.environ),
             directory=self._directory,
             path=list(sys.path),
@@ -69,8 +78,10 @@ class Crew:
         self.poller.watch(worker.control.fileno(), worker.receive_stack)
         for output in worker.output:
             self.poller.watch(output.fd, output.copy)
+        packed = Packed(pickle.dumps(tuple(setup)), is_plain=True)
         with contextlib.suppress(OSError):
-            worker.link.send(tuple(setup), self._initializer)
+            worker.link.send(b"", Parcel(packed, self._segments))
+        worker.send(Task(STARTED, is_call=True, threads=threads).packed(), self._initializer)
         return worker
 
     def hear(self) -> list[End]:
@@ -166,6 +177,9 @@ class Crew:
                 here, there = socket.socketpair()
                 sockets.append(on_failure.enter_context(here))
                 theirs.append(given_away.enter_context(there).fileno())
+            tokens = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
+            on_failure.callback(os.close, tokens)
+            theirs.append(tokens)
             for name in ("stdout", "stderr"):
                 read, write = os.pipe()
                 given_away.callback(os.close, write)
@@ -175,4 +189,4 @@ class Crew:
             with contextlib.suppress(OSError):  # the fork server has ended: we hear of it
                 socket.send_fds(self._server, [b"fork"], theirs)
             on_failure.pop_all()
-        return Worker(setup.rank, setup.device, self._server, sockets, output, self.timed)
+        return Worker(setup.rank, setup.device, self._server, sockets, output, tokens, self.timed)

@@ -278,9 +278,8 @@ class ParallelExecutor(Executor):
 
     def _run_on_workers(self, supervisor: Supervisor, fn: Callable[..., R], args: Any, kwargs: Any) -> list[R]:
         run = Run(supervisor.packer.pack(fn, args, kwargs))
-        _submit(supervisor, run)
         try:
-            supervisor.lead(run.is_over)
+            supervisor.lead(run.is_over, begin=lambda: _submit(supervisor, run))
             return run.result()
         except ParallelError:
             raise
@@ -299,6 +298,7 @@ class ParallelExecutor(Executor):
                 mapped.add_unsent(error)
             else:
                 _submit(supervisor, mapped.add(call))
+                supervisor.read_answers()  # now: the supervisor's thread may have to wait long for its turn
         return mapped.results(supervisor.lead)
 
     def _run_on_ranks(self, fn: Callable[..., R], args: Any, kwargs: Any, place: str) -> list[R]:

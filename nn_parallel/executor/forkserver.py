@@ -22,7 +22,7 @@ import socket
 from .worker import work
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-FDS_PER_WORKER = 4  # its connection, its control socket, its stdout, its stderr
+FDS_PER_WORKER = 5  # its connection, its control socket, its tokens, its stdout, its stderr
 
 
 def serve(control_fd: int, parent_pid: int, parent: int) -> None:
@@ -118,13 +118,13 @@ class _Server:
                 os.close(fd)
             for pool in self._pools.values():
                 os.close(pool.detach())
-            connection, control, stdout, stderr = fds
+            connection, control, tokens, stdout, stderr = fds
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
             os.close(stdout)
             os.close(stderr)
             with socket.socket(fileno=connection) as to_parent:
-                code = work(to_parent, socket.socket(fileno=control))
+                code = work(to_parent, socket.socket(fileno=control), tokens)
         finally:
             os._exit(code)
 

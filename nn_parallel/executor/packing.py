@@ -9,11 +9,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
-from ..pickling import dumps, is_atomic
+from ..pickling import Packed, dumps
 from ..reports import call_name
 from .fingerprints import Fingerprint, fingerprint
 from .segments import Segments
-from .transport import Atoms, Parcel
+from .transport import Parcel
 from .worker import stored_object
 
 FUNCTIONS_KEPT = 128
@@ -85,13 +85,9 @@ class PackedCall:
             named |= {f"argument {index}": value for index, value in enumerate(args)}
             return named | {f"argument {name!r}": value for name, value in kwargs.items()}
 
-        call = None if function else fn, args, kwargs
-        if is_atomic(call):
-            self.parcel = Parcel(Atoms(call), segments)
-            return
         _packing.owner, _packing.handles = owner, self.handles
         try:
-            packed = dumps(call, parts, share=True)
+            packed = dumps((None if function else fn, args, kwargs), parts, share=True)
         finally:
             _packing.owner = None
         self.parcel = Parcel(packed, segments)
@@ -133,4 +129,4 @@ class Packer:
 
 _packing = threading.local()  # while a call is packed in a thread: its owner, and the handles that are met
 _numbers = itertools.count(1)
-_NOTHING = Parcel(Atoms(None), Segments())
+_NOTHING = Parcel(Packed(b""), Segments())

@@ -27,7 +27,7 @@ class Poller:
         self._reading = threading.Lock()  # held by the thread that reads answers
         self._leads = [None]  # one thread takes it at a time, by an operation that Ctrl-C cannot leave half done
         self._is_reclaimed = False
-        self.watch(self._answers.fileno(), self._read_answers)
+        self.watch(self._answers.fileno(), self.read_answers)
 
     def watch(self, fd: int, read: Callable[[], bool], *, is_answer: bool = False) -> None:
         """Call ``read`` whenever ``fd`` is readable, until it returns False."""
@@ -44,31 +44,43 @@ class Poller:
         """Wait until something was read, or `wake` was called, or until ``deadline`` of `time.monotonic`."""
         self._read(self._all, _seconds_to(deadline))
 
-    def lead(self, is_over: Callable[[], bool], deadline: float | None = None) -> None:
+    def lead(
+        self, is_over: Callable[[], bool], deadline: float | None = None, begin: Callable[[], None] | None = None
+    ) -> None:
         """Read answers in this thread, until ``is_over()`` or ``deadline``, or until the other one needs to.
 
-        Returns at once if another thread leads. `wake` has ``is_over`` looked at again.
+        Before that it calls ``begin``: what that asks for is answered here, and wakes nobody else. Reads nothing if
+        another thread leads. `wake` has ``is_over`` looked at again.
         """
         try:
             lead = self._leads.pop()
         except IndexError:
+            if begin is not None:
+                begin()
             return
         try:
             with self._reading:
-                self._read_until(is_over, deadline)
+                self._read_until(is_over, deadline, begin)
         finally:
             self._leads.append(lead)
 
-    def _read_until(self, is_over: Callable[[], bool], deadline: float | None) -> None:
-        if not self._wakeups:  # closed
-            return
+    def _read_until(
+        self, is_over: Callable[[], bool], deadline: float | None, begin: Callable[[], None] | None
+    ) -> None:
+        is_open = bool(self._wakeups)
         try:
-            self._all.unregister(self._answers)
-            while not is_over() and not self._is_reclaimed and (deadline is None or time.monotonic() < deadline):
+            if is_open:
+                self._all.unregister(self._answers)
+            if begin is not None:
+                begin()
+            while is_open and not is_over() and not self._is_reclaimed:
+                if deadline is not None and time.monotonic() >= deadline:
+                    break
                 self._read(self._answers, _seconds_to(deadline))
         finally:
-            with contextlib.suppress(FileExistsError):  # Ctrl-C came before anything
-                self._all.register(self._answers, select.EPOLLIN)
+            if is_open:
+                with contextlib.suppress(FileExistsError):  # Ctrl-C came before anything
+                    self._all.register(self._answers, select.EPOLLIN)
 
     @contextlib.contextmanager
     def reclaimed(self) -> Iterator[None]:
@@ -92,10 +104,12 @@ class Poller:
             self._all.close()
             self._answers.close()
 
-    def _read_answers(self) -> bool:
-        if self._reading.acquire(blocking=False):  # or another thread has just begun to lead
+    def read_answers(self) -> bool:
+        """Read the answers that are there, if no other thread is about to."""
+        if self._reading.acquire(blocking=False):
             try:
-                self._read(self._answers, 0.0)
+                if self._wakeups:
+                    self._read(self._answers, 0.0)
             finally:
                 self._reading.release()
         return True

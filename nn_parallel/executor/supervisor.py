@@ -1,33 +1,31 @@
 """The parent's side of a pool: one thread that receives from all workers, hands out what waits, and replaces the dead.
 
-Whoever submits also sends, if a worker is free; the supervisor sends when one becomes free. Everything that both change
-is guarded by one lock, and nothing is sent or unpickled while it is held.
+Whoever submits also sends, if a worker is free; who takes a worker's answer sends it the next task. Everything that
+both change is guarded by one lock, and nothing is sent or unpickled while it is held.
 """
 
 from __future__ import annotations
 
 import atexit
-import itertools
 import math
 import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..devices import cpu_count
 from ..errors import ExecutorClosedError, ParallelError
 from .crew import Crew, End
 from .jobs import Job, Resize, Run, opened
 from .packing import PackedCall, Packer
+from .schedule import Schedule
 from .servers import PoolStore, stop_fork_server
 from .transport import Message
-from .worker import CANCELLED, FAILED, STARTED, SUCCEEDED, TASK, Answer, Place, Task
-from .workers import Worker
+from .worker import CANCELLED, FAILED, STARTED, SUCCEEDED, Answer
+from .workers import LONG_S, Worker
 
 MAX_FAILED_STARTS = 3
 
@@ -50,33 +48,25 @@ class Supervisor:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.packer = Packer(self._wake)
-        self._devices = list(settings.devices)
-        self._threads = max(1, cpu_count() // self.world_size)  # of each worker
         self._lock = threading.Lock()
-        self._pending: deque[Job | Resize] = deque()
-        self._numbers = itertools.count(STARTED + 1)
-        self._epoch = 1
         self._closing = self._orphaned = False
         self._broken: ParallelError | None = None
         self._pid = os.getpid()
         self._store = PoolStore()
+        self._schedule = Schedule(settings.devices, settings.pass_device, self._store.port)
+        self._is_any_ahead = False  # as the supervisor knows it
         self._failed_starts = 0  # in a row
         self._idle_since = time.monotonic()
-        self._workers: list[Worker] = []  # by rank
         initializer = PackedCall(settings.initializer, settings.initargs, {}, self.packer.segments)
-        self._crew = Crew(initializer.parcel, settings.timeout_s, settings.prefix_output, self._hear)
+        self._crew = Crew(initializer, self.packer.segments, settings.timeout_s, settings.prefix_output, self._hear)
         try:
-            self._workers += [self._start(index) for index in range(self.world_size)]
+            self._schedule.workers += [self._start(index) for index in range(len(settings.devices))]
         except BaseException:
             self._release()
             raise
         self._thread = threading.Thread(target=self._loop, name="nn_parallel supervisor", daemon=True)
         self._thread.start()
         _live.add(self)
-
-    @property
-    def world_size(self) -> int:
-        return len(self._devices)
 
     def is_alive(self) -> bool:
         return self._pid == os.getpid() and self._thread.is_alive()
@@ -86,7 +76,7 @@ class Supervisor:
         with self._lock:
             self._raise_if_closed()
             self._idle_since = time.monotonic()
-            self._pending.append(job)
+            self._schedule.pending.append(job)
         self._hand_out()
 
     def close(self, *, wait: bool = True, cancel_pending: bool = False, kill: bool = False) -> None:
@@ -95,10 +85,14 @@ class Supervisor:
             return  # a fork has the object, but neither the thread nor the right to the workers
         with self._lock:
             self._closing = True
-            dropped = [self._pending.popleft() for _ in range(len(self._pending) * (cancel_pending or kill))]
+            pending = self._schedule.pending
+            dropped = [pending.popleft() for _ in range(len(pending) * (cancel_pending or kill))]
             if kill:
                 for worker in self._crew.living:
                     worker.kill()
+                    if (ahead := worker.next_job) is not None:
+                        worker.next_job = None
+                        dropped.append(ahead)
         for job in dropped:
             job.drop()
         self._crew.poller.wake()
@@ -114,10 +108,21 @@ class Supervisor:
         if self._pid == os.getpid():
             self._crew.poller.wake()
 
-    def lead(self, is_over: Callable[[], bool], deadline: float | None = None) -> None:
-        """Read answers in the calling thread until it has its own; perhaps not: another thread may be doing so."""
+    def lead(
+        self, is_over: Callable[[], bool], deadline: float | None = None, begin: Callable[[], None] | None = None
+    ) -> None:
+        """Call ``begin``, and read answers in the calling thread until it has its own.
+
+        Perhaps it reads none, because another thread does so.
+        """
         if self._pid == os.getpid():
-            self._crew.poller.lead(is_over, deadline)
+            self._crew.poller.lead(is_over, deadline, begin)
+        elif begin is not None:
+            begin()
+
+    def read_answers(self) -> None:
+        """Take the answers that are there already."""
+        self._crew.poller.read_answers()
 
     def abandon(self, job: Job, *, sent: bool) -> None:
         """Nobody waits for ``job`` any more: take it out of the queue, or end it where it runs.
@@ -125,9 +130,9 @@ class Supervisor:
         A worker that may hold half a message, because not all was ``sent``, ends with it.
         """
         with self._lock:
-            if job in self._pending:
-                self._pending.remove(job)
-            self._end_task(job, kill=not sent)
+            if job in self._schedule.pending:
+                self._schedule.pending.remove(job)
+            self._schedule.end_task(job, kill=not sent)
         self._crew.poller.wake()
 
     def _raise_if_closed(self) -> None:
@@ -138,53 +143,26 @@ class Supervisor:
         if self._closing:
             raise ExecutorClosedError("cannot schedule new work: the executor has been shut down.")
 
-    def _hand_out(self) -> None:
-        """Send waiting jobs to free workers, in order."""
-        if self._pending:
-            with self._lock:
-                ready = self._assign()
-            for worker, header, call in ready:
-                worker.send(header, call)
-
-    # The lock is held.
-
-    def _assign(self) -> list[tuple[Worker, tuple[Any, ...], PackedCall]]:
-        """Give waiting jobs to free workers; what is to be sent, without the lock."""
-        ready = list[tuple[Worker, tuple[Any, ...], PackedCall]]()
-        while self._pending:
-            job = self._pending[0]
-            chosen = [worker for worker in self._workers if worker.is_free]
-            place = None
-            if isinstance(job, Resize):
-                self._crew.poller.wake()  # the supervisor's own affair
-                break
-            if isinstance(job, Run):
-                if len(chosen) < self.world_size:
-                    break
-                place = Place(self.world_size, self._store.port(self._epoch), self._epoch, next(self._numbers))
-                job.begin(self.world_size)
-            elif not chosen:
-                break
-            else:
-                chosen = chosen[:1]
-            self._pending.popleft()
-            if not isinstance(job, Run) and not job.begins():
-                continue
-            number, deadline = next(self._numbers), self._crew.deadline()
-            task = Task(number, job.call.function, self._settings.pass_device, self._threads, place and tuple(place))
-            for worker in chosen:
-                worker.begin(job, number, deadline)
-                ready.append((worker, (TASK, *task), job.call))
-        if ready and self._settings.timeout_s is not None:
-            self._crew.poller.wake()  # there is a new deadline
-        return ready
-
-    def _end_task(self, job: Job, kill: bool = False) -> None:
-        for worker in self._workers:
-            if worker.job is job and not worker.leaving:
-                worker.kill() if kill else worker.cancel()
-
-    # Sending and receiving. The lock is not held.
+    def _hand_out(self, finished: Worker | None = None) -> None:
+        """Send waiting jobs to the workers that can take them, also to one that has ``finished`` its task."""
+        schedule, is_supervisors = self._schedule, False
+        with self._lock:
+            deadline = self._crew.deadline()
+            if finished is not None:
+                finished.finish(deadline)
+            if not schedule.pending:
+                return
+            ready = schedule.assign(deadline)
+            if ready:
+                is_supervisors = deadline is not None  # to keep
+                if not self._is_any_ahead and schedule.is_any_ahead():
+                    self._is_any_ahead = is_supervisors = True  # to take back, perhaps
+            elif schedule.pending and isinstance(schedule.pending[0], Resize):
+                is_supervisors = True
+        for worker, header, call in ready:
+            worker.send(header, call)
+        if is_supervisors:
+            self._crew.poller.wake()
 
     def _loop(self) -> None:
         try:
@@ -205,10 +183,11 @@ class Supervisor:
             while self.packer.forgotten:
                 with self._lock:
                     self._crew.forget(self.packer.forgotten.popleft())
+            if self._is_any_ahead:
+                self._take_back()
             if self._crew.timed:
                 self._keep_deadlines()
-            if self._pending:
-                self._resize_if_due()
+            self._resize_if_due()
 
     def _is_over(self) -> bool:
         """Whether all is done and everybody gone; ends the workers when nothing is left to do."""
@@ -216,13 +195,13 @@ class Supervisor:
         if not self._closing and not self._orphaned and idle_limit_s is None:
             return False
         with self._lock:
-            busy = self._pending or any(worker.job is not None for worker in self._workers)
-            if busy:
+            is_idle = self._schedule.is_idle()
+            if not is_idle:
                 self._idle_since = time.monotonic()
             elif idle_limit_s is not None and time.monotonic() - self._idle_since > idle_limit_s:
                 self._closing = True
             self._closing |= self._orphaned
-            if self._closing and not busy:
+            if self._closing and is_idle:
                 for worker in self._crew.living:
                     if not worker.leaving:
                         worker.end()
@@ -232,6 +211,9 @@ class Supervisor:
     def _next_deadline(self) -> float | None:
         with self._lock:
             deadline = self._crew.next_deadline()
+            self._is_any_ahead = self._schedule.is_any_ahead()
+        if self._is_any_ahead:
+            deadline = min(deadline or math.inf, time.monotonic() + LONG_S)
         if self._settings.idle_limit_s is not None and not self._closing:
             deadline = min(deadline or math.inf, self._idle_since + self._settings.idle_limit_s)
         return deadline
@@ -242,18 +224,23 @@ class Supervisor:
         for job in dict.fromkeys(worker.job for worker in silent):
             self._time_out(job, [worker for worker in silent if worker.job is job])
 
+    def _take_back(self) -> None:
+        with self._lock:
+            self._schedule.take_back()
+        self._hand_out()
+
     def _time_out(self, job: Job | None, silent: list[Worker]) -> None:
         error = self._crew.silence(silent, job.call.name if job else "The initializer")
         if job is None:
             self._break(error)
             return
         with self._lock:
-            self._epoch += 1
+            self._schedule.epoch += 1
             for worker in silent:
                 worker.stack_by = None
                 if not worker.stack:  # stopped, or worse: it will not hear of a cancellation
                     worker.kill()
-            self._end_task(job)
+            self._schedule.end_task(job)
         job.give_up(error)
         self._crew.poller.wake()
 
@@ -269,21 +256,19 @@ class Supervisor:
         return False  # its end; the fork server will tell the exit code
 
     def _answered(self, worker: Worker, message: Message) -> None:
-        answer = Answer(*message.header)
-        for output in worker.output:
-            if answer.printed or output.is_unfinished:
+        answer, job = Answer.unpacked(message.header), worker.job
+        if answer.printed or worker.has_unfinished_line:
+            for output in worker.output:
                 output.copy(flush=True)
-        outcome, value = opened(message, answer.outcome, worker.job.call.name if worker.job else "the initializer")
+        outcome, value = opened(message, answer.outcome, job.call.name if job else "the initializer")
         if answer.number == STARTED:
             self._has_started(worker, value if outcome == FAILED else None)
             return
-        if worker.job is not None:
+        if job is not None:
             if outcome != SUCCEEDED or answer.failed_inside:
-                self._has_failed(worker.job, outcome)
-            worker.job.end(worker.index, outcome, value)
-        with self._lock:
-            worker.finish()
-        self._hand_out()
+                self._has_failed(job, outcome)
+            job.end(worker.index, outcome, value)
+        self._hand_out(worker)
         if self._closing:
             self._crew.poller.wake()  # this may have been the last
 
@@ -292,9 +277,9 @@ class Supervisor:
         if isinstance(job, Run):
             with self._lock:
                 if not job.failures:
-                    self._epoch += 1
+                    self._schedule.epoch += 1
                 if outcome != SUCCEEDED:
-                    self._end_task(job)
+                    self._schedule.end_task(job)
             self._crew.poller.wake()  # there are deadlines now, which are the supervisor's to keep
 
     def _has_started(self, worker: Worker, error: Exception | None) -> None:
@@ -305,9 +290,8 @@ class Supervisor:
             self._break(broken)
             return
         with self._lock:
-            worker.finish()
             worker.started = True
-        self._hand_out()
+        self._hand_out(worker)
 
     def _hear(self) -> bool:
         try:
@@ -331,14 +315,17 @@ class Supervisor:
             with self._lock:
                 self._crew.dismiss(worker)
         error = worker.death(end.exitcode, end.evidence)
+        schedule = self._schedule
         with self._lock:
-            job = worker.finish()
-            wanted = worker in self._workers and not (self._closing and not self._pending)
-            if worker in self._workers:
-                self._epoch += 1
-                self._workers.remove(worker)
+            job, not_begun = worker.finish(), worker.finish()
+            if not_begun is not None:
+                schedule.pending.appendleft(not_begun)
+            wanted = worker in schedule.workers and not (self._closing and not schedule.pending)
+            if worker in schedule.workers:
+                schedule.epoch += 1
+                schedule.workers.remove(worker)
             if isinstance(job, Run):
-                self._end_task(job)
+                schedule.end_task(job)
         if job is not None:
             job.end(worker.index, CANCELLED if worker.leaving else FAILED, error)
         if not worker.started and not worker.leaving:
@@ -348,16 +335,16 @@ class Supervisor:
         if wanted and self._broken is None:
             replacement = self._start(worker.index)
             with self._lock:
-                self._workers.insert(worker.index, replacement)
+                schedule.workers.insert(worker.index, replacement)
         self._hand_out()
 
     def _break(self, error: ParallelError) -> None:
         """The pool cannot go on: fail everything with ``error``."""
         with self._lock:
             self._broken, self._closing = self._broken or error, True
-            running = (worker.finish() for worker in self._crew.living)
-            jobs = dict.fromkeys([*self._pending, *(job for job in running if job is not None)])
-            self._pending.clear()
+            running = (worker.finish() for worker in self._crew.living for _ in (worker.job, worker.next_job))
+            jobs = dict.fromkeys([*self._schedule.pending, *(job for job in running if job is not None)])
+            self._schedule.pending.clear()
             for worker in self._crew.living:
                 worker.kill()
         for job in jobs:
@@ -365,28 +352,29 @@ class Supervisor:
         self._crew.poller.wake()
 
     def _resize_if_due(self) -> None:
+        schedule = self._schedule
         with self._lock:
-            if not self._pending or not isinstance(job := self._pending[0], Resize):
+            if not schedule.pending or not isinstance(job := schedule.pending[0], Resize):
                 return
-            if not all(worker.is_free for worker in self._workers) or len(self._workers) < self.world_size:
+            if not all(worker.is_free for worker in schedule.workers) or len(schedule.workers) < len(schedule.devices):
                 return
-            self._devices, self._epoch = job.devices, self._epoch + 1
-            self._threads = max(1, cpu_count() // self.world_size)
-            for worker in self._workers[len(job.devices) :]:
+            schedule.use(job.devices)
+            schedule.epoch += 1
+            for worker in schedule.workers[len(job.devices) :]:
                 worker.end()
-            del self._workers[len(job.devices) :]
-            missing = range(len(self._workers), len(job.devices))
+            del schedule.workers[len(job.devices) :]
+            missing = range(len(schedule.workers), len(job.devices))
         for index in missing:
             started = self._start(index)
             with self._lock:
-                self._workers.append(started)
+                schedule.workers.append(started)
         with self._lock:
-            self._pending.remove(job)
+            schedule.pending.remove(job)
         job.over.set_result(None)
         self._hand_out()
 
     def _start(self, index: int) -> Worker:
-        return self._crew.start(index, self._devices[index], self._threads, self._receive)
+        return self._crew.start(index, self._schedule.devices[index], self._schedule.threads, self._receive)
 
 
 @atexit.register

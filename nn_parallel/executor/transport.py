@@ -1,4 +1,4 @@
-"""Messages between the parent and a worker: a small header and a packed object, over a Unix socket.
+"""Messages between the parent and a worker: a few bytes of header and a packed object, over a Unix socket.
 
 What is large goes through a memory file, whose descriptor comes along: so a message fits into the buffer of the socket,
 and sending it waits for nobody. Only where there is no memory file to be had does everything go through the socket.
@@ -23,49 +23,41 @@ import torch
 from ..pickling import Buffer, Packed, loads
 from .segments import Segment, Segments, Span, map_privately, map_shared
 
-# Of header, pickle and the rest, the sizes; of segments let go of, spans and descriptors, how many; segment and flags.
-_HEAD = struct.Struct("=IQQIIIQ")
+# Flags; of header, pickle and the rest, the sizes; of segments let go of, spans and descriptors, how many; the segment.
+_HEAD = struct.Struct("=BIQQIIIQ")
 _NUMBER = struct.Struct("=q")
 _SPAN = struct.Struct("=QQ")
-_PICKLE_IS_FIRST_BUFFER = 1 << 63
+_IS_PLAIN, _PICKLE_IS_FIRST_BUFFER = 1, 2
 _LARGE_PICKLE_BYTES = 1 << 16
+_TRUNCATED = int(socket.MSG_CTRUNC)  # to compare with this member of an enum takes longer than to receive
 _READ_BYTES = 1 << 18  # as much as the socket holds
 _FDS_AT_ONCE = 250  # the kernel takes 253 with one message
 _ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)
 
 
-class Atoms(NamedTuple):
-    """An object that needs no pickling of ours: it travels in the header."""
-
-    value: Any
-
-
 class Message(NamedTuple):
-    header: tuple[Any, ...]
-    atoms: Any
-    pickle: Buffer  # if empty, the atoms are the object
-    buffers: Sequence[Buffer]
-    shared: Sequence[memoryview]
-    lost: OSError | None  # what came in files cannot be had: there is no descriptor, or no memory, left in this process
+    header: Buffer
+    pickle: Buffer
+    is_plain: bool
+    buffers: Sequence[Buffer] = ()
+    shared: Sequence[memoryview] = ()
+    lost: OSError | None = None  # what came in files cannot be had: this process has no descriptor or memory left
 
     def unpacked(self, device: torch.device | None = None) -> Any:
         """The packed object. Raises whatever unpickling raises."""
         if self.lost is not None:
             raise self.lost
-        if not self.pickle:
-            return self.atoms
+        if self.is_plain:
+            return pickle.loads(self.pickle)
         return loads(self.pickle, self.buffers, device, self.shared)
 
 
 class Parcel:
     """A packed object on its way: what is large lies in a segment, or, where there is none to be had, in copies."""
 
-    def __init__(self, packed: Packed | Atoms, segments: Segments) -> None:
+    def __init__(self, packed: Packed, segments: Segments) -> None:
         self.segment: Segment | None = None
-        self.atoms: Any = None
-        if isinstance(packed, Atoms):
-            self.atoms, packed = packed.value, _NOTHING
-        self.pickle, buffers, self.shared = packed
+        self.pickle, buffers, self.shared, self.is_plain = packed
         self.is_pickle_in_segment = len(self.pickle) > _LARGE_PICKLE_BYTES
         if self.is_pickle_in_segment:
             buffers = [memoryview(self.pickle), *buffers]
@@ -80,7 +72,20 @@ class Parcel:
                 self.spans = [Span(0, len(copy)) for copy in self.copies]
         if self.is_pickle_in_segment:
             self.pickle = b""
-        self.is_small = not self.spans and not self.shared  # all of it is in header and pickle
+        self._is_small = not self.spans and not self.shared  # the pickle is all of it
+        self._small: tuple[bytes, bytes] | None = None
+
+    def small(self, header: bytes) -> bytes | None:
+        """The message with ``header`` as it is sent, if it needs neither segment nor descriptors.
+
+        Kept for the next receiver, who is often sent the very same.
+        """
+        if not self._is_small:
+            return None
+        if self._small is None or self._small[0] is not header:
+            head = _HEAD.pack(self.is_plain, len(header), len(self.pickle), 0, 0, 0, 0, 0)
+            self._small = header, b"".join((head, header, self.pickle))
+        return self._small[1]
 
     @property
     def fds(self) -> list[int]:
@@ -99,22 +104,20 @@ class Link:
         self._chunk = memoryview(bytearray(_READ_BYTES))
         self._fds = deque[list[int]]()  # as they arrived, at most so many at once
 
-    def send(self, header: tuple[Any, ...], parcel: Parcel) -> None:
+    def send(self, header: bytes, parcel: Parcel) -> None:
         """Send one message."""
-        head = pickle.dumps((header, parcel.atoms), protocol=5)
-        if parcel.is_small and not self._returned:
-            self.sock.sendall(_HEAD.pack(len(head), len(parcel.pickle), 0, 0, 0, 0, 0) + head + parcel.pickle)
+        if not self._returned and (small := parcel.small(header)):
+            self.sock.sendall(small)
             return
         returned, fds, which = [self._returned.popleft() for _ in range(len(self._returned))], parcel.fds, 0
         if parcel.segment is not None:
             which = parcel.segment.number
             self._lent[which] = parcel.segment
-        if parcel.is_pickle_in_segment:
-            which |= _PICKLE_IS_FIRST_BUFFER
+        flags = parcel.is_plain * _IS_PLAIN | parcel.is_pickle_in_segment * _PICKLE_IS_FIRST_BUFFER
         rest = b"".join((*map(_NUMBER.pack, returned), *(_SPAN.pack(*span) for span in parcel.spans)))
         size = len(rest) + sum(map(len, parcel.copies))
-        counts = len(returned), len(parcel.spans), len(fds)
-        data = _HEAD.pack(len(head), len(parcel.pickle), size, *counts, which) + head + parcel.pickle + rest
+        sizes, counts = (len(header), len(parcel.pickle), size), (len(returned), len(parcel.spans), len(fds))
+        data = _HEAD.pack(flags, *sizes, *counts, which) + header + parcel.pickle + rest
         while fds:
             now, fds = fds[:_FDS_AT_ONCE], fds[_FDS_AT_ONCE:]
             data = data[socket.send_fds(self.sock, [data[:1] if fds else data], now) :]
@@ -129,29 +132,29 @@ class Link:
         With ``socket.MSG_DONTWAIT`` in ``flags`` it yields None whenever it would have to read again: so a reader of
         many sockets, which goes on when there is something to read, waits for none of them.
         """
-        flags, polled = int(flags | socket.MSG_CMSG_CLOEXEC), bool(flags & socket.MSG_DONTWAIT)
+        polled, receive_flags = bool(flags & socket.MSG_DONTWAIT), int(flags | socket.MSG_CMSG_CLOEXEC)
         data, needed = bytearray(), _HEAD.size  # what has arrived and is not used yet; how much that must be
         has_read = False
         while True:
             while len(data) < needed:
                 if polled and has_read:
                     yield None
-                if not self._receive(data, flags):
+                if not self._receive(data, receive_flags):
                     return
                 has_read = True
-            head_size, pickle_size, rest_size, *counts, segment = _HEAD.unpack_from(data)
-            start = _HEAD.size + head_size
+            flags, header_size, pickle_size, rest_size, returns, count, fds, segment = _HEAD.unpack_from(data)
+            start = _HEAD.size + header_size
             end = start + pickle_size
             needed = end + rest_size
             if len(data) < needed:
                 continue
-            header, atoms = pickle.loads(data[_HEAD.size : start])
-            packed = data[start:end]
-            rest = data[end:needed]
+            plain, rest = Message(data[_HEAD.size : start], data[start:end], bool(flags & _IS_PLAIN)), data[end:needed]
             del data[:needed]
             needed = _HEAD.size
-            plain = Message(header, atoms, packed, (), (), None)
-            yield self._with_rest(plain, rest, segment, *counts) if any(counts) else plain
+            if rest_size or fds:  # a message that were kept here would keep its memory
+                yield self._with_rest(plain, rest, bool(flags & _PICKLE_IS_FIRST_BUFFER), returns, count, fds, segment)
+            else:
+                yield plain
 
     def has_more(self) -> bool:
         """Whether there is something to read, be it the end."""
@@ -165,7 +168,7 @@ class Link:
         self.sock.close()
 
     def _with_rest(
-        self, message: Message, rest: bytearray, segment: int, returns: int, count: int, fds: int
+        self, message: Message, rest: bytearray, is_pickle_in_it: bool, returns: int, count: int, fds: int, segment: int
     ) -> Message:
         """The message with what came beside its pickle."""
         parts, ends = memoryview(rest), (returns * _NUMBER.size, returns * _NUMBER.size + count * _SPAN.size)
@@ -175,17 +178,16 @@ class Link:
                 returned.spoil()
         spans = [Span(*span) for span in _SPAN.iter_unpack(parts[ends[0] : ends[1]])]
         buffers, shared, lost = list[memoryview](), list[memoryview](), None
-        number = segment & ~_PICKLE_IS_FIRST_BUFFER
-        if not number:
+        if not segment:
             starts = itertools.accumulate((span.size for span in spans), initial=ends[1])
             buffers = [parts[start : start + span.size] for start, span in zip(starts, spans, strict=False)]
         if fds:
             try:
-                mapped, shared = self._map(number, spans, fds)
+                mapped, shared = self._map(segment, spans, fds)
                 buffers += mapped
             except OSError as error:
                 lost = error
-        packed = buffers.pop(0) if segment & _PICKLE_IS_FIRST_BUFFER and not lost else message.pickle
+        packed = buffers.pop(0) if is_pickle_in_it and not lost else message.pickle
         return message._replace(pickle=packed, buffers=buffers, shared=shared, lost=lost)
 
     def _map(self, number: int, spans: Sequence[Span], count: int) -> tuple[list[memoryview], list[memoryview]]:
@@ -212,10 +214,7 @@ class Link:
             return True
         except ConnectionError:
             return False
-        if ancillary or told & socket.MSG_CTRUNC:  # if truncated: without some or all
+        if ancillary or told & _TRUNCATED:  # if truncated: without some or all
             self._fds.append([fd for _, _, fds in ancillary for fd in array.array("i", fds)])
         data += self._chunk[:count]
         return count > 0
-
-
-_NOTHING = Packed(b"", [], [])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
-import itertools
 import os
 import random
 import select
@@ -27,10 +26,10 @@ from ..ddp import abort_collectives, close_group
 from ..devices import call_on_device
 from ..errors import Failure, RemoteError, TransferError, qualified_name
 from ..interrupt import Interrupted, Interruptible, keep_handler
-from ..pickling import Packed, dumps, is_atomic, loads
+from ..pickling import Buffer, Packed, dumps, loads
 from ..world import DEFAULT_TIMEOUT, Membership, World
 from .segments import Segments
-from .transport import Atoms, Link, Message, Parcel
+from .transport import Link, Message, Parcel
 
 UNINTERRUPTED = True  # see interrupt
 STARTED = 0  # the number of the answer that says the worker is set up
@@ -44,11 +43,10 @@ STACK_SIGNAL = signal.SIGRTMAX - 1  # asks for the Python stack of the main thre
 
 
 class Setup(NamedTuple):
-    """The header of the first message, whose packed object is the initializer's call: what no fork can know."""
+    """What no fork can know: the packed object of the first message. The next is the initializer's call."""
 
     rank: int
     device: str
-    threads: int
     environ: dict[str, str]
     directory: str
     path: list[str]
@@ -56,26 +54,26 @@ class Setup(NamedTuple):
     main_file: str | None
 
 
-class Place(NamedTuple):
-    """Where a task runs as one rank of several."""
-
-    world_size: int
-    store_port: int
-    epoch: int  # a new one after each failure: groups and counters of an older one are not used again
-    run: int  # greater than that of any earlier one
-
-
-TASK, STORED = range(2)  # what a message to a worker is, the first field of its header
-
-
 class Task(NamedTuple):
-    """The rest of the header of a task; its packed object is ``(fn, args, kwargs)``."""
+    """The header of a task, whose packed object is ``(fn, args, kwargs)``; of an object to keep for later tasks."""
 
-    number: int
-    function: int  # the number under which the worker keeps the function; 0 if it comes with the arguments
-    pass_device: bool
-    threads: int  # of torch
-    place: tuple[int, ...] | None  # the fields of a `Place`; None: it runs alone
+    number: int  # of the task, or of the object
+    is_call: bool
+    is_ahead: bool = False  # sent while another task runs: the worker's only if it gets the token
+    function: int = 0  # the number under which the worker keeps the function; 0 if it comes with the arguments
+    pass_device: bool = False
+    threads: int = 0  # of torch
+    world_size: int = 0  # of the run that it is one rank of; 0: it runs alone
+    store_port: int = 0
+    epoch: int = 0  # a new one after each failure: groups and counters of an older one are not used again
+    run: int = 0  # greater than that of any earlier one
+
+    def packed(self) -> bytes:
+        return _TASK.pack(*self)
+
+    @classmethod
+    def unpacked(cls, header: Buffer) -> Task:
+        return cls(*_TASK.unpack(header))
 
 
 class Answer(NamedTuple):
@@ -86,11 +84,20 @@ class Answer(NamedTuple):
     failed_inside: bool  # a block of a run, which went on: its group was closed, perhaps not on all ranks
     printed: bool  # there may be something to read of what it printed
 
+    def packed(self) -> bytes:
+        return _ANSWER.pack(*self)
 
-def work(connection: socket.socket, control: socket.socket) -> int:
+    @classmethod
+    def unpacked(cls, header: Buffer) -> Answer:
+        return cls(*_ANSWER.unpack(header))
+
+
+def work(connection: socket.socket, control: socket.socket, tokens: int) -> int:
     """Answer the tasks that arrive on ``connection`` until it is closed; returns the exit code.
 
-    Meanwhile a thread follows the orders that arrive on ``control``, where also the stacks go that are asked for.
+    Meanwhile a thread follows the orders that arrive on ``control``, where also the stacks go that are asked for. For
+    each task that was sent ahead the semaphore ``tokens``, an eventfd, has a token: either this worker takes it, and
+    runs the task, or the parent has taken it back.
     """
     faulthandler.register(STACK_SIGNAL, control.fileno(), all_threads=False)
     link, segments = Link(connection), Segments()
@@ -98,24 +105,25 @@ def work(connection: socket.socket, control: socket.socket) -> int:
     first = next(arriving, None)
     if first is None:
         return 0
-    setup = Setup(*first.header)
+    setup = Setup(*first.unpacked())
     _become_like_the_parent(setup)
     keep_handler()
     worker = _Worker(setup)
     threading.Thread(target=worker.follow_orders, args=[control], name="nn_parallel orders", daemon=True).start()
-    initialize = (TASK, *Task(STARTED, function=0, pass_device=False, threads=setup.threads, place=None))
-    for message in itertools.chain([first._replace(header=initialize)], arriving):
+    for message in arriving:
         assert message is not None
-        kind, number, *_ = message.header
-        if kind == STORED:
-            worker.store(number, message)
+        task = Task.unpacked(message.header)
+        if not task.is_call:
+            worker.store(task.number, message)
             continue
-        outcome, failed_inside, packed = worker.perform(Task(*message.header[1:]), message)
+        if task.is_ahead and not _take(tokens):
+            continue
+        outcome, failed_inside, packed = worker.perform(task, message)
         del message  # a tensor that the result does not need must not outlive its task
         parcel = Parcel(packed, segments)
         del packed
         try:
-            link.send(tuple(Answer(number, outcome, failed_inside, _has_printed())), parcel)
+            link.send(Answer(task.number, outcome, failed_inside, _has_printed()).packed(), parcel)
         except ConnectionError:  # the parent is gone
             return 0
     return 0
@@ -184,15 +192,13 @@ class _Worker:
         except BaseException as error:
             _stored[number] = _Broken(error)
 
-    def perform(self, task: Task, message: Message) -> tuple[int, bool, Packed | Atoms]:
+    def perform(self, task: Task, message: Message) -> tuple[int, bool, Packed]:
         """How it ended, whether blocks failed inside, and what comes of it."""
         if task.threads != self._threads:
             self._threads = task.threads
             torch.set_num_threads(task.threads)  # OMP_NUM_THREADS is read when torch is loaded: too late for it here
-        place = Place(*task.place) if task.place else None
-        member = self._enter(place) if place else self._alone
+        member = self._enter(task) if task.world_size else self._alone
         world.join(member)
-        packed: Packed | Atoms
         block = Interruptible()
         with self._switching:
             self._task, self._block, block.interrupted = task.number, block, self._cancelled == task.number
@@ -206,16 +212,16 @@ class _Worker:
         except Interrupted:
             outcome, packed = CANCELLED, _NOTHING
         except BaseException as error:
-            where = f"rank {self._index} of {place.world_size}" if place else "a single task"
+            where = f"rank {self._index} of {task.world_size}" if task.world_size else "a single task"
             outcome, packed = FAILED, _pack_exception(error, f"{where} on {self._device}")
-        if place and outcome != SUCCEEDED:
+        if task.world_size and outcome != SUCCEEDED:
             # It frees the ranks that wait for this one in a collective: only once this cannot be cancelled any more,
             # or what they then raise could outrun the cause.
             close_group(member)
         world.join(self._alone)
-        return outcome, place is not None and member.term != _first_term(place), packed
+        return outcome, task.world_size > 0 and member.term != _first_term(task), packed
 
-    def _call(self, task: Task, message: Message) -> Packed | Atoms:
+    def _call(self, task: Task, message: Message) -> Packed:
         try:
             fn, args, kwargs = message.unpacked(self._device)
             if task.function:
@@ -225,29 +231,26 @@ class _Worker:
         except BaseException as error:
             raise TransferError(f"The call cannot be rebuilt in the worker: {error!r}") from error
         result = call_on_device(fn, args, kwargs, self._device if task.pass_device else None)
-        if is_atomic(result):
-            return Atoms(result)
         return dumps(result, lambda: {"the result": result}, share=True)
 
-    def _enter(self, place: Place) -> Membership:
-        """This worker as a rank of ``place``."""
-        if self._rank is None or self._epoch != place.epoch:
+    def _enter(self, task: Task) -> Membership:
+        """This worker as a rank of a run."""
+        if self._rank is None or self._epoch != task.epoch:
             self._leave()
-            self._epoch = place.epoch
-            self._rank = Membership(self._world_of(place), lambda: self._open_store(place), DEFAULT_TIMEOUT)
-        self._rank.begin_term(_first_term(place))
+            self._epoch = task.epoch
+            self._rank = Membership(self._world_of(task.world_size), lambda: self._open_store(task), DEFAULT_TIMEOUT)
+        self._rank.begin_term(_first_term(task))
         return self._rank
 
-    def _world_of(self, place: Place) -> World:
-        n = place.world_size
+    def _world_of(self, n: int) -> World:
         return World(False, self._index, self._index, n, self._device, local_world_size=n, launcher="executor")
 
-    def _open_store(self, place: Place) -> dist.Store:
+    def _open_store(self, task: Task) -> dist.Store:
         if self._store is None:
             self._store = dist.TCPStore(
-                "127.0.0.1", place.store_port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False
+                "127.0.0.1", task.store_port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False
             )
-        return dist.PrefixStore(f"epoch{place.epoch}", self._store)
+        return dist.PrefixStore(f"epoch{task.epoch}", self._store)
 
     def _leave(self) -> None:
         if self._rank is not None:
@@ -255,9 +258,16 @@ class _Worker:
             self._rank.on_leave.close()
 
 
-def _first_term(place: Place) -> int:
+def _first_term(task: Task) -> int:
     """All ranks count their calls anew in each run; blocks that fail in it begin further terms."""
-    return place.run << 32
+    return task.run << 32
+
+
+def _take(tokens: int) -> bool:
+    try:
+        return bool(os.eventfd_read(tokens))
+    except BlockingIOError:
+        return False
 
 
 def _has_printed() -> bool:
@@ -267,8 +277,13 @@ def _has_printed() -> bool:
             stream.flush()
         except Exception:  # user code may have closed or replaced it
             continue
+    unread = bytearray(_ZERO)
     try:
-        return any(fcntl.ioctl(fd, termios.FIONREAD, _ZERO) != _ZERO for fd in (1, 2))
+        for fd in (1, 2):
+            fcntl.ioctl(fd, termios.FIONREAD, unread)
+            if unread != _ZERO:
+                return True
+        return False
     except OSError:
         return True
 
@@ -311,5 +326,6 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
 
 
 _stored: dict[int, Any] = {}
-_NOTHING = Atoms(None)
+_NOTHING = dumps(None)
+_TASK, _ANSWER = struct.Struct("=Q??Q?IIIQQ"), struct.Struct("=QB??")
 _ZERO = bytes(4)

@@ -9,19 +9,21 @@ import socket
 import sys
 import threading
 import time
-from typing import IO, Any
+from typing import IO
 
 from .. import devices
 from ..errors import WorkerDiedError, exit_reason
 from .jobs import Job
 from .packing import PackedCall
 from .transport import Link
-from .worker import CANCEL, FORGET, STACK_SIGNAL, STORED, Order
+from .worker import CANCEL, FORGET, STACK_SIGNAL, STARTED, Order, Task
 
 CHUNKS_AT_A_TIME = 16
 STACK_WITHIN_S = 0.2  # for a worker to write its stack
 CANCEL_GRACE_S = 0.5  # for a cancelled task to end, then its process is killed
 END_GRACE_S = 2.0  # for an idle worker to exit
+QUICK_S = 0.001  # after a task that took less it is sent the next one ahead,
+LONG_S = 0.005  # which is taken back when the one before takes more
 
 
 class Worker:
@@ -34,19 +36,26 @@ class Worker:
         pool: socket.socket,
         sockets: list[socket.socket],
         output: list[Output],
+        tokens: int,
         timed: set[Worker],
     ) -> None:
-        """Puts itself into ``timed`` whenever it gets a deadline."""
+        """Puts itself into ``timed`` whenever it gets a deadline; ``tokens`` as in `worker.work`."""
         self.index, self.device, self._pool, self.output, self._timed = index, device, pool, output, timed
+        self._tokens = tokens
         connection, self.control = sockets
         self.link = Link(connection)
         self.arriving = self.link.messages(socket.MSG_DONTWAIT)
         self.pid = 0  # until the fork server has told it
         self.started = False
         self.leaving = False  # it was told to end, or killed by us: its end is no failure
+        self.is_free = False
         self.job: Job | None = None
+        self.next_job: Job | None = None  # sent ahead
         self.stack = ""
-        self._number = 0  # of its task
+        self._number = self._next_number = 0  # of its tasks
+        self._since = 0.0  # when it began, by `time.monotonic`
+        self._is_quick = False
+        self._unsent = [STARTED]  # the tasks that have been given to it and not been sent yet
         self._stored: set[int] = set()  # the numbers of the handles whose objects it holds
         self.deadline: float | None = None  # when its stack is asked for,
         self.stack_by: float | None = None  # when it has run out of time,
@@ -62,32 +71,66 @@ class Worker:
         return self.job.call.name if self.job else "the initializer"
 
     @property
-    def is_free(self) -> bool:
-        return self.started and self.job is None and not self.leaving
+    def has_unfinished_line(self) -> bool:
+        """Whether part of a line that it printed has been read and not copied yet."""
+        return bool(self.output[0].unfinished or self.output[1].unfinished)
+
+    @property
+    def takes_another(self) -> bool:
+        """Whether it may be sent a task while it has one, because its tasks are short."""
+        return self._is_quick and self.next_job is None and not (self._unsent or self.leaving)
 
     def begin(self, job: Job, number: int, deadline: float | None) -> None:
-        """It gets ``job`` as its task ``number``; sending it is the caller's."""
-        self.job, self._number = job, number
+        """It gets ``job`` as its task ``number``, or as the one after; sending it is the caller's."""
+        self._unsent.append(number)
+        if self.job is not None:
+            self.next_job, self._next_number = job, number
+            os.eventfd_write(self._tokens, 1)
+            return
+        self.job, self._number, self.is_free = job, number, False
+        self._begin(deadline)
+
+    def finish(self, deadline: float | None = None) -> Job | None:
+        """Its task is over, and it begins the next one if there is one, with ``deadline``."""
+        job, self.job, self._number, self.next_job = self.job, self.next_job, self._next_number, None
+        self._is_quick = time.monotonic() - self._since < QUICK_S
+        self.deadline = self.stack_by = None
+        if not self.leaving:
+            self.kill_at = None
+        if self.job is not None:
+            self._begin(deadline)
+        else:
+            self.is_free = self.started and not self.leaving
+        return job
+
+    def _begin(self, deadline: float | None) -> None:
+        self._since = time.monotonic()
         if deadline is not None:
             self.deadline = deadline
             self._timed.add(self)
 
-    def finish(self) -> Job | None:
-        """Its task is over."""
-        job, self.job = self.job, None
-        self.deadline = self.stack_by = None
-        if not self.leaving:
-            self.kill_at = None
+    def taken_back(self, now: float) -> Job | None:
+        """What was sent ahead and has not begun, if the task before takes long. Nothing else is sent ahead then."""
+        if self.next_job is None or self._unsent or now - self._since < LONG_S:
+            return None
+        try:
+            os.eventfd_read(self._tokens)
+        except BlockingIOError:  # it has begun: the answer to the one before is on its way
+            return None
+        job, self.next_job = self.next_job, None
         return job
 
-    def send(self, header: tuple[Any, ...], call: PackedCall) -> None:
+    def send(self, header: bytes, call: PackedCall) -> None:
         """Send a task, and before it the objects that it needs and this worker has not got."""
-        with contextlib.suppress(OSError):  # it has died: the fork server will tell
+        try:
             for handle in call.handles:
                 if handle.number not in self._stored:
                     self._stored.add(handle.number)
-                    self.link.send((STORED, handle.number), handle.parcel)
+                    self.link.send(Task(handle.number, is_call=False).packed(), handle.parcel)
             self.link.send(header, call.parcel)
+            self._unsent.pop()
+        except OSError:  # it has died: the fork server will tell
+            pass
 
     def forget(self, number: int) -> None:
         if number in self._stored:
@@ -106,13 +149,13 @@ class Worker:
 
     def end(self) -> None:
         """Have an idle worker exit by itself."""
-        self.leaving, self.kill_at = True, time.monotonic() + END_GRACE_S
+        self.leaving, self.is_free, self.kill_at = True, False, time.monotonic() + END_GRACE_S
         self._timed.add(self)
         with contextlib.suppress(OSError):
             self.link.sock.shutdown(socket.SHUT_WR)
 
     def kill(self) -> None:
-        self.leaving, self.kill_at = True, None
+        self.leaving, self.is_free, self.kill_at = True, False, None
         self._kill_when_named = not self.pid
         self._signal(signal.SIGKILL)
 
@@ -152,8 +195,8 @@ class Worker:
         return [self.link.sock.fileno(), self.control.fileno(), *(output.fd for output in self.output)]
 
     def close(self) -> None:
-        for output in self.output:
-            os.close(output.fd)
+        for fd in (self._tokens, *(output.fd for output in self.output)):
+            os.close(fd)
         self.link.close()
         self.control.close()
 
@@ -171,14 +214,10 @@ class Output:
     """Copies what a worker prints to this process's stream of the same name, a whole line at a time."""
 
     def __init__(self, fd: int, name: str, prefix: str) -> None:
-        self.fd, self._name, self._prefix, self._pending = fd, name, prefix, b""
+        self.fd, self._name, self._prefix = fd, name, prefix
+        self.unfinished = b""  # part of a line, read and not copied yet
         self._copying = threading.Lock()
         os.set_blocking(fd, False)
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether part of a line has been read and not copied yet."""
-        return bool(self._pending)
 
     def copy(self, flush: bool = False) -> bool:
         """Copy what is there now, with ``flush`` an unfinished line too; False at the end of the stream."""
@@ -192,11 +231,11 @@ class Output:
                 if not (chunk := os.read(self.fd, 1 << 16)):
                     more = False
                     break
-                self._pending += chunk
-        end = len(self._pending)
+                self.unfinished += chunk
+        end = len(self.unfinished)
         if more and not flush:
-            end = max(self._pending.rfind(b"\n"), self._pending.rfind(b"\r")) + 1
-        text, self._pending = self._pending[:end].decode(errors="replace"), self._pending[end:]
+            end = max(self.unfinished.rfind(b"\n"), self.unfinished.rfind(b"\r")) + 1
+        text, self.unfinished = self.unfinished[:end].decode(errors="replace"), self.unfinished[end:]
         if text:
             if self._prefix:
                 text = "".join(f"{self._prefix}{line}" for line in text.splitlines(keepends=True))

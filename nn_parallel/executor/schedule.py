@@ -1,0 +1,95 @@
+"""Which job goes to which worker, and when. The supervisor's lock guards all of it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..devices import cpu_count
+from .jobs import Item, Job, Resize, Run
+from .packing import PackedCall
+from .worker import STARTED, Task
+from .workers import Worker
+
+
+class Sending(NamedTuple):
+    """A task that a worker has been given; whoever gave it sends it, without the lock."""
+
+    worker: Worker
+    header: bytes
+    call: PackedCall
+
+
+class Schedule:
+    """The jobs that wait and the workers that take them, in order.
+
+    A busy worker whose tasks are short is sent the next item of a map as well, so that it need not wait for it. If its
+    task then turns out to be long, the item is taken back: it never waits while another worker is free.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], pass_device: bool, port: Callable[[int], int]) -> None:
+        """``port`` gives that of the store for an epoch."""
+        self.pending: deque[Job | Resize] = deque()
+        self.workers: list[Worker] = []  # by rank
+        self.epoch = 1  # see Task
+        self._pass_device, self._port = pass_device, port
+        self._numbers = itertools.count(STARTED + 1)
+        self.use(devices)
+
+    def use(self, devices: Sequence[torch.device]) -> None:
+        """From now on these are the devices of the workers."""
+        self.devices = list(devices)
+        self.threads = max(1, cpu_count() // len(devices))  # of each worker
+
+    def assign(self, deadline: float | None) -> list[Sending]:
+        """Give waiting jobs to the workers that can take them."""
+        ready = list[Sending]()
+        while self.pending and not isinstance(job := self.pending[0], Resize):
+            chosen, place = [worker for worker in self.workers if worker.is_free], _ALONE
+            if isinstance(job, Run):
+                if len(chosen) < len(self.devices):
+                    break
+                place = len(chosen), self._port(self.epoch), self.epoch, next(self._numbers)
+                job.begin(len(chosen))
+            else:
+                if not chosen and isinstance(job, Item):
+                    chosen = [worker for worker in self.workers if worker.takes_another]
+                if not chosen:
+                    break
+                del chosen[1:]
+            self.pending.popleft()
+            if not isinstance(job, Run) and not job.begins():
+                continue
+            number, is_ahead = next(self._numbers), not chosen[0].is_free
+            task = Task(number, True, is_ahead, job.call.function, self._pass_device, self.threads, *place)
+            header = task.packed()
+            for worker in chosen:
+                worker.begin(job, number, deadline)
+                ready.append(Sending(worker, header, job.call))
+        return ready
+
+    def is_any_ahead(self) -> bool:
+        """Whether there may be something for `take_back`."""
+        return any(worker.next_job is not None for worker in self.workers)
+
+    def take_back(self) -> None:
+        """Take back what was sent ahead to workers that are not short of work."""
+        now = time.monotonic()
+        self.pending.extendleft(job for worker in self.workers if (job := worker.taken_back(now)) is not None)
+
+    def end_task(self, job: Job, kill: bool = False) -> None:
+        """Cancel ``job`` where it runs, or kill those workers."""
+        for worker in self.workers:
+            if worker.job is job and not worker.leaving:
+                worker.kill() if kill else worker.cancel()
+
+    def is_idle(self) -> bool:
+        return not self.pending and all(worker.job is None for worker in self.workers)
+
+
+_ALONE = 0, 0, 0, 0  # the place of a task that is no rank
