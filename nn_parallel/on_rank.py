@@ -198,6 +198,8 @@ def _decorator(
                 f"{call_name(fn)} is async or a generator: its body runs after the call that ranks wait for."
             )
 
+        name = call_name(fn)
+
         @functools.wraps(fn)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
             here = _channel()
@@ -207,11 +209,11 @@ def _decorator(
             if here.nested_in:
                 if not set(ranks) & set(here.nested_in):
                     raise ValueError(
-                        f"{call_name(fn)} of rank {_listed(ranks)} is called inside the body of a function of rank "
+                        f"{name} of rank {_listed(ranks)} is called inside the body of a function of rank "
                         f"{_listed(here.nested_in)}: it would run nowhere."
                     )
                 return fn(*args, **kwargs) if here.rank in ranks else None
-            call = Call(call_name(fn), ranks, place_of(sys._getframe(1)), wait)
+            call = Call(name, ranks, place_of(sys._getframe(1)), wait)
             result: R | None = None
             try:
                 with here.section(call, barrier=barrier, timeout=timeout) as runs:
@@ -249,6 +251,7 @@ def _checked_ranks(caller: str, rank: Any) -> tuple[int, ...]:
     return ranks
 
 
+@functools.cache
 def _ranks_in_world(caller: str, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
     for rank in ranks:
         if not -world_size <= rank < world_size:

@@ -8,7 +8,7 @@ import json
 import os
 import select
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -245,17 +245,22 @@ def _claim(value: str) -> Claim:
     return Claim(-1, 0, -1)
 
 
-@contextlib.contextmanager
-def lost_store_names_its_host(member: Membership) -> Iterator[None]:
+class lost_store_names_its_host:  # a context manager, and no generator: it stands around each request
     """Turn the loss of the store into an error that names the rank whose process it lived in."""
-    try:
-        yield
-    except RuntimeError as error:  # DistNetworkError, DistStoreError
-        host = member.store_host
-        if host is None or host == member.rank:
+
+    def __init__(self, member: Membership) -> None:
+        self._member = member
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, RuntimeError):  # DistNetworkError, DistStoreError
+            return
+        host = self._member.store_host
+        if host is None or host == self._member.rank:
             raise ParallelError(f"The store through which the ranks talk is gone: {error}") from error
         died = WorkerDiedError(f"Rank {host}, which holds the store of all, is gone: {error}", rank=host, pid=0)
-        raise rank_error("The connection", member.world_size, {host: died}) from error
+        raise rank_error("The connection", self._member.world_size, {host: died}) from error
 
 
 @functools.lru_cache(maxsize=1)

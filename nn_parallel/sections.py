@@ -41,6 +41,7 @@ ANNOUNCE_AFTER_S = 0.05
 LOOK_UP_PEER_AFTER_S = 0.01
 SEEK_CAUSE_S = 0.5
 LINGER_AFTER_FAILURE_S = 1.0
+_UNWATCHED = contextlib.nullcontext()
 
 
 class Sections:
@@ -136,23 +137,24 @@ class Sections:
 
     @contextlib.contextmanager
     def _posting_outcome(self, call: Call) -> Iterator[None]:
-        watched = Watched(call, self._calls)
+        watched = Watched(call, self._calls) if call.together else None
         try:
-            with contextlib.ExitStack() as inside:
-                inside.enter_context(self.nested(call.ranks))
-                if call.together:
-                    watcher = self._watcher()
-                    inside.enter_context(watcher.entered(watched))
-                    inside.enter_context(watcher.watching(watched))
+            with self.nested(call.ranks), self._watching_over(watched) if watched else _UNWATCHED:
                 yield
         except BaseException as error:
-            if isinstance(error, Interrupted) and (self._is_freed or not watched.freed):
+            if isinstance(error, Interrupted) and (self._is_freed or watched is None or not watched.freed):
                 raise  # from what is around this call
             failed = self._fail_section(call, error)
             if failed is None:
                 raise
             raise failed from None
         self._post(FINISHED)
+
+    @contextlib.contextmanager
+    def _watching_over(self, watched: Watched) -> Iterator[None]:
+        watcher = self._watcher()
+        with watcher.entered(watched), watcher.watching(watched):
+            yield
 
     def _fail_section(self, call: Call, error: BaseException) -> ParallelError | None:
         """Tell the others of ``error``; what to raise for it, with all that is known.
