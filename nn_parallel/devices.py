@@ -138,8 +138,11 @@ def _device_parameter(fn: Callable[..., Any]) -> _Place:
     """The parameter called ``device`` and those before it; None if there is none that could be passed."""
     if not isinstance(fn, types.FunctionType | types.BuiltinFunctionType) or getattr(fn, "__dict__", None):
         return _find_device_parameter(fn)
-    if isinstance(fn, types.FunctionType) and "device" not in fn.__code__.co_varnames:
-        return None
+    if isinstance(fn, types.FunctionType):
+        if "device" not in fn.__code__.co_varnames:
+            return None
+    elif "device" not in (getattr(fn, "__text_signature__", None) or ""):
+        return None  # without having it parsed, which touches every module, in memory that forks share
     # What a plain function takes is looked up once: `inspect` needs longer than many a call.
     made_of = tuple(getattr(fn, name, None) for name in ("__code__", "__defaults__", "__kwdefaults__"))
     known = _known_places.get(fn)
