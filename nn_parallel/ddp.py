@@ -22,7 +22,7 @@ from . import world as _world
 from .devices import resolve_device
 from .errors import LaunchError
 from .launchers import Launch, detect_launch, is_loopback, with_arguments
-from .world import DEFAULT_TIMEOUT, Membership, World, current_world, membership, world_of
+from .world import DEFAULT_TIMEOUT, Membership, World, current_world, membership, stop_lingering, world_of
 
 logger = logging.getLogger("nn_parallel")
 
@@ -167,24 +167,29 @@ def close_group(member: Membership) -> None:
 
 
 def abort_collectives(member: Membership) -> None:
-    """Free this rank from the collective that it sits in, and its peers from waiting for it. Any thread may call this.
+    """Free this rank from the collective that it sits in; called again, from making a group. Any thread may call this.
 
     Gloo has no abort: what frees a rank at once is the end of its own connections. `shutdown` ends them for every
-    thread that uses them and leaves the closing to gloo, which tells the peers. It ends the reading alone: where gloo's
-    write fails before gloo has seen the end of the connection, it never wakes the one who waits for that write
-    (`Pair::signalException` passes over unbound buffers that are being sent). A descriptor is touched only while it is
-    still the same socket (its inode), and never a listening one, whose loss ends the process.
+    thread that uses them and leaves the closing to gloo. A descriptor is touched only while it is still the same socket
+    (its inode), and never a listening one, whose loss ends the process.
+
+    It ends the reading alone, and a duplicate keeps the connection open until all ranks are out of the group: where
+    gloo's write fails before gloo has seen the end of the connection, it never wakes the one who waits for that write
+    (`Pair::signalException` passes over unbound buffers that are being sent), and a peer may only now begin to write.
     """
     member.interrupted = True
-    for fd, inode in list(member.group_sockets.items()):
+    sockets = member.group_sockets or member.group_store_sockets
+    for fd in list(sockets):
+        inode = sockets.pop(fd, None)  # None: another thread has taken it
         with contextlib.suppress(OSError):
-            duplicate = os.dup(fd)
-            if os.fstat(duplicate).st_ino != inode:
-                os.close(duplicate)
-                continue
-            with socket.socket(fileno=duplicate) as connection:
-                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    connection.shutdown(socket.SHUT_RD)
+            connection = socket.socket(fileno=os.dup(fd))
+            if os.fstat(connection.fileno()).st_ino != inode or connection.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
+                connection.close()
+            else:
+                connection.shutdown(socket.SHUT_RD)
+                member.lingering.append(connection)
 
 
 def _join(launch: Launch, device: torch.device | None, timeout: timedelta) -> Membership:
@@ -296,22 +301,22 @@ def _make_group(member: Membership, backend: str | None, timeout: timedelta) -> 
     name = member.next_group_name()
     store = dist.PrefixStore(name, member.store)
     meet(dist.PrefixStore("before", store), member, timeout, "its process group")
+    stop_lingering(member.lingering)
+    rendezvous = dist.PrefixStore(name, _group_store(member))
     before, hook = _sockets(), sys.excepthook
-    # In the init a rank waits for the others at the store: a connection of its own can be ended to free it.
-    own = dist.PrefixStore(name, member.store.clone())  # type: ignore[attr-defined]  # missing in torch's stubs
-    member.group_sockets = _new_sockets(before, member.store)
     # An init that failed leaves torch's count of groups raised, and ranks that differ in it never find each other.
     dist.distributed_c10d._world.group_count = 0
     try:
         dist.init_process_group(
             backend,
-            store=own,
+            store=rendezvous,
             rank=world.rank,
             world_size=world.world_size,
             timeout=timeout,
             device_id=None if on_cpu else world.device,
         )
     except (RuntimeError, ValueError) as error:
+        member.group_store_sockets.clear()  # it may be in the middle of a request
         if isinstance(error, ValueError) and "backend" not in str(error).lower():
             raise
         _raise_if_interrupted(member, "its process group")
@@ -327,6 +332,15 @@ def _make_group(member: Membership, backend: str | None, timeout: timedelta) -> 
     del member.group_names[:-1]
     if world.rank == 0 and old:
         _delete_groups(member.store, old)
+
+
+def _group_store(member: Membership) -> dist.Store:
+    """A connection to the store of its own, kept for the next group: ended, it frees a rank that makes a group."""
+    if member.group_store is None or not member.group_store_sockets:
+        before = _sockets()
+        member.group_store = member.store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+        member.group_store_sockets = _new_sockets(before, member.store)
+    return member.group_store
 
 
 def _delete_groups(store: dist.Store, names: list[str]) -> None:

@@ -76,7 +76,10 @@ class Channel(Sections):
                 failed = self._fail_block(watched, error)
                 if failed is None:
                     raise
-                raise failed from None
+                try:
+                    raise failed from None
+                finally:
+                    del failed  # it would live in a cycle with its traceback, and all that the frames there hold
             finally:
                 self._blocks.remove(watched)
 

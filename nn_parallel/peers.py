@@ -8,7 +8,7 @@ import json
 import os
 import select
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -26,15 +26,15 @@ LEFT_KEY = "left"  # which rank is through which block
 class Peer:
     """What this rank knows of another one."""
 
-    def __init__(self, rank: int, read_text: Callable[[str], str | None]) -> None:
-        self.rank, self._read_text = rank, read_text
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
         self.failures: list[Failed] = []  # those that this rank has not raised
         self.failures_seen = 0
         self.settled = (0, 0)  # term and call: what failed up to here has been answered for on this rank
         self.forgotten = (0, 0)  # term and call: what failed before is no longer known
         self._pid = 0
         self._pidfd: int | None = None
-        self._looked_up = self._is_gone = False
+        self.is_looked_up = self._is_gone = False
 
     def take_failures(self, text: str) -> None:
         """Add what is new in the peer's list."""
@@ -52,29 +52,28 @@ class Peer:
         self.failures_seen = made
 
     def is_dead(self) -> bool:
-        """Whether its process is known to have ended; only that of a process of this host can be."""
-        if not self._looked_up and (text := self._read_text(f"member/{self.rank}")) is not None:
-            self._look_up(text)
+        """Whether its process is known to have ended."""
         if self._pidfd is not None and not self._is_gone:
             poll = select.poll()
             poll.register(self._pidfd, select.POLLIN)
             self._is_gone = bool(poll.poll(0))
         return self._is_gone
 
-    def _look_up(self, text: str) -> None:
+    def look_up(self, text: str) -> None:
+        """Take what the peer says of where it lives."""
         try:
             facts = json.loads(text)
             host, self._pid = facts["host"], int(facts["pid"])
         except (KeyError, TypeError, ValueError):
             raise foreign_value(f"member/{self.rank}", text) from None
-        self._looked_up = True
+        self.is_looked_up = True
         if host == host_identity() and hasattr(os, "pidfd_open"):
             try:
                 self._pidfd = os.pidfd_open(self._pid)
             except ProcessLookupError:
                 self._is_gone = True
             except OSError:  # no descriptor is left
-                self._looked_up = False
+                self.is_looked_up = False
 
     def death(self, call: Call) -> WorkerDiedError:
         message = f"Rank {self.rank} (pid {self._pid}) ended before it finished {call}."
@@ -83,7 +82,7 @@ class Peer:
     def close(self) -> None:
         if self._pidfd is not None:
             os.close(self._pidfd)
-        self._pidfd, self._looked_up = None, False
+        self._pidfd, self.is_looked_up = None, False
 
 
 class Peers:
@@ -91,7 +90,7 @@ class Peers:
 
     def __init__(self, member: Membership, store: dist.Store) -> None:
         self._member, self._store = member, store
-        self._peers = {rank: Peer(rank, self.text) for rank in range(member.world_size)}
+        self._peers = {rank: Peer(rank) for rank in range(member.world_size)}
 
     def __getitem__(self, rank: int) -> Peer:
         return self._peers[rank]
@@ -158,6 +157,13 @@ class Peers:
                 mine = failed._replace(failures=failed.failures | failures | failed.failures)  # in this order
                 instead_of = text.decode()
 
+    def is_dead(self, rank: int) -> bool:
+        """Whether the process of ``rank`` is known to have ended; only that of a process of this host can be."""
+        peer = self._peers[rank]
+        if not peer.is_looked_up and (text := self.text(f"member/{rank}")) is not None:
+            peer.look_up(text)
+        return peer.is_dead()
+
     def ended(self, term: int) -> Failed | None:
         """How ``term`` ended; None if it has not."""
         text = self.text(ended_key(term))
@@ -185,7 +191,7 @@ class Peers:
             for rank in call.ranks:
                 if rank == self._member.rank or rank in failures:
                     continue
-                dead = self._peers[rank].is_dead()
+                dead = self.is_dead(rank)
                 report = self.report(rank)
                 for other, failure in self.failures_of(rank, report, section).items():
                     failures.setdefault(other, failure)
@@ -199,9 +205,9 @@ class Peers:
     def seek_cause(self, call: Call, block: int, seek_s: float) -> dict[int, Exception]:
         """The deaths for which ``block`` has to fail; none if it has failed already, or nothing is found."""
         deadline = time.monotonic() + seek_s
-        others = [peer for rank, peer in self._peers.items() if rank != self._member.rank]
+        others = [rank for rank in self._peers if rank != self._member.rank]
         while self.failed_block(block) is None and time.monotonic() < deadline:
-            deaths: dict[int, Exception] = {peer.rank: peer.death(call) for peer in others if peer.is_dead()}
+            deaths: dict[int, Exception] = {r: self._peers[r].death(call) for r in others if self.is_dead(r)}
             if deaths:
                 return deaths
             time.sleep(SEEK_EVERY_S)

@@ -147,7 +147,10 @@ class Sections:
             failed = self._fail_section(call, error)
             if failed is None:
                 raise
-            raise failed from None
+            try:
+                raise failed from None
+            finally:
+                del failed  # it would live in a cycle with its traceback
         self._post(FINISHED)
 
     @contextlib.contextmanager
@@ -228,7 +231,7 @@ class Sections:
             deadline = min(deadline, time.monotonic() + LINGER_AFTER_FAILURE_S)
         for rank in range(self.world_size):
             with contextlib.suppress(RuntimeError, ValueError):
-                while rank != self.rank and not self._peers[rank].is_dead():
+                while rank != self.rank and not self._peers.is_dead(rank):
                     report = self._peers.text(f"report/{rank}")
                     if time.monotonic() > deadline or (report and Report.parse(report).progress.phase == GONE):
                         break
@@ -293,7 +296,7 @@ class Sections:
             # What is seen here counts after the next read only: that shows the last words, or that the call was over.
             failed = call.together and phase == FINISHED and self._peers.first_failed(self._calls) is not None
             if waited > LOOK_UP_PEER_AFTER_S:
-                dead = [r for r in needed if self._peers[r].is_dead()]
+                dead = [r for r in needed if self._peers.is_dead(r)]
                 self._raise_if_block_failed()
 
     @property

@@ -138,7 +138,7 @@ class Watcher:
         if watched.doom is not None or self._peers.failed_block(watched.number) is not None:
             return True
         neighbour = (me + 1) % self._member.world_size  # one for each rank: whoever sees a death tells the others
-        if self._peers[neighbour].is_dead():
+        if self._peers.is_dead(neighbour):
             return True
         left, _, who = (self._peers.text(LEFT_KEY) or "").partition("\t")
         others_have_left = any(left == each.left_value for each in list(self._entered))  # this block, or one around it

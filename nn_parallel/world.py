@@ -100,8 +100,14 @@ class Membership:
     groups_made: int = 0  # since then
     group_names: list[str] = field(default_factory=list)
     group_sockets: dict[int, int] = field(default_factory=dict)  # fd -> inode
+    group_store: dist.Store | None = None  # through which the ranks of a group find each other
+    group_store_sockets: dict[int, int] = field(default_factory=dict)  # its connection, until that is ended
+    lingering: list[socket.socket] = field(default_factory=list)  # of a closed group, whose other ranks may still write
     interrupted: bool = False  # another rank has failed in what this one takes part in; until the group is closed
     on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def __post_init__(self) -> None:
+        self.on_leave.callback(stop_lingering, self.lingering)
 
     @functools.cached_property
     def store(self) -> dist.Store:
@@ -145,6 +151,12 @@ class Membership:
     @property
     def world_size(self) -> int:
         return self.world.world_size
+
+
+def stop_lingering(connections: list[socket.socket]) -> None:
+    """No rank is in the group any more whose connections these are."""
+    while connections:
+        connections.pop().close()
 
 
 def current_world() -> World:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import resource
@@ -550,3 +551,44 @@ def test_a_timeout_tells_where_the_silent_rank_stands(two: Ranks, wait: Callable
         assert f"in {wait.__name__}" in text
         assert (silent, stacks, after) == ([1], [1], [0, 0])
         assert seconds < 2
+
+
+def fail_beside_a_collective() -> None:
+    """Rank 1 raises as the others enter a collective."""
+    rank = initialize_ddp().rank
+    with pytest.raises(RankError), ParallelExecutor():
+        dist.barrier()
+        if rank == 1:
+            raise ValueError
+        wait_in_collective()
+
+
+def test_whoever_enters_a_collective_late_is_freed_too() -> None:
+    """Many ranks on few cores: some write to a peer that has been freed, and has closed the group, already."""
+
+    def scenario() -> None:
+        for _ in range(40):
+            fail_beside_a_collective()
+
+    with ParallelExecutor(num_workers=8, devices="cpu", timeout=60) as pool:
+        pool.run(scenario)
+
+
+def test_nothing_of_a_failed_block_stays(two: Ranks) -> None:
+    """Neither descriptors nor threads of gloo, and not until the next collection only."""
+
+    def scenario() -> list[tuple[int, int]]:
+        fail_beside_a_collective()
+        gc.collect()
+        gc.disable()
+        try:
+            found = []
+            for _ in range(4):
+                fail_beside_a_collective()
+                found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+            return found
+        finally:
+            gc.enable()
+
+    for found in two.run(scenario):
+        assert len(set(found)) == 1
