@@ -23,7 +23,7 @@ parser = argparse.ArgumentParser(
     prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
 parser.add_argument("topics", nargs="*", metavar="TOPIC", help=f"of {', '.join(TOPICS)}; all if none is given")
-parser.add_argument("--quick", action="store_true", help="three repetitions of each instead of nine")
+parser.add_argument("--quick", action="store_true", help="within a minute: two repetitions, fewer peers and workers")
 parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
 parser.add_argument("--page", type=Path, metavar="FILE", help="measure nothing: make the page from such results")
 options = parser.parse_args()
@@ -37,7 +37,7 @@ def main() -> None:
     print("  ".join(f"{name} {value}" for name, value in measured_in.items()), as_line(HEADER), sep="\n")
     figures: list[Figure] = []
     for topic in options.topics or TOPICS:
-        for figure in importlib.import_module(f"benchmarks.{topic}").figures(3 if options.quick else 9):
+        for figure in importlib.import_module(f"benchmarks.{topic}").figures(2 if options.quick else 9):
             figure.topic = topic
             figures.append(figure)
             print(as_line(figure.cells()), flush=True)

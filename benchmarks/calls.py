@@ -9,7 +9,7 @@ import torch
 from nn_parallel import ParallelExecutor
 
 from .harness import Figure, measure
-from .peers import installed, raw_pipes
+from .peers import chosen, raw_pipes
 
 TASKS = 10_000
 GOALS = {"ProcessPoolExecutor": (0.5, 0.5), "Ray actors": (0.15, None)}  # of one call, of many tasks
@@ -21,8 +21,11 @@ def figures(repetitions: int) -> Iterator[Figure]:
         for name, fn in (("run(fn)", _one), ("run(fn that uses torch)", _uses_torch)):
             reference = "raw pipe to 2 processes and back"
             yield beside_raw_pipe(f"warm {name} on 2 workers", pool, fn, 2, reference, goal=2, repetitions=repetitions)
-        tasks = TASKS if repetitions > 3 else TASKS // 10
-        for name, peer in installed():
+        three = torch.ones(3)
+        name = "a tensor of 3 elements to 2 workers and back"
+        yield measure(name, lambda: pool.run(_same, three), repetitions=repetitions, calls=50)
+        tasks = TASKS if repetitions > 2 else TASKS // 10
+        for name, peer in chosen(repetitions):
             one, many = GOALS.get(name, (None, None))
             with peer(2) as (call, map_):
                 yield measure(
@@ -77,5 +80,9 @@ def _one_of(_: int) -> int:
     return 1
 
 
-def _uses_torch() -> torch.dtype:
-    return torch.float32
+def _uses_torch() -> int:
+    return torch.get_num_threads()
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -9,7 +9,7 @@ import torch
 from nn_parallel import ParallelExecutor
 
 from .harness import Figure, measure
-from .peers import installed
+from .peers import chosen
 
 ELEMENTS = 16 << 20  # 64 MiB
 
@@ -37,7 +37,7 @@ def figures(repetitions: int) -> Iterator[Figure]:
         )
         many = [torch.ones(100) for _ in range(10_000)]
         yield measure("10 000 small tensors to 2 workers", lambda: pool.run(len, many), repetitions=repetitions)
-        for name, peer in installed():
+        for name, peer in chosen(repetitions):
             theirs = big.clone()  # where a peer moves it to shared memory, it is shared with us too
             with peer(2) as (call, _):
                 yield measure(

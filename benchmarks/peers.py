@@ -12,6 +12,8 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 MESSAGE = b"x" * 200
 
 
@@ -121,6 +123,26 @@ POOLS = {
 }
 
 
-def installed() -> Iterator[tuple[str, Callable[[int], Any]]]:
-    """The peers that can be measured here."""
-    return ((name, pool) for name, (module, pool) in POOLS.items() if has(module))
+def spawned() -> None:
+    """torch's own way, with nothing to do."""
+    torch.multiprocessing.spawn(int, nprocs=8)
+
+
+def run_by_torchrunx() -> None:
+    import torchrunx
+
+    torchrunx.Launcher(hostnames=["localhost"], workers_per_host=8, backend="gloo").run(int)
+
+
+STARTS = {"torch.multiprocessing.spawn": ("torch", spawned), "torchrunx": ("torchrunx", run_by_torchrunx)}
+
+
+def starts(repetitions: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """How others start 8 processes that have nothing to do; left out of a quick run."""
+    return ((name, start) for name, (module, start) in STARTS.items() if has(module) and repetitions > 2)
+
+
+def chosen(repetitions: int) -> Iterator[tuple[str, Callable[[int], Any]]]:
+    """The peers that can be measured here; of a quick run the standard library's alone."""
+    peers = POOLS.items() if repetitions > 2 else list(POOLS.items())[:1]
+    return ((name, pool) for name, (module, pool) in peers if has(module))

@@ -14,7 +14,7 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 def figures(repetitions: int) -> Iterator[Figure]:
     """The figures, one after another; the names end in the number of workers."""
-    for count in COUNTS if repetitions > 3 else COUNTS[:4]:
+    for count in COUNTS if repetitions > 2 else COUNTS[:2]:
 
         def a_pool(count: int = count) -> None:
             with ParallelExecutor(num_workers=count, devices="cpu") as started:

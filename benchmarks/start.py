@@ -9,7 +9,8 @@ from pathlib import Path
 from nn_parallel import ParallelExecutor
 from nn_parallel.executor import servers
 
-from .harness import Figure, measure, python, seconds_of
+from .harness import Figure, python, seconds_of
+from .peers import starts
 
 # A program that has imported torch, and prints the seconds from there to the first result of a pool.
 FIRST_RESULT = """
@@ -32,25 +33,27 @@ PSS_OF_TORCH = "import torch; print(open('/proc/self/smaps_rollup').read().parti
 def figures(repetitions: int) -> Iterator[Figure]:
     """The figures, one after another."""
 
-    def import_torch() -> None:
-        python("import torch")
-
-    started, imported = [], []
-    for _ in range(repetitions):
-        imported.append(seconds_of(import_torch))
-        started.append(float(python(FIRST_RESULT)))
-    yield Figure("start 8 CPU workers, to the first result", started, 1.5, "import torch", imported)
-
     def pool_of_8() -> None:
         with ParallelExecutor(num_workers=8, devices="cpu") as pool:
             pool.run(int)
 
-    yield measure("a second pool of 8", pool_of_8, "import torch", import_torch, goal=0.06, repetitions=repetitions)
-    times = [float(python(IMPORT_TIME)) for _ in range(repetitions + 1)]
-    yield Figure("import nn_parallel, torch being imported", times[1:], 0.05)
+    imported, started, again = [], [], []
+    pool_of_8()
+    for _ in range(repetitions):
+        imported.append(seconds_of(lambda: python("import torch")))
+        started.append(float(python(FIRST_RESULT)))
+        again.append(seconds_of(pool_of_8))
+    yield Figure("start 8 CPU workers, to the first result", started, 1.5, "import torch", imported)
+    yield Figure("a second pool of 8", again, 0.06, "import torch", imported)
+    for peer, start_8 in starts(repetitions):
+        theirs = [seconds_of(start_8) for _ in range(3)]
+        yield Figure("start 8 CPU workers, to the first result", started[:3], None, peer, theirs)
+    yield Figure(
+        "import nn_parallel, torch being imported", [float(python(IMPORT_TIME)) for _ in range(repetitions)], 0.05
+    )
 
     occupied, torch_alone = [], []
-    for _ in range(repetitions):
+    for _ in range(min(repetitions, 3)):
         servers.stop_fork_server()  # each shares libraries with this process, and not with the other
         torch_alone.append(int(python(PSS_OF_TORCH)) / 1024)
         with ParallelExecutor(num_workers=8, devices="cpu") as pool:

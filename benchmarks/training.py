@@ -14,7 +14,7 @@ from nn_parallel import ParallelExecutor, initialize_ddp
 
 from .harness import Figure
 
-STEPS, BATCH, WIDTH = 20, 256, 1024
+BATCH, WIDTH = 8192, 512  # bound by computing: a weight is used 8192 times for each time that it is sent
 
 
 def figures(repetitions: int) -> Iterator[Figure]:
@@ -25,13 +25,13 @@ def figures(repetitions: int) -> Iterator[Figure]:
     ):
         alone, both = [], []
         for _ in range(repetitions + 1):
-            alone.append(one.run(_seconds_per_sample)[0])
-            both.append(max(two.run(_seconds_per_sample)) / 2)
+            alone.append(one.run(_seconds_per_sample, repetitions)[0])
+            both.append(max(two.run(_seconds_per_sample, repetitions)) / 2)
     name = "DDP training on 2 CPU ranks, per sample"
     yield Figure(name, both[1:], 1 / 1.8, "1 rank, 1 thread each", alone[1:])
 
 
-def _seconds_per_sample() -> float:
+def _seconds_per_sample(steps: int) -> float:
     torch.set_num_threads(1)
     initialize_ddp()
     torch.manual_seed(0)
@@ -39,8 +39,8 @@ def _seconds_per_sample() -> float:
     if dist.is_initialized():
         model = DistributedDataParallel(model)
     data = torch.randn(BATCH, WIDTH)
-    for step in range(STEPS + 2):
-        if step == 2:
+    for step in range(steps + 1):
+        if step == 1:
             start = time.perf_counter()
         model(data).square().mean().backward()
-    return (time.perf_counter() - start) / (STEPS * BATCH)
+    return (time.perf_counter() - start) / (steps * BATCH)
