@@ -107,10 +107,16 @@ def seconds_of(fn: Callable[[], object], calls: int = 1) -> float:
 
 
 def python(code: str, *arguments: str) -> str:
-    """What a fresh interpreter prints that runs ``code``; it keeps compiled modules, as an installation does."""
+    """What a fresh interpreter prints that runs ``code``; it keeps compiled modules, as an installation does.
+
+    What it writes to stderr is dropped: torchrunx ends its agents by a signal, and they tell of it.
+    """
     command = [sys.executable, "-c", code, *arguments]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environ).stdout
+    done = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ
+    )
+    return done.stdout
 
 
 def environment() -> dict[str, str]:

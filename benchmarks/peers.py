@@ -12,8 +12,6 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 MESSAGE = b"x" * 200
 
 
@@ -123,23 +121,21 @@ POOLS = {
 }
 
 
-def spawned() -> None:
-    """torch's own way, with nothing to do."""
-    torch.multiprocessing.spawn(int, nprocs=8)
-
-
-def run_by_torchrunx() -> None:
-    import torchrunx
-
-    torchrunx.Launcher(hostnames=["localhost"], workers_per_host=8, backend="gloo").run(int)
-
-
-STARTS = {"torch.multiprocessing.spawn": ("torch", spawned), "torchrunx": ("torchrunx", run_by_torchrunx)}
-
-
-def starts(repetitions: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """How others start 8 processes that have nothing to do; left out of a quick run."""
-    return ((name, start) for name, (module, start) in STARTS.items() if has(module) and repetitions > 2)
+# How others start 8 processes that have nothing to do: programs that print the seconds it took them.
+STARTS = {
+    "torch.multiprocessing.spawn": """
+import time, torch.multiprocessing as mp
+start = time.perf_counter()
+mp.spawn(int, nprocs=8)
+print(time.perf_counter() - start)
+""",
+    "torchrunx": """
+import time, torch, torchrunx
+start = time.perf_counter()
+torchrunx.Launcher(hostnames=["localhost"], workers_per_host=8, backend="gloo").run(int)
+print(time.perf_counter() - start)
+""",
+}
 
 
 def chosen(repetitions: int) -> Iterator[tuple[str, Callable[[int], Any]]]:

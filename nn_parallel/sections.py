@@ -41,7 +41,6 @@ ANNOUNCE_AFTER_S = 0.05
 LOOK_UP_PEER_AFTER_S = 0.01
 SEEK_CAUSE_S = 0.5
 LINGER_AFTER_FAILURE_S = 1.0
-_UNWATCHED = contextlib.nullcontext()
 
 
 class Sections:
@@ -138,9 +137,14 @@ class Sections:
     @contextlib.contextmanager
     def _posting_outcome(self, call: Call) -> Iterator[None]:
         watched = Watched(call, self._calls) if call.together else None
+        outer, self.nested_in = self.nested_in, call.ranks
         try:
-            with self.nested(call.ranks), self._watching_over(watched) if watched else _UNWATCHED:
+            if watched is None:
                 yield
+            else:
+                watcher = self._watcher()
+                with watcher.entered(watched), watcher.watching(watched):
+                    yield
         except BaseException as error:
             if isinstance(error, Interrupted) and (self._is_freed or watched is None or not watched.freed):
                 raise  # from what is around this call
@@ -151,13 +155,9 @@ class Sections:
                 raise failed from None
             finally:
                 del failed  # it would live in a cycle with its traceback
+        finally:
+            self.nested_in = outer
         self._post(FINISHED)
-
-    @contextlib.contextmanager
-    def _watching_over(self, watched: Watched) -> Iterator[None]:
-        watcher = self._watcher()
-        with watcher.entered(watched), watcher.watching(watched):
-            yield
 
     def _fail_section(self, call: Call, error: BaseException) -> ParallelError | None:
         """Tell the others of ``error``; what to raise for it, with all that is known.

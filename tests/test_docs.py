@@ -51,6 +51,28 @@ def test_links_lead_somewhere() -> None:
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
+def test_the_figures_are_those_of_the_recorded_run() -> None:
+    """The table of the performance page is made, not typed, and each topic that can be measured is in it or plotted."""
+    program = (
+        "from pathlib import Path; from benchmarks import page; "
+        "measured_in, figures = page.read_results(Path('docs/performance.json')); "
+        "print(page.BEGIN, page.table(measured_in, figures), page.END, sep='\\n'); "
+        "print(*sorted({figure.topic for figure in figures}))"
+    )
+    *made, topics = subprocess.run(
+        [sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True, timeout=60, cwd=ROOT
+    ).stdout.splitlines()
+    assert "\n".join(made) in (ROOT / "docs" / "performance.md").read_text()
+    there = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {
+        "__init__",
+        "__main__",
+        "harness",
+        "peers",
+        "page",
+    }
+    assert set(topics.split()) == there
+
+
 def test_no_machine_is_named() -> None:
     """No path of a machine and no registry's host in what is published."""
     tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, timeout=30).stdout.split()
