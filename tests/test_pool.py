@@ -422,3 +422,24 @@ def test_a_death_takes_only_the_task_that_ran(pools: ParallelExecutor, tmp_path:
     assert sorted(map(int, ran.read_text().split())) == sorted(indices)
     with pytest.raises(WorkerDiedError):
         list(results)
+
+
+def test_ctrl_c_in_the_middle_of_sending_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that got half a message is replaced: what comes next would be read as the other half."""
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        assert list(pool.map(abs, range(50))) == list(range(50))  # from here on its tasks are known to be short
+        assert pool._supervisor is not None
+        (worker,) = pool._supervisor._schedule.workers
+        send = worker.link.send
+
+        def interrupted(header: bytes, parcel: Any) -> None:
+            if worker.next_job is None:
+                send(header, parcel)
+            else:
+                worker.link.sock.sendall(bytes(20))
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(worker.link, "send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(pool.map(abs, range(1000)))
+        assert list(pool.map(abs, range(10))) == list(range(10))

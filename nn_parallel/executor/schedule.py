@@ -82,11 +82,20 @@ class Schedule:
         now = time.monotonic()
         self.pending.extendleft(job for worker in self.workers if (job := worker.taken_back(now)) is not None)
 
-    def end_task(self, job: Job, kill: bool = False) -> None:
-        """Cancel ``job`` where it runs, or kill those workers."""
+    def end_task(self, job: Job) -> None:
+        """Cancel ``job`` where it runs."""
         for worker in self.workers:
             if worker.job is job and not worker.leaving:
-                worker.kill() if kill else worker.cancel()
+                worker.cancel()
+
+    def kill_half_sent(self, job: Job) -> None:
+        """Kill the workers that may hold half of ``job``'s message: they cannot read on."""
+        for worker in self.workers:
+            if worker.next_job is job:
+                worker.next_job = None
+                worker.kill()
+            elif worker.job is job and not worker.leaving:
+                worker.kill()
 
     def is_idle(self) -> bool:
         return not self.pending and all(worker.job is None for worker in self.workers)

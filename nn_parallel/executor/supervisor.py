@@ -132,7 +132,10 @@ class Supervisor:
         with self._lock:
             if job in self._schedule.pending:
                 self._schedule.pending.remove(job)
-            self._schedule.end_task(job, kill=not sent)
+            if sent:
+                self._schedule.end_task(job)
+            else:
+                self._schedule.kill_half_sent(job)
         self._crew.poller.wake()
 
     def _raise_if_closed(self) -> None:
