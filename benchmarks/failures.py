@@ -35,8 +35,9 @@ def figures(repetitions: int) -> Iterator[Figure]:
         with ParallelExecutor(num_workers=ranks, devices="cpu") as pool:
             latencies = [max(pool.run(fail_beside_all_reduce)) for _ in range(repetitions + 1)]
         yield Figure(f"rank 1 raises, {ranks - 1} in all_reduce: RankError on all", latencies[1:], goal)
-    killed = [_until_torchrun_ends() for _ in range(repetitions // 2)]
-    yield Figure("the same under torchrun alone, 2 ranks: all are killed", killed)
+    if repetitions > 2:
+        killed = [_until_torchrun_ends() for _ in range(3)]
+        yield Figure("the same under torchrun alone, 2 ranks: all are killed", killed)
 
     with ParallelExecutor(num_workers=2, devices="cpu") as pool:
         for how, fail in (("raises", _raise), ("is SIGKILLed", _die)):
