@@ -71,7 +71,7 @@ def _add_function(fn: types.FunctionType, parts: list[object], seen: dict[int, i
         return False
     parts += fn.__code__, fn.__globals__, fn.__name__, fn.__qualname__, fn.__module__, fn.__doc__
     parts += fn.__annotations__.values()
-    values = [fn.__globals__.get(name, _MISSING) for name in names]
+    values = [fn.__globals__.get(name, _MISSING) for name in names] if names else []
     for cell in fn.__closure__ or ():
         try:
             values.append(cell.cell_contents)
@@ -81,7 +81,7 @@ def _add_function(fn: types.FunctionType, parts: list[object], seen: dict[int, i
     defaults, by_name, attributes = fn.__defaults__ or (), fn.__kwdefaults__ or {}, fn.__dict__
     parts += len(defaults), len(by_name), len(attributes), *map(sys.intern, by_name), *map(sys.intern, attributes)
     values += *defaults, *by_name.values(), *attributes.values()
-    return all(_add(value, parts, seen) for value in values)
+    return not values or all(_add(value, parts, seen) for value in values)
 
 
 def _add_partial(fn: functools.partial[Any], parts: list[object], seen: dict[int, int]) -> bool:

@@ -85,6 +85,9 @@ class PackedCall:
             named |= {f"argument {index}": value for index, value in enumerate(args)}
             return named | {f"argument {name!r}": value for name, value in kwargs.items()}
 
+        if function and not args and not kwargs:
+            self.parcel = _NO_ARGUMENTS
+            return
         _packing.owner, _packing.handles = owner, self.handles
         try:
             packed = dumps((None if function else fn, args, kwargs), parts, share=True)
@@ -129,4 +132,4 @@ class Packer:
 
 _packing = threading.local()  # while a call is packed in a thread: its owner, and the handles that are met
 _numbers = itertools.count(1)
-_NOTHING = Parcel(Packed(b""), Segments())
+_NOTHING, _NO_ARGUMENTS = Parcel(Packed(b""), Segments()), Parcel(dumps((None, (), {})), Segments())
