@@ -82,10 +82,11 @@ class Parcel:
         """
         if not self._is_small:
             return None
-        if self._small is None or self._small[0] is not header:
+        small = self._small  # looked at once: other threads may send the same parcel
+        if small is None or small[0] is not header:
             head = _HEAD.pack(self.is_plain, len(header), len(self.pickle), 0, 0, 0, 0, 0)
-            self._small = header, b"".join((head, header, self.pickle))
-        return self._small[1]
+            small = self._small = header, b"".join((head, header, self.pickle))
+        return small[1]
 
     @property
     def fds(self) -> list[int]:
