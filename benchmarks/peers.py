@@ -130,10 +130,11 @@ mp.spawn(int, nprocs=8)
 print(time.perf_counter() - start)
 """,
     "torchrunx": """
-import time, torch, torchrunx
-start = time.perf_counter()
-torchrunx.Launcher(hostnames=["localhost"], workers_per_host=8, backend="gloo").run(int)
-print(time.perf_counter() - start)
+import contextlib, tempfile, time, torch, torchrunx
+with tempfile.TemporaryDirectory() as logs, contextlib.chdir(logs):
+    start = time.perf_counter()
+    torchrunx.Launcher(hostnames=["localhost"], workers_per_host=8, backend="gloo").run(int)
+    print(time.perf_counter() - start)
 """,
 }
 
