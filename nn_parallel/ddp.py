@@ -188,8 +188,8 @@ def abort_collectives(member: Membership) -> None:
             ):
                 connection.close()
             else:
+                member.lingering.append(connection)  # first: it is closed in the end, also if it is no longer connected
                 connection.shutdown(socket.SHUT_RD)
-                member.lingering.append(connection)
 
 
 def _join(launch: Launch, device: torch.device | None, timeout: timedelta) -> Membership:

@@ -137,7 +137,7 @@ class Sections:
     @contextlib.contextmanager
     def _posting_outcome(self, call: Call) -> Iterator[None]:
         watched = Watched(call, self._calls) if call.together else None
-        outer, self.nested_in = self.nested_in, call.ranks
+        outer, self.nested_in = self.nested_in, call.ranks  # as `nested` does, in the generator that is there already
         try:
             if watched is None:
                 yield
