@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,11 @@ from nn_parallel import (
     current_world,
 )
 from nn_parallel.executor import evidence, worker
+from nn_parallel.executor.jobs import Job
+from nn_parallel.executor.schedule import Schedule
+from nn_parallel.executor.supervisor import Supervisor
+from nn_parallel.executor.transport import Message
+from nn_parallel.executor.workers import Worker
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +149,42 @@ def test_a_timeout_holds_the_stack_of_the_silent_worker_only() -> None:
         assert pool.run(os.getpid) == pids
         with pytest.raises(TimeoutError, match=r"hang\(\) did not end within timeout=0.5 s"):
             pool.run(hang)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pool: pool.run(time.sleep, 60),
+        lambda pool: list(pool.map(time.sleep, [60])),
+    ],
+    ids=["run", "map"],
+)
+def test_who_answers_a_cancellation_at_once_has_run_out_of_time(
+    call: Callable[[ParallelExecutor], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer may be read before the thread that cancels goes on: by then it is settled what the call ends with."""
+    answered = threading.Event()
+    end_task, take_answer = Schedule.end_task, Supervisor._answered
+
+    def wait_for_the_answer(self: Schedule, job: Job) -> None:
+        monkeypatch.setattr(Schedule, "end_task", end_task)
+        end_task(self, job)
+        lock.release()  # which its caller holds
+        assert answered.wait(10)
+        lock.acquire()
+
+    def tell(self: Supervisor, worker: Worker, message: Message) -> None:
+        take_answer(self, worker, message)
+        answered.set()
+
+    with ParallelExecutor(num_workers=1, devices="cpu", timeout=0.2) as pool:
+        pool.run(int)
+        assert pool._supervisor is not None
+        lock = pool._supervisor._lock
+        monkeypatch.setattr(Schedule, "end_task", wait_for_the_answer)
+        monkeypatch.setattr(Supervisor, "_answered", tell)
+        with pytest.raises(RankTimeoutError, match="did not end within timeout=0.2 s"):
+            call(pool)
 
 
 def test_waiting_in_the_queue_is_no_hang() -> None:

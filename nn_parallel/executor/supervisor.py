@@ -239,12 +239,14 @@ class Supervisor:
             return
         with self._lock:
             self._schedule.epoch += 1
+        job.give_up(error)  # first: another thread may take the answers to what follows
+        with self._lock:
             for worker in silent:
-                worker.stack_by = None
-                if not worker.stack:  # stopped, or worse: it will not hear of a cancellation
-                    worker.kill()
+                if worker.job is job:  # it may have come to its end by now
+                    worker.stack_by = None
+                    if not worker.stack:  # stopped, or worse: it will not hear of a cancellation
+                        worker.kill()
             self._schedule.end_task(job)
-        job.give_up(error)
         self._crew.poller.wake()
 
     def _receive(self, worker: Worker) -> bool:
