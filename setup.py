@@ -12,7 +12,7 @@ setup(
     packages=find_packages(include=["nn_parallel", "nn_parallel.*"]),
     package_data={"nn_parallel": ["py.typed"]},
     python_requires=">=3.11",
-    install_requires=["torch>=2.6", "cloudpickle>=3.0"],
+    install_requires=["torch>=2.6", "cloudpickle>=3.0", "nvidia-ml-py>=12"],
     extras_require={
         "examples": ["matplotlib", "scikit-learn", "tqdm"],
         "peers": ["joblib", "loky", "matplotlib", "ray", "torchrunx"],

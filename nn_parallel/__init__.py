@@ -3,10 +3,12 @@
 The files, from the bottom up; each knows only those above it in this list::
 
     errors                  every error
-    launchers, devices      environment -> launch facts; which devices there are
+    hostlists, devices      SLURM's notation for hosts; which devices there are
+    launchers, gpus         environment -> launch facts; what NVML tells of GPUs
     pickling                objects to bytes and back
     interrupt               end what the main thread does
     world                   who am I among the ranks
+    rendezvous, groups      the ranks find each other; the process group that connects them
     ddp                     initialize_ddp, cleanup_ddp
     reports                 the words in which ranks tell of outcomes
     peers, positions        what a rank reads of another one; where the main thread stands
@@ -23,13 +25,14 @@ The files, from the bottom up; each knows only those above it in this list::
         forkserver, boot, servers       the process that forks them; its first lines; as the parent sees it
         jobs, workers, crew             what is to be done; who does it, one by one and all together
         schedule, supervisor, executor  which job goes where; the parent's thread; the class itself
-    parallelize             code for every device
+    parallelize, doctor     code for every device; verify_ddp_setup
 
 Importing it starts nothing: no process, no thread, no GPU.
 """
 
 from .ddp import cleanup_ddp, initialize_ddp, should_use_distributed
 from .devices import resolve_device
+from .doctor import Report, verify_ddp_setup
 from .errors import (
     ExecutorClosedError,
     LaunchError,
@@ -41,11 +44,13 @@ from .errors import (
     WorkerDiedError,
 )
 from .executor import ParallelExecutor
+from .gpus import GPU, list_gpus, parse_gpu_selection, select_gpus
 from .on_rank import on_local_rank, on_rank, rank_first
 from .parallelize import parallel_on_all_devices, parallelize_on_gpus
 from .world import World, current_world
 
 __all__ = [
+    "GPU",
     "ExecutorClosedError",
     "LaunchError",
     "ParallelError",
@@ -53,17 +58,22 @@ __all__ = [
     "RankError",
     "RankTimeoutError",
     "RemoteError",
+    "Report",
     "TransferError",
     "WorkerDiedError",
     "World",
     "cleanup_ddp",
     "current_world",
     "initialize_ddp",
+    "list_gpus",
     "on_local_rank",
     "on_rank",
     "parallel_on_all_devices",
     "parallelize_on_gpus",
+    "parse_gpu_selection",
     "rank_first",
     "resolve_device",
+    "select_gpus",
     "should_use_distributed",
+    "verify_ddp_setup",
 ]

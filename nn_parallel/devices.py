@@ -52,6 +52,22 @@ def resolve_device(device: torch.device | str) -> torch.device:
     return found[index]
 
 
+def named_device(device: torch.device | str | None) -> torch.device | None:
+    """The device that this names, as `resolve_device`; None if it leaves open which: None, or ``"cuda"`` alone."""
+    if device is None:
+        return None
+    resolved = resolve_device(device)
+    return resolved if resolved.type in ("cpu", "meta") or ":" in str(device) else None
+
+
+def hardware_id(device: torch.device) -> str | None:
+    """What names an accelerator in every process and on every host; None if its driver does not tell."""
+    if device.type == "cpu":
+        return None
+    uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
 def accelerators() -> list[torch.device]:
     """Every visible accelerator, in torch's order; an empty list where there is none."""
     kind = torch.accelerator.current_accelerator()

@@ -1,17 +1,28 @@
-"""From a launcher's environment to launch facts: a pure function, no torch, nothing started.
+"""From a launcher's environment to launch facts: pure functions, no torch, nothing started.
 
-Known so far: torchrun and the ``env://`` variables set by hand.
+Which variables tell what was read in the launchers' sources and documentation. The tests start torchrun, ``srun``, Open
+MPI's ``mpirun`` and MPICH's Hydra for real; MVAPICH2 and jsrun are known from their documentation alone.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from .errors import LaunchError
+from .hostlists import expand_hostlist, expand_task_counts
 
+T = TypeVar("T")
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PORTS = range(10_000, 30_000)  # for a store where nobody said a port: below those that systems hand out to anybody
+
+# What says that there are several nodes, and what, that each of them may have but one rank in the launcher's eyes.
+_NODE_COUNTS = ("NNODES", "NUM_NODES", "PET_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+_PROCESSES_PER_NODE = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
 
 
 @dataclass(frozen=True)
@@ -26,16 +37,22 @@ class Launch:
     node_rank: int
     master_addr: str
     master_port: int
-    launcher_hosts_store: bool  # torchrun's agent listens on the master port; otherwise rank 0 does
-    attempt: int  # how often an elastic launcher has restarted the ranks
     one_node: bool  # surely all ranks on this host, so that their sockets may stay on the loopback
+    told_by: tuple[str, ...]  # the variables that say all this
+    launcher_hosts_store: bool = False  # torchrun's agent listens on the master port; otherwise rank 0 does
+    attempt: int = 0  # how often an elastic launcher has restarted the ranks
 
 
 def detect_launch(environ: Mapping[str, str]) -> Launch | None:
     """The launch that ``environ`` describes, or None when no launcher started this process.
 
+    Where several launchers left their variables, the innermost is meant: torchrun or the ``env://`` variables, then an
+    MPI launcher, then jsrun, then a SLURM step. A SLURM batch script or an interactive shell is no launch, nor is a
+    step of one task: that is how SLURM starts any program.
+
     Raises:
-        LaunchError: the variables are half set, or hold something that cannot be; the message names them.
+        LaunchError: the variables are half set, contradict each other, or hold something that cannot be; the message
+            names them.
 
     Example::
 
@@ -45,49 +62,17 @@ def detect_launch(environ: Mapping[str, str]) -> Launch | None:
         >>> detect_launch(env).local_rank
         1
     """
-    present = {name: environ[name] for name in _REQUIRED if environ.get(name)}  # an empty string counts as unset
-    if not present:
-        return None
-    if missing := [name for name in _REQUIRED if name not in present]:
-        raise LaunchError(_half_set(present, missing))
-
-    world_size = _whole_number(environ, "WORLD_SIZE", at_least=1)
-    rank = _whole_number(environ, "RANK", below=world_size, because=f"WORLD_SIZE={world_size}")
-    port = _whole_number(environ, "MASTER_PORT", at_least=1, below=65536, because="it is a port")
-    master = environ["MASTER_ADDR"]
-
-    if environ.get("LOCAL_RANK"):
-        local_world_size = world_size
-        if environ.get("LOCAL_WORLD_SIZE"):
-            local_world_size = _whole_number(
-                environ, "LOCAL_WORLD_SIZE", at_least=1, below=world_size + 1, because=f"WORLD_SIZE={world_size}"
-            )
-        local_rank = _whole_number(
-            environ, "LOCAL_RANK", below=local_world_size, because=f"{local_world_size} ranks run on this node"
-        )
-    elif is_this_host(master):
-        local_rank, local_world_size = rank, world_size
-    else:
-        raise LaunchError(
-            f"RANK={rank} and WORLD_SIZE={world_size} are set and MASTER_ADDR={master} is another host, so LOCAL_RANK, "
-            "this process's place on its own node, cannot be guessed. Set LOCAL_RANK (0 for one process per node)."
-        )
-
-    return Launch(
-        launcher="torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "env",
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        node_rank=_whole_number(environ, "GROUP_RANK") if environ.get("GROUP_RANK") else rank // local_world_size,
-        master_addr="127.0.0.1" if is_loopback(master) else master,
-        master_port=port,
-        launcher_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=_whole_number(environ, "TORCHELASTIC_RESTART_COUNT")
-        if environ.get("TORCHELASTIC_RESTART_COUNT")
-        else 0,
-        one_node=is_loopback(master) or environ.get("GROUP_WORLD_SIZE") == "1",
-    )
+    told = _Told(environ)
+    present = {name: environ[name] for name in _REQUIRED if told.has(name)}
+    if len(present) == len(_REQUIRED):
+        return _by_env(told)
+    for detect in (_by_mpi, _by_jsrun, _by_slurm):
+        if (launch := detect(told)) is not None:
+            _check_agree(launch, present)
+            return launch
+    if present:
+        raise LaunchError(_half_set(present))
+    return None
 
 
 def with_arguments(environ: Mapping[str, str], **arguments: int | str | None) -> dict[str, str]:
@@ -107,6 +92,8 @@ def with_arguments(environ: Mapping[str, str], **arguments: int | str | None) ->
     if changed & {"MASTER_ADDR", "MASTER_PORT"}:
         for name in [name for name in merged if name.startswith("TORCHELASTIC_")]:
             del merged[name]
+    if "LOCAL_RANK" in explicit:  # also under the name that the launcher gave it
+        explicit |= dict.fromkeys(_LOCAL_RANKS & merged.keys(), explicit["LOCAL_RANK"])
     return merged | explicit
 
 
@@ -118,7 +105,243 @@ def is_this_host(host: str) -> bool:
     return is_loopback(host) or host == socket.gethostname()
 
 
-def _half_set(present: Mapping[str, str], missing: list[str]) -> str:
+class _Names(NamedTuple):
+    """The variables of a launcher that tells each process its place."""
+
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    job: str = ""  # tells two jobs on one host apart
+
+
+_MPI = {
+    "openmpi": _Names(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "PMIX_NAMESPACE",
+    ),
+    "mvapich2": _Names(
+        "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"
+    ),
+    "hydra": _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+_JSRUN = _Names(
+    "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE", "LSB_JOBID"
+)
+_LOCAL_RANKS = {"SLURM_LOCALID", *(names.local_rank for names in (*_MPI.values(), _JSRUN))}
+
+
+class _Told:
+    """The variables of an environment, of which an empty one counts as unset; it notes those that were of use."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self.names = dict[str, None]()
+
+    def has(self, *names: str) -> bool:
+        return all(self._environ.get(name) for name in names)
+
+    def text(self, name: str) -> str:
+        """What it holds. Raises LaunchError if it is not there."""
+        if not self.has(name):
+            raise LaunchError(f"{_listed(list(self.names))} set and {name} is not: the launcher tells too little.")
+        self.names[name] = None
+        return self._environ[name]
+
+    def parsed(self, name: str, parse: Callable[[str], list[T]]) -> list[T]:
+        """What ``parse`` makes of it. Raises LaunchError if it is not there, or ``parse`` raises a ValueError."""
+        text = self.text(name)
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise LaunchError(f"{name}: {error}") from None
+
+    def number(self, name: str, *, at_least: int = 0, below: int | None = None, because: str = "") -> int:
+        """The whole number that it holds. Raises LaunchError if that is none, or cannot be."""
+        text = self.text(name)
+        if not text.strip().isdecimal():
+            raise LaunchError(f"{name}={text!r} is not a whole number.")
+        value = int(text)
+        if value < at_least or (below is not None and value >= below):
+            allowed = f"{at_least}..{below - 1}" if below is not None else f"at least {at_least}"
+            raise LaunchError(f"{name}={value} cannot be: it must be {allowed}{f', as {because}' if because else ''}.")
+        return value
+
+    def world(self, names: _Names) -> tuple[int, int]:
+        """The rank, and of how many."""
+        world_size = self.number(names.world_size, at_least=1)
+        return self.number(names.rank, below=world_size, because=f"{names.world_size}={world_size}"), world_size
+
+    def local_world_size(self, names: _Names, world_size: int) -> int:
+        because = f"{names.world_size}={world_size}"
+        return self.number(names.local_world_size, at_least=1, below=world_size + 1, because=because)
+
+    def local_rank(self, names: _Names, local_world_size: int) -> int:
+        because = f"{local_world_size} ranks run on this node"
+        return self.number(names.local_rank, below=local_world_size, because=because)
+
+    def port(self, job: str) -> int:
+        """The port for the store: as the user says, or one that follows from the job, alike on all its ranks."""
+        if self.has("MASTER_PORT"):
+            return self.number("MASTER_PORT", at_least=1, below=65536, because="it is a port")
+        return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
+
+
+def _by_env(told: _Told) -> Launch:
+    """By torchrun, or by the variables that ``env://`` needs, which a platform or a user has set."""
+    names = _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, world_size = told.world(names)
+    master, port = told.text("MASTER_ADDR"), told.port("")
+    is_torchrun = told.has("TORCHELASTIC_RUN_ID")
+    nodes = told.number("GROUP_WORLD_SIZE", at_least=1) if told.has("GROUP_WORLD_SIZE") else 0
+    if told.has("LOCAL_RANK"):
+        local_world_size = told.local_world_size(names, world_size) if told.has("LOCAL_WORLD_SIZE") else world_size
+        local_rank = told.local_rank(names, local_world_size)
+        if is_torchrun and nodes * local_world_size == world_size:
+            local_rank = rank % local_world_size  # with --virtual-local-rank every LOCAL_RANK is 0
+    else:
+        _check_ranks_are_of_processes(told, rank, world_size, master)
+        local_rank, local_world_size = rank, world_size
+    return Launch(
+        launcher="torchrun" if is_torchrun else "env",
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=told.number("GROUP_RANK") if told.has("GROUP_RANK") else rank // local_world_size,
+        master_addr="127.0.0.1" if is_loopback(master) else master,
+        master_port=port,
+        launcher_hosts_store=told.has("TORCHELASTIC_USE_AGENT_STORE")
+        and told.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=told.number("TORCHELASTIC_RESTART_COUNT") if told.has("TORCHELASTIC_RESTART_COUNT") else 0,
+        one_node=is_loopback(master) or nodes == 1,
+        told_by=tuple(told.names),
+    )
+
+
+def _by_mpi(told: _Told) -> Launch | None:
+    """By the mpirun of Open MPI or MVAPICH2, or by Hydra, which MPICH and Intel MPI start their ranks with."""
+    for launcher, names in _MPI.items():
+        if told.has(names.rank, names.local_rank):
+            rank, world_size = told.world(names)
+            local_world_size = told.local_world_size(names, world_size)
+            local_rank = told.local_rank(names, local_world_size)
+            job = told.text(names.job) if names.job and told.has(names.job) else launcher
+            return _launch(told, launcher, rank, world_size, local_rank, local_world_size, job=job)
+    return None
+
+
+def _by_jsrun(told: _Told) -> Launch | None:
+    """By LSF's jsrun, whose hosts stand in a file: that of the batch script, then one line for each slot of the job."""
+    if not told.has(_JSRUN.rank, _JSRUN.world_size):
+        return None
+    rank, world_size = told.world(_JSRUN)
+    hosts = list[str]()
+    if told.has("LSB_DJOB_RANKFILE"):
+        path = told.text("LSB_DJOB_RANKFILE")
+        try:
+            hosts = list(dict.fromkeys(Path(path).read_text().split()[1:]))
+        except OSError as error:
+            raise LaunchError(f"LSB_DJOB_RANKFILE={path} cannot be read: {error.strerror}.") from error
+    if told.has(_JSRUN.local_world_size):
+        local_world_size = told.local_world_size(_JSRUN, world_size)
+    else:
+        local_world_size = -(-world_size // max(1, len(hosts)))
+    local_rank, here = told.local_rank(_JSRUN, local_world_size), socket.gethostname()
+    node_rank = hosts.index(here) if here in hosts else rank // local_world_size
+    first, job = hosts[0] if hosts else None, told.text(_JSRUN.job) if told.has(_JSRUN.job) else "jsrun"
+    return _launch(told, "jsrun", rank, world_size, local_rank, local_world_size, node_rank, first, job)
+
+
+def _by_slurm(told: _Told) -> Launch | None:
+    """By srun. A batch script has some of these variables too; the tasks and nodes of a step has only a step."""
+    names = _Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+    if not told.has(names.world_size, "SLURM_STEP_NODELIST") or told.has("SLURM_PTY_PORT"):
+        return None
+    rank, world_size = told.world(names)
+    if world_size == 1:
+        return None
+    hosts = told.parsed("SLURM_STEP_NODELIST", expand_hostlist)
+    tasks = told.parsed(names.local_world_size, expand_task_counts)
+    if len(hosts) != len(tasks) or sum(tasks) != world_size:
+        raise LaunchError(
+            f"SLURM_STEP_NODELIST={told.text('SLURM_STEP_NODELIST')} names {len(hosts)} nodes, and "
+            f"SLURM_STEP_TASKS_PER_NODE={told.text(names.local_world_size)} {sum(tasks)} tasks on {len(tasks)} of the "
+            f"SLURM_STEP_NUM_TASKS={world_size}: they contradict each other."
+        )
+    node_rank = told.number("SLURM_NODEID", below=len(hosts), because=f"the step has {len(hosts)} nodes")
+    local_rank = told.local_rank(names, tasks[node_rank])
+    # Two steps of one job may run at the same time.
+    job = "slurm " + ".".join(told.text(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if told.has(name))
+    return _launch(told, "slurm", rank, world_size, local_rank, tasks[node_rank], node_rank, hosts[0], job)
+
+
+def _launch(
+    told: _Told,
+    launcher: str,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    node_rank: int | None = None,
+    first_host: str | None = None,
+    job: str = "",
+) -> Launch:
+    """The launch by a launcher that says nothing of a store: that is found by ``first_host``, which runs rank 0."""
+    one_node = local_world_size == world_size
+    if told.has("MASTER_ADDR"):
+        first_host = told.text("MASTER_ADDR")
+    elif one_node:
+        first_host = "127.0.0.1"
+    elif first_host is None:
+        raise LaunchError(
+            f"{local_world_size} of the {world_size} ranks that {launcher} started run on this node, and it does not "
+            "say where rank 0 is. Set MASTER_ADDR to the host of rank 0, on every rank."
+        )
+    return Launch(
+        launcher=launcher,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=rank // local_world_size if node_rank is None else node_rank,
+        master_addr="127.0.0.1" if is_loopback(first_host) else first_host,
+        master_port=told.port(job),
+        one_node=one_node,
+        told_by=tuple(told.names),
+    )
+
+
+def _check_ranks_are_of_processes(told: _Told, rank: int, world_size: int, master: str) -> None:
+    """Raise if RANK may be the rank of a node: a platform that starts one pod a node leaves its processes to us."""
+    why = "" if is_this_host(master) else f"MASTER_ADDR={master} is another host"
+    for name in (*_NODE_COUNTS, *_PROCESSES_PER_NODE):
+        if told.has(name) and (name in _PROCESSES_PER_NODE or told.text(name) != "1"):
+            why = f"{name}={told.text(name)} speaks of nodes with ranks of their own"
+            break
+    if why:
+        raise LaunchError(
+            f"RANK={rank} and WORLD_SIZE={world_size} are set and {why}, so LOCAL_RANK, this process's place on its "
+            "own node, cannot be guessed. Set LOCAL_RANK (0 for one process per node), or start the processes of a "
+            "node by torchrun."
+        )
+
+
+def _check_agree(launch: Launch, present: Mapping[str, str]) -> None:
+    """Raise if RANK or WORLD_SIZE, set by somebody else, contradict the launcher."""
+    for name, value in (("RANK", launch.rank), ("WORLD_SIZE", launch.world_size)):
+        if present.get(name, str(value)) != str(value):
+            raise LaunchError(
+                f"{name}={present[name]} is set, and {launch.launcher} says {value} ({', '.join(launch.told_by)}). "
+                f"Unset {name}, or set all of {', '.join(_REQUIRED)}."
+            )
+
+
+def _half_set(present: Mapping[str, str]) -> str:
+    missing = [name for name in _REQUIRED if name not in present]
     ranks = present.get("WORLD_SIZE", "4")
     return (
         f"{_listed([f'{name}={value}' for name, value in present.items()])} set, {_listed(missing)} not.\n"
@@ -131,16 +354,3 @@ def _listed(names: list[str]) -> str:
     if len(names) == 1:
         return f"{names[0]} is"
     return f"{', '.join(names[:-1])} and {names[-1]} are"
-
-
-def _whole_number(
-    environ: Mapping[str, str], name: str, *, at_least: int = 0, below: int | None = None, because: str = ""
-) -> int:
-    text = environ[name]
-    if not text.strip().isdecimal():
-        raise LaunchError(f"{name}={text!r} is not a whole number.")
-    value = int(text)
-    if value < at_least or (below is not None and value >= below):
-        allowed = f"{at_least}..{below - 1}" if below is not None else f"at least {at_least}"
-        raise LaunchError(f"{name}={value} cannot be: it must be {allowed}{f', as {because}' if because else ''}.")
-    return value

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
-from .ddp import close_group
 from .errors import ParallelError, rank_error
+from .groups import close_group
 from .interrupt import Interrupted
 from .peers import LEFT_KEY, ended_key, lost_store_names_its_host
 from .reports import WAITING, Call

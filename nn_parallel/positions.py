@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from .ddp import meet
+from .rendezvous import meet
 from .reports import place_of
 
 

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
-from .ddp import close_group
 from .errors import Failure, ParallelError, RankError, RankTimeoutError, lost_connection, rank_error, user_frames
+from .groups import close_group
 from .interrupt import Interrupted
 from .peers import FAILURES_KEPT, Peers, format_list, lost_store_names_its_host
 from .reports import (

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from .ddp import abort_collectives
 from .errors import ParallelError, RankTimeoutError
+from .groups import abort_collectives
 from .interrupt import Interrupted, Interruptible
 from .peers import LEFT_KEY, Peers
 from .positions import position

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .devices import accelerators, device_of_rank
+from .devices import accelerators, device_of_rank, hardware_id
+from .errors import LaunchError
 from .launchers import Launch, detect_launch
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
@@ -47,8 +48,9 @@ class World(_WorldTuple):
         device: the device of this rank.
         node_rank: this node among the nodes.
         local_world_size: how many ranks run on this node.
-        launcher: ``"torchrun"``, ``"env"`` (variables or arguments set by hand), ``"executor"``, ``"external"`` (other
-            code has initialised torch.distributed) or ``"none"``.
+        launcher: ``"torchrun"``, ``"env"`` (variables or arguments set by hand), ``"slurm"``, ``"openmpi"``,
+            ``"hydra"`` (MPICH, Intel MPI), ``"mvapich2"``, ``"jsrun"``, ``"executor"``, ``"external"`` (other code has
+            initialised torch.distributed) or ``"none"``.
 
     Example::
 
@@ -116,9 +118,11 @@ class Membership:
         store = self.open_store()
         facts = {
             "host": host_identity(),
+            "host_name": socket.gethostname(),
             "pid": os.getpid(),
             "local_rank": self.world.local_rank,
             "local_world_size": self.world.local_world_size,
+            "device": f"{self.world.device} {hardware_id(self.world.device) or ''}".strip(),
         }
         store.set(f"member/{self.rank}", json.dumps(facts))
         return store
@@ -222,18 +226,13 @@ def _external_membership() -> Membership:
     group = dist.group.WORLD
     if _external is None or _external[0] is not group:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        local_rank = int(os.environ.get("LOCAL_RANK") or rank)
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
-        world = World(
-            True,
-            rank,
-            local_rank,
-            world_size,
-            _current_device(),
-            rank // local_world_size,
-            local_world_size,
-            "external",
-        )
+        local_rank, node_rank, local_world_size = rank, 0, world_size
+        with contextlib.suppress(LaunchError):  # other code may have its own ways to find what it needs
+            launch = detect_launch(os.environ)
+            if launch is not None and (launch.rank, launch.world_size) == (rank, world_size):
+                local_rank, node_rank, local_world_size = launch.local_rank, launch.node_rank, launch.local_world_size
+        device = _current_device()
+        world = World(True, rank, local_rank, world_size, device, node_rank, local_world_size, "external")
         # torch offers no public way to the store of a group; without it ranks cannot talk beside the collectives.
         store = dist.distributed_c10d._get_default_store()
         if _external is not None:

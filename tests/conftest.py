@@ -19,7 +19,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 import pytest
 from ranks import launched
 
-from nn_parallel import ParallelExecutor, ddp, initialize_ddp, on_rank
+from nn_parallel import ParallelExecutor, initialize_ddp, on_rank, rendezvous
 from nn_parallel.executor import servers
 
 
@@ -106,7 +106,7 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     _settle(pools)
     before = _state()
     yield
-    ddp._stores.clear()
+    rendezvous._stores.clear()
     _settle(pools)
     deadline = time.monotonic() + SETTLE_WITHIN_S
     while _state() != before and time.monotonic() < deadline:

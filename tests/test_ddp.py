@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -176,6 +178,59 @@ def test_another_code_s_process_group_is_a_world_too() -> None:
 
     with launched(2) as ranks:
         assert ranks.run(scenario) == [((True, rank, rank, 2), "external", 7, 2.0) for rank in range(2)]
+
+
+def test_two_ranks_with_the_same_gpu_are_refused_before_the_first_collective() -> None:
+    """All ranks get the table of who has what, whichever of them sees it; a device that is named may be shared.
+
+    The UUIDs are made up, behind `hardware_id`: this machine may have no GPU.
+    """
+
+    def body(device: str | None) -> str:
+        uuid = f"GPU-{int(os.environ['RANK']) % 2}"
+        with (
+            mock.patch("nn_parallel.rendezvous.hardware_id", return_value=uuid),
+            mock.patch("nn_parallel.world.hardware_id", return_value=uuid),
+        ):
+            try:
+                return f"{initialize_ddp(device=device).world_size} ranks"
+            except LaunchError as error:
+                return str(error)
+            finally:
+                cleanup_ddp()
+
+    with launched(3) as ranks:
+        told = ranks.run(body, None)
+        first, head, *rows = told[0].splitlines()
+        assert re.fullmatch(
+            "Ranks [02] and [02] both have the device GPU-0, which the collectives cannot share.*", first
+        )
+        assert head.split() == ["rank", "host", "device"]
+        host = socket.gethostname()
+        assert [row.split() for row in rows] == [[str(rank), host, "cpu", f"GPU-{rank % 2}"] for rank in range(3)]
+        assert told == [told[0]] * 3
+        assert ranks.run(body, "cpu") == ["3 ranks"] * 3
+
+
+def test_a_rank_without_a_device_is_told_to_all() -> None:
+    """On one node there are too few GPUs: the ranks on the others do not wait for that rank until their timeout."""
+
+    def body() -> str:
+        found = [torch.device("cuda", 0), torch.device("cuda", 1)] if os.environ["RANK"] == "1" else []
+        with (
+            mock.patch("nn_parallel.devices.accelerators", return_value=found),
+            pytest.raises(LaunchError) as caught,
+        ):
+            initialize_ddp()
+        return str(caught.value)
+
+    with launched(3) as ranks:
+        told = ranks.run(body)
+        assert told == [told[0]] * 3
+        assert told[0].startswith(
+            "Rank 1 has no device: 3 ranks run on this node and the accelerators are cuda:0 to cuda:1: start at most 2 "
+            "ranks per node, or pass device= to share one on purpose.\nrank  host"
+        )
 
 
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])

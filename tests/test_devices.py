@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nn_parallel import devices as module
-from nn_parallel.devices import call_on_device, cpu_count, device_of_rank, parse_devices, resolve_device
+from nn_parallel.devices import call_on_device, cpu_count, device_of_rank, named_device, parse_devices, resolve_device
 from nn_parallel.errors import LaunchError
 
 CPU = torch.device("cpu")
@@ -60,6 +60,24 @@ def test_without_an_accelerator_the_cpu_with_one_warning_per_program(wanted: Any
 def test_cuda_and_gpu_mean_the_current_accelerator(wanted: str, show: Show) -> None:
     """Without a number it is the one that torch takes for the current one."""
     assert show(3)[1] == resolve_device(wanted)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "named"),
+    [
+        (None, None),
+        ("cuda", None),
+        ("gpu", None),
+        (torch.device("cuda"), None),
+        ("cuda:2", torch.device("cuda", 2)),
+        ("gpu:0", torch.device("cuda", 0)),
+        ("cpu", CPU),
+    ],
+)
+def test_which_device_a_rank_names(wanted: Any, named: torch.device | None, show: Show) -> None:
+    """One without a number is for the local rank to say, or all ranks of a node would take the current one."""
+    show(3)
+    assert named_device(wanted) == named
 
 
 @pytest.mark.parametrize("wanted", ["cuda:2", "gpu:2", torch.device("cuda", 2)])

@@ -1,8 +1,12 @@
-"""`detect_launch` and `with_arguments`: what an environment says, and an error that helps where it says half of it."""
+"""`detect_launch` and `with_arguments`: what an environment says, and an error that helps where it says half of it.
+
+What the launchers really set, `test_launched.py` sees; here are the variables as they are documented.
+"""
 
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from hypothesis import strategies as st
 from nn_parallel.errors import LaunchError
 from nn_parallel.launchers import Launch, detect_launch, with_arguments
 
+HOST = socket.gethostname()
 BY_HAND = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 TORCHRUN = BY_HAND | {
     "LOCAL_RANK": "0",
@@ -22,6 +27,37 @@ TORCHRUN = BY_HAND | {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     "TORCHELASTIC_RESTART_COUNT": "3",
 }
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",  # not the rank of the node
+    "PMIX_NAMESPACE": "1234",
+}
+MVAPICH2 = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items() if name != "PMIX_NAMESPACE"}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "3",
+    "JSM_NAMESPACE_SIZE": "4",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "LSB_JOBID": "77",
+    "LSB_DJOB_RANKFILE": "",
+}
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "6", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NNODES": "3"}
+SLURM = BATCH | {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NODELIST": "n[08-09],m1-ib",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+ONE_NODE_STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n08", "SLURM_STEP_TASKS_PER_NODE": "2"}
+ONE_NODE = SLURM | ONE_NODE_STEP | {"SLURM_NODEID": "0", "SLURM_PROCID": "1"}
+MASTER = {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "29501"}
 
 
 def _detect(environ: dict[str, str]) -> Launch:
@@ -30,10 +66,160 @@ def _detect(environ: dict[str, str]) -> Launch:
     return launch
 
 
-@pytest.mark.parametrize("environ", [{}, dict.fromkeys(BY_HAND, ""), {"LOCAL_RANK": "1", "SLURM_PROCID": "0"}])
-def test_without_the_variables_no_launcher_started_us(environ: dict[str, str]) -> None:
-    """Nothing set, or all of it set to nothing, is no launch."""
+NO_LAUNCH = {
+    "nothing": {},
+    "all of it empty": dict.fromkeys(BY_HAND, ""),
+    "only a local rank": {"LOCAL_RANK": "1", "SLURM_PROCID": "0"},
+    "a batch script of SLURM": BATCH,
+    "an interactive shell in a step of SLURM": SLURM | {"SLURM_PTY_PORT": "40123"},
+    "a step of one task": ONE_NODE | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+    "a step without nodes": {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"},
+    "Hydra by its port": {"PMI_PORT": "h:1", "PMI_ID": "0"},
+    "PMI of SLURM": {"PMI_RANK": "0", "PMI_SIZE": "2"},
+    "Kubeflow Trainer v2, for torchrun": {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a"},
+}
+
+
+@pytest.mark.parametrize("environ", NO_LAUNCH.values(), ids=NO_LAUNCH)
+def test_what_is_no_launch(environ: dict[str, str]) -> None:
+    """Nothing set, or nothing that starts a rank for each process, is no launch."""
     assert detect_launch(environ) is None
+
+
+# Of 2 + 2 + 1 ranks, or 2 + 2: launcher, rank of world size, local rank of local world size, node, master, one node.
+LAUNCHES: dict[str, tuple[dict[str, str], tuple[object, ...]]] = {
+    "torchrun": (TORCHRUN, ("torchrun", 2, 4, 0, 2, 1, "10.0.0.1", 29500, False)),
+    "torchrun inside a step": (SLURM | TORCHRUN, ("torchrun", 2, 4, 0, 2, 1, "10.0.0.1", 29500, False)),
+    "torchrun --virtual-local-rank": (
+        TORCHRUN | {"RANK": "3", "LOCAL_RANK": "0"},
+        ("torchrun", 3, 4, 1, 2, 1, "10.0.0.1", 29500, False),
+    ),
+    "torchrun, nodes of different size": (
+        TORCHRUN | {"WORLD_SIZE": "5", "RANK": "4", "LOCAL_RANK": "1"},
+        ("torchrun", 4, 5, 1, 2, 1, "10.0.0.1", 29500, False),
+    ),
+    "env:// inside mpirun": (
+        OPEN_MPI | BY_HAND | {"LOCAL_RANK": "1"},
+        ("env", 2, 4, 1, 4, 0, "10.0.0.1", 29500, False),
+    ),
+    "Kubeflow, one process per pod": (
+        BY_HAND | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "PET_NNODES": "4"},
+        ("env", 2, 4, 0, 1, 2, "10.0.0.1", 29500, False),
+    ),
+    "env:// on this host of one node": (
+        BY_HAND | {"MASTER_ADDR": HOST, "NNODES": "1"},
+        ("env", 2, 4, 2, 4, 0, HOST, 29500, False),
+    ),
+    "Open MPI": (OPEN_MPI | MASTER, ("openmpi", 3, 4, 1, 2, 1, "10.0.0.9", 29501, False)),
+    "Open MPI inside a step": (SLURM | OPEN_MPI | MASTER, ("openmpi", 3, 4, 1, 2, 1, "10.0.0.9", 29501, False)),
+    "MVAPICH2": (MVAPICH2 | MASTER, ("mvapich2", 3, 4, 1, 2, 1, "10.0.0.9", 29501, False)),
+    "Hydra": (HYDRA | MASTER, ("hydra", 3, 4, 1, 2, 1, "10.0.0.9", 29501, False)),
+    "jsrun": (JSRUN | MASTER | {"JSM_NAMESPACE_LOCAL_SIZE": "2"}, ("jsrun", 3, 4, 1, 2, 1, "10.0.0.9", 29501, False)),
+    "SLURM with a master": (SLURM | MASTER, ("slurm", 3, 5, 1, 2, 1, "10.0.0.9", 29501, False)),
+    "SLURM's last node": (
+        SLURM | MASTER | {"SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"},
+        ("slurm", 4, 5, 0, 1, 2, "10.0.0.9", 29501, False),
+    ),
+    "SLURM, ranks dealt out": (
+        SLURM | MASTER | {"SLURM_PROCID": "1", "SLURM_LOCALID": "0"},
+        ("slurm", 1, 5, 0, 2, 1, "10.0.0.9", 29501, False),
+    ),
+    "SLURM with the port alone": (SLURM | {"MASTER_PORT": "29501"}, ("slurm", 3, 5, 1, 2, 1, "n08", 29501, False)),
+    "SLURM with its own rank in RANK": (
+        SLURM | {"MASTER_PORT": "29501", "RANK": "3", "WORLD_SIZE": "5"},
+        ("slurm", 3, 5, 1, 2, 1, "n08", 29501, False),
+    ),
+    "SLURM on one node": (ONE_NODE | {"MASTER_PORT": "1"}, ("slurm", 1, 2, 1, 2, 0, "127.0.0.1", 1, True)),
+}
+
+
+@pytest.mark.parametrize(("environ", "world"), LAUNCHES.values(), ids=LAUNCHES)
+def test_what_is_a_launch(environ: dict[str, str], world: tuple[object, ...]) -> None:
+    """Each launcher's variables give its world, also in the presence of another's that it was started by."""
+    launch = _detect(environ)
+    place = launch.rank, launch.world_size, launch.local_rank, launch.local_world_size, launch.node_rank
+    assert (launch.launcher, *place, launch.master_addr, launch.master_port, launch.one_node) == world
+    assert set(launch.told_by) <= set(environ)
+
+
+@pytest.mark.parametrize("environ", [SLURM, ONE_NODE, OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}])
+def test_the_port_follows_from_the_job(environ: dict[str, str]) -> None:
+    """Alike on all ranks, another for another step or job, and none that systems hand out to anybody."""
+    port = _detect(environ).master_port
+    assert 10_000 <= port < 30_000
+    changes = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "OMPI_COMM_WORLD_RANK": "0"}
+    assert _detect(environ | {k: v for k, v in changes.items() if k in environ}).master_port == port
+    others = [{"SLURM_JOB_ID": "8"}, {"SLURM_STEP_ID": "1"}] if "SLURM_JOB_ID" in environ else [{"PMIX_NAMESPACE": "9"}]
+    assert port not in [_detect(environ | other).master_port for other in others]
+
+
+def test_mpi_on_one_node_needs_no_master() -> None:
+    """All ranks are here: they meet on the loopback."""
+    for environ in (OPEN_MPI, MVAPICH2, HYDRA):
+        local_size = next(name for name in environ if name.endswith(("LOCAL_SIZE", "LOCALNRANKS")))
+        launch = _detect(environ | {local_size: "4"})
+        assert (launch.master_addr, launch.one_node) == ("127.0.0.1", True)
+
+
+def test_jsrun_finds_its_hosts_in_a_file(tmp_path: Path) -> None:
+    """The first line is the host of the batch script; the ranks are on the others, one line for each slot."""
+    (tmp_path / "rankfile").write_text(f"batch5\na01\na01\n{HOST}\n{HOST}\n")
+    launch = _detect(JSRUN | {"LSB_DJOB_RANKFILE": str(tmp_path / "rankfile")})
+    assert (launch.node_rank, launch.local_rank, launch.local_world_size, launch.master_addr) == (1, 1, 2, "a01")
+
+
+def test_the_local_rank_that_is_given_wins_under_every_launcher() -> None:
+    """An explicit argument overrules each launcher's own name of it."""
+    for environ in (TORCHRUN | {"GROUP_WORLD_SIZE": ""}, OPEN_MPI | MASTER, MVAPICH2 | MASTER, HYDRA | MASTER, SLURM):
+        assert _detect(environ).local_rank != (wanted := 1 - _detect(environ).local_rank)
+        assert _detect(with_arguments(environ, local_rank=wanted)).local_rank == wanted
+
+
+WRONG: dict[str, tuple[dict[str, str], str]] = {
+    "Kubeflow: a rank for each pod": (
+        BY_HAND | {"MASTER_ADDR": "localhost", "PET_NNODES": "4"},
+        r"PET_NNODES=4 speaks of nodes.*Set LOCAL_RANK",
+    ),
+    "PAI: a rank for each node": (
+        BY_HAND | {"MASTER_ADDR": HOST, "NPROC_PER_NODE": "8"},
+        r"NPROC_PER_NODE=8 speaks of nodes.*Set LOCAL_RANK",
+    ),
+    "env:// in a job of several nodes": (
+        BATCH | BY_HAND | {"MASTER_ADDR": HOST},
+        r"SLURM_NNODES=3 speaks of nodes.*Set LOCAL_RANK",
+    ),
+    "an elastic number of nodes": (BY_HAND | {"MASTER_ADDR": HOST, "PET_NNODES": "1:4"}, "PET_NNODES=1:4 speaks"),
+    "a stale WORLD_SIZE in a step": (SLURM | {"WORLD_SIZE": "8"}, r"WORLD_SIZE=8 is set, and slurm says 5 .*Unset"),
+    "the RANK of the batch script": (SLURM | {"RANK": "0"}, r"RANK=0 is set, and slurm says 3 \(.*SLURM_PROCID"),
+    "a stale RANK under mpirun": (OPEN_MPI | MASTER | {"RANK": "0"}, "RANK=0 is set, and openmpi says 3"),
+    "MPI on several nodes without a master": (OPEN_MPI, r"2 of the 4 ranks that openmpi .*Set MASTER_ADDR"),
+    "Hydra on several nodes without a master": (HYDRA, r"2 of the 4 ranks that hydra .*Set MASTER_ADDR"),
+    "jsrun without its file": (JSRUN | {"JSM_NAMESPACE_LOCAL_SIZE": "2"}, "jsrun .*Set MASTER_ADDR"),
+    "jsrun's file is gone": (JSRUN | {"LSB_DJOB_RANKFILE": "/nowhere"}, "LSB_DJOB_RANKFILE=/nowhere cannot be read"),
+    "no local rank of Open MPI's": (
+        OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": ""},
+        "OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK are set and OMPI_COMM_WORLD_LOCAL_SIZE is not",
+    ),
+    "a rank beyond Open MPI's world": (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4 cannot be"),
+    "a local rank beyond Hydra's": (HYDRA | MASTER | {"MPI_LOCALRANKID": "2"}, "MPI_LOCALRANKID=2 cannot be"),
+    "a word for a rank": (HYDRA | {"PMI_RANK": "first"}, "PMI_RANK='first' is not a whole number"),
+    "a port that cannot be": (SLURM | {"MASTER_PORT": "0"}, "MASTER_PORT=0 cannot be"),
+    "a step without a rank": (SLURM | {"SLURM_PROCID": ""}, "SLURM_STEP_NUM_TASKS is set and SLURM_PROCID is not"),
+    "a step without a node": (SLURM | {"SLURM_NODEID": ""}, "SLURM_NODEID is not"),
+    "a node beyond the step": (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID=3 cannot be"),
+    "a local rank beyond the node": (SLURM | {"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2 cannot be"),
+    "a broken list of nodes": (SLURM | {"SLURM_STEP_NODELIST": "n[08-09"}, "SLURM_STEP_NODELIST: 'n.08-09' is not"),
+    "a broken count of tasks": (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2x2"}, "SLURM_STEP_TASKS_PER_NODE: '2x2' does"),
+    "nodes and tasks that differ": (SLURM | {"SLURM_STEP_NODELIST": "n08"}, "names 1 nodes, .*contradict each other"),
+    "tasks and their sum that differ": (SLURM | {"SLURM_STEP_NUM_TASKS": "6"}, "SLURM_STEP_NUM_TASKS=6: they contra"),
+}
+
+
+@pytest.mark.parametrize(("environ", "message"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_is_named(environ: dict[str, str], message: str) -> None:
+    """A platform that speaks of nodes, leftovers of another launch, what is missing: the message names the variable."""
+    with pytest.raises(LaunchError, match=message):
+        detect_launch(environ)
 
 
 def test_torchrun_tells_everything() -> None:
@@ -50,6 +236,10 @@ def test_torchrun_tells_everything() -> None:
         launcher_hosts_store=True,
         attempt=3,
         one_node=False,
+        told_by=(
+            *("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),
+            *("GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
+        ),
     )
 
 
@@ -68,6 +258,7 @@ def test_by_hand_on_the_loopback_all_ranks_are_local(master: str) -> None:
         launcher_hosts_store=False,
         attempt=0,
         one_node=True,
+        told_by=("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"),
     )
 
 

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from .. import world
-from ..ddp import abort_collectives, close_group
 from ..devices import call_on_device
 from ..errors import Failure, RemoteError, TransferError, qualified_name
+from ..groups import abort_collectives, close_group
 from ..interrupt import Interrupted, Interruptible, keep_handler
 from ..pickling import Buffer, Packed, dumps, loads
 from ..world import DEFAULT_TIMEOUT, Membership, World

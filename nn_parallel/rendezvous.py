@@ -1,0 +1,162 @@
+"""The ranks that a launcher started find each other: in a store, each with a device of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .devices import hardware_id
+from .errors import LaunchError, first_line
+from .launchers import Launch, is_loopback
+from .world import Membership, world_of
+
+RANKS_SHOWN = 64
+REFUSAL_KNOWN_WITHIN = timedelta(seconds=1)
+
+
+def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta) -> Membership:
+    """This process's place among the ranks of ``launch``, once all of them have come.
+
+    Raises:
+        LaunchError: on every rank, if one of them does not come, or has no device; or, if ``device`` is None, if two
+            have the same.
+    """
+    refusal = ""
+    try:
+        world = world_of(launch, device)
+    except LaunchError as error:  # the others, who wait for this rank, must hear of it
+        world, refusal = world_of(launch, torch.device("cpu")), f"Rank {launch.rank} has no device: {error}"
+    if world.device.type != "cpu":
+        torch.accelerator.set_device_index(world.device.index)  # before anything can open a context on device 0
+    address = launch.master_addr, launch.master_port
+    if address not in _stores:  # kept for the life of the process: a second one could not listen on the same port
+        _stores[address] = _open_store(launch, timeout), itertools.count(1)
+    store, joins = _stores[address]
+    own_keys = dist.PrefixStore(f"nn_parallel/{launch.attempt}.{next(joins)}", store)
+    member = Membership(
+        world,
+        lambda: own_keys,
+        timeout,
+        store_host=None if launch.launcher_hosts_store else 0,
+        one_node=launch.one_node,
+    )
+    if device is None and not refusal:
+        refusal = _claim_device(member)
+    if refusal:
+        member.store.compare_set("refusal", "", refusal)
+    meet(member.store, member, timeout, f"{launch.master_addr}:{launch.master_port}")
+    if member.store.check(["refusal"]):
+        refused = LaunchError(f"{member.store.get('refusal').decode()}\n{_device_table(member)}")
+        with contextlib.suppress(LaunchError):  # else the host of the store could be gone before all know
+            meet(dist.PrefixStore("refused", member.store), member, REFUSAL_KNOWN_WITHIN, "")
+        raise refused
+    return member
+
+
+def meet(store: dist.Store, member: Membership, timeout: timedelta, where: str) -> None:
+    """Return once every rank has called this with the same store; name those that do not come."""
+    world = member.world
+    deadline = time.monotonic() + timeout.total_seconds()
+    pause = 0.0001
+    try:
+        raise_if_interrupted(member, where)  # before anything of it stands in the store
+        if store.add(f"arrived/{world.rank}", 1) > 1:
+            raise LaunchError(
+                f"There are two ranks {world.rank} at {where}: another job uses the same address, or two processes "
+                "have the same RANK. Set MASTER_PORT to a free port, the same on every rank of this job."
+            )
+        arrived = store.add("arrived", 1)  # one counter to poll, however many ranks; the keys name the missing
+        while arrived < world.world_size:
+            raise_if_interrupted(member, where)
+            if time.monotonic() > deadline:
+                missing = [rank for rank in range(world.world_size) if not store.check([f"arrived/{rank}"])]
+                raise LaunchError(
+                    f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {world.world_size} did not come "
+                    f"to {where} within {timeout.total_seconds():g} s. Does every rank run, with the same MASTER_ADDR, "
+                    "MASTER_PORT and WORLD_SIZE?"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.2, 0.05)
+            arrived = store.add("arrived", 0)
+    except dist.DistError as error:
+        raise_if_interrupted(member, where)
+        raise LaunchError(f"The store was lost while the ranks met at {where}: its host has ended.") from error
+
+
+def raise_if_interrupted(member: Membership, where: str) -> None:
+    if member.interrupted:
+        raise LaunchError(f"Another rank failed while rank {member.rank} waited for it at {where}.")
+
+
+def _claim_device(member: Membership) -> str:
+    """Why this rank cannot have its device: another one has taken it."""
+    if (name := hardware_id(member.world.device)) is None:
+        return ""
+    owner = int(member.store.compare_set(f"owner/{name}", "", str(member.rank)))
+    if owner == member.rank:
+        return ""
+    return (
+        f"Ranks {owner} and {member.rank} both have the device {name}, which the collectives cannot share. Show each "
+        "rank another one (CUDA_VISIBLE_DEVICES, --gpus-per-task, --nproc-per-node), or pass device= to share it on "
+        "purpose."
+    )
+
+
+def _device_table(member: Membership) -> str:
+    """Which rank has which device, for a person to read; of the first ranks only, if there are many."""
+    shown = range(min(member.world_size, RANKS_SHOWN))
+    rows = [("rank", "host", "device")]
+    for rank in shown:
+        facts = json.loads(member.store.get(f"member/{rank}"))
+        rows.append((str(rank), facts["host_name"], facts["device"]))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    more = member.world_size - len(shown)
+    return "\n".join([*lines, *([f"... and {more} more"] if more else [])])
+
+
+def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
+    """Connect to the store at the master address; rank 0 hosts it, unless the launcher does."""
+    hosts_store = launch.rank == 0 and not launch.launcher_hosts_store
+    address = f"{launch.master_addr}:{launch.master_port}"
+    listener = None
+    if hosts_store and is_loopback(launch.master_addr):
+        # A socket of our own: TCPStore would listen on every interface.
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((launch.master_addr, launch.master_port))
+            listener.listen(max(launch.world_size, 128))
+        except OSError as error:
+            listener.close()
+            raise LaunchError(
+                f"Rank 0 cannot listen on {address}: {error.strerror}. Set MASTER_PORT to a free port on every rank."
+            ) from error
+    try:
+        return dist.TCPStore(
+            launch.master_addr,
+            launch.master_port,
+            is_master=hosts_store,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if listener else None,
+        )
+    except RuntimeError as error:  # DistNetworkError, DistStoreError
+        if hosts_store:
+            raise LaunchError(f"Rank 0 cannot listen on {address}: {first_line(error)}") from error
+        host, seconds = "The launcher" if launch.launcher_hosts_store else "Rank 0", f"{timeout.total_seconds():g}"
+        raise LaunchError(
+            f"Rank {launch.rank} of {launch.world_size} found nobody at {address} within {seconds} s. {host} "
+            "should listen there: is it running, are MASTER_ADDR and MASTER_PORT its own, does a firewall block them?"
+        ) from error
+
+
+_stores: dict[tuple[str, int], tuple[dist.Store, Iterator[int]]] = {}  # and how often each was joined
