@@ -10,6 +10,7 @@ setup(
     long_description_content_type="text/markdown",
     license="BSD-3-Clause",
     packages=find_packages(include=["nn_parallel", "nn_parallel.*"]),
+    entry_points={"console_scripts": ["nn-parallel = nn_parallel.__main__:main"]},
     package_data={"nn_parallel": ["py.typed"]},
     python_requires=">=3.11",
     install_requires=["torch>=2.6", "cloudpickle>=3.0", "nvidia-ml-py>=12"],

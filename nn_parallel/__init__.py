@@ -26,6 +26,7 @@ The files, from the bottom up; each knows only those above it in this list::
         jobs, workers, crew             what is to be done; who does it, one by one and all together
         schedule, supervisor, executor  which job goes where; the parent's thread; the class itself
     parallelize, doctor     code for every device; verify_ddp_setup
+    __main__                the command line
 
 Importing it starts nothing: no process, no thread, no GPU.
 """

@@ -202,7 +202,8 @@ def _visible(shown: str | None, gpus: list[GPU]) -> set[str]:
         return {gpu.uuid for gpu in gpus}
     found = list[str]()
     for part in shown.split(","):
-        matching = [gpu for gpu in gpus if str(gpu.index) == part or (len(part) > 4 and gpu.uuid.startswith(part))]
+        is_uuid = part.startswith("GPU-")
+        matching = [gpu for gpu in gpus if str(gpu.index) == part.strip() or (is_uuid and gpu.uuid.startswith(part))]
         if len(matching) != 1:
             break
         if matching[0].uuid in found:  # CUDA then shows none at all
@@ -215,7 +216,7 @@ def _visible(shown: str | None, gpus: list[GPU]) -> set[str]:
 def _nvml() -> Iterator[ModuleType | None]:
     """NVML, ready to be asked; None, and a line in the log, where there is none."""
     try:
-        import pynvml  # costs half of what importing this package does
+        import pynvml
 
         pynvml.nvmlInit()
     except Exception as error:  # of NVML's own types, or OSError: a driver that is broken is none

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import stat
 import sys
 from datetime import timedelta
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from .errors import LaunchError, first_line
 from .rendezvous import meet, raise_if_interrupted
+from .sockets import bottom, connected_since, is_listening, open_sockets
 from .world import Membership, stop_lingering
 
 
@@ -33,7 +33,7 @@ def make_group(member: Membership, backend: str | None, timeout: timedelta) -> N
     meet(dist.PrefixStore("before", store), member, timeout, "its process group")
     stop_lingering(member.lingering)
     rendezvous = dist.PrefixStore(name, _group_store(member))
-    before, hook = _sockets(), sys.excepthook
+    before, hook = open_sockets(), sys.excepthook
     # An init that failed leaves torch's count of groups raised, and ranks that differ in it never find each other.
     dist.distributed_c10d._world.group_count = 0
     try:
@@ -56,7 +56,8 @@ def make_group(member: Membership, backend: str | None, timeout: timedelta) -> N
         ) from error
     finally:
         sys.excepthook = hook  # each init chains one more
-    member.group_sockets = _new_sockets(before, member.store)
+    member.group_sockets = connected_since(before, member.store)
+    member.end_if_unanswered(member.group_sockets)
     meet(store, member, timeout, "its process group")  # or a rank that fails now would break another's init
     *old, _ = member.group_names
     del member.group_names[:-1]
@@ -89,9 +90,7 @@ def abort_collectives(member: Membership) -> None:
         inode = sockets.pop(fd, None)  # None: another thread has taken it
         with contextlib.suppress(OSError):
             connection = socket.socket(fileno=os.dup(fd))
-            if os.fstat(connection.fileno()).st_ino != inode or connection.getsockopt(
-                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-            ):
+            if os.fstat(connection.fileno()).st_ino != inode or is_listening(connection):
                 connection.close()
             else:
                 member.lingering.append(connection)  # first: it is closed in the end, also if it is no longer connected
@@ -101,45 +100,15 @@ def abort_collectives(member: Membership) -> None:
 def _group_store(member: Membership) -> dist.Store:
     """A connection to the store of its own, kept for the next group: ended, it frees a rank that makes a group."""
     if member.group_store is None or not member.group_store_sockets:
-        before = _sockets()
-        member.group_store = member.store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        member.group_store_sockets = _new_sockets(before, member.store)
+        before = open_sockets()
+        member.group_store = member.clone_store()
+        member.group_store_sockets = connected_since(before, member.store)
     return member.group_store
 
 
 def _delete_groups(store: dist.Store, names: list[str]) -> None:
     """Delete what closed groups left in the store: the number of keys must not grow with failures."""
-    whole = _bottom(store)
+    whole = bottom(store)
     for key in whole.list_keys():  # whole names, whichever prefix was asked
         if any(f"/{name}/" in key for name in names):
             whole.delete_key(key)
-
-
-def _new_sockets(before: dict[int, int], store: dist.Store) -> dict[int, int]:
-    """What this process has connected since; not what others have connected to the store that it may host."""
-    port, found = getattr(_bottom(store), "port", None), {}
-    for fd, inode in _sockets().items():
-        with contextlib.suppress(OSError):
-            if before.get(fd) != inode:
-                with socket.socket(fileno=os.dup(fd)) as connection:
-                    if connection.family != socket.AF_UNIX and connection.getsockname()[1] != port:
-                        found[fd] = inode
-    return found
-
-
-def _bottom(store: dist.Store) -> dist.Store:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
-
-
-def _sockets() -> dict[int, int]:
-    """The open sockets of this process, as ``{fd: inode}``; empty where the system does not tell."""
-    found = {}
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                status = os.fstat(int(name))
-                if stat.S_ISSOCK(status.st_mode):
-                    found[int(name)] = status.st_ino
-    return found

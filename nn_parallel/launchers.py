@@ -6,6 +6,7 @@ MPI's ``mpirun`` and MPICH's Hydra for real; MVAPICH2 and jsrun are known from t
 
 from __future__ import annotations
 
+import os
 import socket
 import zlib
 from collections.abc import Callable, Mapping
@@ -103,6 +104,15 @@ def is_loopback(host: str) -> bool:
 
 def is_this_host(host: str) -> bool:
     return is_loopback(host) or host == socket.gethostname()
+
+
+def has_terminal() -> bool:
+    """Whether this process belongs to a terminal, wherever its input and output go."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 class _Names(NamedTuple):
@@ -259,7 +269,9 @@ def _by_jsrun(told: _Told) -> Launch | None:
 def _by_slurm(told: _Told) -> Launch | None:
     """By srun. A batch script has some of these variables too; the tasks and nodes of a step has only a step."""
     names = _Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-    if not told.has(names.world_size, "SLURM_STEP_NODELIST") or told.has("SLURM_PTY_PORT"):
+    if not told.has(names.world_size, "SLURM_STEP_NODELIST"):
+        return None
+    if told.has("SLURM_PTY_PORT") and has_terminal():  # `srun --pty bash`; a step inside inherits the variable alone
         return None
     rank, world_size = told.world(names)
     if world_size == 1:

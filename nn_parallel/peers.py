@@ -19,6 +19,7 @@ from .world import Membership, host_identity
 
 FAILURES_KEPT = 64
 SEEK_EVERY_S = 0.002
+GONE_EVERY_S = 0.1
 FIRST_KEY = "first"  # which rank failed first in which section
 LEFT_KEY = "left"  # which rank is through which block
 
@@ -32,9 +33,11 @@ class Peer:
         self.failures_seen = 0
         self.settled = (0, 0)  # term and call: what failed up to here has been answered for on this rank
         self.forgotten = (0, 0)  # term and call: what failed before is no longer known
-        self._pid = 0
+        self._pid, self._host_name = 0, ""
         self._pidfd: int | None = None
-        self.is_looked_up = self._is_gone = False
+        self.is_looked_up = self._has_ended = False
+        self.is_gone = False  # ended, or out of reach
+        self.look_again_at = 0.0
 
     def take_failures(self, text: str) -> None:
         """Add what is new in the peer's list."""
@@ -53,17 +56,17 @@ class Peer:
 
     def is_dead(self) -> bool:
         """Whether its process is known to have ended."""
-        if self._pidfd is not None and not self._is_gone:
+        if self._pidfd is not None and not self._has_ended:
             poll = select.poll()
             poll.register(self._pidfd, select.POLLIN)
-            self._is_gone = bool(poll.poll(0))
-        return self._is_gone
+            self._has_ended = bool(poll.poll(0))
+        return self._has_ended
 
     def look_up(self, text: str) -> None:
         """Take what the peer says of where it lives."""
         try:
             facts = json.loads(text)
-            host, self._pid = facts["host"], int(facts["pid"])
+            host, self._host_name, self._pid = facts["host"], str(facts["host_name"]), int(facts["pid"])
         except (KeyError, TypeError, ValueError):
             raise foreign_value(f"member/{self.rank}", text) from None
         self.is_looked_up = True
@@ -71,12 +74,13 @@ class Peer:
             try:
                 self._pidfd = os.pidfd_open(self._pid)
             except ProcessLookupError:
-                self._is_gone = True
+                self._has_ended = True
             except OSError:  # no descriptor is left
                 self.is_looked_up = False
 
     def death(self, call: Call) -> WorkerDiedError:
-        message = f"Rank {self.rank} (pid {self._pid}) ended before it finished {call}."
+        how = "ended" if self._has_ended else "ended, or its node went out of reach,"
+        message = f"Rank {self.rank} (pid {self._pid} on {self._host_name}) {how} before it finished {call}."
         return WorkerDiedError(message, rank=self.rank, pid=self._pid)
 
     def close(self) -> None:
@@ -158,11 +162,22 @@ class Peers:
                 instead_of = text.decode()
 
     def is_dead(self, rank: int) -> bool:
-        """Whether the process of ``rank`` is known to have ended; only that of a process of this host can be."""
+        """Whether the process of ``rank`` is known to have ended, or its node to be out of reach."""
         peer = self._peers[rank]
         if not peer.is_looked_up and (text := self.text(f"member/{rank}")) is not None:
             peer.look_up(text)
-        return peer.is_dead()
+        return peer.is_dead() or self._is_gone(peer)
+
+    def _is_gone(self, peer: Peer) -> bool:
+        """What `nodes` knows of it, where ranks may be on several nodes."""
+        if (rank_0_is_gone := self._member.rank_0_is_gone) is None:
+            return False
+        if peer.rank == 0:
+            return rank_0_is_gone()
+        if not peer.is_gone and time.monotonic() > peer.look_again_at:
+            peer.is_gone = self.text(f"gone/{peer.rank}") is not None
+            peer.look_again_at = time.monotonic() + GONE_EVERY_S
+        return peer.is_gone
 
     def ended(self, term: int) -> Failed | None:
         """How ``term`` ended; None if it has not."""

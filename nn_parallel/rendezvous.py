@@ -16,6 +16,8 @@ import torch.distributed as dist
 from .devices import hardware_id
 from .errors import LaunchError, first_line
 from .launchers import Launch, is_loopback
+from .nodes import connect_nodes
+from .sockets import connected_since, open_sockets
 from .world import Membership, world_of
 
 RANKS_SHOWN = 64
@@ -36,7 +38,7 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         world, refusal = world_of(launch, torch.device("cpu")), f"Rank {launch.rank} has no device: {error}"
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device.index)  # before anything can open a context on device 0
-    address = launch.master_addr, launch.master_port
+    before, address = open_sockets(), (launch.master_addr, launch.master_port)
     if address not in _stores:  # kept for the life of the process: a second one could not listen on the same port
         _stores[address] = _open_store(launch, timeout), itertools.count(1)
     store, joins = _stores[address]
@@ -48,6 +50,7 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         store_host=None if launch.launcher_hosts_store else 0,
         one_node=launch.one_node,
     )
+    member.end_if_unanswered(connected_since(before, store))
     if device is None and not refusal:
         refusal = _claim_device(member)
     if refusal:
@@ -58,6 +61,8 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         with contextlib.suppress(LaunchError):  # else the host of the store could be gone before all know
             meet(dist.PrefixStore("refused", member.store), member, REFUSAL_KNOWN_WITHIN, "")
         raise refused
+    if not launch.one_node:
+        connect_nodes(member, launch.master_addr)
     return member
 
 

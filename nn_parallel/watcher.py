@@ -50,8 +50,7 @@ class Watcher:
 
     def __init__(self, member: Membership) -> None:
         self._member = member
-        store: dist.Store = member.store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        self._peers = Peers(member, store)
+        self._peers = Peers(member, member.clone_store())
         self._entered: list[Watched] = []  # the innermost last
         self._changed = threading.Condition()
         self._stopped = False

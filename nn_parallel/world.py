@@ -25,8 +25,10 @@ import torch.distributed as dist
 from .devices import accelerators, device_of_rank, hardware_id
 from .errors import LaunchError
 from .launchers import Launch, detect_launch
+from .sockets import connected_since, end_if_unanswered, open_sockets, still_open
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
+GONE_AFTER = timedelta(seconds=60)
 
 
 class _WorldTuple(NamedTuple):
@@ -106,6 +108,7 @@ class Membership:
     group_store_sockets: dict[int, int] = field(default_factory=dict)  # its connection, until that is ended
     lingering: list[socket.socket] = field(default_factory=list)  # of a closed group, whose other ranks may still write
     interrupted: bool = False  # another rank has failed in what this one takes part in; until the group is closed
+    rank_0_is_gone: Callable[[], bool] | None = None  # can tell where ranks may be on several nodes
     on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __post_init__(self) -> None:
@@ -126,6 +129,25 @@ class Membership:
         }
         store.set(f"member/{self.rank}", json.dumps(facts))
         return store
+
+    def clone_store(self) -> dist.Store:
+        """The store by another connection: one serves one request at a time."""
+        before = open_sockets()
+        clone: dist.Store = self.store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+        self.end_if_unanswered(connected_since(before, clone))
+        return clone
+
+    def end_if_unanswered(self, sockets: dict[int, int]) -> None:
+        """Have connections to other nodes end when those are out of reach, not when TCP gives up, a quarter later."""
+        if not self.one_node:
+            for connection in still_open(sockets):
+                with connection:
+                    end_if_unanswered(connection, self.gone_after_s)
+
+    @property
+    def gone_after_s(self) -> float:
+        """How long a node may be out of reach before its ranks count as gone; they themselves find out in two steps."""
+        return min(GONE_AFTER, self.timeout / 2).total_seconds()
 
     def begin_term(self, term: int) -> None:
         """Begin another round of calls; the group stays, if there is one."""

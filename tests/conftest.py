@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 SETTLE_WITHIN_S = 5.0
-LASTING = ("world", "pools", "shared_ranks", "two", "three")  # fixtures that outlive a test
+LASTING = ("world", "pools", "shared_ranks", "two", "three", "cluster")  # fixtures that outlive a test
 
 
 class World(Protocol):

@@ -17,7 +17,9 @@ PACKAGE = Path(nn_parallel.__file__).parent
 LAYERS = [
     {"errors", "hostlists"},
     {"launchers", "devices", "gpus", "pickling", "interrupt"},
+    {"sockets"},
     {"world"},
+    {"nodes"},
     {"rendezvous"},
     {"groups"},
     {"ddp"},
@@ -42,7 +44,7 @@ LAYERS = [
     {"executor.executor"},
     {"executor"},
     {"parallelize", "doctor"},
-    {""},
+    {"", "__main__"},
 ]
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip("."): path

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nn_parallel import launchers
 from nn_parallel.errors import LaunchError
 from nn_parallel.launchers import Launch, detect_launch, with_arguments
 
@@ -71,7 +72,6 @@ NO_LAUNCH = {
     "all of it empty": dict.fromkeys(BY_HAND, ""),
     "only a local rank": {"LOCAL_RANK": "1", "SLURM_PROCID": "0"},
     "a batch script of SLURM": BATCH,
-    "an interactive shell in a step of SLURM": SLURM | {"SLURM_PTY_PORT": "40123"},
     "a step of one task": ONE_NODE | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
     "a step without nodes": {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"},
     "Hydra by its port": {"PMI_PORT": "h:1", "PMI_ID": "0"},
@@ -84,6 +84,16 @@ NO_LAUNCH = {
 def test_what_is_no_launch(environ: dict[str, str]) -> None:
     """Nothing set, or nothing that starts a rank for each process, is no launch."""
     assert detect_launch(environ) is None
+
+
+def test_an_interactive_shell_in_a_step_is_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs at its terminal is alone; a step that is started there inherits the variable, and no terminal."""
+    in_shell = SLURM | {"SLURM_PTY_PORT": "40123"}
+    monkeypatch.setattr(launchers, "has_terminal", lambda: True)
+    assert detect_launch(in_shell) is None
+    assert _detect(SLURM).launcher == "slurm"
+    monkeypatch.setattr(launchers, "has_terminal", lambda: False)
+    assert _detect(in_shell) == _detect(SLURM)
 
 
 # Of 2 + 2 + 1 ranks, or 2 + 2: launcher, rank of world size, local rank of local world size, node, master, one node.

@@ -1,0 +1,135 @@
+"""The command line: ``nn-parallel gpus | run | doctor``, or ``python -m nn_parallel``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch.distributed as dist
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from .devices import accelerators, cpu_count
+from .doctor import verify_ddp_setup
+from .errors import LaunchError
+from .gpus import GPU, list_gpus, parse_gpu_selection, select_gpus
+from .world import current_world
+
+PROGRAM = "nn-parallel"
+COLUMNS = {
+    "GPU": "index",
+    "name": "name",
+    "free MiB": "memory_free_mb",
+    "of MiB": "memory_total_mb",
+    "busy %": "utilization",
+    "°C": "temperature",
+    "UUID": "uuid",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if given[:1] == ["run"]:
+            return _run(given[1:])
+        options = _parser().parse_args(given)
+        return _gpus(options) if options.command == "gpus" else _doctor()
+    except (LaunchError, ValueError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="Which GPUs there are, and training on all devices.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    gpus = commands.add_parser("gpus", help="which GPUs there are and how busy they are; choose some of them")
+    how = gpus.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="all that is known of them")
+    how.add_argument("--auto", type=int, metavar="N", help="print the N with the most free memory")
+    how.add_argument("--choose", action="store_true", help="ask, and print those")
+    gpus.add_argument("--min-memory", type=int, default=0, metavar="MB", help="with --auto: so many MiB must be free")
+    gpus.epilog = f"What --auto and --choose print is for CUDA_VISIBLE_DEVICES=$({PROGRAM} gpus --auto 2)."
+    commands.add_parser("run", help="start a script on every device, by torchrun: `run --help`")
+    commands.add_parser("doctor", help="try what distributed training needs, and say what to do")
+    return parser
+
+
+def _gpus(options: argparse.Namespace) -> int:
+    if options.auto is not None:
+        print(_for_cuda(select_gpus(options.auto, min_memory_mb=options.min_memory)))
+        return 0
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("nn_parallel").setLevel(logging.INFO)  # for the line that says why there is none
+    found = list_gpus()
+    if options.json:
+        print(json.dumps([asdict(gpu) for gpu in found], indent=2))
+        return 0
+    if found:
+        print(_table(found), file=sys.stderr if options.choose else sys.stdout)
+    if options.choose:
+        if not sys.stdin.isatty():
+            raise ValueError("--choose asks on a terminal, and there is none: use --auto N.")
+        print("Which (0,2-3 or all)? ", end="", file=sys.stderr, flush=True)
+        print(_for_cuda(parse_gpu_selection(input())))
+    return 0
+
+
+def _run(arguments: list[str]) -> int:
+    """Hand over to torchrun, whose options all work: on a free port, with a rank for every device unless told."""
+    parser = torchrun.get_args_parser()
+    parser.prog = f"{PROGRAM} run"
+    parser.add_argument("--gpus", metavar="SEL", help="which GPUs, as in 0,2-3 or all or GPU-uuid,GPU-uuid")
+    parser.add_argument("--nproc", dest="nproc_per_node", help="how many ranks on this node; default: one per device")
+    if "PET_NPROC_PER_NODE" not in os.environ:
+        parser.set_defaults(nproc_per_node=None)
+    options = parser.parse_args(arguments)
+    if options.gpus is not None:
+        chosen = parse_gpu_selection(options.gpus)
+        os.environ["CUDA_VISIBLE_DEVICES"] = _for_cuda(chosen)
+    if options.nproc_per_node is None:
+        options.nproc_per_node = str(len(chosen) if options.gpus is not None else len(accelerators()) or cpu_count())
+    if options.nnodes == "1" and not options.rdzv_endpoint and options.master_port is None:
+        options.standalone = True  # a port that is free, on the loopback
+    if options.nproc_per_node.isdecimal():  # else torchrun makes it 1, whatever there is
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // int(options.nproc_per_node))))
+    record(torchrun.run)(options)
+    return 0
+
+
+def _doctor() -> int:
+    report = verify_ddp_setup()
+    try:
+        speaks_for_all = current_world().is_main
+    except LaunchError:
+        speaks_for_all = True
+    if speaks_for_all or not dist.is_initialized():
+        print(report)
+    return 0 if report else 1
+
+
+def _for_cuda(gpus: list[GPU]) -> str:
+    """UUIDs: CUDA's numbers may be others than NVML's."""
+    return ",".join(gpu.uuid for gpu in gpus)
+
+
+def _table(gpus: list[GPU]) -> str:
+    rows = [list(COLUMNS)]
+    for gpu in gpus:
+        known = asdict(gpu)
+        rows.append(["-" if known[name] is None else str(known[name]) for name in COLUMNS.values()])
+        if not gpu.is_visible:
+            rows[-1][-1] += " (hidden)"
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""What one GPU can show: run with ``pytest -m gpu`` where there is one; see docs/tested_on.md for where it has been."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import launched
+from torch import nn
+
+from nn_parallel import (
+    LaunchError,
+    ParallelExecutor,
+    RankError,
+    cleanup_ddp,
+    initialize_ddp,
+    list_gpus,
+    on_rank,
+    resolve_device,
+    select_gpus,
+    verify_ddp_setup,
+)
+from nn_parallel.devices import accelerators, hardware_id
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Any:
+    with ParallelExecutor(devices=[0]) as executor:
+        yield executor
+
+
+def test_the_device_is_found_and_named() -> None:
+    """Torch and NVML speak of the same GPU."""
+    assert accelerators()[0] == resolve_device("cuda") == GPU
+    uuid = hardware_id(GPU)
+    assert uuid is not None
+    assert f"GPU-{uuid.removeprefix('GPU-')}" in [gpu.uuid for gpu in list_gpus()]
+
+
+def test_nvml_tells_of_it() -> None:
+    """Its memory in MiB, and it can be selected."""
+    gpu = list_gpus()[0]
+    total = torch.cuda.get_device_properties(0).total_memory >> 20
+    assert gpu.memory_total_mb is not None
+    assert abs(gpu.memory_total_mb - total) < 0.1 * total
+    assert select_gpus(1, min_memory_mb=1)[0].uuid in [each.uuid for each in list_gpus()]
+
+
+def test_looking_starts_no_cuda() -> None:
+    """Neither the import nor NVML opens a context."""
+    code = "import torch, nn_parallel; nn_parallel.list_gpus(); assert not torch.cuda.is_initialized()"
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
+
+
+def test_a_worker_has_the_device(pool: ParallelExecutor) -> None:
+    """It is bound to ``device``, it is the current one, and tensors come back on the CPU."""
+
+    def body(device: torch.device) -> Any:
+        return str(device), torch.cuda.current_device(), torch.arange(3, device=device)
+
+    [(device, current, tensor)] = pool.run(body)
+    assert (device, current) == ("cuda:0", 0)
+    assert tensor.device.type == "cpu"
+    assert tensor.tolist() == [0, 1, 2]
+
+
+def test_tensors_land_on_the_device_of_the_worker(pool: ParallelExecutor) -> None:
+    """An accelerator tensor in an argument is on the worker's device; one on the CPU stays there."""
+    here = torch.ones(1000, device=GPU)
+    assert pool.run(lambda x, y: (str(x.device), str(y.device), x.sum().item()), here, torch.ones(2)) == [
+        ("cuda:0", "cpu", 1000.0)
+    ]
+
+
+def test_an_error_in_a_worker_on_the_gpu(pool: ParallelExecutor) -> None:
+    """The pool is whole again after it."""
+
+    def fail(device: torch.device) -> None:
+        torch.ones(2, device=device) @ torch.ones(3, device=device)
+
+    with pytest.raises(RankError, match="RuntimeError"):
+        pool.run(fail)
+    assert pool.run(lambda device: torch.ones(2, device=device).sum().item()) == [2.0]
+
+
+def _collectives() -> Any:
+    world = initialize_ddp(timeout=60)
+    on_cpu, on_gpu = torch.ones(2), torch.ones(2, device=world.device)
+    dist.all_reduce(on_cpu)
+    dist.all_reduce(on_gpu)
+    return str(world.device), dist.get_backend_config(), on_cpu.sum().item(), on_gpu.sum().item()
+
+
+def test_gloo_and_nccl_beside_each_other() -> None:
+    """One group, each kind of tensor by its own backend."""
+    with launched(1) as ranks:
+        assert ranks.run(_collectives) == [("cuda:0", "cpu:gloo,cuda:nccl", 2.0, 2.0)]
+
+
+def test_a_block_that_fails_closes_the_group_and_it_is_made_again() -> None:
+    """The watcher starts and stops beside NCCL."""
+
+    def body() -> Any:
+        initialize_ddp(timeout=60)
+        try:
+            with ParallelExecutor():
+                on_rank(0)(lambda: 1 / 0)()
+        except (RankError, ZeroDivisionError) as error:
+            told = type(error).__name__
+        return told, _collectives()[0]
+
+    with launched(1) as ranks:
+        [(told, device)] = ranks.run(body)
+        assert told in ("RankError", "ZeroDivisionError")
+        assert device == "cuda:0"
+
+
+def test_two_ranks_do_not_get_the_same_gpu_unless_they_ask() -> None:
+    """Refused with the table, before NCCL says that a GPU is there twice; by gloo they may share it."""
+
+    def body(**arguments: Any) -> str:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        try:
+            return str(initialize_ddp(timeout=60, **arguments).device)
+        except LaunchError as error:
+            return str(error)
+        finally:
+            cleanup_ddp()
+
+    with launched(2, CUDA_VISIBLE_DEVICES="0") as ranks:
+        for told in ranks.run(body):
+            assert "both have the device" in told
+            assert "cuda:0" in told
+        assert ranks.run(lambda: body(device="cuda:0", backend="gloo")) == ["cuda:0"] * 2
+
+
+def test_ddp_and_a_checkpoint_on_the_gpu(tmp_path: Path) -> None:
+    """A step of DDP by NCCL, and what rank 0 saves loads on the CPU."""
+
+    def body(path: str) -> Any:
+        world = initialize_ddp(timeout=60)
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2).to(world.device), device_ids=[world.device.index])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(8, 4, device=world.device)).sum().backward()
+        optimizer.step()
+        on_rank(0)(torch.save)(model.module.state_dict(), path)
+        return model.module.weight.detach().cpu().tolist()
+
+    path = str(tmp_path / "checkpoint.pt")
+    with launched(1) as ranks:
+        [weights] = ranks.run(body, path)
+    assert torch.load(path, weights_only=True, map_location="cpu")["weight"].tolist() == weights
+
+
+def test_the_doctor_finds_the_gpu() -> None:
+    """Workers on it, and a collective by NCCL."""
+    report = verify_ddp_setup()
+    assert report, str(report)
+    assert "nccl on cuda" in str(report)
