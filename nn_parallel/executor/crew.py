@@ -121,17 +121,19 @@ class Crew:
 
     def keep_deadlines(self) -> list[Worker]:
         """Do what is due; the workers that have had time to tell where they stand, and have run out of it."""
-        now, silent = time.monotonic(), []
+        now, silent, waited_for = time.monotonic(), [], set()
         for worker in list(self.timed):
             if worker.kill_at is not None and now > worker.kill_at:
                 worker.kill()
-            elif worker.stack_by is not None and now > worker.stack_by:
+            elif worker.stack_by is not None:
                 silent.append(worker)
+                if now < worker.stack_by and not worker.has_told:
+                    waited_for.add(worker.job)
             elif worker.deadline is not None and now > worker.deadline:
                 worker.ask_for_stack()
             elif worker.deadline is worker.stack_by is worker.kill_at is None:
                 self.timed.remove(worker)
-        return sorted(silent, key=lambda worker: worker.index)
+        return sorted((worker for worker in silent if worker.job not in waited_for), key=lambda worker: worker.index)
 
     def silence(self, silent: list[Worker], name: str) -> RankTimeoutError:
         """The error of a call during which these workers ran out of time."""

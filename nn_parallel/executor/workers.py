@@ -19,7 +19,7 @@ from .transport import Link
 from .worker import CANCEL, FORGET, STACK_SIGNAL, STARTED, Order, Task
 
 CHUNKS_AT_A_TIME = 16
-STACK_WITHIN_S = 0.2  # for a worker to write its stack
+STACK_WITHIN_S = 0.5  # for a worker to write its stack, which takes a millisecond where it gets a core
 CANCEL_GRACE_S = 0.5  # for a cancelled task to end, then its process is killed
 END_GRACE_S = 2.0  # for an idle worker to exit
 QUICK_S = 0.001  # after a task that took less it is sent the next one ahead,
@@ -74,6 +74,11 @@ class Worker:
     def has_unfinished_line(self) -> bool:
         """Whether part of a line that it printed has been read and not copied yet."""
         return bool(self.output[0].unfinished or self.output[1].unfinished)
+
+    @property
+    def has_told(self) -> bool:
+        """Whether all of its stack is here, to the outermost frame or to where faulthandler stops."""
+        return self.stack.endswith((" in <module>\n", "  ...\n"))
 
     @property
     def takes_another(self) -> bool:
