@@ -23,7 +23,7 @@ from .errors import LaunchError, ParallelError
 from .executor import ParallelExecutor
 from .gpus import list_gpus
 from .launchers import detect_launch, is_loopback
-from .world import current_world
+from .world import membership
 
 TIMEOUT_S = 60.0
 OK, WARNING, FAILED = "ok", "warning", "failed"
@@ -55,7 +55,7 @@ class Report(NamedTuple):
         width = max(len(finding.part) for finding in self.findings)
         lines = []
         for status, part, text, advice in self.findings:
-            first, *more = text.splitlines()
+            first, *more = text.splitlines() or [""]
             lines.append(f"{status:<8} {part:<{width}}  {first}")
             lines += [" " * (width + 11) + line for line in (*more, *([f"-> {advice}"] if advice else []))]
         return "\n".join(lines)
@@ -76,7 +76,7 @@ def verify_ddp_setup() -> Report:
     launch = _launch()
     if launch.status == FAILED:
         return Report((launch,))
-    is_launched = current_world().launcher != "none"
+    is_launched = membership() is not None or detect_launch(os.environ) is not None
     own = [launch, *_software(), *_devices(), *_limits(), *_network()]
     if is_launched:
         return Report(tuple(_of_all_ranks(own)))

@@ -105,8 +105,8 @@ def _claim_device(member: Membership) -> str:
     """Why this rank cannot have its device: another one has taken it."""
     if (name := hardware_id(member.world.device)) is None:
         return ""
-    owner = int(member.store.compare_set(f"owner/{name}", "", str(member.rank)))
-    if owner == member.rank:
+    owner = member.store.compare_set(f"owner/{name}", "", str(member.rank)).decode(errors="replace")
+    if owner == str(member.rank):
         return ""
     return (
         f"Ranks {owner} and {member.rank} both have the device {name}, which the collectives cannot share. Show each "
@@ -120,8 +120,11 @@ def _device_table(member: Membership) -> str:
     shown = range(min(member.world_size, RANKS_SHOWN))
     rows = [("rank", "host", "device")]
     for rank in shown:
-        facts = json.loads(member.store.get(f"member/{rank}"))
-        rows.append((str(rank), facts["host_name"], facts["device"]))
+        told = "?", "?"
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # somebody else has written there
+            facts = json.loads(member.store.get(f"member/{rank}"))
+            told = str(facts["host_name"]), str(facts["device"])
+        rows.append((str(rank), *told))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     more = member.world_size - len(shown)

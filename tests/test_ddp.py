@@ -233,6 +233,19 @@ def test_a_rank_without_a_device_is_told_to_all() -> None:
         )
 
 
+def test_one_line_in_the_log_says_what_was_found() -> None:
+    """Who started the ranks, and from which variables that is known."""
+    code = "import logging, nn_parallel as n; logging.basicConfig(level=logging.INFO); n.initialize_ddp()"
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environ, capture_output=True, text=True, timeout=60
+    )
+    assert (
+        "INFO:nn_parallel:Rank 0 of 1 on cpu, started by env (WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT)."
+        in done.stderr.splitlines()
+    )
+
+
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_half_set_environments(env: Callable[..., None], monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     """What is set, what is missing and the command that sets it, from every door into a world."""

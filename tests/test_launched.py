@@ -186,6 +186,14 @@ def _check_world(folder: Path, launcher: str, *, virtual: bool = False) -> None:
     assert [path.name for path in folder.glob("*.first_of_node")] == ["0.first_of_node"]
 
 
+@pytest.mark.parametrize("start", [open_mpi, hydra, srun])
+def test_the_doctor_under_a_launcher(start: Start, cluster: dict[str, str], tmp_path: Path) -> None:
+    """All ranks take part, one of them prints, and all is well."""
+    printed = _run(start(2, ["-m", "nn_parallel", "doctor"]), _environ(**cluster), tmp_path)
+    assert printed.count("2 ranks in ") == 1
+    assert "rank 0 of 2, local rank 0 of 2, on node 0" in printed
+
+
 def test_a_batch_script_starts_a_step(cluster: dict[str, str], tmp_path: Path) -> None:
     """``srun`` inside the script is a launch; the script itself, and a step of one task, are alone."""
     alone = f"{PYTHON} -c 'from nn_parallel import initialize_ddp as i; print(i().launcher, i().world_size)'"
@@ -226,8 +234,8 @@ def test_two_steps_of_a_job_do_not_meet(cluster: dict[str, str], tmp_path: Path)
 def _on_two_nodes(
     nodes: namespaces.Nodes, folder: Path, script: list[str], environ: dict[str, str]
 ) -> list[subprocess.Popen[str]]:
-    """Torchrun on each, with two ranks."""
-    torchrun = [PYTHON, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    """Two ranks on each, by ``nn-parallel run``, which hands all these options on to torchrun."""
+    torchrun = [PYTHON, "-m", "nn_parallel", "run", "--nnodes=2", "--nproc-per-node=2"]
     torchrun += [f"--master-addr={namespaces.ADDRESSES[0]}", "--master-port=29511"]
     environ = environ | {"GLOO_SOCKET_IFNAME": namespaces.INTERFACE}
     return [

@@ -1,0 +1,112 @@
+"""The lines to rank 0 that tell of deaths on other nodes: here between parts of one process, by real connections."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nn_parallel.nodes import connect_nodes
+from nn_parallel.world import Membership, World
+
+HOST = "127.0.0.1"
+
+
+class Ranks:
+    """The store of three ranks, and those that have joined."""
+
+    def __init__(self) -> None:
+        listener = socket.create_server((HOST, 0))
+        port = listener.getsockname()[1]
+        self.store = dist.TCPStore(
+            HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self._members = list[Membership]()
+
+    def join(self, rank: int) -> Membership:
+        world = World(False, rank, rank, 3, torch.device("cpu"))
+        member = Membership(world, lambda: dist.PrefixStore("world", self.store), one_node=False)
+        self._members.append(member)
+        connect_nodes(member, HOST)
+        return member
+
+    def has(self, key: str) -> bool:
+        return self.store.check([f"world/{key}"])
+
+    def comes(self, key: str) -> bool:
+        deadline = time.monotonic() + 10
+        while not self.has(key) and time.monotonic() < deadline:
+            time.sleep(0.01)  # between two looks
+        return self.has(key)
+
+    def close(self) -> None:
+        for member in self._members:
+            member.on_leave.close()
+        self._members.clear()
+        del self.store
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    three = Ranks()
+    yield three
+    three.close()
+
+
+def _address(member: Membership) -> tuple[int, str]:
+    where = json.loads(member.store.get("switchboard"))
+    return where["port"], where["token"]
+
+
+def test_rank_0_tells_whom_it_has_lost(ranks: Ranks) -> None:
+    """The end of a rank's connection is known of that rank alone."""
+    _, one, two = ranks.join(0), ranks.join(1), ranks.join(2)
+    one.on_leave.close()
+    assert ranks.comes("gone/1")
+    assert not ranks.has("gone/2")
+    assert two.rank_0_is_gone is not None
+    assert not two.rank_0_is_gone()
+
+
+def test_the_others_see_the_end_of_rank_0(ranks: Ranks) -> None:
+    """It is their own connection that ends."""
+    zero, one = ranks.join(0), ranks.join(1)
+    assert one.rank_0_is_gone is not None
+    assert zero.rank_0_is_gone is not None
+    assert not one.rank_0_is_gone()
+    zero.on_leave.close()
+    assert one.rank_0_is_gone()
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [b"", b"x" * 1000, b"{wrong} 2\n", b"{token} 7\n", b"{token} x\n", b"{token}\n", b"\xff\xfe\n", b"\x80\x04N.\n"],
+)
+def test_what_others_connect_is_no_death(hello: bytes, ranks: Ranks) -> None:
+    """Only who has the token speaks for a rank of this world; and nothing that anybody sends disturbs the rest."""
+    zero, one = ranks.join(0), ranks.join(1)
+    port, token = _address(zero)
+    with socket.create_connection((HOST, port)) as stranger, contextlib.suppress(ConnectionResetError):
+        stranger.sendall(hello.replace(b"{token}", token.encode()).replace(b"{wrong}", b"0" * len(token)))
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.recv(1)  # until it is closed over there
+    one.on_leave.close()
+    assert ranks.comes("gone/1")
+    assert [rank for rank in (2, 7) if ranks.has(f"gone/{rank}")] == []
+
+
+@pytest.mark.parametrize("value", ["null", "", "[]", "{}", '{"port": "x", "token": 1}', "\udc80pickle"])
+def test_a_rank_without_a_line_goes_on(value: str, ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    """Where rank 0 has no switchboard, or somebody else has written there: a warning, and nobody counts as gone."""
+    ranks.store.set("world/switchboard", value.encode(errors="surrogateescape"))
+    with caplog.at_level(logging.WARNING, "nn_parallel"):
+        one = ranks.join(1)
+    assert one.rank_0_is_gone is None
+    assert "Rank 1 cannot tell whether ranks on other nodes live" in caplog.text
