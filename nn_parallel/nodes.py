@@ -16,6 +16,7 @@ import selectors
 import socket
 import threading
 
+from .errors import first_line
 from .sockets import end_if_unanswered
 from .world import Membership
 
@@ -33,7 +34,7 @@ def connect_nodes(member: Membership, host: str) -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:  # a firewall; a value that is not ours
         if member.rank == 0:
             member.store.set("switchboard", "null")
-        logger.warning("Rank %d cannot tell whether ranks on other nodes live: %s", member.rank, error)
+        logger.warning("Rank %d cannot tell whether ranks on other nodes live: %s", member.rank, first_line(error))
         return
     member.rank_0_is_gone = line.is_lost
     member.on_leave.callback(line.close)
