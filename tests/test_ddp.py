@@ -363,6 +363,7 @@ def test_the_death_of_the_rank_that_holds_the_store() -> None:
 
     def scenario() -> Any:
         initialize_ddp()
+        on_rank(1)(int)()  # it has left initialize_ddp too: from there on the store is needed by on_rank alone
 
         @on_rank(0)
         def die() -> None:

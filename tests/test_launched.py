@@ -190,7 +190,7 @@ def _check_world(folder: Path, launcher: str, *, virtual: bool = False) -> None:
 def test_the_doctor_under_a_launcher(start: Start, cluster: dict[str, str], tmp_path: Path) -> None:
     """All ranks take part, one of them prints, and all is well."""
     printed = _run(start(2, ["-m", "nn_parallel", "doctor"]), _environ(**cluster), tmp_path)
-    assert printed.count("2 ranks in ") == 1
+    assert printed.count("rendezvous   2 ranks in ") == 1
     assert "rank 0 of 2, local rank 0 of 2, on node 0" in printed
 
 
