@@ -93,7 +93,8 @@ def test_what_others_connect_is_no_death(hello: bytes, ranks: Ranks) -> None:
     """Only who has the token speaks for a rank of this world; and nothing that anybody sends disturbs the rest."""
     zero, one = ranks.join(0), ranks.join(1)
     port, token = _address(zero)
-    with socket.create_connection((HOST, port)) as stranger, contextlib.suppress(ConnectionResetError):
+    # Who has said too much is hung up on, which this side sees as a reset, or as an end before it has shut down itself.
+    with socket.create_connection((HOST, port)) as stranger, contextlib.suppress(OSError):
         stranger.sendall(hello.replace(b"{token}", token.encode()).replace(b"{wrong}", b"0" * len(token)))
         stranger.shutdown(socket.SHUT_WR)
         stranger.recv(1)  # until it is closed over there
