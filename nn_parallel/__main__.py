@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from .devices import accelerators, cpu_count
+from .devices import accelerators, as_table, cpu_count
 from .doctor import verify_ddp_setup
 from .errors import LaunchError
 from .gpus import GPU, list_gpus, parse_gpu_selection, select_gpus
@@ -125,10 +125,7 @@ def _table(gpus: list[GPU]) -> str:
         rows.append(["-" if known[name] is None else str(known[name]) for name in COLUMNS.values()])
         if not gpu.is_visible:
             rows[-1][-1] += " (hidden)"
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return as_table(rows)
 
 
 if __name__ == "__main__":

@@ -126,6 +126,14 @@ def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
     return found[local_rank]
 
 
+def as_table(rows: Sequence[Sequence[str]]) -> str:
+    """Lines in which the columns stand below each other, for a person to read."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
 def cpu_count() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

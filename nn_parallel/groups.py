@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .errors import LaunchError, first_line
 from .rendezvous import meet, raise_if_interrupted
-from .sockets import bottom, connected_since, is_listening, open_sockets
+from .sockets import bottom, connected_since, duplicate, open_sockets
 from .world import Membership, stop_lingering
 
 
@@ -88,21 +88,16 @@ def abort_collectives(member: Membership) -> None:
     sockets = member.group_sockets or member.group_store_sockets
     for fd in list(sockets):
         inode = sockets.pop(fd, None)  # None: another thread has taken it
-        with contextlib.suppress(OSError):
-            connection = socket.socket(fileno=os.dup(fd))
-            if os.fstat(connection.fileno()).st_ino != inode or is_listening(connection):
-                connection.close()
-            else:
-                member.lingering.append(connection)  # first: it is closed in the end, also if it is no longer connected
+        if (connection := duplicate(fd, inode)) is not None:
+            member.lingering.append(connection)  # first: it is closed in the end, also if it is no longer connected
+            with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RD)
 
 
 def _group_store(member: Membership) -> dist.Store:
     """A connection to the store of its own, kept for the next group: ended, it frees a rank that makes a group."""
     if member.group_store is None or not member.group_store_sockets:
-        before = open_sockets()
-        member.group_store = member.clone_store()
-        member.group_store_sockets = connected_since(before, member.store)
+        member.group_store, member.group_store_sockets = member.clone_store()
     return member.group_store
 
 

@@ -66,7 +66,8 @@ class Switchboard:
 
     def __init__(self, member: Membership, host: str) -> None:
         self._world_size, self._within_s = member.world_size, member.gone_after_s
-        self._store, self._token = member.clone_store(), secrets.token_hex(16)
+        self._store, _ = member.clone_store()
+        self._token = secrets.token_hex(16)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, backlog=member.world_size)
         self._woken, self._wake = socket.socketpair()

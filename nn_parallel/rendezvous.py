@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .devices import hardware_id
+from .devices import as_table, hardware_id
 from .errors import LaunchError, first_line
 from .launchers import Launch, is_loopback
 from .nodes import connect_nodes
@@ -125,10 +125,8 @@ def _device_table(member: Membership) -> str:
             facts = json.loads(member.store.get(f"member/{rank}"))
             told = str(facts["host_name"]), str(facts["device"])
         rows.append((str(rank), *told))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     more = member.world_size - len(shown)
-    return "\n".join([*lines, *([f"... and {more} more"] if more else [])])
+    return as_table(rows) + (f"\n... and {more} more" if more else "")
 
 
 def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:

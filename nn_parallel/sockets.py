@@ -38,16 +38,19 @@ def connected_since(before: dict[int, int], store: dist.Store) -> dict[int, int]
 def still_open(sockets: dict[int, int]) -> Iterator[socket.socket]:
     """Those that are still the same connections, each as a duplicate for the caller to close."""
     for fd, inode in list(sockets.items()):
-        with contextlib.suppress(OSError):
-            connection = socket.socket(fileno=os.dup(fd))
-            if os.fstat(connection.fileno()).st_ino == inode and not is_listening(connection):
-                yield connection
-            else:
-                connection.close()
+        if (connection := duplicate(fd, inode)) is not None:
+            yield connection
 
 
-def is_listening(connection: socket.socket) -> bool:
-    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+def duplicate(fd: int, inode: int | None) -> socket.socket | None:
+    """The connection ``fd``, for the caller to close; None if it is another file by now, or a socket that listens."""
+    with contextlib.suppress(OSError):
+        connection = socket.socket(fileno=os.dup(fd))
+        is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if os.fstat(connection.fileno()).st_ino == inode and not is_listening:
+            return connection
+        connection.close()
+    return None
 
 
 def end_if_unanswered(connection: socket.socket, within_s: float) -> None:

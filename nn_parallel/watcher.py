@@ -50,7 +50,8 @@ class Watcher:
 
     def __init__(self, member: Membership) -> None:
         self._member = member
-        self._peers = Peers(member, member.clone_store())
+        store, _ = member.clone_store()
+        self._peers = Peers(member, store)
         self._entered: list[Watched] = []  # the innermost last
         self._changed = threading.Condition()
         self._stopped = False

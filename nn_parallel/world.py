@@ -130,12 +130,13 @@ class Membership:
         store.set(f"member/{self.rank}", json.dumps(facts))
         return store
 
-    def clone_store(self) -> dist.Store:
-        """The store by another connection: one serves one request at a time."""
-        before = open_sockets()
-        clone: dist.Store = self.store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        self.end_if_unanswered(connected_since(before, clone))
-        return clone
+    def clone_store(self) -> tuple[dist.Store, dict[int, int]]:
+        """The store by another connection, as one serves one request at a time; and that connection."""
+        store, before = self.store, open_sockets()
+        clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+        connection = connected_since(before, store)
+        self.end_if_unanswered(connection)
+        return clone, connection
 
     def end_if_unanswered(self, sockets: dict[int, int]) -> None:
         """Have connections to other nodes end when those are out of reach, not when TCP gives up, a quarter later."""
