@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
 import signal
 import subprocess
 import sys
+import termios
 import time
 import uuid
 from collections.abc import Iterator
@@ -139,6 +141,39 @@ def test_ctrl_c_reaches_the_script_alone(tmp_path: Path, phase: str) -> None:
         assert set(printed) <= {"ready", "interrupted", ""}
         assert "interrupted" in printed
         assert_gone(mark)
+
+
+TERMINAL = """
+import os
+from nn_parallel import ParallelExecutor
+
+def ask(device):
+    assert os.getsid(0) == parents_session
+    with open("/dev/tty") as terminal:
+        return terminal.readline()
+
+parents_session = os.getsid(0)
+with ParallelExecutor(num_workers=1, devices="cpu", timeout=20) as ex:
+    print(repr(ex.submit(ask).exception()), flush=True)
+"""
+
+
+def test_a_worker_that_asks_the_terminal_gets_an_error() -> None:
+    """It is in the background of the script's session, where reading the terminal would stop it for good."""
+    here, there = os.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", TERMINAL],
+            stdin=there,
+            capture_output=True,
+            timeout=40,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(there, termios.TIOCSCTTY, 0),
+        )
+    finally:
+        os.close(here)
+        os.close(there)
+    assert done.stdout == b"OSError(5, 'Input/output error')\n", done.stderr
 
 
 def test_in_a_notebook() -> None:

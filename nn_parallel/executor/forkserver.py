@@ -3,9 +3,12 @@
 One per program, started for the first pool and kept for the next ones. It runs no tensor operation (a forked OpenMP
 pool hangs) and never looks for a GPU, so a fork of it is as good as a fresh process.
 
-Whatever its workers start ends with it: it leads a session of its own, is the subreaper of all its descendants, puts
-each worker into a process group of its own, and watches the parent through a pidfd. A pipe would not do: anyone who has
-forked keeps its other end open.
+Whatever its workers start ends with it: it is the subreaper of all its descendants, puts each worker into a process
+group of its own, and watches the parent through a pidfd. A pipe would not do: anyone who has forked keeps its other end
+open.
+
+It stays in the parent's session. Linux shares the cores between sessions first (autogroup): with workers in another one,
+a supervisor that had something to do was left without a core for more than a second, beside two busy programs.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ def serve(control_fd: int, parent_pid: int, parent: int) -> None:
 
     ``parent`` is a pidfd of it.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTTIN, signal.SIGTTOU):  # in the background, a terminal would stop workers
+        signal.signal(number, signal.SIG_IGN)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent_pid:
         return

@@ -56,7 +56,7 @@ class _ForkServer:
             [sys.executable, *flags, boot.__file__, *arguments],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,
+            process_group=0,  # so that Ctrl-C is the parent's alone
         )
         theirs.close()
 
