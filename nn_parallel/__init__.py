@@ -15,8 +15,10 @@ The files, from the bottom up; each knows only those above it in this list::
     watcher                 free this rank from what cannot come to an end
     sections, outcomes      calls of all ranks: post and await their outcomes through the store; blocks of such calls
     channels                the one of this process
-    collectives             collectives on objects
+    collectives             reduce_metrics, any_rank, all_gather_object, ...
     on_rank                 code for one rank
+    training, loaders, logs the model, the data and the log lines of each rank
+    checkpoint, profiling   save_checkpoint, load_checkpoint; profile_ranks
     executor                ParallelExecutor:
         segments, transport             memory files for what is large; messages
         fingerprints, packing           whether a function is still the same; what is sent, and what workers keep
@@ -31,6 +33,8 @@ The files, from the bottom up; each knows only those above it in this list::
 Importing it starts nothing: no process, no thread, no GPU.
 """
 
+from .checkpoint import load_checkpoint, save_checkpoint
+from .collectives import all_gather_object, all_gather_tensor, all_ranks, any_rank, reduce_metrics
 from .ddp import cleanup_ddp, initialize_ddp, should_use_distributed
 from .devices import resolve_device
 from .doctor import Report, verify_ddp_setup
@@ -46,8 +50,12 @@ from .errors import (
 )
 from .executor import ParallelExecutor
 from .gpus import GPU, list_gpus, parse_gpu_selection, select_gpus
+from .loaders import prepare_dataloader
+from .logs import setup_logging
 from .on_rank import on_local_rank, on_rank, rank_first
 from .parallelize import parallel_on_all_devices, parallelize_on_gpus
+from .profiling import profile_ranks
+from .training import accumulate, average_parameters, prepare_model, seed_everything, unwrap_model
 from .world import World, current_world
 
 __all__ = [
@@ -63,18 +71,33 @@ __all__ = [
     "TransferError",
     "WorkerDiedError",
     "World",
+    "accumulate",
+    "all_gather_object",
+    "all_gather_tensor",
+    "all_ranks",
+    "any_rank",
+    "average_parameters",
     "cleanup_ddp",
     "current_world",
     "initialize_ddp",
     "list_gpus",
+    "load_checkpoint",
     "on_local_rank",
     "on_rank",
     "parallel_on_all_devices",
     "parallelize_on_gpus",
     "parse_gpu_selection",
+    "prepare_dataloader",
+    "prepare_model",
+    "profile_ranks",
     "rank_first",
+    "reduce_metrics",
     "resolve_device",
+    "save_checkpoint",
+    "seed_everything",
     "select_gpus",
+    "setup_logging",
     "should_use_distributed",
+    "unwrap_model",
     "verify_ddp_setup",
 ]

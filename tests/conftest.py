@@ -49,6 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 SETTLE_WITHIN_S = 5.0
+SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # the latter with torch's first optimizer
 LASTING = ("world", "pools", "shared_ranks", "two", "three", "cluster")  # fixtures that outlive a test
 
 
@@ -132,7 +133,7 @@ def _state() -> dict[str, object]:
     return {
         "children": _children() - {servers.fork_server_pid()},
         "files": Counter(_open_files()),
-        "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "environment": {name: value for name, value in os.environ.items() if name not in SET_BY_OTHERS},
         "/dev/shm": sorted(os.listdir("/dev/shm")),
         "threads": sorted(thread.name for thread in threading.enumerate()),
     }

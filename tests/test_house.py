@@ -31,6 +31,8 @@ LAYERS = [
     {"channels"},
     {"collectives"},
     {"on_rank"},
+    {"training", "loaders", "logs"},
+    {"checkpoint", "profiling"},
     {"executor.segments", "executor.fingerprints", "executor.poller", "executor.evidence"},
     {"executor.transport"},
     {"executor.worker"},

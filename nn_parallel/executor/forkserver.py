@@ -7,8 +7,8 @@ Whatever its workers start ends with it: it is the subreaper of all its descenda
 group of its own, and watches the parent through a pidfd. A pipe would not do: anyone who has forked keeps its other end
 open.
 
-It stays in the parent's session. Linux shares the cores between sessions first (autogroup): with workers in another one,
-a supervisor that had something to do was left without a core for more than a second, beside two busy programs.
+It stays in the parent's session. Linux shares the cores between sessions first (autogroup): with workers in another
+one, a supervisor that had something to do was left without a core for more than a second beside two busy programs.
 """
 
 from __future__ import annotations

@@ -1,0 +1,243 @@
+"""An existing training loop on every rank: the model, its gradients in parts, seeds, averages.
+
+Each of these is a thin use of what torch has, and the plain thing where there is one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import random
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from .collectives import weighted_mean
+from .ddp import initialize_ddp, join_launched_world
+from .world import current_world
+
+STRATEGIES = ("ddp", "fsdp", "dp", "none")
+COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
+logger = logging.getLogger("nn_parallel")
+
+
+def prepare_model(
+    model: nn.Module,
+    *,
+    strategy: str = "ddp",
+    sync_batchnorm: bool = False,
+    compression: str | None = None,
+    **ddp_options: Any,
+) -> nn.Module:
+    """Move ``model`` to this rank's device and have its gradients averaged over the ranks. Alone, just move it.
+
+    Args:
+        strategy: ``"ddp"``: a copy on each rank, as `DistributedDataParallel`. ``"fsdp"``: each rank holds a part of
+            every parameter, as `fully_shard`, each repeated block of the model a unit of its own. ``"dp"``: one
+            process for all its accelerators, as `nn.DataParallel`. ``"none"``: moved, not wrapped.
+        sync_batchnorm: normalise over the batches of all ranks; on accelerators only, as torch's `SyncBatchNorm`.
+        compression: of the gradients on their way, ``"fp16"``, ``"bf16"`` or ``"powersgd"``, by torch's hooks for DDP.
+        ddp_options: for `DistributedDataParallel`, as ``find_unused_parameters=True``.
+
+    Returns:
+        The model to call; `unwrap_model` gives the one inside. One with nothing to train is moved, and its parameters
+        and buffers become those of rank 0.
+
+    Raises:
+        ValueError: there is no such strategy or compression, or they do not go together.
+
+    Example::
+
+        model = prepare_model(nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # made after it: "fsdp" replaces the parameters
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r} is none of {', '.join(STRATEGIES)}.")
+    if compression not in COMPRESSIONS:
+        raise ValueError(f"compression={compression!r} is none of fp16, bf16, powersgd.")
+    if strategy != "ddp" and (compression or ddp_options):
+        options = ", ".join([*ddp_options, *["compression"] * bool(compression)])
+        raise ValueError(f"{options}: for strategy='ddp', not for strategy={strategy!r}.")
+    world = initialize_ddp()
+    if strategy == "dp" and world.world_size > 1:
+        raise ValueError(f"strategy='dp' is for one process, and there are {world.world_size} ranks: use 'ddp'.")
+    if sync_batchnorm and world.world_size > 1:
+        if world.device.type == "cpu":
+            logger.info("sync_batchnorm: torch has none on the CPU, so each rank normalises over its own batch.")
+        else:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    model = model.to(world.device)
+    if strategy == "dp":
+        return DataParallel(model)
+    if strategy == "none" or world.world_size == 1:
+        return model
+    if strategy == "fsdp":
+        return _shard(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            dist.broadcast(tensor.data, src=0)
+        return model
+    device_ids = None if world.device.type == "cpu" else [world.device.index]
+    wrapped = DistributedDataParallel(model, **({"device_ids": device_ids} | ddp_options))
+    if compression is not None:
+        _compress(wrapped, compression)
+    return wrapped
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """The model itself, without DDP, DataParallel or ``torch.compile`` around it.
+
+    Example::
+
+        torch.save(unwrap_model(model).state_dict(), "model.pt")
+    """
+    while True:
+        if isinstance(model, DistributedDataParallel | DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module, step: int, every: int, *, last: bool = False) -> Iterator[bool]:
+    """Around forward and backward of micro-step ``step`` (from 0): gradients are sent once in ``every`` of them.
+
+    They add up, so divide each loss by the number of micro-steps: ``every``, or those that are left at the end of an
+    epoch.
+
+    Args:
+        last: this is the last micro-step of the epoch; the gradients are sent, however few came together.
+
+    Yields:
+        Whether they are sent with this one: after the block the optimizer makes its step.
+
+    Raises:
+        ValueError: ``every`` is below one.
+
+    Example::
+
+        for step, (x, y) in enumerate(loader):
+            with accumulate(model, step, every=4, last=step == len(loader) - 1) as complete:
+                (loss_fn(model(x), y) / 4).backward()
+            if complete:
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    if every < 1:
+        raise ValueError(f"every={every} must be at least 1.")
+    complete = last or (step + 1) % every == 0
+    with contextlib.ExitStack() as held_back:
+        if isinstance(model, DistributedDataParallel) and not complete:
+            held_back.enter_context(model.no_sync())
+        elif set_sync := getattr(model, "set_requires_gradient_sync", None):  # of a model that `fully_shard` has made
+            set_sync(complete)
+        yield complete
+
+
+def seed_everything(seed: int, *, per_rank: bool = True) -> int:
+    """Seed the random numbers of Python, NumPy and torch on every device, with another seed on every rank.
+
+    The workers of a `DataLoader` take theirs from torch's, so they differ too.
+
+    Args:
+        per_rank: add the rank, so that augmentation and dropout differ. The models are alike nevertheless: DDP sends
+            the parameters of rank 0 to all.
+
+    Returns:
+        The seed of this rank.
+
+    Example::
+
+        seed_everything(0)  # 0 on rank 0, 1 on rank 1
+    """
+    join_launched_world()
+    if per_rank:
+        seed += current_world().rank
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+    return seed
+
+
+def average_parameters(model: nn.Module, *, weight: float = 1.0, group: dist.ProcessGroup | None = None) -> None:
+    """Replace the parameters and buffers of ``model``, in place, by their averages over the ranks.
+
+    For ranks that train for themselves for a while, as clients do (federated averaging, McMahan et al., 2017) or in
+    local SGD.
+
+    Args:
+        weight: how much this rank counts, as the number of its samples; one of weight 0 only receives.
+        group: the ranks that take part; all if None.
+
+    Raises:
+        ValueError: on every rank: the models differ in shape, the weights add up to nothing, or one is no number.
+
+    Example::
+
+        for _ in range(local_steps):
+            train_step(model)
+        average_parameters(model, weight=len(my_samples))
+    """
+    inner = unwrap_model(model)
+    tensors = list(itertools.chain(inner.parameters(), inner.buffers()))
+    layout = repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
+    size = sum(tensor.numel() for tensor in tensors)
+    about = f"average_parameters of {size} numbers in {len(tensors)} tensors ({zlib.crc32(layout.encode()):08x})"
+    _, total = weighted_mean([], weight, about, "", group)
+    if current_world().world_size == 1:
+        return
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for (dtype, _), alike in kinds.items():
+        exact = dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
+        flat = torch.cat([tensor.flatten() for tensor in alike]).to(exact if dtype.is_floating_point else torch.float64)
+        flat = flat * (weight / total) if weight else torch.zeros_like(flat)  # 0 * NaN would be NaN
+        dist.all_reduce(flat, group=group)
+        if not dtype.is_floating_point and not dtype.is_complex:
+            flat = flat.round()
+        for tensor, mean in zip(alike, torch.split(flat, [tensor.numel() for tensor in alike]), strict=True):
+            tensor.copy_(mean.view_as(tensor))
+
+
+def _compress(model: DistributedDataParallel, compression: str) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if compression == "powersgd":
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)  # the least that torch allows with warm starts
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    else:
+        hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+        model.register_comm_hook(None, hooks[compression])
+
+
+def _shard(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in _repeated_blocks(model):
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules with parts of their own of which a container holds several of the same class."""
+    children = list(module.children())
+    is_container = isinstance(module, nn.ModuleList | nn.Sequential)
+    kinds = Counter(type(child) for child in children)
+    for child in children:
+        if is_container and kinds[type(child)] > 1 and any(child.children()):
+            yield child
+        else:
+            yield from _repeated_blocks(child)

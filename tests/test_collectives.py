@@ -1,0 +1,275 @@
+"""Metrics, flags, objects and tensors of all ranks: exact, in one message, an error on every rank where they differ."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import World
+
+from nn_parallel import (
+    TransferError,
+    all_gather_object,
+    all_gather_tensor,
+    all_ranks,
+    any_rank,
+    current_world,
+    initialize_ddp,
+    reduce_metrics,
+)
+from nn_parallel.collectives import SLOTS
+
+
+def rank_and_size() -> tuple[int, int]:
+    world = initialize_ddp()
+    return world.rank, world.world_size
+
+
+def alike(results: list[Any]) -> Any:
+    """What every rank gave, which must be the same."""
+    assert all(result == results[0] for result in results), results
+    return results[0]
+
+
+def test_metrics_over_an_uneven_split_equal_those_of_one_process(world: World) -> None:
+    """Weighted by real counts, the means are those of all samples to 1e-12; counts are exact."""
+    samples = torch.randn(37, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def scenario() -> Any:
+        rank, n = rank_and_size()
+        bounds = [0, 30, 37] if n == 2 else [0, 3, 30, 37]
+        mine = samples[bounds[rank] : bounds[rank + 1]]
+        means = {"loss": mine.mean(), "square": mine.square().mean().item()}
+        return (
+            reduce_metrics(means, weight=len(mine)),
+            reduce_metrics({"positive": (mine > 0).sum(), "of": len(mine)}, op="sum"),
+            reduce_metrics({"largest": mine.max(), "least": -mine.min()}, op="max"),
+            reduce_metrics({"least": mine.min(), "count": len(mine)}, op="min"),
+        )
+
+    means, counts, largest, least = alike(world.run(scenario))
+    assert list(means) == ["loss", "square"]
+    assert means["loss"] == pytest.approx(samples.mean().item(), abs=1e-12)
+    assert means["square"] == pytest.approx(samples.square().mean().item(), abs=1e-12)
+    assert counts == {"positive": int((samples > 0).sum()), "of": 37}
+    assert all(type(count) is int for count in counts.values())
+    assert largest == {"largest": samples.max().item(), "least": -samples.min().item()}
+    assert least["least"] == samples.min().item()
+    assert least["count"] in (3, 7)
+    assert type(least["count"]) is int
+
+
+def test_metrics_are_one_all_reduce(world: World) -> None:
+    """However many there are, up to what the first message holds; two beyond that, and the values are right."""
+
+    def scenario() -> Any:
+        rank_and_size()
+        calls = []
+        all_reduce = dist.all_reduce
+        dist.all_reduce = lambda tensor, *args, **kwargs: (
+            calls.append(len(tensor)) or all_reduce(tensor, *args, **kwargs)
+        )
+        try:
+            few = reduce_metrics({f"m{i}": i for i in range(20)})
+            count = len(calls)
+            many = reduce_metrics({f"m{i}": i for i in range(100)}, op="sum")
+        finally:
+            dist.all_reduce = all_reduce
+        return few, count, many, len(calls), calls[0]
+
+    few, count, many, calls, slots = alike(world.run(scenario))
+    n = len(world.run(rank_and_size))
+    assert (count, calls, slots) == (1, 3, SLOTS)
+    assert few == {f"m{i}": float(i) for i in range(20)}
+    assert many == {f"m{i}": i * n for i in range(100)}
+
+
+def test_nan_on_one_rank_is_nan_on_all_but_for_a_rank_that_counts_nothing(world: World) -> None:
+    """NaN is not lost, whichever way the metrics are reduced; a rank without samples has no mean, and spoils none."""
+
+    def scenario() -> Any:
+        rank, n = rank_and_size()
+        value = math.nan if rank == n - 1 else 1.0
+        nans = [reduce_metrics({"x": value, "y": 2.0}, op=op) for op in ("mean", "sum", "max", "min")]
+        return [(math.isnan(m["x"]), m["y"]) for m in nans], reduce_metrics({"x": value}, weight=int(rank < n - 1))
+
+    results = world.run(scenario)
+    n = len(results)
+    told, spared = alike(results)
+    assert told == [(True, 2.0), (True, 2.0 * n), (True, 2.0), (True, 2.0)]
+    assert spared == {"x": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda rank: ({"loss" if rank else "accuracy": 1.0}, {}), "rank 1: reduce_metrics(op='mean') of loss"),
+        (lambda rank: ({f"m{i}": 1 for i in range(3 + 90 * rank)}, {}), "The ranks do not mean the same"),
+        (lambda rank: ({"loss": "high" if rank else 1.0}, {}), "the metric 'loss' is 'high', not one number on rank 1"),
+        (lambda rank: ({"loss": torch.ones(1 + rank)}, {}), "a tensor of shape (2,), not one number on rank 1"),
+        (lambda rank: ({"n": 2**53 + rank}, {"op": "sum"}), "beyond 2**53"),
+        (lambda rank: ({"n": 2**53}, {"op": "sum"}), "The sum of 'n' is beyond 2**53"),
+        (lambda rank: ({"loss": 1.0}, {"weight": -rank}), "weight=-1 is not a number from 0 up on rank 1"),
+        (lambda rank: ({"loss": 1.0}, {"weight": math.nan if rank else 1}), "weight=nan is not a number"),
+        (lambda rank: ({"loss": 1.0}, {"weight": 0}), "the weights of all ranks are 0"),
+        (lambda rank: ({"loss": 1.0}, {"op": "median"}), "op='median' is none of mean, sum, max, min"),
+        (lambda rank: ({"loss": 1.0}, {"op": "sum", "weight": 2}), "weight=2 is for op='mean'"),
+        (lambda rank: ({"loss": 1.0}, {"op": ("mean", "max")[rank]} if rank < 2 else {}), "do not mean the same"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_metrics_that_cannot_be_reduced_are_an_error_on_every_rank(make: Any, words: str) -> None:
+    """Whatever is wrong on one rank, all of them raise, with the cause and the rank, and can go on."""
+    from nn_parallel import ParallelExecutor
+
+    def scenario() -> tuple[str, float]:
+        rank, _ = rank_and_size()
+        metrics, options = make(rank)
+        try:
+            reduce_metrics(metrics, **options)
+        except ValueError as error:
+            return str(error), reduce_metrics({"x": rank})["x"]
+        return "no error", 0.0
+
+    with ParallelExecutor(num_workers=2, devices="cpu") as ex:
+        for told, mean in ex.run(scenario):
+            assert words in told
+            assert mean == 0.5
+
+
+def test_flags_are_decided_together(world: World) -> None:
+    """One rank is enough for `any_rank`, and one is enough against `all_ranks`."""
+
+    def scenario() -> Any:
+        rank, n = rank_and_size()
+        return any_rank(rank == n - 1), any_rank(False), all_ranks(rank > 0), all_ranks("yes")
+
+    assert alike(world.run(scenario)) == (True, False, False, True)
+
+
+def test_objects_are_gathered_in_rank_order(world: World) -> None:
+    """Whatever can be sent, lambdas and large tensors too."""
+
+    def scenario() -> Any:
+        rank, _ = rank_and_size()
+        gathered = all_gather_object({"rank": rank, "f": lambda: rank, "x": torch.full((20_000,), rank)})
+        return [(each["rank"], each["f"](), int(each["x"].sum())) for each in gathered]
+
+    results = world.run(scenario)
+    assert alike(results) == [(rank, rank, 20_000 * rank) for rank in range(len(results))]
+
+
+def test_an_object_that_cannot_be_sent_is_an_error_on_every_rank(world: World) -> None:
+    """The ranks whose objects are good do not wait for the one whose is not."""
+
+    def scenario() -> Any:
+        rank, n = rank_and_size()
+        try:
+            all_gather_object({"lock": threading.Lock()} if rank == n - 1 else {})
+        except TransferError as error:
+            return str(error), all_gather_object(rank)
+        return None
+
+    results = world.run(scenario)
+    told, after = alike(results)
+    assert f"Rank {len(results) - 1}: " in told
+    assert "'lock'" in told
+    assert after == list(range(len(results)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16, torch.int64, torch.complex64])
+def test_tensors_of_uneven_length_are_concatenated(world: World, dtype: torch.dtype) -> None:
+    """Each row once and nothing padded, also where a rank has none, for every kind of number."""
+
+    def scenario() -> Any:
+        rank, _ = rank_and_size()
+        mine = torch.full((3 * rank, 2), rank).to(dtype)
+        gathered = all_gather_tensor(mine.requires_grad_(dtype.is_floating_point))
+        return gathered.dtype, gathered.requires_grad, gathered.to(torch.complex64).real.int().tolist()
+
+    results = world.run(scenario)
+    kind, needs_grad, rows = alike(results)
+    assert (kind, needs_grad) == (dtype, False)
+    wanted = torch.cat([torch.full((3 * rank, 2), rank).to(dtype) for rank in range(len(results))])
+    assert rows == wanted.to(torch.complex64).real.int().tolist()
+
+
+def test_numbers_and_strided_tensors_are_gathered(world: World) -> None:
+    """A tensor without dimensions is one row; a transposed one comes out as it reads."""
+
+    def scenario() -> Any:
+        rank, _ = rank_and_size()
+        return all_gather_tensor(torch.tensor(rank)).tolist(), all_gather_tensor(torch.arange(6).view(2, 3).T).tolist()
+
+    results = world.run(scenario)
+    numbers, rows = alike(results)
+    assert numbers == list(range(len(results)))
+    assert rows == torch.arange(6).view(2, 3).T.tolist() * len(results)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda rank: torch.ones(2, 2 + rank),
+            "may differ between the ranks, but they are (2, 2) of torch.float32 on rank 0",
+        ),
+        (lambda rank: torch.ones(2, dtype=(torch.int32, torch.float32)[rank > 0]), "torch.int32 on rank 0"),
+        (lambda rank: torch.ones(1) if rank else [1.0], "a list on rank 0"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_an_error_on_every_rank(world: World, make: Any, words: str) -> None:
+    """Their shapes are compared first; the message shows them."""
+
+    def scenario() -> Any:
+        rank, _ = rank_and_size()
+        try:
+            all_gather_tensor(make(rank))
+        except ValueError as error:
+            return str(error), any_rank(rank)
+        return None
+
+    told, after = alike(world.run(scenario))
+    assert words in told
+    assert after
+
+
+def test_groups_take_part_alone(world: World) -> None:
+    """With ``group`` only its ranks call, and only theirs is what comes out."""
+
+    def scenario() -> Any:
+        rank, n = rank_and_size()
+        group = dist.new_group([n - 2, n - 1])
+        try:
+            if rank < n - 2:
+                return None
+            return (
+                reduce_metrics({"x": rank}, op="sum", group=group),
+                all_gather_object(rank, group),
+                all_gather_tensor(torch.tensor([rank]), group).tolist(),
+            )
+        finally:
+            dist.destroy_process_group(group)
+
+    results = [result for result in world.run(scenario) if result is not None]
+    n = len(world.run(rank_and_size))
+    assert alike(results) == ({"x": 2 * n - 3}, [n - 2, n - 1], [n - 2, n - 1])
+
+
+def test_alone_they_are_the_plain_thing() -> None:
+    """No group is made, and the answers are those of a world of one."""
+    assert reduce_metrics({"loss": torch.tensor(0.5), "n": 3}, weight=7) == {"loss": 0.5, "n": 3.0}
+    assert reduce_metrics({"n": 3}, op="sum") == {"n": 3}
+    assert any_rank(1) is True
+    assert all_ranks(0) is False
+    sent = object()
+    assert all_gather_object(sent) == [sent]
+    assert all_gather_tensor(torch.tensor(2.0)).tolist() == [2.0]
+    assert not dist.is_initialized()
+    assert current_world().world_size == 1
+    with pytest.raises(ValueError, match="the metric 'x' is None"):
+        reduce_metrics({"x": None})  # type: ignore[dict-item]

@@ -1,0 +1,293 @@
+"""`prepare_dataloader`: each sample on one rank, alike for any number of ranks, with every option of the loader."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import World
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from nn_parallel import current_world, initialize_ddp, prepare_dataloader, seed_everything
+from nn_parallel.loaders import RankSampler
+
+
+def numbers(n: int) -> TensorDataset:
+    return TensorDataset(torch.arange(n))
+
+
+def drawn(loader: DataLoader[Any]) -> list[list[int]]:
+    """The batches of one epoch."""
+    return [x.tolist() for (x,) in loader]
+
+
+def parts(source: Any, world_size: int, **options: Any) -> list[list[Any]]:
+    """What the samplers of all ranks draw in one epoch, which is as much as they say."""
+    samplers = [RankSampler(source, rank, world_size, **options) for rank in range(world_size)]
+    shares = [list(sampler) for sampler in samplers]
+    assert [len(sampler) for sampler in samplers] == [len(share) for share in shares]
+    return shares
+
+
+class Shuffled(Sampler[int]):
+    """A sampler of the user's own, with random numbers from everywhere."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self._n))
+        random.shuffle(order)
+        np.random.shuffle(order)
+        return iter([order[i] for i in torch.randperm(self._n)])
+
+    def __len__(self) -> int:
+        return self._n
+
+
+SAMPLERS: list[Callable[[int], Any]] = [
+    lambda n: range(n),
+    Shuffled,
+    lambda n: torch.utils.data.RandomSampler(range(n), generator=torch.Generator()),
+]
+
+
+@given(n=st.integers(0, 40), world_size=st.integers(1, 9), kind=st.sampled_from(SAMPLERS), seed=st.integers(0, 3))
+def test_without_padding_each_sample_is_drawn_exactly_once(
+    n: int, world_size: int, kind: Callable[[int], Any], seed: int
+) -> None:
+    """At any world size, whatever the sampler draws its random numbers from."""
+    shares = parts(kind(n) if n else range(0), world_size, seed=seed, pad=False, drop=False)
+    assert sorted(itertools.chain(*shares)) == list(range(n))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@given(n=st.integers(0, 40), world_size=st.integers(1, 9), drop=st.booleans())
+def test_with_padding_all_ranks_draw_equally_many(n: int, world_size: int, drop: bool) -> None:
+    """As few samples as possible come twice, or are left out."""
+    shares = parts(range(n), world_size, seed=0, pad=not drop, drop=drop)
+    assert len(set(map(len, shares))) == 1
+    everything = list(itertools.chain(*shares))
+    if drop:
+        assert len(everything) == len(set(everything)) == n // world_size * world_size
+    else:
+        assert set(everything) == set(range(n))
+        assert len(everything) - n < world_size
+
+
+def test_the_order_is_that_of_one_rank_shared_out(world: World) -> None:
+    """Batch k of all ranks together is batch k of one rank with the whole batch, and each epoch has another order."""
+
+    def scenario() -> Any:
+        n = initialize_ddp().world_size
+        seed_everything(5)
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        loader = prepare_dataloader(DataLoader(numbers(24), batch_size=12 // n, shuffle=True), seed=1)
+        next(iter(loader.sampler))
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+        assert torch.equal(torch.get_rng_state(), before[0])  # what the ranks draw for themselves is not disturbed
+        loader.sampler.set_epoch(0)
+        return [drawn(loader) for _ in range(2)], len(loader)
+
+    results = world.run(scenario)
+    alone = prepare_dataloader(DataLoader(numbers(24), batch_size=12, shuffle=True), seed=1)
+    epochs = [[sorted(batch) for batch in drawn(alone)] for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    for epoch in range(2):
+        together = [sorted(itertools.chain(*(r[0][epoch][k] for r in results))) for k in range(2)]
+        assert together == epochs[epoch]
+    assert {length for _, length in results} == {2}
+
+
+def test_an_epoch_can_be_gone_back_to() -> None:
+    """`set_epoch` and the sampler's state give the order of that epoch again; the next one follows by itself."""
+    loader = prepare_dataloader(DataLoader(numbers(20), batch_size=5, shuffle=True))
+    first, second, state, third = drawn(loader), drawn(loader), loader.sampler.state_dict(), drawn(loader)
+    loader.sampler.set_epoch(0)
+    assert [drawn(loader), drawn(loader)] == [first, second]
+    again = prepare_dataloader(DataLoader(numbers(20), batch_size=5, shuffle=True))
+    again.sampler.load_state_dict(state)
+    assert drawn(again) == third
+
+
+def test_every_option_of_the_loader_is_kept() -> None:
+    """Those that torch has now and those of a subclass; the loader that was given is as before."""
+
+    class Mine(DataLoader[Any]):
+        def __init__(self, *args: Any, flavour: str, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.flavour = flavour
+
+    options: dict[str, Any] = {
+        "batch_size": 3,
+        "num_workers": 2,
+        "collate_fn": lambda items: torch.stack([x for (x,) in items]).neg(),
+        "drop_last": True,
+        "timeout": 20.0,
+        "worker_init_fn": print,
+        "multiprocessing_context": "fork",
+        "generator": torch.Generator(),
+        "prefetch_factor": 3,
+        "persistent_workers": False,
+        "in_order": False,
+    }
+    loader = Mine(numbers(8), **options, flavour="strange")
+    sampler = loader.sampler
+    prepared = prepare_dataloader(loader)
+    assert type(prepared) is Mine
+    changed = {name for name, value in vars(loader).items() if vars(prepared)[name] is not value}
+    assert changed == {"sampler", "batch_sampler"}
+    assert loader.sampler is sampler
+    prepared = prepare_dataloader(Mine(numbers(8), **options | {"worker_init_fn": None}, flavour="strange"))
+    assert sorted(x for batch in prepared for x in batch.tolist()) == [-5, -4, -3, -2, -1, 0]
+
+
+def test_drop_last_leaves_the_same_number_on_every_rank(world: World) -> None:
+    """A loader that drops its last batch never repeats a sample."""
+
+    def scenario() -> Any:
+        initialize_ddp()
+        return drawn(prepare_dataloader(DataLoader(numbers(31), batch_size=4, drop_last=True)))
+
+    results = world.run(scenario)
+    everything = [x for batches in results for batch in batches for x in batch]
+    assert len(everything) == len(set(everything))
+    assert len({len(batches) for batches in results}) == 1
+    assert all(len(batch) == 4 for batches in results for batch in batches)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SubsetRandomSampler([3, 5, 7, 9, 11]),
+        lambda: WeightedRandomSampler([1.0] * 5 + [0.0] * 20, 10),
+        lambda: Shuffled(9),
+    ],
+    ids=["subset", "weighted", "own"],
+)
+def test_a_sampler_is_drawn_alike_on_all_ranks(world: World, make: Callable[[], Any]) -> None:
+    """Its samples are shared out as one rank would have drawn them, though the ranks' own random numbers differ."""
+
+    def scenario() -> Any:
+        initialize_ddp()
+        seed_everything(0)
+        return drawn(prepare_dataloader(DataLoader(numbers(25), sampler=make()), pad=False))
+
+    results = world.run(scenario)
+    alone = drawn(prepare_dataloader(DataLoader(numbers(25), sampler=make()), pad=False))
+    assert sorted(x for batches in results for batch in batches for x in batch) == sorted(
+        x for batch in alone for x in batch
+    )
+
+
+class Pairs(Sampler[list[int]]):
+    """A batch sampler of the user's own."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[2 * k, 2 * k + 1] for k in torch.randperm(5).tolist()])
+
+    def __len__(self) -> int:
+        return 5
+
+
+def test_batches_of_a_batch_sampler_are_shared_out_whole(world: World) -> None:
+    """One that is not torch's own keeps its batches together; torch's own is as ``batch_size``."""
+
+    def scenario() -> Any:
+        initialize_ddp()
+        seed_everything(0)
+        own = prepare_dataloader(DataLoader(numbers(10), batch_sampler=Pairs()), pad=False)
+        plain = prepare_dataloader(DataLoader(numbers(12), batch_sampler=BatchSampler(range(12), 2, False)))
+        return drawn(own), len(own), drawn(plain)
+
+    results = world.run(scenario)
+    batches = [batch for own, _, _ in results for batch in own]
+    assert sorted(batches) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert [count for _, count, _ in results] == [len(own) for own, _, _ in results]
+    assert sorted(x for _, _, plain in results for batch in plain for x in batch) == list(range(12))
+    assert all(len(batch) == 2 for _, _, plain in results for batch in plain)
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+def test_what_cannot_be_shared_out_is_rejected_by_name(world: World) -> None:
+    """On every rank alike, with what to do instead."""
+
+    def scenario() -> Any:
+        initialize_ddp()
+        told = []
+        for loader in (
+            DataLoader(Endless()),
+            DataLoader(numbers(4), sampler=iter([1, 2])),  # type: ignore[arg-type]
+            DataLoader(numbers(4), sampler=DistributedSampler(numbers(4), 2, 0)),
+            prepare_dataloader(DataLoader(numbers(4))),
+        ):
+            try:
+                prepare_dataloader(loader)
+            except (TypeError, ValueError) as error:
+                told.append(f"{type(error).__name__}: {error}")
+        return told
+
+    for endless, lengthless, sharded, twice in world.run(scenario):
+        assert endless.startswith("TypeError: Endless is an IterableDataset")
+        assert "current_world().rank" in endless
+        assert (
+            lengthless
+            == "TypeError: list_iterator has no length, so it cannot be shared out evenly: give it a __len__."
+        )
+        assert (
+            sharded
+            == "ValueError: The loader shares its samples out already, by a DistributedSampler: pass one without."
+        )
+        assert "by a RankSampler" in twice
+
+
+def test_alone_an_iterable_dataset_is_as_it_was() -> None:
+    """There is nothing to share out."""
+    assert current_world().world_size == 1
+    loader = DataLoader(Endless())
+    assert prepare_dataloader(loader) is loader
+
+
+def test_workers_draw_other_numbers_on_each_rank(world: World) -> None:
+    """`seed_everything` reaches NumPy, Python and torch in the loader's processes."""
+
+    class Noise(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.rand(1).item(), random.random(), np.random.rand()
+
+    def scenario() -> Any:
+        initialize_ddp()
+        seed_everything(3)
+        loader = prepare_dataloader(DataLoader(Noise(), batch_size=None, num_workers=2, multiprocessing_context="fork"))
+        first = list(loader)
+        seed_everything(3)
+        loader.sampler.set_epoch(0)
+        return first, list(loader)
+
+    results = world.run(scenario)
+    assert all(first == again for first, again in results)
+    drawn_numbers = [number for first, _ in results for sample in first for number in sample]
+    assert len(set(drawn_numbers)) == len(drawn_numbers)

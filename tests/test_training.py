@@ -1,0 +1,384 @@
+"""The training layer: several ranks give what one gives, and one rank gets the plain thing."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import World
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nn_parallel import (
+    ParallelExecutor,
+    RankError,
+    accumulate,
+    average_parameters,
+    initialize_ddp,
+    prepare_dataloader,
+    prepare_model,
+    seed_everything,
+    unwrap_model,
+)
+
+SAMPLES = 48
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(SAMPLES, 6, generator=generator), torch.randint(3, (SAMPLES,), generator=generator)
+    )
+
+
+def trained(batch: int, every: int = 1, **options: Any) -> dict[str, torch.Tensor]:
+    """The parameters after an epoch of SGD with ``batch`` samples per rank and micro-step."""
+    initialize_ddp()
+    model = prepare_model(small_model(), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    loader = prepare_dataloader(DataLoader(data(), batch_size=batch, shuffle=True))
+    for step, (x, y) in enumerate(loader):
+        last = step == len(loader) - 1
+        together = every if step // every < len(loader) // every else len(loader) % every
+        with accumulate(model, step, every, last=last) as complete:
+            (nn.functional.cross_entropy(model(x), y) / together).backward()
+        if complete:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: whole(value) for name, value in unwrap_model(model).state_dict().items()}
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    result: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return result.clone()
+
+
+def assert_close(results: list[dict[str, torch.Tensor]], wanted: dict[str, torch.Tensor], within: float) -> None:
+    for result in results:
+        assert result.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert (result[name] - value).abs().max() <= within, name
+
+
+@pytest.fixture(scope="module")
+def two() -> Any:
+    with ParallelExecutor(num_workers=2, devices="cpu") as ex:
+        yield ex
+
+
+def test_parts_of_a_batch_on_several_ranks_train_like_the_whole_on_one(world: World) -> None:
+    """Each rank with its part of the batch: the same parameters within 1e-6."""
+    n = len(world.run(int))
+    assert_close(world.run(trained, 24 // n), trained(24), 1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_accumulated_parts_train_like_the_whole(two: ParallelExecutor, strategy: str) -> None:
+    """Also where the last step of the epoch has fewer micro-steps: 6 of 4 samples per rank, 4 at a time."""
+    wanted = trained(2 * 4, every=4)
+    assert_close(two.run(trained, 4, 4, strategy=strategy), wanted, 1e-6)
+    assert_close([trained(8 * 4)], trained(8, every=4), 1e-6)
+
+
+def test_gradients_are_sent_only_with_the_last_micro_step(two: ParallelExecutor) -> None:
+    """Until then the ranks have their own."""
+
+    def scenario() -> list[bool]:
+        rank = initialize_ddp().rank
+        model = prepare_model(nn.Linear(2, 1))
+        alike = []
+        for step in range(5):
+            with accumulate(model, step, 3, last=step == 4) as complete:
+                model(torch.full((1, 2), rank + 1.0)).sum().backward()
+            gradients = [torch.zeros(1, 2) for _ in range(2)]
+            dist.all_gather(gradients, unwrap_model(model).weight.grad)
+            alike.append(torch.equal(*gradients) == complete)
+            if complete:
+                model.zero_grad()
+        return alike
+
+    assert two.run(scenario) == [[True] * 5] * 2
+
+
+def test_accumulate_needs_at_least_one() -> None:
+    with pytest.raises(ValueError, match="every=0 must be at least 1"), accumulate(nn.Linear(1, 1), 0, 0):
+        pass
+
+
+@pytest.mark.parametrize("compression", ["fp16", "powersgd"])
+def test_compressed_gradients_train_nearly_alike(two: ParallelExecutor, compression: str) -> None:
+    """By torch's own hooks; the ranks keep the same parameters, which are not those without compression."""
+    first, second = two.run(trained, 4, compression=compression)
+    assert_close([first], second, 0)
+    (exact, _) = two.run(trained, 4)
+    difference = max(float((first[name] - exact[name]).abs().max()) for name in exact)
+    assert 0 < difference < 0.1 if compression == "fp16" else difference < 1
+
+
+def test_options_reach_ddp() -> None:
+    """A model with parameters that a step leaves out trains with ``find_unused_parameters``, and fails without it."""
+
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(2, 1), nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.used(x)
+            return out
+
+    def scenario(find: bool) -> bool:
+        initialize_ddp()
+        model = prepare_model(Partly(), find_unused_parameters=find)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        return isinstance(model, DistributedDataParallel) and model.find_unused_parameters
+
+    with ParallelExecutor(num_workers=2, devices="cpu") as ex:
+        assert ex.run(scenario, True) == [True, True]
+        with pytest.raises(RankError) as caught:
+            ex.run(scenario, False)
+    assert "Expected to have finished reduction" in str(caught.value.exceptions[0])
+
+
+class Blocks(nn.Module):
+    """A model of repeated blocks, as transformers are."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4))
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def test_a_sharded_model_takes_half_the_memory(two: ParallelExecutor) -> None:
+    """Parameters, and gradients, per rank; each repeated block is a unit, so that one at a time is whole."""
+
+    def scenario(strategy: str) -> tuple[int, int, int]:
+        from torch.distributed.fsdp import FSDPModule
+
+        initialize_ddp()
+        model = prepare_model(Blocks(), strategy=strategy)
+        model(torch.ones(3, 256)).sum().backward()
+        mine = [getattr(p, "_local_tensor", p) for p in model.parameters()]
+        units = sum(isinstance(module, FSDPModule) for module in model.modules())
+        gradients = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]
+        return sum(p.untyped_storage().nbytes() for p in mine), sum(g.nbytes for g in gradients), units
+
+    for sharded, whole_ in zip(two.run(scenario, "fsdp"), two.run(scenario, "ddp"), strict=True):
+        assert sharded[0] <= 0.6 * whole_[0]
+        assert sharded[1] <= 0.6 * whole_[1]
+        assert (sharded[2], whole_[2]) == (5, 0)
+
+
+def test_a_model_with_nothing_to_train_is_that_of_rank_0(world: World) -> None:
+    """DDP would refuse it."""
+
+    def scenario() -> Any:
+        rank = initialize_ddp().rank
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
+        for tensor in model.state_dict().values():
+            tensor.fill_(rank + 1)
+        prepared = prepare_model(model)
+        return prepared is model, [tensor.unique().tolist() for tensor in model.state_dict().values()]
+
+    assert world.run(scenario) == [(True, [[1]] * 7)] * len(world.run(int))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strategy": "zero"}, "strategy='zero' is none of ddp, fsdp, dp, none"),
+        ({"compression": "zip"}, "compression='zip' is none of fp16, bf16, powersgd"),
+        ({"strategy": "fsdp", "compression": "fp16"}, "compression: for strategy='ddp', not for strategy='fsdp'"),
+        ({"strategy": "none", "bucket_cap_mb": 1}, "bucket_cap_mb: for strategy='ddp', not for strategy='none'"),
+        ({"strategy": "dp"}, "strategy='dp' is for one process, and there are 2 ranks"),
+    ],
+)
+def test_what_does_not_go_together_is_an_error(two: ParallelExecutor, options: Any, words: str) -> None:
+    """On every rank, before anything is done to the model."""
+
+    def scenario() -> str:
+        initialize_ddp()
+        try:
+            prepare_model(small_model(), **options)
+        except ValueError as error:
+            return str(error)
+        return "no error"
+
+    assert all(words in told for told in two.run(scenario))
+
+
+def test_without_batch_norm_over_ranks_on_the_cpu_a_line_says_so(two: ParallelExecutor) -> None:
+    """Torch has it on accelerators only; training goes on with that of each rank."""
+
+    def scenario() -> Any:
+        initialize_ddp()
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logger = logging.getLogger("nn_parallel")
+        logger.addHandler(handler)
+        logger.setLevel("INFO")
+        try:
+            model = prepare_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), sync_batchnorm=True)
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel("NOTSET")
+        return lines, [type(module).__name__ for module in unwrap_model(model)]
+
+    for lines, kinds in two.run(scenario):
+        assert ["sync_batchnorm" in line for line in lines] == [True]
+        assert kinds == ["Linear", "BatchNorm1d"]
+
+
+def test_alone_the_model_is_moved_and_nothing_else() -> None:
+    """No wrapper, no group; DataParallel passes through where there is one device."""
+    model = small_model()
+    for options in ({}, {"strategy": "fsdp"}, {"strategy": "none"}, {"compression": "fp16"}, {"sync_batchnorm": True}):
+        assert prepare_model(model, **options) is model
+    parallel = prepare_model(model, strategy="dp")
+    assert isinstance(parallel, DataParallel)
+    assert torch.equal(parallel(torch.ones(2, 6)), model(torch.ones(2, 6)))
+    assert not dist.is_initialized()
+
+
+def test_wrappers_are_taken_off(two: ParallelExecutor) -> None:
+    """DDP and compile, in whatever order; a model that has none is itself."""
+
+    def scenario() -> bool:
+        initialize_ddp()
+        model = small_model()
+        return all(
+            unwrap_model(wrapped) is model
+            for wrapped in (
+                model,
+                prepare_model(torch.compile(model)),
+                torch.compile(prepare_model(model)),
+                DataParallel(model),
+            )
+        )
+
+    assert all(two.run(scenario))
+    averaged = AveragedModel(small_model(), multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    assert unwrap_model(averaged) is averaged  # a model of its own
+
+
+def test_seeds_differ_by_the_rank(world: World) -> None:
+    """For Python, NumPy and torch; the same ones again with the same seed; alike with ``per_rank=False``."""
+
+    def scenario(per_rank: bool) -> Any:
+        initialize_ddp()
+        results = []
+        for _ in range(2):
+            seed = seed_everything(10, per_rank=per_rank)
+            results.append((seed, random.random(), np.random.rand(), torch.rand(1).item()))
+        return results
+
+    own = world.run(scenario, True)
+    assert all(first == second for first, second in own)
+    for kind in range(4):
+        assert len({first[kind] for first, _ in own}) == len(own)
+    assert [first[0] for first, _ in own] == [10 + rank for rank in range(len(own))]
+    together = world.run(scenario, False)
+    assert all(result == together[0] for result in together)
+    torch.manual_seed(10)
+    assert together[0][0][3] == torch.rand(1).item()
+
+
+def test_parameters_are_averaged_by_weight(world: World) -> None:
+    """Federated averaging: parameters and buffers of every dtype; a rank of weight 0 only receives."""
+
+    def scenario() -> Any:
+        rank, n = initialize_ddp()[1:4:2]
+        model = nn.Sequential(nn.Linear(2, 1, dtype=torch.float64), nn.BatchNorm1d(1))
+        for tensor in model.state_dict().values():
+            tensor.fill_(rank + 1)
+        if rank == n - 1:
+            model[0].weight.data.fill_(torch.nan)
+        average_parameters(model, weight=3 if rank == 0 else 0 if rank == n - 1 else 1)
+        values = {value for tensor in model.state_dict().values() for value in tensor.flatten().tolist()}
+        return values, model[0].weight.requires_grad, model[1].num_batches_tracked.dtype
+
+    results = world.run(scenario)
+    n = len(results)
+    mean = (3 * 1 + sum(range(2, n))) / (3 + n - 2)
+    for values, needs_grad, counted in results:
+        assert all(value in (pytest.approx(mean), round(mean)) for value in values)
+        assert (needs_grad, counted) == (True, torch.int64)
+
+
+def test_a_group_averages_by_itself(world: World) -> None:
+    """The clients of one group do not hear of the others."""
+
+    def scenario() -> float:
+        rank, n = initialize_ddp()[1:4:2]
+        groups = [dist.new_group([0]), dist.new_group(list(range(1, n)))]
+        model = nn.Linear(1, 1)
+        model.weight.data.fill_(rank)
+        average_parameters(prepare_model(model, strategy="none"), group=groups[rank > 0])
+        for group in groups:
+            if dist.get_rank(group) >= 0:
+                dist.destroy_process_group(group)
+        return float(model.weight)
+
+    results = world.run(scenario)
+    n = len(results)
+    assert results == [0.0] + [sum(range(1, n)) / (n - 1)] * (n - 1)
+
+
+@pytest.mark.parametrize(
+    ("width", "weight", "words"),
+    [
+        (lambda rank: 2 + rank, lambda rank: 1, "The ranks do not mean the same"),
+        (lambda rank: 2, lambda rank: 0, "the weights of all ranks are 0"),
+        (lambda rank: 2, lambda rank: -1.0 if rank else 1, "weight=-1.0 is not a number from 0 up on rank 1"),
+        (lambda rank: 2, lambda rank: None if rank else 1, "weight=None is not a number from 0 up on rank 1"),
+    ],
+)
+def test_models_that_cannot_be_averaged_are_an_error_on_every_rank(
+    two: ParallelExecutor, width: Any, weight: Any, words: str
+) -> None:
+    """Nothing has been changed then."""
+
+    def scenario() -> Any:
+        rank = initialize_ddp().rank
+        model = nn.Linear(width(rank), 1)
+        before = copy.deepcopy(model.state_dict())
+        try:
+            average_parameters(model, weight=weight(rank))
+        except ValueError as error:
+            return str(error), all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+        return "no error", False
+
+    for told, unchanged in two.run(scenario):
+        assert words in told
+        assert unchanged
+
+
+def test_alone_the_average_is_the_model() -> None:
+    """A bad weight is an error all the same."""
+    model = nn.Linear(2, 1)
+    before = model.weight.clone()
+    average_parameters(model, weight=5)
+    assert torch.equal(model.weight, before)
+    with pytest.raises(ValueError, match="weight=-1 is not a number from 0 up"):
+        average_parameters(model, weight=-1)
