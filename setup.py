@@ -15,7 +15,7 @@ setup(
     python_requires=">=3.11",
     install_requires=["torch>=2.6", "cloudpickle>=3.0", "nvidia-ml-py>=12"],
     extras_require={
-        "examples": ["matplotlib", "scikit-learn", "tqdm"],
+        "examples": ["matplotlib", "pyyaml", "scikit-learn", "tqdm"],
         "peers": ["joblib", "loky", "matplotlib", "ray", "torchrunx"],
         "test": [
             "hypothesis",
@@ -25,6 +25,7 @@ setup(
             "numpy",
             "pytest",
             "pytest-timeout",
+            "pyyaml",
             "ruff",
             "scikit-learn",
             "tqdm",

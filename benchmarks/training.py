@@ -1,7 +1,8 @@
-"""Training on several CPU ranks beside one."""
+"""Training on several CPU ranks beside one, and through `prepare_model` and `prepare_dataloader` beside plain DDP."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 
@@ -9,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from nn_parallel import ParallelExecutor, initialize_ddp
+from nn_parallel import ParallelExecutor, accumulate, initialize_ddp, prepare_dataloader, prepare_model
 
 from .harness import Figure
 
 BATCH, WIDTH = 8192, 512  # bound by computing: a weight is used 8192 times for each time that it is sent
+STEPS_PER_TURN = 4
 
 
 def figures(repetitions: int) -> Iterator[Figure]:
@@ -27,8 +30,11 @@ def figures(repetitions: int) -> Iterator[Figure]:
         for _ in range(repetitions):
             alone.append(one.run(_seconds_per_sample, repetitions)[0])
             both.append(max(two.run(_seconds_per_sample, repetitions)) / 2)
+        plain, prepared = two.run(_seconds_per_step, 30 * repetitions)[0]
     name = "DDP training on 2 CPU ranks, per sample"
     yield Figure(name, both, 1 / 1.8, "1 rank, 1 thread each", alone)
+    name = "step through prepare_model and prepare_dataloader"
+    yield Figure(name, prepared, 1.02, "the same loop in plain DDP", plain)
 
 
 def _seconds_per_sample(steps: int) -> float:
@@ -44,3 +50,40 @@ def _seconds_per_sample(steps: int) -> float:
             start = time.perf_counter()
         model(data).square().mean().backward()
     return (time.perf_counter() - start) / (steps * BATCH)
+
+
+def _seconds_per_step(turns: int) -> tuple[list[float], list[float]]:
+    """Plain DDP and prepared, by turns of some steps, so that both share the machine's mood."""
+    initialize_ddp()
+    loops = [_steps(prepared) for prepared in (False, True)]
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for turn in range(turns + 1):
+        for index in (0, 1) if turn % 2 else (1, 0):  # whichever comes first has the worse of it
+            loop, measured = loops[index], seconds[index]
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(STEPS_PER_TURN):
+                next(loop)
+            if turn:  # the first one warms up
+                measured.append((time.perf_counter() - start) / STEPS_PER_TURN)
+    return seconds
+
+
+def _steps(prepared: bool) -> Iterator[None]:
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.randn(64 * 256, 256))
+    model: nn.Module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    if prepared:
+        model = prepare_model(model)
+        loader = prepare_dataloader(DataLoader(dataset, 256, shuffle=True))
+    else:
+        model = DistributedDataParallel(model)
+        loader = DataLoader(dataset, 256, sampler=DistributedSampler(dataset))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    while True:
+        for step, (x,) in enumerate(loader):
+            with accumulate(model, step, 1) if prepared else contextlib.nullcontext():
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
