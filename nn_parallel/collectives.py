@@ -169,7 +169,7 @@ def all_gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = No
     received = [torch.empty_like(sent) for _ in counts]
     dist.all_gather(received, sent, group=group)
     parts = [part[: count * row_bytes] for part, count in zip(received, counts, strict=True)]
-    return torch.cat(parts).to(mine.device).view(mine.dtype).view(-1, *mine.shape[1:])
+    return torch.cat(parts).to(mine.device).view(mine.dtype).view(sum(counts), *mine.shape[1:])
 
 
 def weighted_mean(
@@ -213,8 +213,8 @@ def all_reduce_values(
         return list(values)
     digest = hashlib.sha256(f"{len(values)} {about}".encode()).digest()
     hashes = [int.from_bytes(digest[at : at + 4], "little") >> (32 - HASH_BITS) for at in (0, 4)]
-    # Equal on all ranks are numbers whose maximum is their minimum; whose squares sum up to what Cauchy and Schwarz
-    # allow at least.
+    # Numbers are equal on all ranks if their maximum is their minimum; with sums, if their squares add up to no more
+    # than they must by the inequality of Cauchy and Schwarz.
     twins = [-number if op == dist.ReduceOp.MAX else number * number for number in hashes]
     header = [float(bool(problem)), *hashes, *twins]
     first, rest = values[: SLOTS - len(header)], values[SLOTS - len(header) :]
@@ -258,7 +258,7 @@ def _raise_what_differs(about: str, problem: str, group: dist.ProcessGroup | Non
     if problems := [f"{about}: {problem} on rank {rank}." for rank, (about, problem) in told.items() if problem]:
         raise ValueError("\n".join(problems))
     listed = "".join(f"\n  rank {rank}: {about}" for rank, (about, _) in told.items())
-    raise ValueError(f"The ranks do not mean the same:{listed}")
+    raise ValueError(f"The ranks did not make the same call:{listed}")
 
 
 def _all_reduce(values: Sequence[float], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[float]:

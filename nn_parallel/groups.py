@@ -10,6 +10,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+# Its default arguments keep the group that exists when it is first imported, as by an optimizer: so before any exists.
+import torch.distributed.nn.functional  # noqa: F401
+
 from .errors import LaunchError, first_line
 from .rendezvous import meet, raise_if_interrupted
 from .sockets import bottom, connected_since, duplicate, open_sockets

@@ -108,7 +108,7 @@ def test_nan_on_one_rank_is_nan_on_all_but_for_a_rank_that_counts_nothing(world:
     ("make", "words"),
     [
         (lambda rank: ({"loss" if rank else "accuracy": 1.0}, {}), "rank 1: reduce_metrics(op='mean') of loss"),
-        (lambda rank: ({f"m{i}": 1 for i in range(3 + 90 * rank)}, {}), "The ranks do not mean the same"),
+        (lambda rank: ({f"m{i}": 1 for i in range(3 + 90 * rank)}, {}), "The ranks did not make the same call"),
         (lambda rank: ({"loss": "high" if rank else 1.0}, {}), "the metric 'loss' is 'high', not one number on rank 1"),
         (lambda rank: ({"loss": torch.ones(1 + rank)}, {}), "a tensor of shape (2,), not one number on rank 1"),
         (lambda rank: ({"n": 2**53 + rank}, {"op": "sum"}), "beyond 2**53"),
@@ -118,7 +118,7 @@ def test_nan_on_one_rank_is_nan_on_all_but_for_a_rank_that_counts_nothing(world:
         (lambda rank: ({"loss": 1.0}, {"weight": 0}), "the weights of all ranks are 0"),
         (lambda rank: ({"loss": 1.0}, {"op": "median"}), "op='median' is none of mean, sum, max, min"),
         (lambda rank: ({"loss": 1.0}, {"op": "sum", "weight": 2}), "weight=2 is for op='mean'"),
-        (lambda rank: ({"loss": 1.0}, {"op": ("mean", "max")[rank]} if rank < 2 else {}), "do not mean the same"),
+        (lambda rank: ({"loss": 1.0}, {"op": ("mean", "max")[rank]} if rank < 2 else {}), "did not make the same call"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -202,7 +202,8 @@ def test_numbers_and_strided_tensors_are_gathered(world: World) -> None:
     """A tensor without dimensions is one row; a transposed one comes out as it reads."""
 
     def scenario() -> Any:
-        rank, _ = rank_and_size()
+        rank, n = rank_and_size()
+        assert all_gather_tensor(torch.ones(rank, 0, 2)).shape == (sum(range(n)), 0, 2)
         return all_gather_tensor(torch.tensor(rank)).tolist(), all_gather_tensor(torch.arange(6).view(2, 3).T).tolist()
 
     results = world.run(scenario)

@@ -86,6 +86,27 @@ def test_ranks_of_a_run_can_make_a_group_and_keep_it(ex: ParallelExecutor) -> No
     assert ex.run(total) == [(True, True, 3.0)] * 2
 
 
+def test_a_group_that_was_closed_is_freed() -> None:
+    """Also where an optimizer was made meanwhile, with which torch imports what keeps the group that there is."""
+
+    def fail(groups: list[Any]) -> None:
+        initialize_ddp()
+        torch.optim.SGD([torch.zeros(1)])
+        groups.append(weakref.ref(dist.group.WORLD))
+        dist.barrier()
+        raise ValueError
+
+    def is_freed(groups: list[Any]) -> bool:
+        gc.collect()
+        return groups.pop()() is None
+
+    with ParallelExecutor(num_workers=2, devices="cpu") as ex:
+        groups = ex.put([])  # each worker keeps its own
+        with pytest.raises(RankError):
+            ex.run(fail, groups)
+        assert ex.run(is_freed, groups) == [True, True]
+
+
 def test_single_tasks_are_alone(ex: ParallelExecutor) -> None:
     """A submitted or mapped task is rank 0 of 1, so that on_rank runs and nobody waits for anybody."""
 
