@@ -1,4 +1,4 @@
-"""Train a classifier that is an energy model too: it tells digits from what is none. (requirements: rebm_ddp)
+"""Train a classifier that is an energy model too: it tells digits from what is none.
 
     python docs/examples/energy_model.py                        # DDP over a worker per accelerator, or per core
     python docs/examples/energy_model.py --no-ddp               # one process, DataParallel over its accelerators
@@ -7,6 +7,9 @@
 
 The energy of an image is -logsumexp of its logits (Grathwohl et al., 2020). Images that are no digits are noise, moved
 for some steps to where the model takes it for digits; there are more of these steps in later epochs.
+
+It shows, of rebm in docs/requirements.md: DDP by default and DataParallel without, batch size per GPU, seed + rank, EMA
+not wrapped, evaluation and logging on rank 0, checkpoints across wrappers, and resumption with all that belongs to it.
 """
 
 import argparse

@@ -1,8 +1,12 @@
-"""A training engine: mixed precision, averaged weights, reduced metrics, linear rule. (requirements: training_engine)
+"""A training engine: mixed precision, averaged weights, reduced metrics, linear rule.
 
-python docs/examples/engine.py --use-amp --use-ema
-python docs/examples/engine.py --world-size 1
-torchrun --nproc-per-node=2 docs/examples/engine.py
+    python docs/examples/engine.py --use-amp --use-ema
+    python docs/examples/engine.py --world-size 1
+    torchrun --nproc-per-node=2 docs/examples/engine.py
+
+It shows, of TrainingEngine in docs/requirements.md: SyncBatchNorm (on accelerators), mixed precision, EMA made one
+before validation, metrics over uneven ranks, the linear rule, a launch function with its fallback, the scheduler, and
+the best and the last checkpoint.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Federated learning: clients keep their digits and share what they learn. (requirements: fedgfe_ddp)
+"""Federated learning: clients keep their digits and share what they learn.
 
     python docs/examples/federated.py                              # a worker per accelerator, or per core
     python docs/examples/federated.py --gpus 0,2-3                 # on these; --gpus 2 --auto takes the two freest
@@ -8,6 +8,10 @@
 Each client first learns its backbone on a pretext, the order of the four patches of an image, then backbone and
 classifier on its labels. After each round backbone and classifier become the average of all clients', weighted by their
 digits (McMahan et al., 2017); the pretext's head stays with the client. More clients join from round to round.
+
+It shows, of FedGFE in docs/requirements.md: parts wrapped with find_unused_parameters, DDP inside each client, weighted
+aggregation, GPUs chosen by hand or by themselves, the status of each process, clients that come and go, and the single
+process where the environment is broken.
 """
 
 import argparse

@@ -1,7 +1,11 @@
-"""A trainer that a YAML file configures, with validator and early stopping. (requirements: quantumgrav_trainer_ddp)
+"""A trainer that a YAML file configures, with validator and early stopping.
 
-python docs/examples/trainer.py                       # starts parallel.world_size workers
-torchrun --nproc-per-node=2 docs/examples/trainer.py  # the workers are torchrun's ranks
+    python docs/examples/trainer.py                       # starts parallel.world_size workers
+    torchrun --nproc-per-node=2 docs/examples/trainer.py  # the workers are torchrun's ranks
+
+It shows, of QuantumGrav in docs/requirements.md: YAML with a section `parallel`, both ways of starting, the
+loaders' options, validation and test on rank 0, early stopping decided there, checkpoints by rank 0, logs
+headed by the rank.
 """
 
 import argparse

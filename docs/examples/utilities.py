@@ -1,7 +1,9 @@
-"""Every utility for ranks and devices, on the way to an ensemble. (requirements: nn_handler_ddp_utilities)
+"""Every utility for ranks and devices, on the way to an ensemble.
 
-python docs/examples/utilities.py
-torchrun --nproc-per-node=2 docs/examples/utilities.py
+    python docs/examples/utilities.py
+    torchrun --nproc-per-node=2 docs/examples/utilities.py
+
+It shows every row of nn_handler in docs/requirements.md.
 """
 
 import argparse
