@@ -111,4 +111,4 @@ def test_without_its_function_a_row_fails(name: str, shown_by: tuple[str, ...], 
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 1, done.stdout
+    assert done.returncode != 0, done.stdout  # a function that is to die in a worker ends pytest
