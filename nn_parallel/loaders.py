@@ -63,14 +63,15 @@ def prepare_dataloader(loader: DataLoader[T], *, pad: bool = True, seed: int = 0
         raise ValueError(f"The loader shares its samples out already, by a {type(source).__name__}: pass one without.")
     if not isinstance(source, Sized):
         raise TypeError(f"{type(source).__name__} has no length, so it cannot be shared out evenly: give it a __len__.")
-    drops = pad and bool(loader.drop_last or getattr(batches, "drop_last", False))
+    drops = pad and bool(getattr(batches, "drop_last", False))
     sampler = RankSampler(source, world.rank, world.world_size, seed=seed, pad=pad and not drops, drop=drops)
-    prepared = copy.copy(loader)
-    vars(prepared).update(sampler=sampler, _iterator=None)  # past the setter, which forbids it for a loader in use
     if type(batches) is BatchSampler:
-        vars(prepared).update(batch_sampler=BatchSampler(sampler, batches.batch_size, batches.drop_last))
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
     elif batches is not None:
-        vars(prepared).update(batch_sampler=sampler)
+        batches = sampler
+    prepared = copy.copy(loader)
+    # Past the setter, which forbids it for a loader that has been made.
+    vars(prepared).update(sampler=sampler, batch_sampler=batches, _iterator=None)
     return prepared
 
 

@@ -59,7 +59,6 @@ def with_shuffled_patches(x: Tensor) -> tuple[Tensor, Tensor]:
 def federate(rounds: int, clients: int, out: Path) -> float:
     """Train as one of the ranks; returns the share of the held-out digits that the averaged model gets right."""
     world = nnp.initialize_ddp(fallback=True)  # alone, with a warning, where the environment is broken
-    nnp.seed_everything(0)
     digits, held_out = load_split()
     belongs_to = torch.arange(len(digits)) % (clients * (clients + 1) // 2)  # to client k: k + 1 parts of these
     bounds = torch.tensor([k * (k + 1) // 2 for k in range(clients + 1)])
@@ -69,9 +68,10 @@ def federate(rounds: int, clients: int, out: Path) -> float:
     team = world.rank % teams
     groups = [dist.new_group(range(t, world.world_size, teams)) for t in range(teams)] if world.distributed else [None]
     size, place = (dist.get_world_size(groups[team]), dist.get_rank(groups[team])) if world.distributed else (1, 0)
-    print_status(team, [len(each) for each in held_by])
+    sizes = [len(each) for each in held_by]
+    print_status(team, sizes)
 
-    torch.manual_seed(0)  # all begin with the same model
+    nnp.seed_everything(0, per_rank=False)  # all begin with the same model
     members = [Client().to(world.device) for _ in range(clients)]
     models = [nnp.prepare_model(member, process_group=groups[team], find_unused_parameters=True) for member in members]
     nnp.seed_everything(0)
@@ -86,7 +86,7 @@ def federate(rounds: int, clients: int, out: Path) -> float:
             loader = DataLoader(data, max(1, BATCH // size), sampler=sampler)
             for pretext in (True, False):
                 train(models[k], loader, pretext)
-        aggregate(members, mine, [len(each) for each in held_by], size)
+        aggregate(members, mine, sizes, size)
         accuracy = evaluate(members[0], held_out)
         if world.is_main:
             print(f"round {number}: {len(taking_part)} clients, accuracy {accuracy:.1%}", flush=True)
@@ -125,10 +125,7 @@ def evaluate(model: Client, held_out: torch.utils.data.TensorDataset) -> float:
     loader = nnp.prepare_dataloader(DataLoader(held_out, 64), pad=False)
     device = nnp.current_world().device
     right = [(model(x.to(device), False).argmax(dim=1) == y.to(device)).cpu() for x, y in loader]
-    right_on_all = (
-        nnp.all_gather_tensor(torch.cat(right)) if right else nnp.all_gather_tensor(torch.ones(0, dtype=bool))
-    )
-    return right_on_all.float().mean().item()
+    return nnp.all_gather_tensor(torch.cat([torch.ones(0, dtype=torch.bool), *right])).float().mean().item()
 
 
 def print_status(team: int, sizes: list[int]) -> None:
