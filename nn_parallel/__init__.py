@@ -22,7 +22,7 @@ The files, from the bottom up; each knows only those above it in this list::
     executor                ParallelExecutor:
         segments, transport             memory files for what is large; messages
         fingerprints, packing           whether a function is still the same; what is sent, and what workers keep
-        poller, evidence                waiting for many; why a process died
+        spinning, poller, evidence      waiting a moment, waiting for many; why a process died
         worker                          a worker process
         forkserver, boot, servers       the process that forks them; its first lines; as the parent sees it
         jobs, workers, crew             what is to be done; who does it, one by one and all together

@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from .spinning import Spin
+
 
 class Poller:
     """Calls a reader for each descriptor that has something to read; `wake` ends the waits from any thread."""
@@ -27,6 +29,7 @@ class Poller:
         self._reading = threading.Lock()  # held by the thread that reads answers
         self._leads = [None]  # one thread takes it at a time, by an operation that Ctrl-C cannot leave half done
         self._is_reclaimed = False
+        self._spin = Spin()
         self.watch(self._answers.fileno(), self.read_answers)
 
     def watch(self, fd: int, read: Callable[[], bool], *, is_answer: bool = False) -> None:
@@ -76,7 +79,8 @@ class Poller:
             while is_open and not is_over() and not self._is_reclaimed:
                 if deadline is not None and time.monotonic() >= deadline:
                     break
-                self._read(self._answers, _seconds_to(deadline))
+                if not self._spin.until(self._read_arrived):
+                    self._read(self._answers, _seconds_to(deadline))
         finally:
             if is_open:
                 with contextlib.suppress(FileExistsError):  # Ctrl-C came before anything
@@ -109,15 +113,21 @@ class Poller:
         if self._reading.acquire(blocking=False):
             try:
                 if self._wakeups:
-                    self._read(self._answers, 0.0)
+                    self._read_arrived()
             finally:
                 self._reading.release()
         return True
 
-    def _read(self, epoll: select.epoll, timeout: float | None) -> None:
-        for fd, _ in epoll.poll(timeout):
+    def _read_arrived(self) -> bool:
+        return self._read(self._answers, 0.0)
+
+    def _read(self, epoll: select.epoll, timeout: float | None) -> bool:
+        """Whether anything was to be read."""
+        ready = epoll.poll(timeout)
+        for fd, _ in ready:
             if (read := self._readers.get(fd)) and not read():
                 self.unwatch(fd)
+        return bool(ready)
 
     def _woken(self, index: int) -> bool:
         with contextlib.suppress(BlockingIOError):

@@ -22,6 +22,7 @@ import torch
 
 from ..pickling import Buffer, Packed, loads
 from .segments import Segment, Segments, Span, map_privately, map_shared
+from .spinning import Spin
 
 # Flags; of header, pickle and the rest, the sizes; of segments let go of, spans and descriptors, how many; the segment.
 _HEAD = struct.Struct("=BIQQIIIQ")
@@ -104,6 +105,9 @@ class Link:
         self._returned = deque[int]()  # what this side has let go of, and the other has not heard of
         self._chunk = memoryview(bytearray(_READ_BYTES))
         self._fds = deque[list[int]]()  # as they arrived, at most so many at once
+        self._spin = Spin()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
 
     def send(self, header: bytes, parcel: Parcel) -> None:
         """Send one message."""
@@ -138,7 +142,9 @@ class Link:
         has_read = False
         while True:
             while len(data) < needed:
-                if polled and has_read:
+                if not polled:
+                    self._spin.until(self.has_more)
+                elif has_read:
                     yield None
                 if not self._receive(data, receive_flags):
                     return
@@ -159,9 +165,7 @@ class Link:
 
     def has_more(self) -> bool:
         """Whether there is something to read, be it the end."""
-        poll = select.poll()
-        poll.register(self.sock, select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(self._poll.poll(0))
 
     def close(self) -> None:
         """The other side is gone, and its maps with it."""

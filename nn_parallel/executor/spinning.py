@@ -1,0 +1,40 @@
+"""Looking for something a few times before being put to sleep for it, as locks do that spin first."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+SPIN_S = 1e-4
+CROWDED_S = 1e-3  # where others have kept the core for longer than that,
+BACK_OFF = 50  # it is left to them for so many times as long
+
+T = TypeVar("T")
+
+
+class Spin:
+    """Looks for what will be there soon.
+
+    A short call is over sooner than a process is put to sleep and woken; and what that runs next is slow, because core
+    and caches have been somebody else's. So here the core is offered to others between two looks, and is ours again
+    when they need it no longer. One who computes keeps it for milliseconds, though: after that nothing is looked for
+    twice until the loss is at most 2 % of the time.
+    """
+
+    def __init__(self) -> None:
+        self._not_before = 0.0
+
+    def until(self, look: Callable[[], T]) -> T:
+        """What ``look()`` returns: the first that is true, or the last before the time is over."""
+        found = look()
+        begun = now = time.monotonic()
+        if begun < self._not_before:
+            return found
+        while not found and now - begun < SPIN_S:
+            os.sched_yield()
+            found, now = look(), time.monotonic()
+        if now - begun > CROWDED_S:
+            self._not_before = now + BACK_OFF * (now - begun)
+        return found
