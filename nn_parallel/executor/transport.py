@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import errno
 import itertools
+import mmap
 import os
 import pickle
 import select
@@ -103,7 +104,7 @@ class Link:
         self.sock = sock
         self._lent: dict[int, Segment] = {}  # what the other side may have a map of
         self._returned = deque[int]()  # what this side has let go of, and the other has not heard of
-        self._chunk = memoryview(bytearray(_READ_BYTES))
+        self._chunk = memoryview(mmap.mmap(-1, _READ_BYTES, mmap.MAP_PRIVATE))  # takes memory as it is used
         self._fds = deque[list[int]]()  # as they arrived, at most so many at once
         self._spin = Spin()
         self._poll = select.poll()

@@ -289,8 +289,9 @@ def _has_printed() -> bool:
 
 
 def _become_like_the_parent(setup: Setup) -> None:
-    os.environ.clear()
-    os.environ.update(setup.environ)
+    if dict(os.environ) != setup.environ:  # or it would take half a MiB of memory of its own
+        os.environ.clear()
+        os.environ.update(setup.environ)
     with contextlib.suppress(OSError):  # it was removed meanwhile
         os.chdir(setup.directory)
     sys.path[:] = setup.path
