@@ -144,9 +144,10 @@ def test_trainer_needs_its_section(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["python", "torchrun"])
 def test_engine(how: str, tmp_path: Path) -> None:
-    """93 % with mixed precision and averaged weights; the best and the last state are saved."""
-    reached, _ = accuracy(started("engine.py", how, "--use-amp", "--use-ema"), tmp_path)
+    """93 % on two ranks with mixed precision and averaged weights; the best and the last state are saved."""
+    reached, _ = accuracy(started("engine.py", how, "--world-size=2", "--use-amp", "--use-ema"), tmp_path)
     assert reached >= 93
-    best, last = (torch.load(tmp_path / f"{name}.pt", weights_only=True)["history"] for name in ("best", "last"))
-    assert len(last) == 10
-    assert best[-1]["accuracy"] == max(epoch["accuracy"] for epoch in last)
+    best, last = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("best", "last"))
+    assert len(last["random_states"]) == 2
+    assert len(last["history"]) == 10
+    assert best["history"][-1]["accuracy"] == max(epoch["accuracy"] for epoch in last["history"])

@@ -60,7 +60,7 @@ class Crew:
         self.poller = Poller()
         self.poller.watch(self._server.fileno(), on_news)
 
-    def start(self, index: int, device: torch.device, threads: int, read: Callable[[Worker], bool]) -> Worker:
+    def start(self, index: int, device: torch.device, cores: int, read: Callable[[Worker], bool]) -> Worker:
         """Have a worker forked and send it its set-up; it need not be there yet. ``read`` takes what it answers."""
         setup = Setup(
             rank=index,
@@ -81,7 +81,7 @@ class Crew:
         packed = Packed(pickle.dumps(tuple(setup)), is_plain=True)
         with contextlib.suppress(OSError):
             worker.link.send(b"", Parcel(packed, self._segments))
-        worker.send(Task(STARTED, is_call=True, threads=threads).packed(), self._initializer)
+        worker.send(Task(STARTED, is_call=True, cores=cores).packed(), self._initializer)
         return worker
 
     def hear(self) -> list[End]:

@@ -44,7 +44,7 @@ class Schedule:
     def use(self, devices: Sequence[torch.device]) -> None:
         """From now on these are the devices of the workers."""
         self.devices = list(devices)
-        self.threads = max(1, cpu_count() // len(devices))  # of each worker
+        self.cores = cpu_count() // len(devices)  # for each worker
 
     def assign(self, deadline: float | None) -> list[Sending]:
         """Give waiting jobs to the workers that can take them."""
@@ -66,7 +66,7 @@ class Schedule:
             if not isinstance(job, Run) and not job.begins():
                 continue
             number, is_ahead = next(self._numbers), not chosen[0].is_free
-            task = Task(number, True, is_ahead, job.call.function, self._pass_device, self.threads, *place)
+            task = Task(number, True, is_ahead, job.call.function, self._pass_device, self.cores, *place)
             header = task.packed()
             for worker in chosen:
                 worker.begin(job, number, deadline)

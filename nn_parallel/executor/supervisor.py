@@ -379,7 +379,7 @@ class Supervisor:
         self._hand_out()
 
     def _start(self, index: int) -> Worker:
-        return self._crew.start(index, self._schedule.devices[index], self._schedule.threads, self._receive)
+        return self._crew.start(index, self._schedule.devices[index], self._schedule.cores, self._receive)
 
 
 @atexit.register

@@ -106,6 +106,7 @@ class Link:
         self._returned = deque[int]()  # what this side has let go of, and the other has not heard of
         self._chunk = memoryview(mmap.mmap(-1, _READ_BYTES, mmap.MAP_PRIVATE))  # takes memory as it is used
         self._fds = deque[list[int]]()  # as they arrived, at most so many at once
+        self.spins = False  # before it waits for a message
         self._spin = Spin()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -143,10 +144,10 @@ class Link:
         has_read = False
         while True:
             while len(data) < needed:
-                if not polled:
-                    self._spin.until(self.has_more)
-                elif has_read:
+                if polled and has_read:
                     yield None
+                if self.spins:
+                    self._spin.until(self.has_more)
                 if not self._receive(data, receive_flags):
                     return
                 has_read = True

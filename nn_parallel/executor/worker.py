@@ -62,7 +62,7 @@ class Task(NamedTuple):
     is_ahead: bool = False  # sent while another task runs: the worker's only if it gets the token
     function: int = 0  # the number under which the worker keeps the function; 0 if it comes with the arguments
     pass_device: bool = False
-    threads: int = 0  # of torch
+    cores: int = 0  # for this worker: the threads of torch; 0: it shares one, and leaves it to the others as it waits
     world_size: int = 0  # of the run that it is one rank of; 0: it runs alone
     store_port: int = 0
     epoch: int = 0  # a new one after each failure: groups and counters of an older one are not used again
@@ -118,6 +118,7 @@ def work(connection: socket.socket, control: socket.socket, tokens: int) -> int:
             continue
         if task.is_ahead and not _take(tokens):
             continue
+        link.spins = task.cores > 0
         outcome, failed_inside, packed = worker.perform(task, message)
         del message  # a tensor that the result does not need must not outlive its task
         parcel = Parcel(packed, segments)
@@ -151,7 +152,7 @@ class _Worker:
         self._rank: Membership | None = None  # as a rank of the present epoch
         self._epoch = 0
         self._store: dist.Store | None = None
-        self._threads = 0
+        self._cores = -1  # not known yet
         self._switching = threading.Lock()  # between the main thread, which changes tasks, and the one that cancels
         self._task = self._cancelled = STARTED - 1
         self._block = Interruptible()
@@ -194,9 +195,9 @@ class _Worker:
 
     def perform(self, task: Task, message: Message) -> tuple[int, bool, Packed]:
         """How it ended, whether blocks failed inside, and what comes of it."""
-        if task.threads != self._threads:
-            self._threads = task.threads
-            torch.set_num_threads(task.threads)  # OMP_NUM_THREADS is read when torch is loaded: too late for it here
+        if task.cores != self._cores:
+            self._cores = task.cores
+            torch.set_num_threads(max(1, task.cores))  # OMP_NUM_THREADS is read when torch is loaded: too late here
         member = self._enter(task) if task.world_size else self._alone
         world.join(member)
         block = Interruptible()
