@@ -49,11 +49,8 @@ def figures(repetitions: int) -> Iterator[Figure]:
         if repetitions > 2 and has(peer.partition(".")[0]):
             theirs = [float(python(program)) for _ in range(3)]
             yield Figure("start 8 CPU workers, to the first result", started[:3], None, peer, theirs)
-    name = "import nn_parallel, torch being imported"
-    yield Figure(name, [float(python(IMPORT_TIME)) for _ in range(repetitions)], 0.05)
-    # A full collection of torch's 170 000 objects is due after its import, and falls to whoever allocates next.
-    collected = IMPORT_TIME.replace("start =", "import gc; gc.collect(); start =", 1)
-    yield Figure(f"{name}, and collected", [float(python(collected)) for _ in range(repetitions)])
+    to_import = [float(python(IMPORT_TIME)) for _ in range(repetitions)]
+    yield Figure("import nn_parallel, torch being imported", to_import, 0.05)
 
     occupied, torch_alone = [], []
     for _ in range(min(repetitions, 3)):

@@ -2,7 +2,7 @@
 
 The files, from the bottom up; each knows only those above it in this list::
 
-    errors                  every error
+    errors, collector       every error; Python's garbage collector
     hostlists, devices      SLURM's notation for hosts; which devices there are
     launchers, gpus         environment -> launch facts; what NVML tells of GPUs
     pickling                objects to bytes and back
@@ -33,30 +33,33 @@ The files, from the bottom up; each knows only those above it in this list::
 Importing it starts nothing: no process, no thread, no GPU.
 """
 
-from .checkpoint import load_checkpoint, save_checkpoint
-from .collectives import all_gather_object, all_gather_tensor, all_ranks, any_rank, reduce_metrics
-from .ddp import cleanup_ddp, initialize_ddp, should_use_distributed
-from .devices import resolve_device
-from .doctor import Report, verify_ddp_setup
-from .errors import (
-    ExecutorClosedError,
-    LaunchError,
-    ParallelError,
-    RankError,
-    RankTimeoutError,
-    RemoteError,
-    TransferError,
-    WorkerDiedError,
-)
-from .executor import ParallelExecutor
-from .gpus import GPU, list_gpus, parse_gpu_selection, select_gpus
-from .loaders import prepare_dataloader
-from .logs import setup_logging
-from .on_rank import on_local_rank, on_rank, rank_first
-from .parallelize import parallel_on_all_devices, parallelize_on_gpus
-from .profiling import profile_ranks
-from .training import accumulate, average_parameters, prepare_model, seed_everything, unwrap_model
-from .world import World, current_world
+from . import collector
+
+with collector.paused():
+    from .checkpoint import load_checkpoint, save_checkpoint
+    from .collectives import all_gather_object, all_gather_tensor, all_ranks, any_rank, reduce_metrics
+    from .ddp import cleanup_ddp, initialize_ddp, should_use_distributed
+    from .devices import resolve_device
+    from .doctor import Report, verify_ddp_setup
+    from .errors import (
+        ExecutorClosedError,
+        LaunchError,
+        ParallelError,
+        RankError,
+        RankTimeoutError,
+        RemoteError,
+        TransferError,
+        WorkerDiedError,
+    )
+    from .executor import ParallelExecutor
+    from .gpus import GPU, list_gpus, parse_gpu_selection, select_gpus
+    from .loaders import prepare_dataloader
+    from .logs import setup_logging
+    from .on_rank import on_local_rank, on_rank, rank_first
+    from .parallelize import parallel_on_all_devices, parallelize_on_gpus
+    from .profiling import profile_ranks
+    from .training import accumulate, average_parameters, prepare_model, seed_everything, unwrap_model
+    from .world import World, current_world
 
 __all__ = [
     "GPU",

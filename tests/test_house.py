@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ PACKAGE = Path(nn_parallel.__file__).parent
 
 # From the bottom up, as drawn in the package's docstring: a file may know those in the lines above its own.
 LAYERS = [
-    {"errors", "hostlists"},
+    {"errors", "hostlists", "collector"},
     {"launchers", "devices", "gpus", "pickling", "interrupt"},
     {"sockets"},
     {"world"},
@@ -103,6 +105,23 @@ def test_the_public_names_are_all_there() -> None:
     assert public == set(nn_parallel.__all__)
     for name in nn_parallel.__all__:
         assert inspect.getdoc(getattr(nn_parallel, name)), name
+
+
+@pytest.mark.parametrize("set_before", ["enable", "disable"])
+def test_an_import_collects_nothing_and_leaves_the_collector_as_it_was(set_before: str) -> None:
+    """A collection of all that torch has made takes longer than the import."""
+    code = f"""
+import gc, torch
+seen = []
+gc.{set_before}()
+gc.callbacks.append(lambda phase, info: seen.append(info["generation"]))
+before = gc.isenabled()
+import nn_parallel
+collected = seen.count(2)
+print(collected, gc.isenabled() == before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "0 True\n"
 
 
 def test_every_function_gives_an_example() -> None:
