@@ -20,9 +20,7 @@ from .collectives import all_gather_object
 from .ddp import initialize_ddp
 from .on_rank import on_rank
 
-COMMUNICATION = re.compile(
-    r"(gloo|nccl|mpi|ucc|xccl):|nccl(Dev)?Kernel"
-)  # what torch calls it, on CPU and accelerators
+COMMUNICATION = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|nccl(Dev)?Kernel")  # as torch calls it, and as NCCL does
 logger = logging.getLogger("nn_parallel")
 
 
@@ -75,11 +73,9 @@ def profile_ranks(path: str | os.PathLike[str]) -> Iterator[RankProfile]:
             torch.accelerator.synchronize()
     seconds = time.perf_counter() - start
     trace = _exported(profiler)
-    told = all_gather_object(
-        (seconds, _communication_s(trace["traceEvents"]) / seconds, gzip.compress(_encoded(trace), 1))
-    )
-    profile.seconds, profile.communication = [each[0] for each in told], [each[1] for each in told]
-    on_rank(0)(write_trace)([each[2] for each in told], target)
+    mine = seconds, _communication_s(trace["traceEvents"]) / seconds, gzip.compress(_encoded(trace), 1)
+    profile.seconds, profile.communication, traces = map(list, zip(*all_gather_object(mine), strict=True))
+    on_rank(0)(write_trace)(traces, target)
     if world.is_main:
         logger.info("%s; the trace is %s.", profile, target)
 
