@@ -20,9 +20,14 @@ from nn_parallel import (
     cleanup_ddp,
     initialize_ddp,
     list_gpus,
+    load_checkpoint,
     on_rank,
+    prepare_model,
+    reduce_metrics,
     resolve_device,
+    save_checkpoint,
     select_gpus,
+    unwrap_model,
     verify_ddp_setup,
 )
 from nn_parallel.devices import accelerators, hardware_id
@@ -143,23 +148,40 @@ def test_two_ranks_do_not_get_the_same_gpu_unless_they_ask() -> None:
         assert ranks.run(lambda: body(device="cuda:0", backend="gloo")) == ["cuda:0"] * 2
 
 
+def _trained(path: str, device: str | None = None, backend: str | None = None) -> Any:
+    world = initialize_ddp(timeout=60, device=device, backend=backend)
+    model = prepare_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), sync_batchnorm=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss = model(torch.rand(8, 4, device=world.device)).square().sum()
+    loss.backward()
+    optimizer.step()
+    save_checkpoint(path, model=model, optimizer=optimizer, epoch=3)
+    weights = {name: value.cpu() for name, value in unwrap_model(model).state_dict().items()}
+    optimizer.step()
+    epoch = load_checkpoint(path, model=model, optimizer=optimizer)["epoch"]
+    same = all(torch.equal(value.cpu(), weights[name]) for name, value in unwrap_model(model).state_dict().items())
+    kind = type(unwrap_model(model)[1]).__name__
+    return weights, reduce_metrics({"loss": loss})["loss"], same, epoch, kind, str(world.device)
+
+
 def test_ddp_and_a_checkpoint_on_the_gpu(tmp_path: Path) -> None:
-    """A step of DDP by NCCL, and what rank 0 saves loads on the CPU."""
-
-    def body(path: str) -> Any:
-        world = initialize_ddp(timeout=60)
-        torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2).to(world.device), device_ids=[world.device.index])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.ones(8, 4, device=world.device)).sum().backward()
-        optimizer.step()
-        on_rank(0)(torch.save)(model.module.state_dict(), path)
-        return model.module.weight.detach().cpu().tolist()
-
+    """A step on two ranks that share the GPU by gloo, with one BatchNorm for both; what is saved loads on the CPU."""
     path = str(tmp_path / "checkpoint.pt")
+    with launched(2, CUDA_VISIBLE_DEVICES="0") as ranks:
+        (first, *about), (second, *alike) = ranks.run(_trained, path, "cuda:0", "gloo")
+    assert about == alike
+    assert about[1:] == [True, 3, "SyncBatchNorm", "cuda:0"]
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    there = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    load_checkpoint(path, model=there)
+    assert all(torch.equal(value, first[name]) for name, value in there.state_dict().items())
+
+
+def test_one_rank_trains_on_the_gpu(tmp_path: Path) -> None:
+    """By NCCL, with nobody to share with: the model is on the device, and nothing wraps it."""
     with launched(1) as ranks:
-        [weights] = ranks.run(body, path)
-    assert torch.load(path, weights_only=True, map_location="cpu")["weight"].tolist() == weights
+        [(_, *about)] = ranks.run(_trained, str(tmp_path / "checkpoint.pt"))
+    assert about[1:] == [True, 3, "BatchNorm1d", "cuda:0"]
 
 
 def test_the_doctor_finds_the_gpu() -> None:
