@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from .channels import channel
 from .collectives import all_gather_object
 from .ddp import initialize_ddp
+from .errors import first_line, qualified_name
 from .on_rank import on_rank
 from .reports import Call, place_of
 from .training import unwrap_model
@@ -58,7 +59,7 @@ def save_checkpoint(path: str | os.PathLike[str], **state: Any) -> None:
     with here.block(call) if here else contextlib.nullcontext():
         whole = {name: _whole(_state_of(value)) for name, value in state.items()}
         random_states = all_gather_object(_random_state())
-    on_rank(0)(write_checkpoint)(Path(path), whole | {RANDOM_STATES: random_states})
+    on_rank(0)(write_checkpoint)(Path(path).resolve(), whole | {RANDOM_STATES: random_states})
 
 
 def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, Any]:
@@ -111,6 +112,8 @@ def _state_of(value: Any) -> Any:
 
 
 def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is there, and is no file.")
     new = path.with_name(f".{path.name}.new")  # always the same, so that kills leave no more than one
     try:
         with open(new, "wb") as file:
@@ -157,15 +160,21 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         try:
             saved = torch.load(file, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise ValueError(
-                f"{path} is no checkpoint, or holds more than data, which could run code: {error}"
-            ) from None
-        except Exception as error:  # torch, zip and seek have many words for it
-            raise ValueError(f"{path} is damaged or no checkpoint: {error}") from None
+        except Exception as error:  # torch, pickle, zip and seek have many words for it
+            raise ValueError(_why_unreadable(path, error)) from None
     if not isinstance(saved, dict):
         raise ValueError(f"{path} holds a {type(saved).__name__}, and a checkpoint is a dict.")
     return saved
+
+
+def _why_unreadable(path: Path, error: Exception) -> str:
+    with contextlib.suppress(Exception):  # no file of torch's
+        if kinds := torch.serialization.get_unsafe_globals_in_checkpoint(path):
+            return (
+                f"{path} holds more than data, which could run code: {', '.join(kinds)}. Save what these are made of, "
+                "or, if you trust the file, allow them by torch.serialization.add_safe_globals."
+            )
+    return f"{path} is damaged or no checkpoint ({qualified_name(type(error))}: {first_line(error)})."
 
 
 def _loading(name: str, target: Any, saved: Mapping[str, Any]) -> Callable[[], object]:

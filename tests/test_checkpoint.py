@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,7 @@ def other_optimizer(path: Path) -> dict[str, Any]:
     [
         (truncated, "is damaged or no checkpoint"),
         (emptied, "is damaged or no checkpoint"),
-        (with_code, "is no checkpoint, or holds more than data, which could run code"),
+        (with_code, "holds more than data, which could run code: "),
         (unreadable, "Is a directory"),
         (lambda path: path.unlink() or {"model": Net()}, "No such file or directory"),
         (lambda path: path.write_text("epoch 3") and {"model": Net()}, "is damaged or no checkpoint"),
@@ -278,6 +279,26 @@ def test_what_could_not_be_loaded_is_not_saved(two: ParallelExecutor, tmp_path: 
         assert lock.startswith("lock is a lock that holds more than")
         assert "'random_states' is the name of what save_checkpoint adds itself" in reserved
         assert epoch == 1
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    """The file that it points to is the checkpoint."""
+    (tmp_path / "run").mkdir()
+    link = tmp_path / "last.pt"
+    link.symlink_to("run/3.pt")
+    save_checkpoint(link, epoch=3)
+    assert link.is_symlink()
+    assert os.listdir(tmp_path / "run") == ["3.pt"]
+    assert load_checkpoint(link) == {"epoch": 3}
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_only_a_file_is_replaced(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """What is there otherwise stays."""
+    make(tmp_path / "a.pt")
+    with pytest.raises(OSError, match="a.pt is there, and is no file"):
+        save_checkpoint(tmp_path / "a.pt", epoch=3)
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
