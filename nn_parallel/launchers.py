@@ -329,7 +329,7 @@ def _launch(
 
 def _check_ranks_are_of_processes(told: _Told, rank: int, world_size: int, master: str) -> None:
     """Raise if RANK may be the rank of a node: a platform that starts one pod a node leaves its processes to us."""
-    why = "" if is_this_host(master) else f"MASTER_ADDR={master} is another host"
+    why = "" if world_size == 1 or is_this_host(master) else f"MASTER_ADDR={master} is another host"
     for name in (*_NODE_COUNTS, *_PROCESSES_PER_NODE):
         if told.has(name) and (name in _PROCESSES_PER_NODE or told.text(name) != "1"):
             why = f"{name}={told.text(name)} speaks of nodes with ranks of their own"

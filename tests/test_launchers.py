@@ -120,6 +120,10 @@ LAUNCHES: dict[str, tuple[dict[str, str], tuple[object, ...]]] = {
         BY_HAND | {"MASTER_ADDR": HOST, "NNODES": "1"},
         ("env", 2, 4, 2, 4, 0, HOST, 29500, False),
     ),
+    "a pod that is alone": (
+        BY_HAND | {"RANK": "0", "WORLD_SIZE": "1"},
+        ("env", 0, 1, 0, 1, 0, "10.0.0.1", 29500, False),
+    ),
     "Open MPI": (OPEN_MPI | MASTER, ("openmpi", 3, 4, 1, 2, 1, "10.0.0.9", 29501, False)),
     "Open MPI inside a step": (SLURM | OPEN_MPI | MASTER, ("openmpi", 3, 4, 1, 2, 1, "10.0.0.9", 29501, False)),
     "MVAPICH2": (MVAPICH2 | MASTER, ("mvapich2", 3, 4, 1, 2, 1, "10.0.0.9", 29501, False)),
