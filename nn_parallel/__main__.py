@@ -96,8 +96,10 @@ def _run(arguments: list[str]) -> int:
         options.nproc_per_node = str(len(chosen) if options.gpus is not None else len(accelerators()) or cpu_count())
     if options.nnodes == "1" and not options.rdzv_endpoint and options.master_port is None:
         options.standalone = True  # a port that is free, on the loopback
-    if options.nproc_per_node.isdecimal():  # else torchrun makes it 1, whatever there is
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // int(options.nproc_per_node))))
+    if options.nproc_per_node.lstrip("-").isdecimal():  # else it is a word of torchrun's, as auto
+        if (ranks := int(options.nproc_per_node)) < 1:
+            parser.error(f"--nproc={ranks} must be at least 1")
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks)))  # else it makes it 1, as always
     record(torchrun.run)(options)
     return 0
 

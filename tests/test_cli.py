@@ -160,10 +160,14 @@ def test_run_passes_on_what_is_torchruns(script: Path, tmp_path: Path) -> None:
 
 
 def test_run_with_what_cannot_be(script: Path) -> None:
-    """GPUs that are not there; nothing to run; and the help says what there is."""
+    """GPUs that are not there; no ranks; nothing to run; and the help says what there is."""
     done = _command("run", "--gpus", "9", str(script))
     assert done.returncode == 1
     assert "nn-parallel: '9' names no GPU: there is no GPU that NVML can see." in done.stderr
+    for ranks in ("0", "-1"):
+        done = _command("run", f"--nproc={ranks}", str(script))
+        assert done.returncode == 2
+        assert f"nn-parallel run: error: --nproc={ranks} must be at least 1" in done.stderr
     assert _command("run").returncode == 2
     told = _command("run", "--help").stdout
     assert "usage: nn-parallel run" in told
