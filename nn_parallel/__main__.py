@@ -14,11 +14,8 @@ import torch.distributed as dist
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from . import GPU, LaunchError, current_world, list_gpus, parse_gpu_selection, select_gpus, verify_ddp_setup
 from .devices import accelerators, as_table, cpu_count
-from .doctor import verify_ddp_setup
-from .errors import LaunchError
-from .gpus import GPU, list_gpus, parse_gpu_selection, select_gpus
-from .world import current_world
 
 PROGRAM = "nn-parallel"
 COLUMNS = {

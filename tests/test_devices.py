@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from nn_parallel import devices as module
-from nn_parallel.devices import call_on_device, cpu_count, device_of_rank, named_device, parse_devices, resolve_device
+from nn_parallel import resolve_device
+from nn_parallel.devices import call_on_device, cpu_count, device_of_rank, named_device, parse_devices
 from nn_parallel.errors import LaunchError
 
 CPU = torch.device("cpu")

@@ -49,7 +49,8 @@ LAYERS = [
     {"executor.executor"},
     {"executor"},
     {"parallelize", "doctor"},
-    {"", "__main__"},
+    {""},
+    {"__main__"},
 ]
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip("."): path
@@ -84,7 +85,8 @@ def _imports(node: ast.AST, module: str) -> set[str]:
     base = [part for part in package if part][: len([p for p in package if p]) - node.level + 1]
     if node.module:
         return {".".join([*base, node.module])}
-    return {".".join([*base, alias.name]) for alias in node.names}
+    named = (".".join([*base, alias.name]) for alias in node.names)
+    return {name if name in MODULES else ".".join(base) for name in named}
 
 
 def test_the_layer_test_sees_upward_imports() -> None:

@@ -176,13 +176,16 @@ def test_gradients_are_watched(two: ParallelExecutor) -> None:
         model = prepare_model(model)
         model(x).square().mean().backward()
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        spread = reduce_metrics({"norm": norm}, op="max")["norm"] - reduce_metrics({"norm": norm}, op="min")["norm"]
+        seen = {"norm": norm, "mean": x.mean()}
+        largest, smallest = reduce_metrics(seen, op="max"), reduce_metrics(seen, op="min")
+        spread = {name: largest[name] - smallest[name] for name in seen}
         return spread, all_gather_object({"rank": dist.get_rank(), "mean": float(x.mean())})
 
     first, second = two.run(scenario)
     assert first == second
     spread, of_each = first
-    assert spread == 0
+    assert spread["norm"] == 0
+    assert spread["mean"] == abs(of_each[0]["mean"] - of_each[1]["mean"])
     assert [each["rank"] for each in of_each] == [0, 1]
     assert of_each[0]["mean"] != of_each[1]["mean"]
 
@@ -193,9 +196,10 @@ def test_the_linear_rule(two: ParallelExecutor) -> None:
     def scenario() -> Any:
         world = initialize_ddp()
         loader = prepare_dataloader(DataLoader(TensorDataset(torch.zeros(64)), batch_size=8))
-        return 0.1 * world.world_size, reduce_metrics({"samples": next(iter(loader))[0].numel()}, op="sum")["samples"]
+        samples = reduce_metrics({"samples": next(iter(loader))[0].numel()}, op="sum")["samples"]
+        return 0.1 * world.world_size, samples, len(loader)
 
-    assert two.run(scenario) == [(0.2, 16)] * 2
+    assert two.run(scenario) == [(0.2, 16, 4)] * 2
 
 
 def test_torch_s_own_debugging(tmp_path: Path) -> None:
