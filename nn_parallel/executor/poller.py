@@ -45,7 +45,7 @@ class Poller:
 
     def wait(self, deadline: float | None) -> None:
         """Wait until something was read, or `wake` was called, or until ``deadline`` of `time.monotonic`."""
-        self._read(self._all, _seconds_to(deadline))
+        self._call_readers(self._all.poll(_seconds_to(deadline)))
 
     def lead(
         self, is_over: Callable[[], bool], deadline: float | None = None, begin: Callable[[], None] | None = None
@@ -79,8 +79,7 @@ class Poller:
             while is_open and not is_over() and not self._is_reclaimed:
                 if deadline is not None and time.monotonic() >= deadline:
                     break
-                if not self._spin.until(self._read_arrived):
-                    self._read(self._answers, _seconds_to(deadline))
+                self._call_readers(self._spin.until(self._arrived) or self._answers.poll(_seconds_to(deadline)))
         finally:
             if is_open:
                 with contextlib.suppress(FileExistsError):  # Ctrl-C came before anything
@@ -113,21 +112,18 @@ class Poller:
         if self._reading.acquire(blocking=False):
             try:
                 if self._wakeups:
-                    self._read_arrived()
+                    self._call_readers(self._arrived())
             finally:
                 self._reading.release()
         return True
 
-    def _read_arrived(self) -> bool:
-        return self._read(self._answers, 0.0)
+    def _arrived(self) -> list[tuple[int, int]]:
+        return self._answers.poll(0)
 
-    def _read(self, epoll: select.epoll, timeout: float | None) -> bool:
-        """Whether anything was to be read."""
-        ready = epoll.poll(timeout)
+    def _call_readers(self, ready: list[tuple[int, int]]) -> None:
         for fd, _ in ready:
             if (read := self._readers.get(fd)) and not read():
                 self.unwatch(fd)
-        return bool(ready)
 
     def _woken(self, index: int) -> bool:
         with contextlib.suppress(BlockingIOError):

@@ -27,7 +27,7 @@ class Spin:
         self._not_before = 0.0
 
     def until(self, look: Callable[[], T]) -> T:
-        """What ``look()`` returns: the first that is true, or the last before the time is over."""
+        """What ``look()`` returns, which takes no time: the first that is true, or the last before the time is over."""
         found = look()
         begun = now = time.monotonic()
         if begun < self._not_before:
