@@ -33,6 +33,8 @@ The files, from the bottom up; each knows only those above it in this list::
 Importing it starts nothing: no process, no thread, no GPU.
 """
 
+import torch  # noqa: F401  # first: what its import leaves behind is collected on the way
+
 from . import collector
 
 with collector.paused():
