@@ -27,6 +27,7 @@ from .errors import TransferError, qualified_name
 
 Buffer = bytearray | memoryview | pickle.PickleBuffer
 LARGE_BYTES = 1 << 15  # what is smaller stays in the pickle
+ATOMS: set[type] = {type(None), bool, int, float}  # and what reduces itself to such
 _ALIGNMENT = 64  # of the parts of a storage: what torch gives a storage itself
 
 
@@ -49,9 +50,9 @@ def dumps(obj: Any, parts: Callable[[], Mapping[str, Any]] | None = None, *, sha
     Raises:
         TransferError: it cannot be pickled; the message gives the path to the part that cannot.
     """
-    if _is_atomic(obj):
-        return Packed(pickle.dumps(obj, protocol=5), is_plain=True)
     try:
+        if _is_atomic(obj):
+            return Packed(pickle.dumps(obj, protocol=5), is_plain=True)
         return _dumps(obj, share)
     except Exception as error:
         path, culprit = _find_unpicklable(parts() if parts else {"the object": obj})
@@ -222,7 +223,7 @@ class _Memory:
 def _is_atomic(obj: Any) -> bool:
     """Whether this is a number, a text or the like, or a short tuple of such."""
     kind = type(obj)
-    if kind in _ATOMS:
+    if kind in ATOMS:
         return True
     if kind is tuple:
         return len(obj) <= _FEW and all(map(_is_atomic, obj))
@@ -395,5 +396,4 @@ def _global_names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_global_names, inner))
 
 
-_ATOMS = {type(None), bool, int, float}
 _FEW = 8

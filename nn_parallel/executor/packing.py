@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
-from ..pickling import Packed, dumps
+from ..pickling import ATOMS, Packed, dumps
 from ..reports import call_name
 from .fingerprints import Fingerprint, fingerprint
 from .segments import Segments
@@ -36,6 +36,9 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"<Handle of a {self._what}>"
+
+
+ATOMS.add(Handle)
 
 
 class Functions:
