@@ -96,7 +96,7 @@ def _run(arguments: list[str]) -> int:
     if options.nproc_per_node.lstrip("-").isdecimal():  # else it is a word of torchrun's, as auto
         if (ranks := int(options.nproc_per_node)) < 1:
             parser.error(f"--nproc={ranks} must be at least 1")
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks)))  # else it makes it 1, as always
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks)))  # torchrun makes it 1 otherwise
     record(torchrun.run)(options)
     return 0
 

@@ -62,7 +62,7 @@ def trained(batch: int, every: int = 1, **options: Any) -> dict[str, torch.Tenso
 
 
 def trained_by_hand(batch: int) -> dict[str, torch.Tensor]:
-    """The same in one process, in plain torch."""
+    """The same in one process, by a plain loop."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     for x, y in prepare_dataloader(DataLoader(data(), batch_size=batch, shuffle=True)):
