@@ -25,11 +25,11 @@ from ..pickling import Buffer, Packed, loads
 from .segments import Segment, Segments, Span, map_privately, map_shared
 from .spinning import Spin
 
-# Flags; of header, pickle and the rest, the sizes; of segments let go of, spans and descriptors, how many; the segment.
-_HEAD = struct.Struct("=BIQQIIIQ")
+_HEAD = struct.Struct("=??IQQ")  # is it plain, is the pickle the first buffer; the sizes of header, pickle and rest
+_COUNTS = struct.Struct("=IIQQ")  # what the rest begins with: how many segments let go of, spans, fds; the segment
 _NUMBER = struct.Struct("=q")
 _SPAN = struct.Struct("=QQ")
-_IS_PLAIN, _PICKLE_IS_FIRST_BUFFER = 1, 2
+_HEAD_BYTES = _HEAD.size
 _LARGE_PICKLE_BYTES = 1 << 16
 _TRUNCATED = int(socket.MSG_CTRUNC)  # to compare with this member of an enum takes longer than to receive
 _READ_BYTES = 1 << 18  # as much as the socket holds
@@ -86,7 +86,7 @@ class Parcel:
             return None
         small = self._small  # looked at once: other threads may send the same parcel
         if small is None or small[0] is not header:
-            head = _HEAD.pack(self.is_plain, len(header), len(self.pickle), 0, 0, 0, 0, 0)
+            head = _HEAD.pack(self.is_plain, False, len(header), len(self.pickle), 0)
             small = self._small = header, b"".join((head, header, self.pickle))
         return small[1]
 
@@ -120,11 +120,11 @@ class Link:
         if parcel.segment is not None:
             which = parcel.segment.number
             self._lent[which] = parcel.segment
-        flags = parcel.is_plain * _IS_PLAIN | parcel.is_pickle_in_segment * _PICKLE_IS_FIRST_BUFFER
-        rest = b"".join((*map(_NUMBER.pack, returned), *(_SPAN.pack(*span) for span in parcel.spans)))
+        counts = _COUNTS.pack(len(returned), len(parcel.spans), len(fds), which)
+        rest = b"".join((counts, *map(_NUMBER.pack, returned), *(_SPAN.pack(*span) for span in parcel.spans)))
         size = len(rest) + sum(map(len, parcel.copies))
-        sizes, counts = (len(header), len(parcel.pickle), size), (len(returned), len(parcel.spans), len(fds))
-        data = _HEAD.pack(flags, *sizes, *counts, which) + header + parcel.pickle + rest
+        head = _HEAD.pack(parcel.is_plain, parcel.is_pickle_in_segment, len(header), len(parcel.pickle), size)
+        data = head + header + parcel.pickle + rest
         while fds:
             now, fds = fds[:_FDS_AT_ONCE], fds[_FDS_AT_ONCE:]
             data = data[socket.send_fds(self.sock, [data[:1] if fds else data], now) :]
@@ -140,7 +140,7 @@ class Link:
         many sockets, which goes on when there is something to read, waits for none of them.
         """
         polled, receive_flags = bool(flags & socket.MSG_DONTWAIT), int(flags | socket.MSG_CMSG_CLOEXEC)
-        data, needed = bytearray(), _HEAD.size  # what has arrived and is not used yet; how much that must be
+        data, needed = bytearray(), _HEAD_BYTES  # what has arrived and is not used yet; how much that must be
         has_read = False
         while True:
             while len(data) < needed:
@@ -151,19 +151,19 @@ class Link:
                 if not self._receive(data, receive_flags):
                     return
                 has_read = True
-            flags, header_size, pickle_size, rest_size, returns, count, fds, segment = _HEAD.unpack_from(data)
-            start = _HEAD.size + header_size
+            is_plain, is_pickle_in_rest, header_size, pickle_size, rest_size = _HEAD.unpack_from(data)
+            start = _HEAD_BYTES + header_size
             end = start + pickle_size
             needed = end + rest_size
             if len(data) < needed:
                 continue
-            plain, rest = Message(data[_HEAD.size : start], data[start:end], bool(flags & _IS_PLAIN)), data[end:needed]
+            message, rest = Message(data[_HEAD_BYTES:start], data[start:end], is_plain), data[end:needed]
             del data[:needed]
-            needed = _HEAD.size
-            if rest_size or fds:  # a message that were kept here would keep its memory
-                yield self._with_rest(plain, rest, bool(flags & _PICKLE_IS_FIRST_BUFFER), returns, count, fds, segment)
+            needed = _HEAD_BYTES
+            if rest_size:  # a message that were kept here would keep its memory
+                yield self._with_rest(message, rest, is_pickle_in_rest)
             else:
-                yield plain
+                yield message
 
     def has_more(self) -> bool:
         """Whether there is something to read, be it the end."""
@@ -174,19 +174,20 @@ class Link:
         self._lent.clear()
         self.sock.close()
 
-    def _with_rest(
-        self, message: Message, rest: bytearray, is_pickle_in_it: bool, returns: int, count: int, fds: int, segment: int
-    ) -> Message:
+    def _with_rest(self, message: Message, rest: bytearray, is_pickle_in_it: bool) -> Message:
         """The message with what came beside its pickle."""
-        parts, ends = memoryview(rest), (returns * _NUMBER.size, returns * _NUMBER.size + count * _SPAN.size)
-        for (number,) in _NUMBER.iter_unpack(parts[: ends[0]]):
+        returns, count, fds, segment = _COUNTS.unpack_from(rest)
+        first_span = _COUNTS.size + returns * _NUMBER.size
+        end = first_span + count * _SPAN.size
+        parts = memoryview(rest)
+        for (number,) in _NUMBER.iter_unpack(parts[_COUNTS.size : first_span]):
             returned = self._lent.pop(abs(number), None)
             if returned is not None and number < 0:
                 returned.spoil()
-        spans = [Span(*span) for span in _SPAN.iter_unpack(parts[ends[0] : ends[1]])]
+        spans = [Span(*span) for span in _SPAN.iter_unpack(parts[first_span:end])]
         buffers, shared, lost = list[memoryview](), list[memoryview](), None
         if not segment:
-            starts = itertools.accumulate((span.size for span in spans), initial=ends[1])
+            starts = itertools.accumulate((span.size for span in spans), initial=end)
             buffers = [parts[start : start + span.size] for start, span in zip(starts, spans, strict=False)]
         if fds:
             try:
