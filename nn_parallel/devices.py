@@ -147,8 +147,7 @@ def call_on_device(
     The caller's positional arguments fill the other parameters: ``def f(device, data)`` is called for ``f(data)``. A
     function without such a parameter, a caller that passed ``device=`` itself and ``device=None`` change nothing.
     """
-    given = "device" in kwargs or (isinstance(fn, functools.partial) and "device" in fn.keywords)
-    if device is None or given or not (place := _device_parameter(fn)):
+    if device is None or not (place := _device_parameter(fn)) or _is_given(fn, kwargs):
         return fn(*args, **kwargs)
     parameter, before = place
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY or len(args) < len(before):
@@ -158,15 +157,20 @@ def call_on_device(
     return fn(*args[: len(before)], device, *args[len(before) :], **kwargs)
 
 
+def _is_given(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    return "device" in kwargs or (isinstance(fn, functools.partial) and "device" in fn.keywords)
+
+
 def _device_parameter(fn: Callable[..., Any]) -> _Place:
     """The parameter called ``device`` and those before it; None if there is none that could be passed."""
-    if not isinstance(fn, types.FunctionType | types.BuiltinFunctionType) or getattr(fn, "__dict__", None):
-        return _find_device_parameter(fn)
-    if isinstance(fn, types.FunctionType):
+    if isinstance(fn, types.FunctionType) and not fn.__dict__:
         if "device" not in fn.__code__.co_varnames:
             return None
-    elif "device" not in (getattr(fn, "__text_signature__", None) or ""):
-        return None  # without having it parsed, which touches every module, in memory that forks share
+    elif isinstance(fn, types.BuiltinFunctionType):
+        if "device" not in (getattr(fn, "__text_signature__", None) or ""):
+            return None  # without having it parsed, which touches every module, in memory that forks share
+    else:
+        return _find_device_parameter(fn)
     # What a plain function takes is looked up once: `inspect` needs longer than many a call.
     made_of = tuple(getattr(fn, name, None) for name in ("__code__", "__defaults__", "__kwdefaults__"))
     known = _known_places.get(fn)

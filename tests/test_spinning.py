@@ -13,23 +13,28 @@ from nn_parallel.executor.spinning import BACK_OFF, CROWDED_S, SPIN_S, Spin
 
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
-    clock = SimpleNamespace(now=0.0, away_s=SPIN_S / 4)  # how long others keep the core when it is offered to them
+    clock = SimpleNamespace(now=0.0, offers=0, away_s=SPIN_S / 4)  # how long others keep the core that is offered to them
+
+    def offer() -> None:
+        clock.offers += 1
+        clock.now += clock.away_s
+
     monkeypatch.setattr(spinning.time, "monotonic", lambda: clock.now)
-    monkeypatch.setattr(spinning.os, "sched_yield", lambda: setattr(clock, "now", clock.now + clock.away_s))
+    monkeypatch.setattr(spinning.os, "sched_yield", offer)
     return clock
 
 
-def looks(spin: Spin) -> int:
-    """How often it looks for what does not come."""
-    count = itertools.count()
+def looks_and_offers(spin: Spin, clock: SimpleNamespace) -> tuple[int, int]:
+    """How often it looks for what does not come, and how often it offers the core meanwhile."""
+    count, before = itertools.count(), clock.offers
     assert spin.until(lambda: next(count) < 0) is False
-    return next(count)
+    return next(count), clock.offers - before
 
 
-def test_what_is_there_is_found_at_the_first_look(clock) -> None:
+def test_the_core_is_offered_once_before_what_is_there_is_found(clock) -> None:
     count = itertools.count(1)
     assert Spin().until(lambda: next(count)) == 1
-    assert clock.now == 0
+    assert clock.offers == 1
 
 
 def test_what_comes_soon_is_found(clock) -> None:
@@ -39,14 +44,14 @@ def test_what_comes_soon_is_found(clock) -> None:
 
 def test_what_does_not_come_is_not_looked_for_any_longer(clock) -> None:
     spin = Spin()
-    assert [looks(spin), looks(spin)] == [5, 5]
+    assert [looks_and_offers(spin, clock) for _ in range(2)] == [(4, 4), (4, 4)]
 
 
 def test_where_others_keep_the_core_it_is_left_to_them_for_a_while(clock) -> None:
     spin, clock.away_s = Spin(), 4 * CROWDED_S
-    assert looks(spin) == 2
-    assert looks(spin) == 1, "they would keep it as long again"
+    assert looks_and_offers(spin, clock) == (1, 1)
+    assert looks_and_offers(spin, clock) == (1, 0), "they would keep it as long again"
     clock.now += clock.away_s * (BACK_OFF - 1)
-    assert looks(spin) == 1
+    assert looks_and_offers(spin, clock) == (1, 0)
     clock.now += clock.away_s * 2
-    assert looks(spin) == 2
+    assert looks_and_offers(spin, clock) == (1, 1)

@@ -98,7 +98,7 @@ class Crew:
             raise EOFError
         told: dict[str, int] = json.loads(text)
         if pid := told.get("pid"):
-            self._unnamed.popleft().named(pid, self.deadline())
+            self._unnamed.popleft().named(pid)
             return []
         evidence = f"Its memory use peaked at {told['max_rss_kib'] // 1024} MiB."
         if kills := self._oom_kills.since_last_asked():
@@ -109,10 +109,6 @@ class Crew:
         """The handle of that number is gone."""
         for worker in self.living:
             worker.forget(number)
-
-    def deadline(self) -> float | None:
-        """When what begins now has run out of time."""
-        return None if self._timeout_s is None else time.monotonic() + self._timeout_s
 
     def next_deadline(self) -> float | None:
         """When there is something for `keep_deadlines`."""
@@ -191,4 +187,4 @@ class Crew:
             with contextlib.suppress(OSError):  # the fork server has ended: we hear of it
                 socket.send_fds(self._server, [b"fork"], theirs)
             on_failure.pop_all()
-        return Worker(setup.rank, setup.device, self._server, sockets, output, tokens, self.timed)
+        return Worker(setup.rank, setup.device, self._server, sockets, output, tokens, self._timeout_s, self.timed)

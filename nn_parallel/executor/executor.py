@@ -24,7 +24,7 @@ from ..errors import ExecutorClosedError, ParallelError, RankError, TransferErro
 from ..pickling import dumps
 from ..reports import Call, call_name, place_of
 from ..world import Membership
-from .jobs import Job, Mapped, Resize, Run, Single
+from .jobs import Mapped, Resize, Run, Single
 from .supervisor import Settings, Supervisor
 
 UNINTERRUPTED = True  # see interrupt
@@ -164,7 +164,7 @@ class ParallelExecutor(Executor):
             unsent: Future[R] = Future()
             unsent.set_exception(error)
             return unsent
-        _submit(self._supervisor, job)
+        self._supervisor.submit(job)
         return job.future
 
     def map(
@@ -279,7 +279,7 @@ class ParallelExecutor(Executor):
     def _run_on_workers(self, supervisor: Supervisor, fn: Callable[..., R], args: Any, kwargs: Any) -> list[R]:
         run = Run(supervisor.packer.pack(fn, args, kwargs))
         try:
-            supervisor.lead(run.is_over, begin=lambda: _submit(supervisor, run))
+            supervisor.lead(run.is_over, begin=functools.partial(supervisor.submit, run))
             return run.result()
         except ParallelError:
             raise
@@ -297,7 +297,7 @@ class ParallelExecutor(Executor):
             except TransferError as error:
                 mapped.add_unsent(error)
             else:
-                _submit(supervisor, mapped.add(call))
+                supervisor.submit(mapped.add(call))
                 supervisor.read_answers()  # now: the supervisor's thread may have to wait long for its turn
         return mapped.results(supervisor.lead)
 
@@ -343,16 +343,6 @@ def _check_choice_is_what_runs(member: Membership, num_gpus: int | None, devices
             f"{wrong[0]} does not apply here: the workers are the {member.world_size} ranks that run already, this one "
             f"on {member.world.device}."
         )
-
-
-def _submit(supervisor: Supervisor, job: Job) -> None:
-    try:
-        supervisor.submit(job)
-    except ParallelError:
-        raise
-    except BaseException:  # Ctrl-C
-        supervisor.abandon(job, sent=False)
-        raise
 
 
 def _call_each(fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: torch.device | None = None) -> list[R]:

@@ -169,7 +169,7 @@ class Run:
         self._over.acquire()
 
     def is_over(self) -> bool:
-        return self._error is not None or (self._missing is not None and not self._missing)
+        return not self._over.locked()
 
     def begin(self, world_size: int) -> None:
         self._world_size, self._missing = world_size, set(range(world_size))

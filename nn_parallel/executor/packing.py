@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ..pickling import ATOMS, Packed, dumps
@@ -41,28 +43,35 @@ class Handle:
 ATOMS.add(Handle)
 
 
+@dataclass
+class _Known:
+    """A function that has been called before."""
+
+    fingerprint: Fingerprint
+    handle: Handle | None = None
+
+
 class Functions:
     """The functions that workers keep: those that have been called before, and cannot have changed since."""
 
     def __init__(self, put: Callable[[Any, Callable[[], dict[str, Any]]], Handle]) -> None:
         self._put = put
-        self._known: OrderedDict[tuple[int, ...], tuple[Fingerprint, Handle | None]] = OrderedDict()
+        self._known: dict[tuple[int, ...], _Known] = {}  # the one used last at the end
 
     def handle_of(self, fn: Callable[..., Any]) -> Handle | None:
         """For the second and later calls of such a function; None if it must be sent with the call."""
         found = fingerprint(fn)
         if found is None:
             return None
-        if (known := self._known.get(found.key)) is None:
-            handle = None
-        else:
-            found, handle = known
-            handle = handle or self._put(fn, lambda: {"the function": fn})
-        self._known[found.key] = found, handle
-        self._known.move_to_end(found.key)
-        if len(self._known) > FUNCTIONS_KEPT:
-            self._known.popitem(last=False)
-        return handle
+        known = self._known.pop(found.key, None)
+        if known is None:
+            known = _Known(found)
+            if len(self._known) == FUNCTIONS_KEPT:
+                self._known.pop(next(iter(self._known)))
+        elif known.handle is None:
+            known.handle = self._put(fn, lambda: {"the function": fn})
+        self._known[found.key] = known
+        return known.handle
 
     def clear(self) -> None:
         self._known.clear()
@@ -80,20 +89,19 @@ class PackedCall:
         owner: object = None,
         function: Handle | None = None,
     ) -> None:
-        self.name, self.function = call_name(fn), function.number if function else 0
-        self.handles = [function] if function else []
-
-        def parts() -> dict[str, Any]:
-            named = {"the function": fn}
-            named |= {f"argument {index}": value for index, value in enumerate(args)}
-            return named | {f"argument {name!r}": value for name, value in kwargs.items()}
-
-        if function and not args and not kwargs:
-            self.parcel = _NO_ARGUMENTS
-            return
+        self.name = call_name(fn)
+        if function is None:
+            self.function, self.handles = 0, list[Handle]()
+        else:
+            self.function, self.handles = function.number, [function]
+            if not args and not kwargs:
+                self.parcel = _NO_ARGUMENTS
+                return
         _packing.owner, _packing.handles = owner, self.handles
         try:
-            packed = dumps((None if function else fn, args, kwargs), parts, share=True)
+            packed = dumps(
+                (None if function else fn, args, kwargs), functools.partial(_parts, fn, args, kwargs), share=True
+            )
         finally:
             _packing.owner = None
         self.parcel = Parcel(packed, segments)
@@ -101,6 +109,13 @@ class PackedCall:
     def let_go(self) -> None:
         """It is over: what was sent with it is not needed any more."""
         self.handles, self.parcel = [], _NOTHING
+
+
+def _parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a call is made of, by name."""
+    named = {"the function": fn}
+    named |= {f"argument {index}": value for index, value in enumerate(args)}
+    return named | {f"argument {name!r}": value for name, value in kwargs.items()}
 
 
 class Packer:

@@ -7,6 +7,7 @@ which spares it the way through the other thread (the leader/followers pattern o
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import threading
@@ -29,7 +30,7 @@ class Poller:
         self._reading = threading.Lock()  # held by the thread that reads answers
         self._leads = [None]  # one thread takes it at a time, by an operation that Ctrl-C cannot leave half done
         self._is_reclaimed = False
-        self._spin = Spin()
+        self._spin, self._arrived = Spin(), functools.partial(self._answers.poll, 0)
         self.watch(self._answers.fileno(), self.read_answers)
 
     def watch(self, fd: int, read: Callable[[], bool], *, is_answer: bool = False) -> None:
@@ -116,9 +117,6 @@ class Poller:
             finally:
                 self._reading.release()
         return True
-
-    def _arrived(self) -> list[tuple[int, int]]:
-        return self._answers.poll(0)
 
     def _call_readers(self, ready: list[tuple[int, int]]) -> None:
         for fd, _ in ready:

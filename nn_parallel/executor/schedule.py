@@ -6,7 +6,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -15,14 +14,6 @@ from .jobs import Item, Job, Resize, Run
 from .packing import PackedCall
 from .worker import STARTED, Task
 from .workers import Worker
-
-
-class Sending(NamedTuple):
-    """A task that a worker has been given; whoever gave it sends it, without the lock."""
-
-    worker: Worker
-    header: bytes
-    call: PackedCall
 
 
 class Schedule:
@@ -37,6 +28,7 @@ class Schedule:
         self.pending: deque[Job | Resize] = deque()
         self.workers: list[Worker] = []  # by rank
         self.epoch = 1  # see Task
+        self.is_any_ahead = False  # whether there may be something for `take_back`
         self._pass_device, self._port = pass_device, port
         self._numbers = itertools.count(STARTED + 1)
         self.use(devices)
@@ -46,9 +38,9 @@ class Schedule:
         self.devices = list(devices)
         self.cores = cpu_count() // len(devices)  # for each worker
 
-    def assign(self, deadline: float | None) -> list[Sending]:
-        """Give waiting jobs to the workers that can take them."""
-        ready = list[Sending]()
+    def assign(self) -> list[tuple[Worker, bytes, PackedCall]]:
+        """Give waiting jobs to workers that can take them; the caller sends these header and call, without the lock."""
+        ready = list[tuple[Worker, bytes, PackedCall]]()
         while self.pending and not isinstance(job := self.pending[0], Resize):
             chosen, place = [worker for worker in self.workers if worker.is_free], _ALONE
             if isinstance(job, Run):
@@ -65,30 +57,27 @@ class Schedule:
             self.pending.popleft()
             if not isinstance(job, Run) and not job.begins():
                 continue
-            number, is_ahead = next(self._numbers), not chosen[0].is_free
-            task = Task(number, True, is_ahead, job.call.function, self._pass_device, self.cores, *place)
-            header = task.packed()
+            number, call, is_ahead = next(self._numbers), job.call, not chosen[0].is_free
+            self.is_any_ahead |= is_ahead
+            header = Task(number, True, is_ahead, call.function, self._pass_device, self.cores, *place).packed()
             for worker in chosen:
-                worker.begin(job, number, deadline)
-                ready.append(Sending(worker, header, job.call))
+                worker.begin(job, number)
+                ready.append((worker, header, call))
         return ready
-
-    def is_any_ahead(self) -> bool:
-        """Whether there may be something for `take_back`."""
-        return any(worker.next_job is not None for worker in self.workers)
 
     def take_back(self) -> None:
         """Take back what was sent ahead to workers that are not short of work."""
         now = time.monotonic()
         self.pending.extendleft(job for worker in self.workers if (job := worker.taken_back(now)) is not None)
+        self.is_any_ahead = any(worker.next_job is not None for worker in self.workers)
 
-    def end_task(self, job: Job) -> None:
+    def end_task(self, job: Job | Resize) -> None:
         """Cancel ``job`` where it runs."""
         for worker in self.workers:
             if worker.job is job and not worker.leaving:
                 worker.cancel()
 
-    def kill_half_sent(self, job: Job) -> None:
+    def kill_half_sent(self, job: Job | Resize) -> None:
         """Kill the workers that may hold half of ``job``'s message: they cannot read on."""
         for worker in self.workers:
             if worker.next_job is job:

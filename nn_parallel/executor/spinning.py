@@ -18,9 +18,9 @@ class Spin:
     """Looks for what will be there soon.
 
     A short call is over sooner than a process is put to sleep and woken; and what that runs next is slow, because core
-    and caches have been somebody else's. So here the core is offered to others between two looks, and is ours again
-    when they need it no longer. One who computes keeps it for milliseconds, though: after that nothing is looked for
-    twice until the loss is at most 2 % of the time.
+    and caches have been somebody else's. So here the core is offered to others before each look, as one of them may be
+    who is to answer, and is ours again when they need it no longer. One who computes keeps it for milliseconds, though:
+    after that it is not offered until the loss is at most 2 % of the time.
     """
 
     def __init__(self) -> None:
@@ -28,13 +28,13 @@ class Spin:
 
     def until(self, look: Callable[[], T]) -> T:
         """What ``look()`` returns, which takes no time: the first that is true, or the last before the time is over."""
-        found = look()
-        begun = now = time.monotonic()
+        begun = time.monotonic()
         if begun < self._not_before:
-            return found
-        while not found and now - begun < SPIN_S:
+            return look()
+        while True:
             os.sched_yield()
             found, now = look(), time.monotonic()
-        if now - begun > CROWDED_S:
-            self._not_before = now + BACK_OFF * (now - begun)
-        return found
+            if now - begun > CROWDED_S:
+                self._not_before = now + BACK_OFF * (now - begun)
+            if found or now - begun >= SPIN_S:
+                return found

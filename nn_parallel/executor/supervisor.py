@@ -54,7 +54,6 @@ class Supervisor:
         self._pid = os.getpid()
         self._store = PoolStore()
         self._schedule = Schedule(settings.devices, settings.pass_device, self._store.port)
-        self._is_any_ahead = False  # as the supervisor knows it
         self._failed_starts = 0  # in a row
         self._idle_since = time.monotonic()
         initializer = PackedCall(settings.initializer, settings.initargs, {}, self.packer.segments)
@@ -73,11 +72,17 @@ class Supervisor:
 
     def submit(self, job: Job | Resize) -> None:
         """Queue a job; jobs start in the order of their submission."""
-        with self._lock:
-            self._raise_if_closed()
-            self._idle_since = time.monotonic()
-            self._schedule.pending.append(job)
-        self._hand_out()
+        try:
+            with self._lock:
+                self._raise_if_closed()
+                self._idle_since = time.monotonic()
+                self._schedule.pending.append(job)
+            self._hand_out()
+        except ParallelError:
+            raise
+        except BaseException:  # Ctrl-C
+            self.abandon(job, sent=False)
+            raise
 
     def close(self, *, wait: bool = True, cancel_pending: bool = False, kill: bool = False) -> None:
         """Take no more jobs, finish those there are (or cancel the waiting, or kill the running), end the workers."""
@@ -124,7 +129,7 @@ class Supervisor:
         """Take the answers that are there already."""
         self._crew.poller.read_answers()
 
-    def abandon(self, job: Job, *, sent: bool) -> None:
+    def abandon(self, job: Job | Resize, *, sent: bool) -> None:
         """Nobody waits for ``job`` any more: take it out of the queue, or end it where it runs.
 
         A worker that may hold half a message, because not all was ``sent``, ends with it.
@@ -146,22 +151,16 @@ class Supervisor:
         if self._closing:
             raise ExecutorClosedError("cannot schedule new work: the executor has been shut down.")
 
-    def _hand_out(self, finished: Worker | None = None) -> None:
-        """Send waiting jobs to the workers that can take them, also to one that has ``finished`` its task."""
-        schedule, is_supervisors = self._schedule, False
+    def _hand_out(self) -> None:
+        """Send waiting jobs to the workers that can take them."""
+        schedule = self._schedule
         with self._lock:
-            deadline = self._crew.deadline()
-            if finished is not None:
-                finished.finish(deadline)
-            if not schedule.pending:
-                return
-            ready = schedule.assign(deadline)
-            if ready:
-                is_supervisors = deadline is not None  # to keep
-                if not self._is_any_ahead and schedule.is_any_ahead():
-                    self._is_any_ahead = is_supervisors = True  # to take back, perhaps
-            elif schedule.pending and isinstance(schedule.pending[0], Resize):
-                is_supervisors = True
+            was_any_ahead = schedule.is_any_ahead
+            ready = schedule.assign()
+            if ready:  # a deadline is the supervisor's to keep, and what was sent ahead to take back
+                is_supervisors = self._settings.timeout_s is not None or schedule.is_any_ahead != was_any_ahead
+            else:
+                is_supervisors = bool(schedule.pending) and isinstance(schedule.pending[0], Resize)
         for worker, header, call in ready:
             worker.send(header, call)
         if is_supervisors:
@@ -186,7 +185,7 @@ class Supervisor:
             while self.packer.forgotten:
                 with self._lock:
                     self._crew.forget(self.packer.forgotten.popleft())
-            if self._is_any_ahead:
+            if self._schedule.is_any_ahead:
                 self._take_back()
             if self._crew.timed:
                 self._keep_deadlines()
@@ -214,8 +213,7 @@ class Supervisor:
     def _next_deadline(self) -> float | None:
         with self._lock:
             deadline = self._crew.next_deadline()
-            self._is_any_ahead = self._schedule.is_any_ahead()
-        if self._is_any_ahead:
+        if self._schedule.is_any_ahead:
             deadline = min(deadline or math.inf, time.monotonic() + LONG_S)
         if self._settings.idle_limit_s is not None and not self._closing:
             deadline = min(deadline or math.inf, self._idle_since + self._settings.idle_limit_s)
@@ -261,19 +259,23 @@ class Supervisor:
         return False  # its end; the fork server will tell the exit code
 
     def _answered(self, worker: Worker, message: Message) -> None:
-        answer, job = Answer.unpacked(message.header), worker.job
-        if answer.printed or worker.has_unfinished_line:
+        number, outcome, failed_inside, printed = Answer.unpack(message.header)
+        job = worker.job
+        if printed or worker.has_unfinished_line:
             for output in worker.output:
                 output.copy(flush=True)
-        outcome, value = opened(message, answer.outcome, job.call.name if job else "the initializer")
-        if answer.number == STARTED:
+        outcome, value = opened(message, outcome, job.call.name if job else "the initializer")
+        if number == STARTED:
             self._has_started(worker, value if outcome == FAILED else None)
             return
         if job is not None:
-            if outcome != SUCCEEDED or answer.failed_inside:
+            if outcome != SUCCEEDED or failed_inside:
                 self._has_failed(job, outcome)
             job.end(worker.index, outcome, value)
-        self._hand_out(worker)
+        with self._lock:
+            worker.finish()
+        if self._schedule.pending:
+            self._hand_out()
         if self._closing:
             self._crew.poller.wake()  # this may have been the last
 
@@ -296,7 +298,8 @@ class Supervisor:
             return
         with self._lock:
             worker.started = True
-        self._hand_out(worker)
+            worker.finish()
+        self._hand_out()
 
     def _hear(self) -> bool:
         try:
@@ -322,7 +325,7 @@ class Supervisor:
         error = worker.death(end.exitcode, end.evidence)
         schedule = self._schedule
         with self._lock:
-            job, not_begun = worker.finish(), worker.finish()
+            job, not_begun = worker.let_go()
             if not_begun is not None:
                 schedule.pending.appendleft(not_begun)
             wanted = worker in schedule.workers and not (self._closing and not schedule.pending)
@@ -347,8 +350,8 @@ class Supervisor:
         """The pool cannot go on: fail everything with ``error``."""
         with self._lock:
             self._broken, self._closing = self._broken or error, True
-            running = (worker.finish() for worker in self._crew.living for _ in (worker.job, worker.next_job))
-            jobs = dict.fromkeys([*self._schedule.pending, *(job for job in running if job is not None)])
+            given = [job for worker in self._crew.living for job in worker.let_go()]
+            jobs = dict.fromkeys([*self._schedule.pending, *(job for job in given if job is not None)])
             self._schedule.pending.clear()
             for worker in self._crew.living:
                 worker.kill()

@@ -57,14 +57,17 @@ class Message(NamedTuple):
 class Parcel:
     """A packed object on its way: what is large lies in a segment, or, where there is none to be had, in copies."""
 
+    segment: Segment | None = None
+    spans: Sequence[Span] = ()
+    copies: Sequence[bytes] = ()
+    is_pickle_in_segment = False
+    _small: tuple[bytes, bytes] | None = None
+
     def __init__(self, packed: Packed, segments: Segments) -> None:
-        self.segment: Segment | None = None
         self.pickle, buffers, self.shared, self.is_plain = packed
-        self.is_pickle_in_segment = len(self.pickle) > _LARGE_PICKLE_BYTES
-        if self.is_pickle_in_segment:
-            buffers = [memoryview(self.pickle), *buffers]
-        self.spans: Sequence[Span] = ()
-        self.copies: Sequence[bytes] = ()
+        if len(self.pickle) > _LARGE_PICKLE_BYTES:
+            self.is_pickle_in_segment, buffers, self.pickle = True, [memoryview(self.pickle), *buffers], b""
+        self._is_small = not buffers and not self.shared  # the pickle is all of it
         if buffers:
             self.segment = segments.fill(buffers)
             if self.segment is not None:
@@ -72,10 +75,6 @@ class Parcel:
             else:
                 self.copies = [bytes(buffer) for buffer in buffers]
                 self.spans = [Span(0, len(copy)) for copy in self.copies]
-        if self.is_pickle_in_segment:
-            self.pickle = b""
-        self._is_small = not self.spans and not self.shared  # the pickle is all of it
-        self._small: tuple[bytes, bytes] | None = None
 
     def small(self, header: bytes) -> bytes | None:
         """The message with ``header`` as it is sent, if it needs neither segment nor descriptors.

@@ -36,6 +36,10 @@ STARTED = 0  # the number of the answer that says the worker is set up
 INTERRUPT_EVERY_S = 0.02
 SUCCEEDED, FAILED, CANCELLED = range(3)  # how a task ends
 
+# The header of an answer, whose packed object is the result, or the exception and its `Failure`: the task's number;
+# how it ended; whether a block of a run failed inside, which went on, so that its group was closed, perhaps not on all
+# ranks; whether there may be something to read of what it printed.
+Answer = struct.Struct("=QB??")
 # What the parent orders a worker beside its tasks: a kind and a number.
 Order = struct.Struct("=BQ")
 CANCEL, FORGET = range(2)
@@ -76,22 +80,6 @@ class Task(NamedTuple):
         return cls(*_TASK.unpack(header))
 
 
-class Answer(NamedTuple):
-    """The header of an answer; its packed object is the result, or the exception and its `Failure`."""
-
-    number: int
-    outcome: int
-    failed_inside: bool  # a block of a run, which went on: its group was closed, perhaps not on all ranks
-    printed: bool  # there may be something to read of what it printed
-
-    def packed(self) -> bytes:
-        return _ANSWER.pack(*self)
-
-    @classmethod
-    def unpacked(cls, header: Buffer) -> Answer:
-        return cls(*_ANSWER.unpack(header))
-
-
 def work(connection: socket.socket, control: socket.socket, tokens: int) -> int:
     """Answer the tasks that arrive on ``connection`` until it is closed; returns the exit code.
 
@@ -124,7 +112,7 @@ def work(connection: socket.socket, control: socket.socket, tokens: int) -> int:
         parcel = Parcel(packed, segments)
         del packed
         try:
-            link.send(Answer(task.number, outcome, failed_inside, _has_printed()).packed(), parcel)
+            link.send(Answer.pack(task.number, outcome, failed_inside, _has_printed()), parcel)
         except ConnectionError:  # the parent is gone
             return 0
     return 0
@@ -329,5 +317,5 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
 
 _stored: dict[int, Any] = {}
 _NOTHING = dumps(None)
-_TASK, _ANSWER = struct.Struct("=Q??Q?IIIQQ"), struct.Struct("=QB??")
+_TASK = struct.Struct("=Q??Q?IIIQQ")
 _ZERO = bytes(4)

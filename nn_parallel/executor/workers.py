@@ -37,11 +37,12 @@ class Worker:
         sockets: list[socket.socket],
         output: list[Output],
         tokens: int,
+        timeout_s: float | None,
         timed: set[Worker],
     ) -> None:
         """Puts itself into ``timed`` whenever it gets a deadline; ``tokens`` as in `worker.work`."""
-        self.index, self.device, self._pool, self.output, self._timed = index, device, pool, output, timed
-        self._tokens = tokens
+        self.index, self.device, self._pool, self.output = index, device, pool, output
+        self._tokens, self._timeout_s, self._timed = tokens, timeout_s, timed
         connection, self.control = sockets
         self.link = Link(connection)
         self.arriving = self.link.messages(socket.MSG_DONTWAIT)
@@ -85,7 +86,7 @@ class Worker:
         """Whether it may be sent a task while it has one, because its tasks are short."""
         return self._is_quick and self.next_job is None and not (self._unsent or self.leaving)
 
-    def begin(self, job: Job, number: int, deadline: float | None) -> None:
+    def begin(self, job: Job, number: int) -> None:
         """It gets ``job`` as its task ``number``, or as the one after; sending it is the caller's."""
         self._unsent.append(number)
         if self.job is not None:
@@ -93,25 +94,30 @@ class Worker:
             os.eventfd_write(self._tokens, 1)
             return
         self.job, self._number, self.is_free = job, number, False
-        self._begin(deadline)
+        self._begin()
 
-    def finish(self, deadline: float | None = None) -> Job | None:
-        """Its task is over, and it begins the next one if there is one, with ``deadline``."""
-        job, self.job, self._number, self.next_job = self.job, self.next_job, self._next_number, None
+    def finish(self) -> None:
+        """Its task is over, and it begins the next one if there is one."""
         self._is_quick = time.monotonic() - self._since < QUICK_S
         self.deadline = self.stack_by = None
         if not self.leaving:
             self.kill_at = None
-        if self.job is not None:
-            self._begin(deadline)
+        if self.next_job is not None:
+            self.job, self._number, self.next_job = self.next_job, self._next_number, None
+            self._begin()
         else:
-            self.is_free = self.started and not self.leaving
-        return job
+            self.job, self.is_free = None, self.started and not self.leaving
 
-    def _begin(self, deadline: float | None) -> None:
+    def let_go(self) -> tuple[Job | None, Job | None]:
+        """It does nothing any more: the job that it had begun, and the one that it had not."""
+        jobs, self.job, self.next_job = (self.job, self.next_job), None, None
+        self.deadline = self.stack_by = None
+        return jobs
+
+    def _begin(self) -> None:
         self._since = time.monotonic()
-        if deadline is not None:
-            self.deadline = deadline
+        if self._timeout_s is not None:
+            self.deadline = self._since + self._timeout_s
             self._timed.add(self)
 
     def taken_back(self, now: float) -> Job | None:
@@ -164,10 +170,11 @@ class Worker:
         self._kill_when_named = not self.pid
         self._signal(signal.SIGKILL)
 
-    def named(self, pid: int, deadline: float | None) -> None:
-        """The fork server has told its process id; it is to be set up by ``deadline``."""
-        self.pid, self.deadline = pid, deadline
-        self._timed.add(self)
+    def named(self, pid: int) -> None:
+        """The fork server has told its process id; it sets itself up now, or has done so."""
+        self.pid = pid
+        if not self.started:
+            self._begin()
         if self._kill_when_named:
             self.kill()
 
