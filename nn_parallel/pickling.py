@@ -81,7 +81,8 @@ def loads(
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     def __init__(self, memory: _Memory) -> None:
         self.file, self._memory = io.BytesIO(), memory
-        self.buffers = buffers = list[memoryview]()
+        buffers: list[memoryview] = []
+        self.buffers = buffers
 
         def stays(buffer: pickle.PickleBuffer) -> bool:  # no method: all that is pickled would live on in a cycle
             raw = buffer.raw()
@@ -196,7 +197,7 @@ class _Memory:
         narrowed = False
         for key, used in self._used.items():
             storage = self._parts[key][0].storage
-            spans = list[tuple[int, int]]()
+            spans: list[tuple[int, int]] = []
             for start, end in sorted((start - start % _ALIGNMENT, end) for start, end in used):
                 if spans and start < spans[-1][1]:
                     spans[-1] = spans[-1][0], max(end, spans[-1][1])

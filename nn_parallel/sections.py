@@ -265,7 +265,8 @@ class Sections:
         goal = Progress(self.term, self._calls, phase)
         # In a barrier a rank waits, by way of others, for all.
         needed = [rank] if phase == FINISHED else [r for r in range(self.world_size) if r != self.rank]
-        start, polls, dead, failed = time.perf_counter(), 0, list[int](), False
+        dead: list[int] = []
+        start, polls, failed = time.perf_counter(), 0, False
         while True:
             report = self._peers.report(rank)
             if report.progress.term > self.term:  # it has failed in a block

@@ -35,7 +35,7 @@ def fingerprint(fn: Callable[..., Any]) -> Fingerprint | None:
 
     That is so if ``fn`` refers to something mutable, or changes its own globals or closure.
     """
-    parts = list[object]()
+    parts: list[object] = []
     if not _add(fn, parts, {}):
         return None
     return Fingerprint((len(sys.modules), *map(id, parts)), parts)  # cloudpickle looks which submodules are imported

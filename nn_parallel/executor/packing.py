@@ -89,14 +89,11 @@ class PackedCall:
         owner: object = None,
         function: Handle | None = None,
     ) -> None:
-        self.name = call_name(fn)
-        if function is None:
-            self.function, self.handles = 0, list[Handle]()
-        else:
-            self.function, self.handles = function.number, [function]
-            if not args and not kwargs:
-                self.parcel = _NO_ARGUMENTS
-                return
+        self.name, self.function = call_name(fn), function.number if function else 0
+        self.handles = [function] if function else []
+        if function and not args and not kwargs:
+            self.parcel = _NO_ARGUMENTS
+            return
         _packing.owner, _packing.handles = owner, self.handles
         try:
             packed = dumps(

@@ -40,13 +40,13 @@ class Schedule:
 
     def assign(self) -> list[tuple[Worker, bytes, PackedCall]]:
         """Give waiting jobs to workers that can take them; the caller sends these header and call, without the lock."""
-        ready = list[tuple[Worker, bytes, PackedCall]]()
+        ready: list[tuple[Worker, bytes, PackedCall]] = []
         while self.pending and not isinstance(job := self.pending[0], Resize):
             chosen, place = [worker for worker in self.workers if worker.is_free], _ALONE
             if isinstance(job, Run):
                 if len(chosen) < len(self.devices):
                     break
-                place = len(chosen), self._port(self.epoch), self.epoch, next(self._numbers)
+                place = len(chosen), self._port(self.epoch), self.epoch
                 job.begin(len(chosen))
             else:
                 if not chosen and isinstance(job, Item):
@@ -90,4 +90,4 @@ class Schedule:
         return not self.pending and all(worker.job is None for worker in self.workers)
 
 
-_ALONE = 0, 0, 0, 0  # the place of a task that is no rank
+_ALONE = 0, 0, 0  # the place of a task that is no rank

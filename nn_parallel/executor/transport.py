@@ -184,7 +184,9 @@ class Link:
             if returned is not None and number < 0:
                 returned.spoil()
         spans = [Span(*span) for span in _SPAN.iter_unpack(parts[first_span:end])]
-        buffers, shared, lost = list[memoryview](), list[memoryview](), None
+        buffers: list[memoryview] = []
+        shared: list[memoryview] = []
+        lost = None
         if not segment:
             starts = itertools.accumulate((span.size for span in spans), initial=end)
             buffers = [parts[start : start + span.size] for start, span in zip(starts, spans, strict=False)]

@@ -61,7 +61,7 @@ class Setup(NamedTuple):
 class Task(NamedTuple):
     """The header of a task, whose packed object is ``(fn, args, kwargs)``; of an object to keep for later tasks."""
 
-    number: int  # of the task, or of the object
+    number: int  # of the task, greater than that of any earlier one; or of the object
     is_call: bool
     is_ahead: bool = False  # sent while another task runs: the worker's only if it gets the token
     function: int = 0  # the number under which the worker keeps the function; 0 if it comes with the arguments
@@ -70,7 +70,6 @@ class Task(NamedTuple):
     world_size: int = 0  # of the run that it is one rank of; 0: it runs alone
     store_port: int = 0
     epoch: int = 0  # a new one after each failure: groups and counters of an older one are not used again
-    run: int = 0  # greater than that of any earlier one
 
     def packed(self) -> bytes:
         return _TASK.pack(*self)
@@ -249,7 +248,7 @@ class _Worker:
 
 def _first_term(task: Task) -> int:
     """All ranks count their calls anew in each run; blocks that fail in it begin further terms."""
-    return task.run << 32
+    return task.number << 32
 
 
 def _take(tokens: int) -> bool:
@@ -317,5 +316,5 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
 
 _stored: dict[int, Any] = {}
 _NOTHING = dumps(None)
-_TASK = struct.Struct("=Q??Q?IIIQQ")
+_TASK = struct.Struct("=Q??Q?IIIQ")
 _ZERO = bytes(4)
