@@ -51,6 +51,7 @@ class Sections:
         self.rank, self.world_size = member.rank, member.world_size
         self.nested_in: tuple[int, ...] = ()  # the ranks of the section whose body runs now on this rank
         self._peers = Peers(member, member.store)
+        self._key, self._names_host = f"report/{member.rank}", lost_store_names_its_host(member)
         self._watching: Watcher | None = None
         self._kept: deque[Failed] = deque(maxlen=FAILURES_KEPT)  # of the failed sections
         self._failures_made = 0
@@ -93,8 +94,21 @@ class Sections:
         self._begin(call)
         try:
             if self.rank in call.ranks:
-                with self._posting_outcome(call):
-                    yield True
+                watched = Watched(call, self._calls) if call.together else None
+                outer, self.nested_in = self.nested_in, call.ranks  # as `nested` does, without another generator
+                try:
+                    if watched is None:
+                        yield True
+                    else:
+                        watcher = self._watcher()
+                        with watcher.entered(watched), watcher.watching(watched):
+                            yield True
+                except BaseException as error:
+                    self._fail_section(call, error, watched)
+                    raise
+                finally:
+                    self.nested_in = outer
+                self._post(FINISHED)
             else:
                 yield False
             if call.wait:
@@ -134,37 +148,14 @@ class Sections:
             self._history.append((self._calls, call))
             self._history_text = "".join(f"\n{first}\t{c.what}\t{c.place}" for first, c in self._history)
 
-    @contextlib.contextmanager
-    def _posting_outcome(self, call: Call) -> Iterator[None]:
-        watched = Watched(call, self._calls) if call.together else None
-        outer, self.nested_in = self.nested_in, call.ranks  # as `nested` does, in the generator that is there already
-        try:
-            if watched is None:
-                yield
-            else:
-                watcher = self._watcher()
-                with watcher.entered(watched), watcher.watching(watched):
-                    yield
-        except BaseException as error:
-            if isinstance(error, Interrupted) and (self._is_freed or watched is None or not watched.freed):
-                raise  # from what is around this call
-            failed = self._fail_section(call, error)
-            if failed is None:
-                raise
-            try:
-                raise failed from None
-            finally:
-                del failed  # it would live in a cycle with its traceback
-        finally:
-            self.nested_in = outer
-        self._post(FINISHED)
+    def _fail_section(self, call: Call, error: BaseException, watched: Watched | None) -> None:
+        """Tell the others of ``error``, and raise what is known of the failure.
 
-    def _fail_section(self, call: Call, error: BaseException) -> ParallelError | None:
-        """Tell the others of ``error``; what to raise for it, with all that is known.
-
-        What only follows from the failure of another rank is told as that. None for a SystemExit or KeyboardInterrupt:
-        it is this rank's own way out.
+        What only follows from the failure of another rank is told as that. Returns after a SystemExit or
+        KeyboardInterrupt, which is this rank's own way out, and if ``error`` frees it from what is around this call.
         """
+        if isinstance(error, Interrupted) and (self._is_freed or watched is None or not watched.freed):
+            return
         found: dict[int, Exception] = {}
         freed = call.together and follows(error)
         if freed:
@@ -173,10 +164,13 @@ class Sections:
         failures = found or self._failures_in(error)
         self._post_failure(failures)
         if freed or isinstance(error, Exception):
-            return self._rank_error(call, exceptions_in(failures), 0.0 if freed else SEEK_CAUSE_S)
+            failed = self._rank_error(call, exceptions_in(failures), 0.0 if freed else SEEK_CAUSE_S)
+            try:
+                raise failed from None
+            finally:
+                del failed  # it would live in a cycle with its traceback
         if call.together:
             self._close_group()
-        return None
 
     def _failures_in(self, error: BaseException) -> dict[int, BaseException]:
         """What ``error`` of this rank tells of which ranks."""
@@ -193,22 +187,22 @@ class Sections:
 
     def _watcher(self) -> Watcher:
         if self._watching is None:
-            with lost_store_names_its_host(self.member):
+            with self._names_host:
                 self._watching = Watcher(self.member)
         return self._watching
 
     def _post(self, phase: int) -> None:
         self._phase = phase
         report = Report(Progress(self.term, self._calls, phase), self._failures_made, self._history_text)
-        with lost_store_names_its_host(self.member):
-            self.store.set(f"report/{self.rank}", report.format())
+        with self._names_host:
+            self.store.set(self._key, report.format())
 
     def _post_failure(self, failures: Mapping[int, BaseException]) -> None:
         """Make the failure of a section known: its description first, so that whoever sees the report finds it."""
         self._kept.append(Failed(self.term, self._calls, 0, self._described(failures)))
         self._failures_made += 1
         self._failed_at = (self.term, self._calls)
-        with lost_store_names_its_host(self.member):
+        with self._names_host:
             self.store.set(f"failed/{self.rank}", format_list(self._failures_made, self._kept))
         self._post(FINISHED)
         self._peers.claim_first(self._calls)
