@@ -18,8 +18,8 @@ from .transport import Message
 from .worker import CANCELLED, FAILED, SUCCEEDED
 
 
-def opened(message: Message, outcome: int, name: str) -> tuple[int, Any]:
-    """How task ``name`` ended, once its answer of ``outcome`` is unpacked, and its result or its exception."""
+def opened(message: Message, outcome: int, job: Job | None) -> tuple[int, Any]:
+    """How a task of ``job``, or the initializer, ended once its answer is unpacked, and its result or its exception."""
     if outcome == CANCELLED:
         return outcome, None
     try:
@@ -28,6 +28,7 @@ def opened(message: Message, outcome: int, name: str) -> tuple[int, Any]:
             value, failure = value
             value.__cause__ = failure.as_cause()
     except BaseException as error:  # a SystemExit in user code must not end our thread either
+        name = job.call.name if job else "the initializer"
         value = TransferError(f"The result of {name} cannot be rebuilt in the parent process: {error!r}")
         value.__cause__ = error
         outcome = FAILED

@@ -264,7 +264,7 @@ class Supervisor:
         if printed or worker.has_unfinished_line:
             for output in worker.output:
                 output.copy(flush=True)
-        outcome, value = opened(message, outcome, job.call.name if job else "the initializer")
+        outcome, value = opened(message, outcome, job)
         if number == STARTED:
             self._has_started(worker, value if outcome == FAILED else None)
             return

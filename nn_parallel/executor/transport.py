@@ -61,13 +61,13 @@ class Parcel:
     spans: Sequence[Span] = ()
     copies: Sequence[bytes] = ()
     is_pickle_in_segment = False
-    _small: tuple[bytes, bytes] | None = None
+    _small: tuple[bytes | None, bytes] = None, b""  # the header that it was sent with last, and all of that message
 
     def __init__(self, packed: Packed, segments: Segments) -> None:
         self.pickle, buffers, self.shared, self.is_plain = packed
         if len(self.pickle) > _LARGE_PICKLE_BYTES:
             self.is_pickle_in_segment, buffers, self.pickle = True, [memoryview(self.pickle), *buffers], b""
-        self._is_small = not buffers and not self.shared  # the pickle is all of it
+        self.is_small = not buffers and not self.shared  # the pickle is all of it: no segment, no descriptors
         if buffers:
             self.segment = segments.fill(buffers)
             if self.segment is not None:
@@ -76,18 +76,14 @@ class Parcel:
                 self.copies = [bytes(buffer) for buffer in buffers]
                 self.spans = [Span(0, len(copy)) for copy in self.copies]
 
-    def small(self, header: bytes) -> bytes | None:
-        """The message with ``header`` as it is sent, if it needs neither segment nor descriptors.
-
-        Kept for the next receiver, who is often sent the very same.
-        """
-        if not self._is_small:
-            return None
-        small = self._small  # looked at once: other threads may send the same parcel
-        if small is None or small[0] is not header:
+    def small(self, header: bytes) -> bytes:
+        """All of the message with ``header``, if it is small; kept for the next receiver, who often gets the same."""
+        kept_for, message = self._small
+        if kept_for is not header:
             head = _HEAD.pack(self.is_plain, False, len(header), len(self.pickle), 0)
-            small = self._small = header, b"".join((head, header, self.pickle))
-        return small[1]
+            message = b"".join((head, header, self.pickle))
+            self._small = header, message
+        return message
 
     @property
     def fds(self) -> list[int]:
@@ -112,8 +108,8 @@ class Link:
 
     def send(self, header: bytes, parcel: Parcel) -> None:
         """Send one message."""
-        if not self._returned and (small := parcel.small(header)):
-            self.sock.sendall(small)
+        if parcel.is_small and not self._returned:
+            self.sock.sendall(parcel.small(header))
             return
         returned, fds, which = [self._returned.popleft() for _ in range(len(self._returned))], parcel.fds, 0
         if parcel.segment is not None:
@@ -140,29 +136,27 @@ class Link:
         """
         polled, receive_flags = bool(flags & socket.MSG_DONTWAIT), int(flags | socket.MSG_CMSG_CLOEXEC)
         data, needed = bytearray(), _HEAD_BYTES  # what has arrived and is not used yet; how much that must be
-        has_read = False
-        while True:
-            while len(data) < needed:
-                if polled and has_read:
-                    yield None
-                if self.spins:
-                    self._spin.until(self.has_more)
-                if not self._receive(data, receive_flags):
-                    return
-                has_read = True
-            is_plain, is_pickle_in_rest, header_size, pickle_size, rest_size = _HEAD.unpack_from(data)
-            start = _HEAD_BYTES + header_size
-            end = start + pickle_size
-            needed = end + rest_size
-            if len(data) < needed:
-                continue
-            message, rest = Message(data[_HEAD_BYTES:start], data[start:end], is_plain), data[end:needed]
-            del data[:needed]
-            needed = _HEAD_BYTES
-            if rest_size:  # a message that were kept here would keep its memory
-                yield self._with_rest(message, rest, is_pickle_in_rest)
-            else:
-                yield message
+        while self._receive(data, receive_flags):
+            while len(data) >= needed:
+                is_plain, is_pickle_in_rest, header_size, pickle_size, rest_size = _HEAD.unpack_from(data)
+                start = _HEAD_BYTES + header_size
+                end = start + pickle_size
+                needed = end + rest_size
+                if len(data) < needed:
+                    break
+                message = Message(data[_HEAD_BYTES:start], data[start:end], is_plain)
+                if not rest_size:
+                    del data[:needed]
+                    yield message
+                else:
+                    rest = data[end:needed]
+                    del data[:needed]
+                    yield self._with_rest(message, rest, is_pickle_in_rest)  # kept here, it would keep its memory
+                needed = _HEAD_BYTES
+            if polled:
+                yield None
+            if self.spins:
+                self._spin.until(self.has_more)
 
     def has_more(self) -> bool:
         """Whether there is something to read, be it the end."""

@@ -265,15 +265,17 @@ def _has_printed() -> bool:
             stream.flush()
         except Exception:  # user code may have closed or replaced it
             continue
-    unread = bytearray(_ZERO)
     try:
-        for fd in (1, 2):
-            fcntl.ioctl(fd, termios.FIONREAD, unread)
-            if unread != _ZERO:
-                return True
-        return False
-    except OSError:
+        return _has_unread(1) or _has_unread(2)
+    except OSError:  # user code may have closed it, too
         return True
+
+
+def _has_unread(pipe: int) -> bool:
+    """Whether the other end has something to read."""
+    count = bytearray(_NONE)
+    fcntl.ioctl(pipe, termios.FIONREAD, count)
+    return count != _NONE
 
 
 def _become_like_the_parent(setup: Setup) -> None:
@@ -317,4 +319,4 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
 _stored: dict[int, Any] = {}
 _NOTHING = dumps(None)
 _TASK = struct.Struct("=Q??Q?IIIQ")
-_ZERO = bytes(4)
+_NONE = bytes(4)
