@@ -187,6 +187,23 @@ def test_who_answers_a_cancellation_at_once_has_run_out_of_time(
             call(pool)
 
 
+def test_a_process_id_that_is_told_late_starts_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may be ready before the fork server has told its number; its time is not running then."""
+    is_told, hear = threading.Event(), Supervisor._hear
+    monkeypatch.setattr(Supervisor, "_hear", lambda self: is_told.wait(20) and hear(self))
+    with ParallelExecutor(num_workers=2, devices="cpu", timeout=5) as executor:
+        assert executor.run(int) == [0, 0]
+        supervisor = executor._supervisor
+        workers = supervisor._schedule.workers
+        assert [worker.pid for worker in workers] == [0, 0]
+        is_told.set()
+        while not all(worker.pid for worker in workers):
+            time.sleep(0.001)
+        with supervisor._lock:
+            assert [worker.deadline for worker in workers] == [None, None]
+        assert executor.run(os.getpid) == [worker.pid for worker in workers]
+
+
 def test_waiting_in_the_queue_is_no_hang() -> None:
     """The time of a task begins when a worker begins it."""
     with ParallelExecutor(num_workers=1, devices="cpu", timeout=1) as pool:
