@@ -174,6 +174,15 @@ def test_a_function_that_remembers_begins_anew_in_each_call(source: str) -> None
     assert [pool.call(f) for _ in range(4)] == [1] * 4
 
 
+def test_a_function_that_reads_itself_is_told_from_one_that_reads_a_number() -> None:
+    """Where a function comes again in what it is made of, a number stands for it: for nothing else."""
+    names, pool = _main("def f():\n return type(f).__name__"), Pool()
+    f = names["f"]
+    assert [pool.call(f) for _ in range(3)] == ["function"] * 3
+    for names["f"] in (0, 1):
+        assert pool.call(f) == "int"
+
+
 def test_methods_and_objects_are_never_kept() -> None:
     """There is no telling what a method of an object, or a callable object, will do."""
     assert fingerprint([].append) is None

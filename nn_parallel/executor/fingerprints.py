@@ -17,45 +17,39 @@ import re
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import torch
 
 
-class Fingerprint(NamedTuple):
-    """Equal for two functions that do the same. It is to be kept for as long as others are compared with ``key``."""
+def fingerprint(fn: Callable[..., Any]) -> tuple[tuple[int, ...], list[object]] | None:
+    """A key that is equal for two functions that do the same, and what to keep for as long as keys are compared.
 
-    key: tuple[int, ...]
-    parts: list[object]  # whose addresses the key holds
-
-
-def fingerprint(fn: Callable[..., Any]) -> Fingerprint | None:
-    """What makes up ``fn``; None if there can be no telling.
-
-    That is so if ``fn`` refers to something mutable, or changes its own globals or closure.
+    None if there can be no telling: ``fn`` refers to something mutable, or changes its own globals or closure.
     """
     parts: list[object] = []
     if not _add(fn, parts, {}):
         return None
-    return Fingerprint((len(sys.modules), *map(id, parts)), parts)  # cloudpickle looks which submodules are imported
+    return (len(sys.modules), *map(id, parts)), parts  # cloudpickle looks which submodules are imported
 
 
 def _add(value: Any, parts: list[object], seen: dict[int, int]) -> bool:
     """Add what ``value`` is made of, in an order that the code determines; whether that is all there is to it."""
     kind = type(value)
-    if id(value) in seen:
-        parts.append(seen[id(value)])
+    if kind in _IMMUTABLE or (kind is types.FunctionType and _is_importable(value)):
+        parts.append(value)
         return True
-    if kind is types.FunctionType and not _is_importable(value):
+    if id(value) in seen:
+        parts += _AGAIN, seen[id(value)]
+        return True
+    if kind is types.FunctionType:
         seen[id(value)] = len(seen)
         return _add_function(value, parts, seen)
     if kind is functools.partial:
         seen[id(value)] = len(seen)
         return _add_partial(value, parts, seen)
     parts.append(value)
-    if kind in _IMMUTABLE or kind is types.FunctionType:
-        return True
     if kind is tuple or kind is frozenset:
         return all(_add(each, parts, seen) for each in value)
     if isinstance(value, types.ModuleType):
@@ -124,6 +118,7 @@ def _goes_by_value(module: str | None) -> bool:
 
 
 _MISSING = inspect.Parameter.empty  # where a name or a cell has no value
+_AGAIN = object()  # before the number of a function that came before
 _IMMUTABLE = {
     *(type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, types.CodeType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..pickling import ATOMS, Packed, dumps
 from ..reports import call_name
-from .fingerprints import Fingerprint, fingerprint
+from .fingerprints import fingerprint
 from .segments import Segments
 from .transport import Parcel
 from .worker import stored_object
@@ -45,9 +45,9 @@ ATOMS.add(Handle)
 
 @dataclass
 class _Known:
-    """A function that has been called before."""
+    """A function that has been called before: what it is made of, as `fingerprint` found it."""
 
-    fingerprint: Fingerprint
+    parts: list[object]
     handle: Handle | None = None
 
 
@@ -63,14 +63,15 @@ class Functions:
         found = fingerprint(fn)
         if found is None:
             return None
-        known = self._known.pop(found.key, None)
+        key, parts = found
+        known = self._known.pop(key, None)
         if known is None:
-            known = _Known(found)
+            known = _Known(parts)
             if len(self._known) == FUNCTIONS_KEPT:
                 self._known.pop(next(iter(self._known)))
         elif known.handle is None:
             known.handle = self._put(fn, lambda: {"the function": fn})
-        self._known[found.key] = known
+        self._known[key] = known
         return known.handle
 
     def clear(self) -> None:
