@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import types
 from collections.abc import Callable
@@ -181,6 +182,14 @@ def test_a_function_that_reads_itself_is_told_from_one_that_reads_a_number() -> 
     assert [pool.call(f) for _ in range(3)] == ["function"] * 3
     for names["f"] in (0, 1):
         assert pool.call(f) == "int"
+
+
+def test_a_name_without_a_value_is_told_from_one_with_any() -> None:
+    names, pool = _main("def f():\n try:\n  return str(x)\n except NameError:\n  return 'unset'"), Pool()
+    f = names["f"]
+    assert [pool.call(f) for _ in range(3)] == ["unset"] * 3
+    for names["x"] in (None, 0, inspect.Parameter.empty):
+        assert pool.call(f) == str(names["x"])
 
 
 def test_methods_and_objects_are_never_kept() -> None:

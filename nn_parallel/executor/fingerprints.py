@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import dis
 import functools
-import inspect
 import logging
 import pathlib
 import re
@@ -65,12 +64,12 @@ def _add_function(fn: types.FunctionType, parts: list[object], seen: dict[int, i
         return False
     parts += fn.__code__, fn.__globals__, fn.__name__, fn.__qualname__, fn.__module__, fn.__doc__
     parts += fn.__annotations__.values()
-    values = [fn.__globals__.get(name, _MISSING) for name in names] if names else []
+    values = [fn.__globals__.get(name, _Missing) for name in names] if names else []
     for cell in fn.__closure__ or ():
         try:
             values.append(cell.cell_contents)
         except ValueError:
-            values.append(_MISSING)
+            values.append(_Missing)
     # What dicts and tuples hold is compared, not these: every evaluation of a `def` makes new ones.
     defaults, by_name, attributes = fn.__defaults__ or (), fn.__kwdefaults__ or {}, fn.__dict__
     parts += len(defaults), len(by_name), len(attributes), *map(sys.intern, by_name), *map(sys.intern, attributes)
@@ -111,13 +110,16 @@ def _is_importable(obj: types.FunctionType | type) -> bool:
     return found is obj
 
 
+class _Missing:
+    """Stands where a name or a cell has no value."""
+
+
 def _goes_by_value(module: str | None) -> bool:
     """Whether the user has told cloudpickle so, of this module or of a package that it is in."""
     registered = cloudpickle.list_registry_pickle_by_value()
     return bool(registered) and any(f"{module}.".startswith(f"{name}.") for name in registered)
 
 
-_MISSING = inspect.Parameter.empty  # where a name or a cell has no value
 _AGAIN = object()  # before the number of a function that came before
 _IMMUTABLE = {
     *(type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, types.CodeType),
