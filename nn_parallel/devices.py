@@ -147,7 +147,7 @@ def call_on_device(
     The caller's positional arguments fill the other parameters: ``def f(device, data)`` is called for ``f(data)``. A
     function without such a parameter, a caller that passed ``device=`` itself and ``device=None`` change nothing.
     """
-    if device is None or not (place := _device_parameter(fn)) or _is_given(fn, kwargs):
+    if device is None or "device" in kwargs or not (place := _device_parameter(fn)) or _is_bound_in(fn):
         return fn(*args, **kwargs)
     parameter, before = place
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY or len(args) < len(before):
@@ -157,8 +157,8 @@ def call_on_device(
     return fn(*args[: len(before)], device, *args[len(before) :], **kwargs)
 
 
-def _is_given(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    return "device" in kwargs or (isinstance(fn, functools.partial) and "device" in fn.keywords)
+def _is_bound_in(fn: Callable[..., Any]) -> bool:
+    return isinstance(fn, functools.partial) and "device" in fn.keywords
 
 
 def _device_parameter(fn: Callable[..., Any]) -> _Place:

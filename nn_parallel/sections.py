@@ -51,7 +51,7 @@ class Sections:
         self.rank, self.world_size = member.rank, member.world_size
         self.nested_in: tuple[int, ...] = ()  # the ranks of the section whose body runs now on this rank
         self._peers = Peers(member, member.store)
-        self._key, self._names_host = f"report/{member.rank}", lost_store_names_its_host(member)
+        self._report_key, self._names_host = f"report/{member.rank}", lost_store_names_its_host(member)
         self._watching: Watcher | None = None
         self._kept: deque[Failed] = deque(maxlen=FAILURES_KEPT)  # of the failed sections
         self._failures_made = 0
@@ -105,7 +105,7 @@ class Sections:
                             yield True
                 except BaseException as error:
                     self._fail_section(call, error, watched)
-                    raise
+                    raise  # as it is: that is no failure of this call, or this rank's own way out
                 finally:
                     self.nested_in = outer
                 self._post(FINISHED)
@@ -195,7 +195,7 @@ class Sections:
         self._phase = phase
         report = Report(Progress(self.term, self._calls, phase), self._failures_made, self._history_text)
         with self._names_host:
-            self.store.set(self._key, report.format())
+            self.store.set(self._report_key, report.format())
 
     def _post_failure(self, failures: Mapping[int, BaseException]) -> None:
         """Make the failure of a section known: its description first, so that whoever sees the report finds it."""

@@ -215,4 +215,23 @@ def test_the_workers_forget_what_has_not_been_called_for_long() -> None:
     assert not packer.pack(functions[1], (), {}).function
 
 
+def test_no_more_are_kept_where_another_thread_calls_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    packer = Packer(lambda: None)
+    kept, put = packer._functions, packer.put
+    make = _main("def make(k):\n return lambda: k")["make"]
+    functions = [make(str(k)) for k in range(FUNCTIONS_KEPT)]
+    for fn in functions:
+        packer.pack(fn, (), {})
+
+    def put_as_another_calls(*args: Any) -> Any:
+        packer.pack(make("another"), (), {})
+        return put(*args)
+
+    monkeypatch.setattr(kept, "_put", put_as_another_calls)
+    assert packer.pack(functions[-1], (), {}).function
+    for k in range(10):
+        packer.pack(make(f"later {k}"), (), {})
+    assert len(kept._known) == FUNCTIONS_KEPT
+
+
 listed: list[int]

@@ -128,6 +128,33 @@ def test_resize_grows_and_shrinks(pools: ParallelExecutor) -> None:
         pool.resize(1)
 
 
+def test_ctrl_c_in_a_resize_leaves_the_pool_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if it comes while a worker is being started for that."""
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        assert pool.run(int) == [0]
+        supervisor = pool._supervisor
+        start, wake = supervisor._start, supervisor._crew.poller.wake
+        is_starting, may_start = threading.Event(), threading.Event()
+
+        def start_late(index: int) -> Worker:
+            is_starting.set()
+            may_start.wait(20)
+            return start(index)
+
+        def wake_and_be_interrupted() -> None:
+            wake()
+            if threading.current_thread() is threading.main_thread() and not is_starting.is_set():
+                is_starting.wait(20)
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(supervisor, "_start", start_late)
+        monkeypatch.setattr(supervisor._crew.poller, "wake", wake_and_be_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.resize(2)
+        may_start.set()
+        assert pool.run(int) == [0, 0]
+
+
 # timeout
 
 

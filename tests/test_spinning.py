@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from nn_parallel.executor import spinning
-from nn_parallel.executor.spinning import CROWDED_S, MOST_BACK_OFF, SPIN_S, Spin
+from nn_parallel.executor.spinning import CREDIT_S, CROWDED_S, LOSS_SHARE, SPIN_S, Spin
 
 
 @pytest.fixture
@@ -47,26 +47,19 @@ def test_what_does_not_come_is_not_looked_for_any_longer(clock) -> None:
     assert [looks_and_offers(spin, clock) for _ in range(2)] == [(4, 4), (4, 4)]
 
 
-def assert_left_alone_for(times: int, spin: Spin, clock: SimpleNamespace) -> None:
-    """Others keep the core that is offered; after that it is not offered for so many times as long."""
-    clock.away_s = 4 * CROWDED_S
-    assert looks_and_offers(spin, clock) == (1, 1)
-    clock.now += 0.99 * times * clock.away_s
-    assert looks_and_offers(spin, clock) == (1, 0)
-    clock.now += 0.02 * times * clock.away_s
-
-
-def test_where_others_keep_the_core_it_is_left_to_them_for_longer_and_longer(clock) -> None:
-    spin = Spin()
-    for times in (1, 2, 4, 8, 16, 32, MOST_BACK_OFF, MOST_BACK_OFF):
-        assert_left_alone_for(times, spin, clock)
-
-
-def test_answers_in_time_shorten_that_again(clock) -> None:
-    spin = Spin()
-    for times in (1, 2, 4):
-        assert_left_alone_for(times, spin, clock)
-    for _ in range(64 * 3):
-        clock.away_s = SPIN_S / 4
+def test_where_others_compute_little_of_the_time_is_lost(clock) -> None:
+    spin, clock.away_s = Spin(), 4 * CROWDED_S
+    while clock.now < 60:
+        clock.now += 1e-3  # between two waits
         assert spin.until(lambda: True)
-    assert_left_alone_for(1, spin, clock)
+    lost = clock.offers * clock.away_s
+    assert LOSS_SHARE * 60 < lost <= LOSS_SHARE * 60 + CREDIT_S + clock.away_s
+
+
+def test_where_that_is_rare_nothing_changes(clock) -> None:
+    spin = Spin()
+    for wait in range(10_000):
+        clock.away_s = 4 * CROWDED_S if wait % 1000 == 0 else 1e-5
+        clock.now += 4e-4
+        assert spin.until(lambda: True)
+    assert clock.offers == 10_000

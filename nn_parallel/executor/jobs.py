@@ -170,6 +170,7 @@ class Run:
         self._over.acquire()
 
     def is_over(self) -> bool:
+        """Whether `result` would not wait."""
         return not self._over.locked()
 
     def begin(self, world_size: int) -> None:

@@ -57,6 +57,7 @@ class Functions:
     def __init__(self, put: Callable[[Any, Callable[[], dict[str, Any]]], Handle]) -> None:
         self._put = put
         self._known: dict[tuple[int, ...], _Known] = {}  # the one used last at the end
+        self._lock = threading.RLock()  # the collector may run code that calls functions, too
 
     def handle_of(self, fn: Callable[..., Any]) -> Handle | None:
         """For the second and later calls of such a function; None if it must be sent with the call."""
@@ -64,14 +65,15 @@ class Functions:
         if found is None:
             return None
         key, parts = found
-        known = self._known.pop(key, None)
+        with self._lock:
+            known = self._known.pop(key, None)
+            self._known[key] = known or _Known(parts)
+            if len(self._known) > FUNCTIONS_KEPT:
+                del self._known[next(iter(self._known))]
         if known is None:
-            known = _Known(parts)
-            if len(self._known) == FUNCTIONS_KEPT:
-                self._known.pop(next(iter(self._known)))
-        elif known.handle is None:
+            return None
+        if known.handle is None:
             known.handle = self._put(fn, lambda: {"the function": fn})
-        self._known[key] = known
         return known.handle
 
     def clear(self) -> None:

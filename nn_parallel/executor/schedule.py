@@ -1,4 +1,4 @@
-"""Which job goes to which worker, and when. The supervisor's lock guards all of it."""
+"""Which job goes to which worker, and when. The supervisor's lock guards all changes."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ class Supervisor:
             job.end(worker.index, outcome, value)
         with self._lock:
             worker.finish()
-        if self._schedule.pending:
+        if self._schedule.pending:  # what comes later is assigned by whoever submits it, who sees this worker free
             self._hand_out()
         if self._closing:
             self._crew.poller.wake()  # this may have been the last
@@ -377,8 +377,11 @@ class Supervisor:
             with self._lock:
                 schedule.workers.append(started)
         with self._lock:
-            schedule.pending.remove(job)
-        job.over.set_result(None)
+            is_awaited = job in schedule.pending  # still: Ctrl-C, or the end of the pool, takes it out
+            if is_awaited:
+                schedule.pending.remove(job)
+        if is_awaited:
+            job.over.set_result(None)
         self._hand_out()
 
     def _start(self, index: int) -> Worker:

@@ -148,10 +148,8 @@ class Link:
                 if not rest_size:
                     del data[:needed]
                     yield message
-                else:
-                    rest = data[end:needed]
-                    del data[:needed]
-                    yield self._with_rest(message, rest, is_pickle_in_rest)  # kept here, it would keep its memory
+                else:  # kept here, it would keep its memory
+                    yield self._with_rest(message, _taken(data, end, needed), is_pickle_in_rest)
                 needed = _HEAD_BYTES
             if polled:
                 yield None
@@ -221,3 +219,10 @@ class Link:
             self._fds.append([fd for _, _, fds in ancillary for fd in array.array("i", fds)])
         data += self._chunk[:count]
         return count > 0
+
+
+def _taken(data: bytearray, start: int, end: int) -> bytearray:
+    """What ``data`` holds from ``start`` to ``end``; all up to there is used."""
+    taken = data[start:end]
+    del data[:end]
+    return taken

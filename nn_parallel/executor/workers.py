@@ -98,7 +98,7 @@ class Worker:
 
     def finish(self) -> None:
         """Its task is over, and it begins the next one if there is one."""
-        self._is_quick = time.monotonic() - self._since < QUICK_S
+        self._is_quick = self.job is not None and time.monotonic() - self._since < QUICK_S
         self.deadline = self.stack_by = None
         if not self.leaving:
             self.kill_at = None
