@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 
 from .spinning import Spin
 
+AT_ONCE = 64  # answers; `epoll` makes room for 1 023 if it is told nothing, which takes longer than to look
+
 
 class Poller:
     """Calls a reader for each descriptor that has something to read; `wake` ends the waits from any thread."""
@@ -30,7 +32,7 @@ class Poller:
         self._reading = threading.Lock()  # held by the thread that reads answers
         self._leads = [None]  # one thread takes it at a time, by an operation that Ctrl-C cannot leave half done
         self._is_reclaimed = False
-        self._spin, self._arrived = Spin(), functools.partial(self._answers.poll, 0)
+        self._spin, self._arrived = Spin(), functools.partial(self._answers.poll, 0, AT_ONCE)
         self.watch(self._answers.fileno(), self.read_answers)
 
     def watch(self, fd: int, read: Callable[[], bool], *, is_answer: bool = False) -> None:
@@ -74,7 +76,7 @@ class Poller:
         is_open = bool(self._wakeups)
         try:
             if is_open:
-                self._all.unregister(self._answers)
+                self._all.modify(self._answers, 0)  # cheaper than to unregister one `epoll` from another
             if begin is not None:
                 begin()
             while is_open and not is_over() and not self._is_reclaimed:
@@ -83,8 +85,7 @@ class Poller:
                 self._call_readers(self._spin.until(self._arrived) or self._answers.poll(_seconds_to(deadline)))
         finally:
             if is_open:
-                with contextlib.suppress(FileExistsError):  # Ctrl-C came before anything
-                    self._all.register(self._answers, select.EPOLLIN)
+                self._all.modify(self._answers, select.EPOLLIN)
 
     @contextlib.contextmanager
     def reclaimed(self) -> Iterator[None]:
