@@ -147,7 +147,7 @@ def call_on_device(
     The caller's positional arguments fill the other parameters: ``def f(device, data)`` is called for ``f(data)``. A
     function without such a parameter, a caller that passed ``device=`` itself and ``device=None`` change nothing.
     """
-    if device is None or "device" in kwargs or not (place := _device_parameter(fn)) or _is_bound_in(fn):
+    if device is None or "device" in kwargs or not (place := _device_parameter(fn)):
         return fn(*args, **kwargs)
     parameter, before = place
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY or len(args) < len(before):
@@ -155,10 +155,6 @@ def call_on_device(
             return fn(*args, **kwargs, device=device)
         args = [*args, *(skipped.default for skipped in before[len(args) :])]
     return fn(*args[: len(before)], device, *args[len(before) :], **kwargs)
-
-
-def _is_bound_in(fn: Callable[..., Any]) -> bool:
-    return isinstance(fn, functools.partial) and "device" in fn.keywords
 
 
 def _device_parameter(fn: Callable[..., Any]) -> _Place:
@@ -180,6 +176,8 @@ def _device_parameter(fn: Callable[..., Any]) -> _Place:
 
 
 def _find_device_parameter(fn: Callable[..., Any]) -> _Place:
+    if isinstance(fn, functools.partial) and "device" in fn.keywords:
+        return None
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (ValueError, TypeError):  # a builtin that tells no signature

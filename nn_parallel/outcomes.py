@@ -16,7 +16,7 @@ from datetime import timedelta
 from .errors import ParallelError, rank_error
 from .groups import close_group
 from .interrupt import Interrupted
-from .peers import LEFT_KEY, ended_key, lost_store_names_its_host
+from .peers import LEFT_KEY, ended_key
 from .reports import WAITING, Call
 from .sections import SEEK_CAUSE_S, Sections, exceptions_in, follows
 from .watcher import Watched
@@ -64,7 +64,7 @@ class Channel(Sections):
             try:
                 with watcher.watching(watched):
                     yield
-                with lost_store_names_its_host(self.member):
+                with self._names_host:
                     self.store.set(LEFT_KEY, f"{watched.left_value}\trank {self.rank} has left {call}")
                 self._begin(call)
                 began = watched.began or time.monotonic()

@@ -94,6 +94,7 @@ class Peers:
 
     def __init__(self, member: Membership, store: dist.Store) -> None:
         self._member, self._store = member, store
+        self._names_host = lost_store_names_its_host(member)
         self._peers = {rank: Peer(rank) for rank in range(member.world_size)}
 
     def __getitem__(self, rank: int) -> Peer:
@@ -101,7 +102,7 @@ class Peers:
 
     def text(self, key: str) -> str | None:
         """The value of ``key``, None if there is none: one round trip, where `get` takes two and waits."""
-        with lost_store_names_its_host(self._member):
+        with self._names_host:
             text = self._store.compare_set(key, "?", "?").decode(errors="replace")
         return None if text == "?" else text
 
@@ -129,7 +130,7 @@ class Peers:
         """Be the first to have failed, unless another rank is. Also flushes what was set on this connection."""
         mine, seen = Claim(self._member.term, section, self._member.rank), ""
         text = " ".join(map(str, mine))
-        with lost_store_names_its_host(self._member):
+        with self._names_host:
             while _claim(seen)[:-1] < mine[:-1]:
                 seen = self._store.compare_set(FIRST_KEY, seen, text).decode(errors="replace")
 
@@ -150,7 +151,7 @@ class Peers:
         mine, instead_of = Failed(self._member.term, calls, block, failures), ""
         while True:
             key = ended_key(mine.term)
-            with lost_store_names_its_host(self._member):
+            with self._names_host:
                 text = self._store.compare_set(key, instead_of, mine.format())
             failed = _parsed(key, text)._replace(term=mine.term)
             if failed.block < block:

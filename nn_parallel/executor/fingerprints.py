@@ -110,14 +110,14 @@ def _is_importable(obj: types.FunctionType | type) -> bool:
     return found is obj
 
 
-class _Missing:
-    """Stands where a name or a cell has no value."""
-
-
 def _goes_by_value(module: str | None) -> bool:
     """Whether the user has told cloudpickle so, of this module or of a package that it is in."""
     registered = cloudpickle.list_registry_pickle_by_value()
     return bool(registered) and any(f"{module}.".startswith(f"{name}.") for name in registered)
+
+
+class _Missing:
+    """Stands where a name or a cell has no value."""
 
 
 _AGAIN = object()  # before the number of a function that came before
