@@ -33,7 +33,7 @@ from nn_parallel.executor import evidence, worker
 from nn_parallel.executor.jobs import Job
 from nn_parallel.executor.schedule import Schedule
 from nn_parallel.executor.supervisor import Supervisor
-from nn_parallel.executor.transport import Message
+from nn_parallel.executor.transport import Header, Unpack
 from nn_parallel.executor.workers import Worker
 
 
@@ -200,8 +200,8 @@ def test_who_answers_a_cancellation_at_once_has_run_out_of_time(
         assert answered.wait(10)
         lock.acquire()
 
-    def tell(self: Supervisor, worker: Worker, message: Message) -> None:
-        take_answer(self, worker, message)
+    def tell(self: Supervisor, worker: Worker, header: Header, unpack: Unpack) -> None:
+        take_answer(self, worker, header, unpack)
         answered.set()
 
     with ParallelExecutor(num_workers=1, devices="cpu", timeout=0.2) as pool:

@@ -30,20 +30,21 @@ class Ends:
 
     def __init__(self) -> None:
         here, there = socket.socketpair()
-        self.segments, self.sender, self.receiver = Segments(), Link(here), Link(there)
+        self.segments, self.sender, self.receiver = Segments(), Link(here, "I", "I"), Link(there, "I", "I")
         self._arriving, self._returning = self.receiver.messages(), self.sender.messages()
 
     def send(self, obj: Any) -> Any:
         """``obj`` as the receiver gets it."""
-        self.sender.send(b"header", Parcel(dumps(obj, share=True), self.segments))
+        self.sender.send((7,), Parcel(dumps(obj, share=True), self.segments))
         message = next(self._arriving)
         assert message is not None
-        assert message.header == b"header"
-        return message.unpacked()
+        header, unpack = message
+        assert header == [7]
+        return unpack()
 
     def answer(self) -> None:
         """Let the receiver say what it has let go of."""
-        self.receiver.send(b"", Parcel(dumps(None), self.segments))
+        self.receiver.send((0,), Parcel(dumps(None), self.segments))
         next(self._returning)
 
 
@@ -190,20 +191,23 @@ def test_more_than_there_are_descriptors_for_goes_through_the_socket(ends: Ends)
 def test_a_receiver_without_descriptors_says_so_and_goes_on(ends: Ends) -> None:
     """The message is lost, and told; the next ones are themselves."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ends.sender.send(b"1", Parcel(dumps(torch.ones(LARGE)), ends.segments))
-    ends.sender.send(b"2", Parcel(dumps(torch.full((LARGE,), 2.0)), ends.segments))
+    ends.sender.send((1,), Parcel(dumps(torch.ones(LARGE)), ends.segments))
+    ends.sender.send((2,), Parcel(dumps(torch.full((LARGE,), 2.0)), ends.segments))
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
     try:
         first = next(ends._arriving)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     assert first is not None
+    header, unpack = first
+    assert header == [1]
     with pytest.raises(OSError, match="file descriptor"):
-        first.unpacked()
+        unpack()
     second = next(ends._arriving)
     assert second is not None
-    assert second.unpacked()[0] == 2
-    assert first.header == b"1"
+    header, unpack = second
+    assert header == [2]
+    assert unpack()[0] == 2
 
 
 @pytest.mark.parametrize("count", [1, 600])

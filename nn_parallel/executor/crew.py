@@ -80,8 +80,8 @@ class Crew:
             self.poller.watch(output.fd, output.copy)
         packed = Packed(pickle.dumps(tuple(setup)), is_plain=True)
         with contextlib.suppress(OSError):
-            worker.link.send(b"", Parcel(packed, self._segments))
-        worker.send(Task(STARTED, is_call=True, cores=cores).packed(), self._initializer)
+            worker.link.send(Task(STARTED, is_call=False), Parcel(packed, self._segments))
+        worker.send(Task(STARTED, is_call=True, cores=cores), self._initializer)
         return worker
 
     def hear(self) -> list[End]:

@@ -14,16 +14,16 @@ import torch
 
 from ..errors import ExecutorClosedError, RankError, TransferError, lost_connection, rank_error
 from .packing import PackedCall
-from .transport import Message
+from .transport import Unpack
 from .worker import CANCELLED, FAILED, SUCCEEDED
 
 
-def opened(message: Message, outcome: int, job: Job | None) -> tuple[int, Any]:
+def opened(unpack: Unpack, outcome: int, job: Job | None) -> tuple[int, Any]:
     """How a task of ``job``, or the initializer, ended once its answer is unpacked, and its result or its exception."""
     if outcome == CANCELLED:
         return outcome, None
     try:
-        value = message.unpacked()
+        value = unpack()
         if outcome == FAILED:
             value, failure = value
             value.__cause__ = failure.as_cause()

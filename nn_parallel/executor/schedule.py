@@ -38,9 +38,9 @@ class Schedule:
         self.devices = list(devices)
         self.cores = cpu_count() // len(devices)  # for each worker
 
-    def assign(self) -> list[tuple[Worker, bytes, PackedCall]]:
-        """Give waiting jobs to workers that can take them; the caller sends these header and call, without the lock."""
-        ready: list[tuple[Worker, bytes, PackedCall]] = []
+    def assign(self) -> list[tuple[Worker, Task, PackedCall]]:
+        """Give waiting jobs to workers that can take them; the caller sends these task and call, without the lock."""
+        ready: list[tuple[Worker, Task, PackedCall]] = []
         while self.pending and not isinstance(job := self.pending[0], Resize):
             chosen, place = [worker for worker in self.workers if worker.is_free], _ALONE
             if isinstance(job, Run):
@@ -59,10 +59,10 @@ class Schedule:
                 continue
             number, call, is_ahead = next(self._numbers), job.call, not chosen[0].is_free
             self.is_any_ahead |= is_ahead
-            header = Task(number, True, is_ahead, call.function, self._pass_device, self.cores, *place).packed()
+            task = Task(number, True, is_ahead, call.function, self._pass_device, self.cores, *place)
             for worker in chosen:
                 worker.begin(job, number)
-                ready.append((worker, header, call))
+                ready.append((worker, task, call))
         return ready
 
     def take_back(self) -> None:

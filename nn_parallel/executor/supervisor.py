@@ -23,8 +23,8 @@ from .jobs import Job, Resize, Run, opened
 from .packing import PackedCall, Packer
 from .schedule import Schedule
 from .servers import PoolStore, stop_fork_server
-from .transport import Message
-from .worker import CANCELLED, FAILED, STARTED, SUCCEEDED, Answer
+from .transport import Header, Unpack
+from .worker import CANCELLED, FAILED, STARTED, SUCCEEDED
 from .workers import LONG_S, Worker
 
 MAX_FAILED_STARTS = 3
@@ -161,8 +161,8 @@ class Supervisor:
                 is_supervisors = self._settings.timeout_s is not None or schedule.is_any_ahead != was_any_ahead
             else:
                 is_supervisors = bool(schedule.pending) and isinstance(schedule.pending[0], Resize)
-        for worker, header, call in ready:
-            worker.send(header, call)
+        for worker, task, call in ready:
+            worker.send(task, call)
         if is_supervisors:
             self._crew.poller.wake()
 
@@ -252,19 +252,19 @@ class Supervisor:
             for message in worker.arriving:
                 if message is None:
                     return True
-                self._answered(worker, message)
+                self._answered(worker, *message)
         except BaseException:  # Ctrl-C in a thread that leads, or a bug: what is half done is not known
             worker.kill()
             raise
         return False  # its end; the fork server will tell the exit code
 
-    def _answered(self, worker: Worker, message: Message) -> None:
-        number, outcome, failed_inside, printed = Answer.unpack(message.header)
+    def _answered(self, worker: Worker, header: Header, unpack: Unpack) -> None:
+        number, outcome, failed_inside, printed = header
         job = worker.job
         if printed or worker.has_unfinished_line:
             for output in worker.output:
                 output.copy(flush=True)
-        outcome, value = opened(message, outcome, job)
+        outcome, value = opened(unpack, outcome, job)
         if number == STARTED:
             self._has_started(worker, value if outcome == FAILED else None)
             return

@@ -1,4 +1,4 @@
-"""Messages between the parent and a worker: a few bytes of header and a packed object, over a Unix socket.
+"""Messages between the parent and a worker: a header of a few numbers and a packed object, over a Unix socket.
 
 What is large goes through a memory file, whose descriptor comes along: so a message fits into the buffer of the socket,
 and sending it waits for nobody. Only where there is no memory file to be had does everything go through the socket.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import errno
+import functools
 import itertools
 import mmap
 import os
@@ -16,20 +17,19 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 
-from ..pickling import Buffer, Packed, loads
+from ..pickling import Packed, loads
 from .segments import Segment, Segments, Span, map_privately, map_shared
 from .spinning import Spin
 
-_HEAD = struct.Struct("=??IQQ")  # is it plain, is the pickle the first buffer; the sizes of header, pickle and rest
+_HEAD = "=??IQ"  # is it plain, is the pickle the first buffer; the sizes of pickle and rest; then comes the header
 _COUNTS = struct.Struct("=IIQQ")  # what the rest begins with: how many segments let go of, spans, fds; the segment
 _NUMBER = struct.Struct("=q")
 _SPAN = struct.Struct("=QQ")
-_HEAD_BYTES = _HEAD.size
 _LARGE_PICKLE_BYTES = 1 << 16
 _TRUNCATED = int(socket.MSG_CTRUNC)  # to compare with this member of an enum takes longer than to receive
 _READ_BYTES = 1 << 18  # as much as the socket holds
@@ -37,21 +37,8 @@ _FDS_AT_ONCE = 250  # the kernel takes 253 with one message
 _ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)
 
 
-class Message(NamedTuple):
-    header: Buffer
-    pickle: Buffer
-    is_plain: bool
-    buffers: Sequence[Buffer] = ()
-    shared: Sequence[memoryview] = ()
-    lost: OSError | None = None  # what came in files cannot be had: this process has no descriptor or memory left
-
-    def unpacked(self, device: torch.device | None = None) -> Any:
-        """The packed object. Raises whatever unpickling raises."""
-        if self.lost is not None:
-            raise self.lost
-        if self.is_plain:
-            return pickle.loads(self.pickle)
-        return loads(self.pickle, self.buffers, device, self.shared)
+Header = Sequence[Any]
+Unpack = Callable[[], Any]  # the packed object; raises whatever unpickling raises
 
 
 class Parcel:
@@ -61,7 +48,7 @@ class Parcel:
     spans: Sequence[Span] = ()
     copies: Sequence[bytes] = ()
     is_pickle_in_segment = False
-    _small: tuple[bytes | None, bytes] = None, b""  # the header that it was sent with last, and all of that message
+    kept: tuple[Header | None, bytes] = None, b""  # if it is small: the header that it was sent with last, the message
 
     def __init__(self, packed: Packed, segments: Segments) -> None:
         self.pickle, buffers, self.shared, self.is_plain = packed
@@ -76,15 +63,6 @@ class Parcel:
                 self.copies = [bytes(buffer) for buffer in buffers]
                 self.spans = [Span(0, len(copy)) for copy in self.copies]
 
-    def small(self, header: bytes) -> bytes:
-        """All of the message with ``header``, if it is small; kept for the next receiver, who often gets the same."""
-        kept_for, message = self._small
-        if kept_for is not header:
-            head = _HEAD.pack(self.is_plain, False, len(header), len(self.pickle), 0)
-            message = b"".join((head, header, self.pickle))
-            self._small = header, message
-        return message
-
     @property
     def fds(self) -> list[int]:
         """Those of the segment and of the shared memory."""
@@ -95,8 +73,11 @@ class Parcel:
 class Link:
     """One end of a connection."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, sends: str, receives: str) -> None:
+        """``sends`` and ``receives`` are the formats of the headers, as for `struct`."""
         self.sock = sock
+        self.device: torch.device | None = None  # where accelerator tensors of what arrives land; None: on the CPU
+        self._sends, self._receives = struct.Struct(_HEAD + sends), struct.Struct(_HEAD + receives)
         self._lent: dict[int, Segment] = {}  # what the other side may have a map of
         self._returned = deque[int]()  # what this side has let go of, and the other has not heard of
         self._chunk = memoryview(mmap.mmap(-1, _READ_BYTES, mmap.MAP_PRIVATE))  # takes memory as it is used
@@ -106,10 +87,14 @@ class Link:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
-    def send(self, header: bytes, parcel: Parcel) -> None:
+    def send(self, header: Header, parcel: Parcel) -> None:
         """Send one message."""
         if parcel.is_small and not self._returned:
-            self.sock.sendall(parcel.small(header))
+            kept_for, message = parcel.kept
+            if kept_for is not header:  # else the receiver before got the same
+                head = self._sends.pack(parcel.is_plain, False, len(parcel.pickle), 0, *header)
+                parcel.kept = header, message = header, head + parcel.pickle
+            self.sock.sendall(message)
             return
         returned, fds, which = [self._returned.popleft() for _ in range(len(self._returned))], parcel.fds, 0
         if parcel.segment is not None:
@@ -118,8 +103,8 @@ class Link:
         counts = _COUNTS.pack(len(returned), len(parcel.spans), len(fds), which)
         rest = b"".join((counts, *map(_NUMBER.pack, returned), *(_SPAN.pack(*span) for span in parcel.spans)))
         size = len(rest) + sum(map(len, parcel.copies))
-        head = _HEAD.pack(parcel.is_plain, parcel.is_pickle_in_segment, len(header), len(parcel.pickle), size)
-        data = head + header + parcel.pickle + rest
+        head = self._sends.pack(parcel.is_plain, parcel.is_pickle_in_segment, len(parcel.pickle), size, *header)
+        data = head + parcel.pickle + rest
         while fds:
             now, fds = fds[:_FDS_AT_ONCE], fds[_FDS_AT_ONCE:]
             data = data[socket.send_fds(self.sock, [data[:1] if fds else data], now) :]
@@ -128,29 +113,29 @@ class Link:
         for copy in parcel.copies:
             self.sock.sendall(copy)
 
-    def messages(self, flags: int = 0) -> Iterator[Message | None]:
-        """The messages that arrive, until the other side closes.
+    def messages(self, flags: int = 0) -> Iterator[tuple[Header, Unpack] | None]:
+        """The messages that arrive, until the other side closes: the header and what unpacks the object.
 
         With ``socket.MSG_DONTWAIT`` in ``flags`` it yields None whenever it would have to read again: so a reader of
         many sockets, which goes on when there is something to read, waits for none of them.
         """
         polled, receive_flags = bool(flags & socket.MSG_DONTWAIT), int(flags | socket.MSG_CMSG_CLOEXEC)
-        data, needed = bytearray(), _HEAD_BYTES  # what has arrived and is not used yet; how much that must be
+        head, head_size = self._receives, self._receives.size
+        data, needed = bytearray(), head_size  # what has arrived and is not used yet; how much that must be
         while self._receive(data, receive_flags):
             while len(data) >= needed:
-                is_plain, is_pickle_in_rest, header_size, pickle_size, rest_size = _HEAD.unpack_from(data)
-                start = _HEAD_BYTES + header_size
-                end = start + pickle_size
+                is_plain, is_pickle_in_rest, pickle_size, rest_size, *header = head.unpack_from(data)
+                end = head_size + pickle_size
                 needed = end + rest_size
                 if len(data) < needed:
                     break
-                message = Message(data[_HEAD_BYTES:start], data[start:end], is_plain)
-                if not rest_size:
+                pickled = data[head_size:end]
+                if is_plain and not rest_size:
                     del data[:needed]
-                    yield message
+                    yield header, functools.partial(pickle.loads, pickled)
                 else:  # kept here, it would keep its memory
-                    yield self._with_rest(message, _taken(data, end, needed), is_pickle_in_rest)
-                needed = _HEAD_BYTES
+                    yield header, self._unpacks(pickled, _taken(data, end, needed), is_pickle_in_rest)
+                needed = head_size
             if polled:
                 yield None
             if self.spins:
@@ -165,8 +150,10 @@ class Link:
         self._lent.clear()
         self.sock.close()
 
-    def _with_rest(self, message: Message, rest: bytearray, is_pickle_in_it: bool) -> Message:
-        """The message with what came beside its pickle."""
+    def _unpacks(self, pickled: bytearray, rest: bytearray, is_pickle_in_rest: bool) -> Unpack:
+        """What unpacks a message of which more may have come than its pickle."""
+        if not rest:
+            return functools.partial(loads, pickled, (), self.device)
         returns, count, fds, segment = _COUNTS.unpack_from(rest)
         first_span = _COUNTS.size + returns * _NUMBER.size
         end = first_span + count * _SPAN.size
@@ -178,7 +165,6 @@ class Link:
         spans = [Span(*span) for span in _SPAN.iter_unpack(parts[first_span:end])]
         buffers: list[memoryview] = []
         shared: list[memoryview] = []
-        lost = None
         if not segment:
             starts = itertools.accumulate((span.size for span in spans), initial=end)
             buffers = [parts[start : start + span.size] for start, span in zip(starts, spans, strict=False)]
@@ -186,10 +172,9 @@ class Link:
             try:
                 mapped, shared = self._map(segment, spans, fds)
                 buffers += mapped
-            except OSError as error:
-                lost = error
-        packed = buffers.pop(0) if is_pickle_in_it and not lost else message.pickle
-        return message._replace(pickle=packed, buffers=buffers, shared=shared, lost=lost)
+            except OSError as error:  # this process has no descriptor or memory left
+                return functools.partial(_raise, error)
+        return functools.partial(loads, buffers.pop(0) if is_pickle_in_rest else pickled, buffers, self.device, shared)
 
     def _map(self, number: int, spans: Sequence[Span], count: int) -> tuple[list[memoryview], list[memoryview]]:
         """The buffers in segment ``number``, if any, and what is shared: mapped by ``count`` descriptors."""
@@ -219,6 +204,10 @@ class Link:
             self._fds.append([fd for _, _, fds in ancillary for fd in array.array("i", fds)])
         data += self._chunk[:count]
         return count > 0
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def _taken(data: bytearray, start: int, end: int) -> bytearray:

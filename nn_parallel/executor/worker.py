@@ -26,10 +26,10 @@ from ..devices import call_on_device
 from ..errors import Failure, RemoteError, TransferError, qualified_name
 from ..groups import abort_collectives, close_group
 from ..interrupt import Interrupted, Interruptible, keep_handler
-from ..pickling import Buffer, Packed, dumps, loads
+from ..pickling import Packed, dumps, loads
 from ..world import DEFAULT_TIMEOUT, Membership, World
 from .segments import Segments
-from .transport import Link, Message, Parcel
+from .transport import Link, Parcel, Unpack
 
 UNINTERRUPTED = True  # see interrupt
 STARTED = 0  # the number of the answer that says the worker is set up
@@ -39,7 +39,8 @@ SUCCEEDED, FAILED, CANCELLED = range(3)  # how a task ends
 # The header of an answer, whose packed object is the result, or the exception and its `Failure`: the task's number;
 # how it ended; whether a block of a run failed inside, which went on, so that its group was closed, perhaps not on all
 # ranks; whether there may be something to read of what it printed.
-Answer = struct.Struct("=QB??")
+ANSWER_FORMAT = "QB??"
+TASK_FORMAT = "Q??Q?IIIQ"  # see Task
 # What the parent orders a worker beside its tasks: a kind and a number.
 Order = struct.Struct("=BQ")
 CANCEL, FORGET = range(2)
@@ -71,13 +72,6 @@ class Task(NamedTuple):
     store_port: int = 0
     epoch: int = 0  # a new one after each failure: groups and counters of an older one are not used again
 
-    def packed(self) -> bytes:
-        return _TASK.pack(*self)
-
-    @classmethod
-    def unpacked(cls, header: Buffer) -> Task:
-        return cls(*_TASK.unpack(header))
-
 
 def work(connection: socket.socket, control: socket.socket, tokens: int) -> int:
     """Answer the tasks that arrive on ``connection`` until it is closed; returns the exit code.
@@ -87,31 +81,34 @@ def work(connection: socket.socket, control: socket.socket, tokens: int) -> int:
     runs the task, or the parent has taken it back.
     """
     faulthandler.register(STACK_SIGNAL, control.fileno(), all_threads=False)
-    link, segments = Link(connection), Segments()
+    link, segments = Link(connection, sends=ANSWER_FORMAT, receives=TASK_FORMAT), Segments()
     arriving = link.messages()
     first = next(arriving, None)
     if first is None:
         return 0
-    setup = Setup(*first.unpacked())
+    _, unpack = first
+    setup = Setup(*unpack())
     _become_like_the_parent(setup)
     keep_handler()
     worker = _Worker(setup)
+    link.device = worker.device
     threading.Thread(target=worker.follow_orders, args=[control], name="nn_parallel orders", daemon=True).start()
     for message in arriving:
         assert message is not None
-        task = Task.unpacked(message.header)
+        header, unpack = message
+        task = Task(*header)
         if not task.is_call:
-            worker.store(task.number, message)
+            worker.store(task.number, unpack)
             continue
         if task.is_ahead and not _take(tokens):
             continue
         link.spins = task.cores > 0
-        outcome, failed_inside, packed = worker.perform(task, message)
-        del message  # a tensor that the result does not need must not outlive its task
+        outcome, failed_inside, packed = worker.perform(task, unpack)
+        del message, unpack  # a tensor that the result does not need must not outlive its task
         parcel = Parcel(packed, segments)
         del packed
         try:
-            link.send(Answer.pack(task.number, outcome, failed_inside, _has_printed()), parcel)
+            link.send((task.number, outcome, failed_inside, _has_printed()), parcel)
         except ConnectionError:  # the parent is gone
             return 0
     return 0
@@ -134,8 +131,8 @@ class _Broken(NamedTuple):
 class _Worker:
     def __init__(self, setup: Setup) -> None:
         self._index = setup.rank
-        self._device = torch.device(setup.device)
-        self._alone = Membership(World(False, 0, 0, 1, self._device, launcher="executor"))
+        self.device = torch.device(setup.device)
+        self._alone = Membership(World(False, 0, 0, 1, self.device, launcher="executor"))
         self._rank: Membership | None = None  # as a rank of the present epoch
         self._epoch = 0
         self._store: dist.Store | None = None
@@ -173,14 +170,14 @@ class _Worker:
             self._block.interrupt()
             return True
 
-    def store(self, number: int, message: Message) -> None:
+    def store(self, number: int, unpack: Unpack) -> None:
         """Keep an object for the tasks that come."""
         try:
-            _stored[number] = message.unpacked(self._device)
+            _stored[number] = unpack()
         except BaseException as error:
             _stored[number] = _Broken(error)
 
-    def perform(self, task: Task, message: Message) -> tuple[int, bool, Packed]:
+    def perform(self, task: Task, unpack: Unpack) -> tuple[int, bool, Packed]:
         """How it ended, whether blocks failed inside, and what comes of it."""
         if task.cores != self._cores:
             self._cores = task.cores
@@ -193,7 +190,7 @@ class _Worker:
         try:
             try:
                 with block:
-                    outcome, packed = SUCCEEDED, self._call(task, message)
+                    outcome, packed = SUCCEEDED, self._call(task, unpack)
             finally:
                 with self._switching:  # from here on nothing interrupts it
                     self._task = STARTED - 1
@@ -201,7 +198,7 @@ class _Worker:
             outcome, packed = CANCELLED, _NOTHING
         except BaseException as error:
             where = f"rank {self._index} of {task.world_size}" if task.world_size else "a single task"
-            outcome, packed = FAILED, _pack_exception(error, f"{where} on {self._device}")
+            outcome, packed = FAILED, _pack_exception(error, f"{where} on {self.device}")
         if task.world_size and outcome != SUCCEEDED:
             # It frees the ranks that wait for this one in a collective: only once this cannot be cancelled any more,
             # or what they then raise could outrun the cause.
@@ -209,16 +206,16 @@ class _Worker:
         world.join(self._alone)
         return outcome, task.world_size > 0 and member.term != _first_term(task), packed
 
-    def _call(self, task: Task, message: Message) -> Packed:
+    def _call(self, task: Task, unpack: Unpack) -> Packed:
         try:
-            fn, args, kwargs = message.unpacked(self._device)
+            fn, args, kwargs = unpack()
             if task.function:
                 fn = stored_object(task.function)
         except Interrupted:
             raise
         except BaseException as error:
             raise TransferError(f"The call cannot be rebuilt in the worker: {error!r}") from error
-        result = call_on_device(fn, args, kwargs, self._device if task.pass_device else None)
+        result = call_on_device(fn, args, kwargs, self.device if task.pass_device else None)
         return dumps(result, lambda: {"the result": result}, share=True)
 
     def _enter(self, task: Task) -> Membership:
@@ -231,7 +228,7 @@ class _Worker:
         return self._rank
 
     def _world_of(self, n: int) -> World:
-        return World(False, self._index, self._index, n, self._device, local_world_size=n, launcher="executor")
+        return World(False, self._index, self._index, n, self.device, local_world_size=n, launcher="executor")
 
     def _open_store(self, task: Task) -> dist.Store:
         if self._store is None:
@@ -318,5 +315,4 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
 
 _stored: dict[int, Any] = {}
 _NOTHING = dumps(None)
-_TASK = struct.Struct("=Q??Q?IIIQ")
 _NONE = bytes(4)

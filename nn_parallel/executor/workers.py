@@ -16,7 +16,7 @@ from ..errors import WorkerDiedError, exit_reason
 from .jobs import Job
 from .packing import PackedCall
 from .transport import Link
-from .worker import CANCEL, FORGET, STACK_SIGNAL, STARTED, Order, Task
+from .worker import ANSWER_FORMAT, CANCEL, FORGET, STACK_SIGNAL, STARTED, TASK_FORMAT, Order, Task
 
 CHUNKS_AT_A_TIME = 16
 STACK_WITHIN_S = 0.5  # for a worker to write its stack, which takes a millisecond where it gets a core
@@ -44,7 +44,7 @@ class Worker:
         self.index, self.device, self._pool, self.output = index, device, pool, output
         self._tokens, self._timeout_s, self._timed = tokens, timeout_s, timed
         connection, self.control = sockets
-        self.link = Link(connection)
+        self.link = Link(connection, sends=TASK_FORMAT, receives=ANSWER_FORMAT)
         self.arriving = self.link.messages(socket.MSG_DONTWAIT)
         self.pid = 0  # until the fork server has told it
         self.started = False
@@ -131,14 +131,14 @@ class Worker:
         job, self.next_job = self.next_job, None
         return job
 
-    def send(self, header: bytes, call: PackedCall) -> None:
+    def send(self, task: Task, call: PackedCall) -> None:
         """Send a task, and before it the objects that it needs and this worker has not got."""
         try:
             for handle in call.handles:
                 if handle.number not in self._stored:
                     self._stored.add(handle.number)
-                    self.link.send(Task(handle.number, is_call=False).packed(), handle.parcel)
-            self.link.send(header, call.parcel)
+                    self.link.send(Task(handle.number, is_call=False), handle.parcel)
+            self.link.send(task, call.parcel)
             self._unsent.pop()
         except OSError:  # it has died: the fork server will tell
             pass
