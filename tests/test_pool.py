@@ -133,7 +133,7 @@ def test_ctrl_c_in_a_resize_leaves_the_pool_whole(monkeypatch: pytest.MonkeyPatc
     with ParallelExecutor(num_workers=1, devices="cpu") as pool:
         assert pool.run(int) == [0]
         supervisor = pool._supervisor
-        start, wake = supervisor._start, supervisor._crew.poller.wake
+        start, listen = supervisor._start, supervisor._crew.poller.listen
         is_starting, may_start = threading.Event(), threading.Event()
 
         def start_late(index: int) -> Worker:
@@ -141,14 +141,14 @@ def test_ctrl_c_in_a_resize_leaves_the_pool_whole(monkeypatch: pytest.MonkeyPatc
             may_start.wait(20)
             return start(index)
 
-        def wake_and_be_interrupted() -> None:
-            wake()
+        def listen_and_be_interrupted() -> None:
+            listen()
             if threading.current_thread() is threading.main_thread() and not is_starting.is_set():
                 is_starting.wait(20)
                 raise KeyboardInterrupt
 
         monkeypatch.setattr(supervisor, "_start", start_late)
-        monkeypatch.setattr(supervisor._crew.poller, "wake", wake_and_be_interrupted)
+        monkeypatch.setattr(supervisor._crew.poller, "listen", listen_and_be_interrupted)
         with pytest.raises(KeyboardInterrupt):
             pool.resize(2)
         may_start.set()

@@ -279,7 +279,7 @@ class ParallelExecutor(Executor):
     def _run_on_workers(self, supervisor: Supervisor, fn: Callable[..., R], args: Any, kwargs: Any) -> list[R]:
         run = Run(supervisor.packer.pack(fn, args, kwargs))
         try:
-            supervisor.lead(run.is_over, begin=functools.partial(supervisor.submit, run))
+            supervisor.lead(run.is_over, job=run)
             return run.result()
         except ParallelError:
             raise

@@ -162,8 +162,7 @@ class Run:
     def __init__(self, call: PackedCall) -> None:
         self.call = call
         self.failures: dict[int, Exception] = {}
-        self._results: dict[int, Any] = {}
-        self._world_size = 0
+        self._results: list[Any] = []  # by rank
         self._missing: set[int] | None = None  # until it begins
         self._error: Exception | None = None
         self._over = threading.Lock()
@@ -174,7 +173,7 @@ class Run:
         return not self._over.locked()
 
     def begin(self, world_size: int) -> None:
-        self._world_size, self._missing = world_size, set(range(world_size))
+        self._results, self._missing = [None] * world_size, set(range(world_size))
 
     def end(self, rank: int, outcome: int, value: Any) -> None:
         """The worker of ``rank`` has answered, or is gone."""
@@ -207,8 +206,8 @@ class Run:
         if self._error is not None:
             raise self._error
         if not self.failures:
-            return [self._results[rank] for rank in range(self._world_size)]
-        raise rank_error(self.call.name, self._world_size, self.failures)
+            return self._results
+        raise rank_error(self.call.name, len(self._results), self.failures)
 
 
 class Resize:

@@ -23,13 +23,20 @@ class Schedule:
     task then turns out to be long, the item is taken back: it never waits while another worker is free.
     """
 
-    def __init__(self, devices: Sequence[torch.device], pass_device: bool, port: Callable[[int], int]) -> None:
-        """``port`` gives that of the store for an epoch."""
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        pass_device: bool,
+        port: Callable[[int], int],
+        wake: Callable[[], None],
+    ) -> None:
+        """``port`` gives that of the store for an epoch; ``wake`` has the supervisor look what it has to do."""
         self.pending: deque[Job | Resize] = deque()
         self.workers: list[Worker] = []  # by rank
         self.epoch = 1  # see Task
         self.is_any_ahead = False  # whether there may be something for `take_back`
-        self._pass_device, self._port = pass_device, port
+        self.used_at = time.monotonic()
+        self._pass_device, self._port, self._wake = pass_device, port, wake
         self._numbers = itertools.count(STARTED + 1)
         self.use(devices)
 
@@ -38,31 +45,39 @@ class Schedule:
         self.devices = list(devices)
         self.cores = cpu_count() // len(devices)  # for each worker
 
-    def assign(self) -> list[tuple[Worker, Task, PackedCall]]:
+    def assign(self) -> list[tuple[list[Worker], Task, PackedCall]]:
         """Give waiting jobs to workers that can take them; the caller sends these task and call, without the lock."""
-        ready: list[tuple[Worker, Task, PackedCall]] = []
-        while self.pending and not isinstance(job := self.pending[0], Resize):
-            chosen, place = [worker for worker in self.workers if worker.is_free], _ALONE
+        ready: list[tuple[list[Worker], Task, PackedCall]] = []
+        while self.pending:
+            job = self.pending[0]
+            if isinstance(job, Resize):
+                self._wake()
+                break
+            free, size, port, is_ahead = [worker for worker in self.workers if worker.is_free], 0, 0, False
             if isinstance(job, Run):
-                if len(chosen) < len(self.devices):
+                size = len(free)
+                if size < len(self.devices):
                     break
-                place = len(chosen), self._port(self.epoch), self.epoch
-                job.begin(len(chosen))
+                port = self._port(self.epoch)
+                self.pending.popleft()
+                job.begin(size)
             else:
-                if not chosen and isinstance(job, Item):
-                    chosen = [worker for worker in self.workers if worker.takes_another]
-                if not chosen:
+                if not free and isinstance(job, Item):
+                    free, is_ahead = [worker for worker in self.workers if worker.takes_another], True
+                if not free:
                     break
-                del chosen[1:]
-            self.pending.popleft()
-            if not isinstance(job, Run) and not job.begins():
-                continue
-            number, call, is_ahead = next(self._numbers), job.call, not chosen[0].is_free
-            self.is_any_ahead |= is_ahead
-            task = Task(number, True, is_ahead, call.function, self._pass_device, self.cores, *place)
-            for worker in chosen:
-                worker.begin(job, number)
-                ready.append((worker, task, call))
+                self.pending.popleft()
+                if not job.begins():
+                    continue
+                del free[1:]
+                if is_ahead and not self.is_any_ahead:
+                    self.is_any_ahead = True
+                    self._wake()
+            number, call, self.used_at = next(self._numbers), job.call, time.monotonic()
+            task = Task(number, True, is_ahead, call.function, self._pass_device, self.cores, size, port, self.epoch)
+            for worker in free:
+                worker.begin(job, number, self.used_at)
+            ready.append((free, task, call))
         return ready
 
     def take_back(self) -> None:
@@ -88,6 +103,3 @@ class Schedule:
 
     def is_idle(self) -> bool:
         return not self.pending and all(worker.job is None for worker in self.workers)
-
-
-_ALONE = 0, 0, 0  # the place of a task that is no rank

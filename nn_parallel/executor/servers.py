@@ -22,25 +22,29 @@ class PoolStore:
 
     def __init__(self) -> None:
         self._store: dist.TCPStore | None = None
-        self._epoch = 0
+        self._port = self._epoch = 0
 
     def port(self, epoch: int) -> int:
         """The port where it listens, on the loopback; what earlier epochs left in it is deleted."""
-        if self._store is None:
-            listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-            port = listener.getsockname()[1]
-            # A socket of our own: TCPStore would listen on every interface, and a port chosen first can be taken.
-            self._store = dist.TCPStore(
-                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-            )
         if self._epoch != epoch:
-            for key in self._store.list_keys() if self._epoch else []:
-                self._store.delete_key(key)
+            if self._store is None:
+                self._store = self._open()
+            else:
+                for key in self._store.list_keys():
+                    self._store.delete_key(key)
             self._epoch = epoch
-        return int(self._store.port)
+        return self._port
 
     def close(self) -> None:
         self._store = None
+
+    def _open(self) -> dist.TCPStore:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self._port = listener.getsockname()[1]
+        # A socket of our own: TCPStore would listen on every interface, and a port chosen first can be taken.
+        return dist.TCPStore(
+            "127.0.0.1", self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
 
 
 class _ForkServer:

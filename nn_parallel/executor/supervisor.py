@@ -7,6 +7,7 @@ both change is guarded by one lock, and nothing is sent or unpickled while it is
 from __future__ import annotations
 
 import atexit
+import functools
 import math
 import os
 import threading
@@ -53,9 +54,8 @@ class Supervisor:
         self._broken: ParallelError | None = None
         self._pid = os.getpid()
         self._store = PoolStore()
-        self._schedule = Schedule(settings.devices, settings.pass_device, self._store.port)
+        self._schedule = Schedule(settings.devices, settings.pass_device, self._store.port, self._wake)
         self._failed_starts = 0  # in a row
-        self._idle_since = time.monotonic()
         initializer = PackedCall(settings.initializer, settings.initargs, {}, self.packer.segments)
         self._crew = Crew(initializer, self.packer.segments, settings.timeout_s, settings.prefix_output, self._hear)
         try:
@@ -72,17 +72,8 @@ class Supervisor:
 
     def submit(self, job: Job | Resize) -> None:
         """Queue a job; jobs start in the order of their submission."""
-        try:
-            with self._lock:
-                self._raise_if_closed()
-                self._idle_since = time.monotonic()
-                self._schedule.pending.append(job)
-            self._hand_out()
-        except ParallelError:
-            raise
-        except BaseException:  # Ctrl-C
-            self.abandon(job, sent=False)
-            raise
+        self._raise_if_forked()
+        self._begin(job)
 
     def close(self, *, wait: bool = True, cancel_pending: bool = False, kill: bool = False) -> None:
         """Take no more jobs, finish those there are (or cancel the waiting, or kill the running), end the workers."""
@@ -113,17 +104,13 @@ class Supervisor:
         if self._pid == os.getpid():
             self._crew.poller.wake()
 
-    def lead(
-        self, is_over: Callable[[], bool], deadline: float | None = None, begin: Callable[[], None] | None = None
-    ) -> None:
-        """Call ``begin``, and read answers in the calling thread until it has its own.
+    def lead(self, is_over: Callable[[], bool], deadline: float | None = None, job: Run | None = None) -> None:
+        """Queue ``job`` if it is given, and read answers in the calling thread until it has its own.
 
         Perhaps it reads none, because another thread does so.
         """
-        if self._pid == os.getpid():
-            self._crew.poller.lead(is_over, deadline, begin)
-        elif begin is not None:
-            begin()
+        self._raise_if_forked()
+        self._crew.poller.lead(is_over, deadline, functools.partial(self._begin, job) if job else None)
 
     def read_answers(self) -> None:
         """Take the answers that are there already."""
@@ -143,28 +130,38 @@ class Supervisor:
                 self._schedule.kill_half_sent(job)
         self._crew.poller.wake()
 
-    def _raise_if_closed(self) -> None:
+    def _begin(self, job: Job | Resize) -> None:
+        try:
+            self._hand_out(job)
+            self._crew.poller.listen()
+        except ParallelError:
+            raise
+        except BaseException:  # Ctrl-C
+            self.abandon(job, sent=False)
+            raise
+
+    def _raise_if_forked(self) -> None:
         if self._pid != os.getpid():
             raise ExecutorClosedError(f"This executor belongs to process {self._pid}; a fork of it makes its own.")
+
+    def _raise_if_closed(self) -> None:
         if self._broken is not None:
             raise self._broken
         if self._closing:
             raise ExecutorClosedError("cannot schedule new work: the executor has been shut down.")
 
-    def _hand_out(self) -> None:
-        """Send waiting jobs to the workers that can take them."""
-        schedule = self._schedule
+    def _hand_out(self, job: Job | Resize | None = None) -> None:
+        """Queue ``job``, and send what waits to the workers that can take it."""
         with self._lock:
-            was_any_ahead = schedule.is_any_ahead
-            ready = schedule.assign()
-            if ready:  # a deadline is the supervisor's to keep, and what was sent ahead to take back
-                is_supervisors = self._settings.timeout_s is not None or schedule.is_any_ahead != was_any_ahead
-            else:
-                is_supervisors = bool(schedule.pending) and isinstance(schedule.pending[0], Resize)
-        for worker, task, call in ready:
-            worker.send(task, call)
-        if is_supervisors:
-            self._crew.poller.wake()
+            if job is not None:
+                self._raise_if_closed()
+                self._schedule.pending.append(job)
+            ready = self._schedule.assign()
+        for workers, task, call in ready:
+            for worker in workers:
+                worker.send(task, call)
+        if ready and self._settings.timeout_s is not None:  # there are deadlines, which are the supervisor's to keep
+            self._wake()
 
     def _loop(self) -> None:
         try:
@@ -199,8 +196,8 @@ class Supervisor:
         with self._lock:
             is_idle = self._schedule.is_idle()
             if not is_idle:
-                self._idle_since = time.monotonic()
-            elif idle_limit_s is not None and time.monotonic() - self._idle_since > idle_limit_s:
+                self._schedule.used_at = time.monotonic()
+            elif idle_limit_s is not None and time.monotonic() - self._schedule.used_at > idle_limit_s:
                 self._closing = True
             self._closing |= self._orphaned
             if self._closing and is_idle:
@@ -216,7 +213,7 @@ class Supervisor:
         if self._schedule.is_any_ahead:
             deadline = min(deadline or math.inf, time.monotonic() + LONG_S)
         if self._settings.idle_limit_s is not None and not self._closing:
-            deadline = min(deadline or math.inf, self._idle_since + self._settings.idle_limit_s)
+            deadline = min(deadline or math.inf, self._schedule.used_at + self._settings.idle_limit_s)
         return deadline
 
     def _keep_deadlines(self) -> None:

@@ -86,7 +86,7 @@ class Worker:
         """Whether it may be sent a task while it has one, because its tasks are short."""
         return self._is_quick and self.next_job is None and not (self._unsent or self.leaving)
 
-    def begin(self, job: Job, number: int) -> None:
+    def begin(self, job: Job, number: int, now: float) -> None:
         """It gets ``job`` as its task ``number``, or as the one after; sending it is the caller's."""
         self._unsent.append(number)
         if self.job is not None:
@@ -94,19 +94,20 @@ class Worker:
             os.eventfd_write(self._tokens, 1)
             return
         self.job, self._number, self.is_free = job, number, False
-        self._begin()
+        self._begin(now)
 
     def finish(self) -> None:
-        """Its task is over, and it begins the next one if there is one."""
-        self._is_quick = self.job is not None and time.monotonic() - self._since < QUICK_S
+        """Its task, or its set-up, is over, and it begins the next one if there is one."""
+        now = time.monotonic()
+        self._is_quick = now - self._since < QUICK_S
         self.deadline = self.stack_by = None
         if not self.leaving:
             self.kill_at = None
         if self.next_job is not None:
             self.job, self._number, self.next_job = self.next_job, self._next_number, None
-            self._begin()
+            self._begin(now)
         else:
-            self.job, self.is_free = None, self.started and not self.leaving
+            self.job, self.is_free = None, not self.leaving
 
     def let_go(self) -> tuple[Job | None, Job | None]:
         """It does nothing any more: the job that it had begun, and the one that it had not."""
@@ -114,10 +115,10 @@ class Worker:
         self.deadline = self.stack_by = None
         return jobs
 
-    def _begin(self) -> None:
-        self._since = time.monotonic()
+    def _begin(self, now: float) -> None:
+        self._since = now
         if self._timeout_s is not None:
-            self.deadline = self._since + self._timeout_s
+            self.deadline = now + self._timeout_s
             self._timed.add(self)
 
     def taken_back(self, now: float) -> Job | None:
@@ -174,7 +175,7 @@ class Worker:
         """The fork server has told its process id; it sets itself up now, or has done so."""
         self.pid = pid
         if not self.started:
-            self._begin()
+            self._begin(time.monotonic())
         if self._kill_when_named:
             self.kill()
 
