@@ -26,7 +26,7 @@ from .segments import Segments
 from .servers import open_pool
 from .transport import Parcel
 from .worker import STARTED, Setup, Task
-from .workers import Output, Worker
+from .workers import Output, Outputs, Worker
 
 
 class End(NamedTuple):
@@ -51,6 +51,7 @@ class Crew:
         """``on_news`` is called when there is something for `hear`."""
         self.living: list[Worker] = []
         self.timed = set[Worker]()  # those that have, or had, a deadline
+        self.outputs = Outputs()
         self._initializer, self._segments = initializer, segments
         self._timeout_s, self._prefix_output = timeout_s, prefix_output
         self._directory = os.getcwd()
@@ -59,6 +60,7 @@ class Crew:
         self._server = open_pool()
         self.poller = Poller(self._is_any_busy)
         self.poller.watch(self._server.fileno(), on_news)
+        self.poller.watch(self.outputs.fileno(), self.outputs.copy)
 
     def start(self, index: int, device: torch.device, cores: int, read: Callable[[Worker], bool]) -> Worker:
         """Have a worker forked and send it its set-up; it need not be there yet. ``read`` takes what it answers."""
@@ -77,7 +79,7 @@ class Crew:
         self.poller.watch(worker.link.sock.fileno(), functools.partial(read, worker), is_answer=True)
         self.poller.watch(worker.control.fileno(), worker.receive_stack)
         for output in worker.output:
-            self.poller.watch(output.fd, output.copy)
+            self.outputs.add(output)
         packed = Packed(pickle.dumps(tuple(setup)), is_plain=True)
         with contextlib.suppress(OSError):
             worker.link.send(Task(STARTED, is_call=False), Parcel(packed, self._segments))
@@ -159,6 +161,7 @@ class Crew:
         """Copy the last words of an ended worker and let go of it."""
         for output in worker.output:
             output.copy(flush=True)
+            self.outputs.remove(output)
         for fd in worker.fds:
             self.poller.unwatch(fd)
         worker.close()
@@ -170,6 +173,7 @@ class Crew:
         for worker in list(self.living):
             self.dismiss(worker)
         self.poller.close()
+        self.outputs.close()
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold it too: closing is not enough
         self._server.close()
@@ -188,7 +192,8 @@ class Crew:
                 read, write = os.pipe()
                 given_away.callback(os.close, write)
                 on_failure.callback(os.close, read)
-                output.append(Output(read, name, f"[rank {setup.rank}] " if self._prefix_output else ""))
+                prefix = f"[rank {setup.rank}] " if self._prefix_output else ""
+                output.append(Output(read, name, prefix, self.outputs.held_up))
                 theirs.append(write)
             with contextlib.suppress(OSError):  # the fork server has ended: we hear of it
                 socket.send_fds(self._server, [b"fork"], theirs)

@@ -256,9 +256,9 @@ class Supervisor:
         return False  # its end; the fork server will tell the exit code
 
     def _answered(self, worker: Worker, header: Header, unpack: Unpack) -> None:
-        number, outcome, failed_inside, printed = header
+        number, outcome, failed_inside = header
         job = worker.job
-        if printed or worker.has_unfinished_line:
+        if self._crew.outputs.is_any_left():  # what it printed before this answer must be seen before it, too
             for output in worker.output:
                 output.copy(flush=True)
         outcome, value = opened(unpack, outcome, job)

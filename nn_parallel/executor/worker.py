@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import os
 import random
 import select
@@ -12,7 +11,6 @@ import signal
 import socket
 import struct
 import sys
-import termios
 import threading
 import types
 from datetime import timedelta
@@ -38,8 +36,8 @@ SUCCEEDED, FAILED, CANCELLED = range(3)  # how a task ends
 
 # The header of an answer, whose packed object is the result, or the exception and its `Failure`: the task's number;
 # how it ended; whether a block of a run failed inside, which went on, so that its group was closed, perhaps not on all
-# ranks; whether there may be something to read of what it printed.
-ANSWER_FORMAT = "QB??"
+# ranks.
+ANSWER_FORMAT = "QB?"
 TASK_FORMAT = "Q??Q?IIIQ"  # see Task
 # What the parent orders a worker beside its tasks: a kind and a number.
 Order = struct.Struct("=BQ")
@@ -107,8 +105,9 @@ def work(connection: socket.socket, control: socket.socket, tokens: int) -> int:
         del message, unpack  # a tensor that the result does not need must not outlive its task
         parcel = Parcel(packed, segments)
         del packed
+        _flush_output()
         try:
-            link.send((task.number, outcome, failed_inside, _has_printed()), parcel)
+            link.send((task.number, outcome, failed_inside), parcel)
         except ConnectionError:  # the parent is gone
             return 0
     return 0
@@ -139,7 +138,7 @@ class _Worker:
         self._cores = -1  # not known yet
         self._switching = threading.Lock()  # between the main thread, which changes tasks, and the one that cancels
         self._task = self._cancelled = STARTED - 1
-        self._block = Interruptible()
+        self._block = Interruptible()  # what the main thread does for the task
 
     def follow_orders(self, control: socket.socket) -> None:
         """Cancel and forget as the parent says, until it is gone."""
@@ -182,14 +181,14 @@ class _Worker:
         if task.cores != self._cores:
             self._cores = task.cores
             torch.set_num_threads(max(1, task.cores))  # OMP_NUM_THREADS is read when torch is loaded: too late here
-        member = self._enter(task) if task.world_size else self._alone
+        term = task.number << 32  # the ranks count their calls anew; blocks that fail in it begin further terms
+        member = self._enter(task, term) if task.world_size else self._alone
         world.join(member)
-        block = Interruptible()
         with self._switching:
-            self._task, self._block, block.interrupted = task.number, block, self._cancelled == task.number
+            self._task, self._block.interrupted = task.number, self._cancelled == task.number
         try:
             try:
-                with block:
+                with self._block:
                     outcome, packed = SUCCEEDED, self._call(task, unpack)
             finally:
                 with self._switching:  # from here on nothing interrupts it
@@ -204,7 +203,7 @@ class _Worker:
             # or what they then raise could outrun the cause.
             close_group(member)
         world.join(self._alone)
-        return outcome, task.world_size > 0 and member.term != _first_term(task), packed
+        return outcome, task.world_size > 0 and member.term != term, packed
 
     def _call(self, task: Task, unpack: Unpack) -> Packed:
         try:
@@ -218,13 +217,13 @@ class _Worker:
         result = call_on_device(fn, args, kwargs, self.device if task.pass_device else None)
         return dumps(result, lambda: {"the result": result}, share=True)
 
-    def _enter(self, task: Task) -> Membership:
+    def _enter(self, task: Task, term: int) -> Membership:
         """This worker as a rank of a run."""
         if self._rank is None or self._epoch != task.epoch:
             self._leave()
             self._epoch = task.epoch
             self._rank = Membership(self._world_of(task.world_size), lambda: self._open_store(task), DEFAULT_TIMEOUT)
-        self._rank.begin_term(_first_term(task))
+        self._rank.begin_term(term)
         return self._rank
 
     def _world_of(self, n: int) -> World:
@@ -243,11 +242,6 @@ class _Worker:
             self._rank.on_leave.close()
 
 
-def _first_term(task: Task) -> int:
-    """All ranks count their calls anew in each run; blocks that fail in it begin further terms."""
-    return task.number << 32
-
-
 def _take(tokens: int) -> bool:
     try:
         return bool(os.eventfd_read(tokens))
@@ -255,24 +249,12 @@ def _take(tokens: int) -> bool:
         return False
 
 
-def _has_printed() -> bool:
-    """Flush what this process has printed; whether the parent may not have read all of it."""
+def _flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except Exception:  # user code may have closed or replaced it
             continue
-    try:
-        return _has_unread(1) or _has_unread(2)
-    except OSError:  # user code may have closed it, too
-        return True
-
-
-def _has_unread(pipe: int) -> bool:
-    """Whether the other end has something to read."""
-    count = bytearray(_NONE)
-    fcntl.ioctl(pipe, termios.FIONREAD, count)
-    return count != _NONE
 
 
 def _become_like_the_parent(setup: Setup) -> None:
@@ -315,4 +297,3 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
 
 _stored: dict[int, Any] = {}
 _NOTHING = dumps(None)
-_NONE = bytes(4)

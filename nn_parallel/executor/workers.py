@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import sys
@@ -19,6 +20,7 @@ from .transport import Link
 from .worker import ANSWER_FORMAT, CANCEL, FORGET, STACK_SIGNAL, STARTED, TASK_FORMAT, Order, Task
 
 CHUNKS_AT_A_TIME = 16
+OUTPUTS_AT_ONCE = 64
 STACK_WITHIN_S = 0.5  # for a worker to write its stack, which takes a millisecond where it gets a core
 CANCEL_GRACE_S = 0.5  # for a cancelled task to end, then its process is killed
 END_GRACE_S = 2.0  # for an idle worker to exit
@@ -70,11 +72,6 @@ class Worker:
     @property
     def _doing(self) -> str:
         return self.job.call.name if self.job else "the initializer"
-
-    @property
-    def has_unfinished_line(self) -> bool:
-        """Whether part of a line that it printed has been read and not copied yet."""
-        return bool(self.output[0].unfinished or self.output[1].unfinished)
 
     @property
     def has_told(self) -> bool:
@@ -205,7 +202,8 @@ class Worker:
 
     @property
     def fds(self) -> list[int]:
-        return [self.link.sock.fileno(), self.control.fileno(), *(output.fd for output in self.output)]
+        """What is watched of it, but for its output."""
+        return [self.link.sock.fileno(), self.control.fileno()]
 
     def close(self) -> None:
         for fd in (self._tokens, *(output.fd for output in self.output)):
@@ -226,16 +224,21 @@ class Worker:
 class Output:
     """Copies what a worker prints to this process's stream of the same name, a whole line at a time."""
 
-    def __init__(self, fd: int, name: str, prefix: str) -> None:
-        self.fd, self._name, self._prefix = fd, name, prefix
-        self.unfinished = b""  # part of a line, read and not copied yet
+    def __init__(self, fd: int, name: str, prefix: str, held_up: set[Output]) -> None:
+        """It is in ``held_up`` while it may hold what it has read and not copied."""
+        self.fd, self._name, self._prefix, self._held_up = fd, name, prefix, held_up
+        self._unfinished = b""  # part of a line
         self._copying = threading.Lock()
         os.set_blocking(fd, False)
 
     def copy(self, flush: bool = False) -> bool:
         """Copy what is there now, with ``flush`` an unfinished line too; False at the end of the stream."""
         with self._copying:
-            return self._copy(flush)
+            self._held_up.add(self)
+            more = self._copy(flush)
+            if not self._unfinished:
+                self._held_up.discard(self)
+            return more
 
     def _copy(self, flush: bool) -> bool:
         more = True
@@ -244,11 +247,11 @@ class Output:
                 if not (chunk := os.read(self.fd, 1 << 16)):
                     more = False
                     break
-                self.unfinished += chunk
-        end = len(self.unfinished)
+                self._unfinished += chunk
+        end = len(self._unfinished)
         if more and not flush:
-            end = max(self.unfinished.rfind(b"\n"), self.unfinished.rfind(b"\r")) + 1
-        text, self.unfinished = self.unfinished[:end].decode(errors="replace"), self.unfinished[end:]
+            end = max(self._unfinished.rfind(b"\n"), self._unfinished.rfind(b"\r")) + 1
+        text, self._unfinished = self._unfinished[:end].decode(errors="replace"), self._unfinished[end:]
         if text:
             if self._prefix:
                 text = "".join(f"{self._prefix}{line}" for line in text.splitlines(keepends=True))
@@ -257,6 +260,41 @@ class Output:
                 stream.write(text)
                 stream.flush()
         return more
+
+
+class Outputs:
+    """What all workers of a pool print."""
+
+    def __init__(self) -> None:
+        self.held_up = set[Output]()
+        self._epoll = select.epoll()
+        self._by_fd: dict[int, Output] = {}
+
+    def fileno(self) -> int:
+        """Is readable when there is something for `copy`."""
+        return self._epoll.fileno()
+
+    def add(self, output: Output) -> None:
+        self._by_fd[output.fd] = output
+        self._epoll.register(output.fd, select.EPOLLIN)
+
+    def remove(self, output: Output) -> None:
+        if self._by_fd.pop(output.fd, None) is not None:
+            self._epoll.unregister(output.fd)
+
+    def is_any_left(self) -> bool:
+        """Whether some of what has been printed up to now has not been copied."""
+        return bool(self.held_up or self._epoll.poll(0, 1))
+
+    def copy(self) -> bool:
+        """Copy what there is."""
+        for fd, _ in self._epoll.poll(0, OUTPUTS_AT_ONCE):
+            if (output := self._by_fd.get(fd)) is not None and not output.copy():
+                self.remove(output)
+        return True
+
+    def close(self) -> None:
+        self._epoll.close()
 
 
 _FIRST_FRAME_OF_OURS = f'  File "{devices.__file__}", line'
