@@ -192,6 +192,15 @@ def test_a_name_without_a_value_is_told_from_one_with_any() -> None:
         assert pool.call(f) == str(names["x"])
 
 
+def test_a_partial_is_told_from_what_it_is_made_of() -> None:
+    names, pool = _main("def f():\n return a, b, c, d, e"), Pool()
+    f, made = names["f"], functools.partial(int)
+    for values in ((made, functools.partial, 0, 0, int), (functools.partial, 0, 0, int, made)):
+        names.update(zip("abcde", values, strict=True))
+        for _ in range(3):
+            assert repr(pool.call(f)) == repr(values)
+
+
 def test_methods_and_objects_are_never_kept() -> None:
     """There is no telling what a method of an object, or a callable object, will do."""
     assert fingerprint([].append) is None

@@ -11,6 +11,7 @@ import datetime
 import dis
 import functools
 import logging
+import operator
 import pathlib
 import re
 import sys
@@ -36,19 +37,13 @@ def fingerprint(fn: Callable[..., Any]) -> tuple[tuple[int, ...], list[object]] 
 def _add(value: Any, parts: list[object], seen: dict[int, int]) -> bool:
     """Add what ``value`` is made of, in an order that the code determines; whether that is all there is to it."""
     kind = type(value)
-    if kind in _IMMUTABLE or (kind is types.FunctionType and _is_importable(value)):
-        parts.append(value)
-        return True
-    if id(value) in seen:
-        parts += _AGAIN, seen[id(value)]
-        return True
-    if kind is types.FunctionType:
-        seen[id(value)] = len(seen)
-        return _add_function(value, parts, seen)
+    if kind is types.FunctionType and not _is_importable(value):
+        return _add_again(value, parts, seen) or _add_function(value, parts, seen)
     if kind is functools.partial:
-        seen[id(value)] = len(seen)
-        return _add_partial(value, parts, seen)
+        return _add_again(value, parts, seen) or _add_partial(value, parts, seen)
     parts.append(value)
+    if kind is types.FunctionType or kind in _IMMUTABLE:
+        return True
     if kind is tuple or kind is frozenset:
         return all(_add(each, parts, seen) for each in value)
     if isinstance(value, types.ModuleType):
@@ -58,27 +53,41 @@ def _add(value: Any, parts: list[object], seen: dict[int, int]) -> bool:
     return isinstance(value, type) and _is_importable(value)
 
 
+def _add_again(value: Any, parts: list[object], seen: dict[int, int]) -> bool:
+    """Add the number under which ``value`` has been seen; False if it has not."""
+    if id(value) in seen:
+        parts += _AGAIN, seen[id(value)]
+        return True
+    seen[id(value)] = len(seen)
+    return False
+
+
 def _add_function(fn: types.FunctionType, parts: list[object], seen: dict[int, int]) -> bool:
     names = _global_names(fn.__code__)
     if names is None:
         return False
-    parts += fn.__code__, fn.__globals__, fn.__name__, fn.__qualname__, fn.__module__, fn.__doc__
-    parts += fn.__annotations__.values()
-    values = [fn.__globals__.get(name, _Missing) for name in names] if names else []
-    for cell in fn.__closure__ or ():
+    parts += _itself(fn)
+    held = _held_by(fn)
+    if not names and not any(held):
+        parts.append(_NOTHING_ELSE)
+        return True
+    annotations, closure, defaults, by_name, attributes = held
+    parts += annotations.values()
+    values = [fn.__globals__.get(name, _Missing) for name in names]
+    for cell in closure or ():
         try:
             values.append(cell.cell_contents)
         except ValueError:
             values.append(_Missing)
     # What dicts and tuples hold is compared, not these: every evaluation of a `def` makes new ones.
-    defaults, by_name, attributes = fn.__defaults__ or (), fn.__kwdefaults__ or {}, fn.__dict__
+    defaults, by_name = defaults or (), by_name or {}
     parts += len(defaults), len(by_name), len(attributes), *map(sys.intern, by_name), *map(sys.intern, attributes)
     values += *defaults, *by_name.values(), *attributes.values()
-    return not values or all(_add(value, parts, seen) for value in values)
+    return all(_add(value, parts, seen) for value in values)
 
 
 def _add_partial(fn: functools.partial[Any], parts: list[object], seen: dict[int, int]) -> bool:
-    parts += functools.partial, len(fn.args), len(fn.keywords), *map(sys.intern, fn.keywords)
+    parts += _PARTIAL, len(fn.args), len(fn.keywords), *map(sys.intern, fn.keywords)
     return not fn.__dict__ and all(_add(value, parts, seen) for value in (fn.func, *fn.args, *fn.keywords.values()))
 
 
@@ -120,7 +129,12 @@ class _Missing:
     """Stands where a name or a cell has no value."""
 
 
+# These are no values that a user could have: what is made of different things is made of different parts.
 _AGAIN = object()  # before the number of a function that came before
+_PARTIAL = object()  # begins what a partial is made of
+_NOTHING_ELSE = object()  # ends what a function is made of that refers to nothing
+_itself = operator.attrgetter("__code__", "__globals__", "__name__", "__qualname__", "__module__", "__doc__")
+_held_by = operator.attrgetter("__annotations__", "__closure__", "__defaults__", "__kwdefaults__", "__dict__")
 _IMMUTABLE = {
     *(type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, types.CodeType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),

@@ -92,11 +92,13 @@ class PackedCall:
         owner: object = None,
         function: Handle | None = None,
     ) -> None:
-        self.name, self.function = call_name(fn), function.number if function else 0
-        self.handles = [function] if function else []
-        if function and not args and not kwargs:
-            self.parcel = _NO_ARGUMENTS
-            return
+        self._fn, self.function = fn, 0
+        self.handles: list[Handle] = []
+        if function is not None:
+            self.function, self.handles = function.number, [function]
+            if not args and not kwargs:
+                self.parcel = _NO_ARGUMENTS
+                return
         _packing.owner, _packing.handles = owner, self.handles
         try:
             packed = dumps(
@@ -105,6 +107,10 @@ class PackedCall:
         finally:
             _packing.owner = None
         self.parcel = Parcel(packed, segments)
+
+    @property
+    def name(self) -> str:
+        return call_name(self._fn)
 
     def let_go(self) -> None:
         """It is over: what was sent with it is not needed any more."""

@@ -121,8 +121,21 @@ class Link:
         """
         polled, receive_flags = bool(flags & socket.MSG_DONTWAIT), int(flags | socket.MSG_CMSG_CLOEXEC)
         head, head_size = self._receives, self._receives.size
-        data, needed = bytearray(), head_size  # what has arrived and is not used yet; how much that must be
-        while self._receive(data, receive_flags):
+        receive, chunk = self.sock.recvmsg_into, self._chunk
+        chunks, data, needed = [chunk], bytearray(), head_size  # and what is not used yet; how much that must be
+        while True:
+            try:
+                count, ancillary, told, _ = receive(chunks, _ANCILLARY, receive_flags)
+            except BlockingIOError:
+                yield None
+                continue
+            except ConnectionError:
+                return
+            if ancillary or told & _TRUNCATED:  # if truncated: without some or all
+                self._fds.append([fd for _, _, fds in ancillary for fd in array.array("i", fds)])
+            if not count:
+                return
+            data += chunk[:count]
             while len(data) >= needed:
                 is_plain, is_pickle_in_rest, pickle_size, rest_size, *header = head.unpack_from(data)
                 end = head_size + pickle_size
@@ -191,19 +204,6 @@ class Link:
         finally:
             for fd in fds:
                 os.close(fd)
-
-    def _receive(self, data: bytearray, flags: int) -> bool:
-        """Add to ``data`` what arrives, if anything does; False at the end of the connection."""
-        try:
-            count, ancillary, told, _ = self.sock.recvmsg_into([self._chunk], _ANCILLARY, flags)
-        except BlockingIOError:
-            return True
-        except ConnectionError:
-            return False
-        if ancillary or told & _TRUNCATED:  # if truncated: without some or all
-            self._fds.append([fd for _, _, fds in ancillary for fd in array.array("i", fds)])
-        data += self._chunk[:count]
-        return count > 0
 
 
 def _raise(error: OSError) -> NoReturn:
