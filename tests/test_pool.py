@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ def test_ctrl_c_in_a_resize_leaves_the_pool_whole(monkeypatch: pytest.MonkeyPatc
     with ParallelExecutor(num_workers=1, devices="cpu") as pool:
         assert pool.run(int) == [0]
         supervisor = pool._supervisor
-        start, listen = supervisor._start, supervisor._crew.poller.listen
+        start, assign = supervisor._start, supervisor._schedule.assign
         is_starting, may_start = threading.Event(), threading.Event()
 
         def start_late(index: int) -> Worker:
@@ -141,14 +141,18 @@ def test_ctrl_c_in_a_resize_leaves_the_pool_whole(monkeypatch: pytest.MonkeyPatc
             may_start.wait(20)
             return start(index)
 
-        def listen_and_be_interrupted() -> None:
-            listen()
-            if threading.current_thread() is threading.main_thread() and not is_starting.is_set():
-                is_starting.wait(20)
-                raise KeyboardInterrupt
+        def interrupt() -> Iterator[Any]:
+            yield from ()
+            assert is_starting.wait(20)
+            raise KeyboardInterrupt
+
+        def assign_and_be_interrupted() -> Iterable[Any]:
+            ready = assign()
+            is_main = threading.current_thread() is threading.main_thread()
+            return interrupt() if is_main and not is_starting.is_set() else ready  # once the lock is free again
 
         monkeypatch.setattr(supervisor, "_start", start_late)
-        monkeypatch.setattr(supervisor._crew.poller, "listen", listen_and_be_interrupted)
+        monkeypatch.setattr(supervisor._schedule, "assign", assign_and_be_interrupted)
         with pytest.raises(KeyboardInterrupt):
             pool.resize(2)
         may_start.set()

@@ -58,7 +58,7 @@ class Crew:
         self._unnamed: deque[Worker] = deque()  # forked in this order, whose process ids have not been told yet
         self._oom_kills = OomKills()
         self._server = open_pool()
-        self.poller = Poller(self._is_any_busy)
+        self.poller = Poller()
         self.poller.watch(self._server.fileno(), on_news)
         self.poller.watch(self.outputs.fileno(), self.outputs.copy)
 
@@ -106,12 +106,6 @@ class Crew:
         if kills := self._oom_kills.since_last_asked():
             evidence += f" The kernel's out-of-memory killer counted {kills} kill{'s' * (kills > 1)} in this cgroup."
         return [End(worker, told["exitcode"], evidence) for worker in self.living if worker.pid == told["exited"]]
-
-    def _is_any_busy(self) -> bool:
-        for worker in tuple(self.living):  # no lock is held here
-            if not worker.is_free:
-                return True
-        return False
 
     def forget(self, number: int) -> None:
         """The handle of that number is gone."""

@@ -22,9 +22,7 @@ AT_ONCE = 64  # answers; `epoll` makes room for 1 023 if it is told nothing, whi
 class Poller:
     """Calls a reader for each descriptor that has something to read; `wake` ends the waits from any thread."""
 
-    def __init__(self, awaits_answers: Callable[[], bool]) -> None:
-        """``awaits_answers`` says whether there is any to come; whoever makes it so has `listen` called, or leads."""
-        self._awaits_answers = awaits_answers
+    def __init__(self) -> None:
         self._all, self._answers = select.epoll(), select.epoll()
         self._readers: dict[int, Callable[[], bool]] = {}
         self._guard = threading.RLock()  # the collector may call `wake` in a thread that is just in it
@@ -32,9 +30,7 @@ class Poller:
         self.watch(self._wakeups[0], lambda: self._woken(0))
         self.watch(self._wakeups[1], lambda: self._woken(1), is_answer=True)
         self._reading = threading.Lock()  # held by the thread that reads answers
-        self._turns = threading.RLock()  # guards these two:
-        self._is_led = False  # by a thread, which reads the answers now,
-        self._listens = True  # the thread that does so otherwise, in `wait`
+        self._leads = [None]  # one thread takes it at a time, by an operation that Ctrl-C cannot leave half done
         self._is_reclaimed = False
         self._spin, self._arrived = Spin(), functools.partial(self._answers.poll, 0, AT_ONCE)
         self.watch(self._answers.fileno(), self.read_answers)
@@ -52,14 +48,7 @@ class Poller:
 
     def wait(self, deadline: float | None) -> None:
         """Wait until something was read, or `wake` was called, or until ``deadline`` of `time.monotonic`."""
-        self.listen()
         self._call_readers(self._all.poll(_seconds_to(deadline)))
-
-    def listen(self) -> None:
-        """Have `wait` wait for answers too, if there are any to come and nobody leads."""
-        if not self._listens and not self._is_led:  # who leads, even if no longer, looks again when that is over
-            with self._turns:
-                self._listen_unless_led()
 
     def lead(
         self, is_over: Callable[[], bool], deadline: float | None = None, begin: Callable[[], None] | None = None
@@ -69,38 +58,34 @@ class Poller:
         Before that it calls ``begin``: what that asks for is answered here, and wakes nobody else. Reads nothing if
         another thread leads. `wake` has ``is_over`` looked at again.
         """
-        leads = False
         try:
-            with self._turns:
-                if not self._is_led:
-                    leads = self._is_led = True  # in one step, as Ctrl-C sees it
-                    self._set_listening(False)
+            lead = self._leads.pop()
+        except IndexError:
             if begin is not None:
                 begin()
-            if leads:
-                with self._reading:
-                    self._read_until(is_over, deadline)
+            return
+        try:
+            with self._reading:
+                self._read_until(is_over, deadline, begin)
         finally:
-            if leads:
-                with self._turns:
-                    self._is_led = False
-                    self._listen_unless_led()
+            self._leads.append(lead)
 
-    def _read_until(self, is_over: Callable[[], bool], deadline: float | None) -> None:
-        while not is_over() and not self._is_reclaimed and self._wakeups:
-            if deadline is not None and time.monotonic() >= deadline:
-                break
-            self._call_readers(self._spin.until(self._arrived) or self._answers.poll(_seconds_to(deadline)))
-
-    def _listen_unless_led(self) -> None:
-        if not self._is_led and self._awaits_answers():
-            self._set_listening(True)
-
-    def _set_listening(self, listens: bool) -> None:
-        """Calls the kernel only where that changes anything: for one call after another it does not."""
-        if listens != self._listens and self._wakeups:
-            self._all.modify(self._answers, select.EPOLLIN if listens else 0)
-            self._listens = listens
+    def _read_until(
+        self, is_over: Callable[[], bool], deadline: float | None, begin: Callable[[], None] | None
+    ) -> None:
+        is_open = bool(self._wakeups)
+        try:
+            if is_open:
+                self._all.modify(self._answers, 0)  # cheaper than to unregister one `epoll` from another
+            if begin is not None:
+                begin()
+            while is_open and not is_over() and not self._is_reclaimed:
+                if deadline is not None and time.monotonic() >= deadline:
+                    break
+                self._call_readers(self._spin.until(self._arrived) or self._answers.poll(_seconds_to(deadline)))
+        finally:
+            if is_open:
+                self._all.modify(self._answers, select.EPOLLIN)
 
     @contextlib.contextmanager
     def reclaimed(self) -> Iterator[None]:
@@ -117,7 +102,7 @@ class Poller:
                 os.eventfd_write(wakeup, 1)
 
     def close(self) -> None:
-        with self.reclaimed(), self._turns, self._guard:
+        with self.reclaimed(), self._guard:
             for wakeup in self._wakeups:
                 os.close(wakeup)
             self._wakeups.clear()

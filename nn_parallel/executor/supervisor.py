@@ -73,7 +73,13 @@ class Supervisor:
     def submit(self, job: Job | Resize) -> None:
         """Queue a job; jobs start in the order of their submission."""
         self._raise_if_forked()
-        self._begin(job)
+        try:
+            self._hand_out(job)
+        except ParallelError:
+            raise
+        except BaseException:  # Ctrl-C
+            self.abandon(job, sent=False)
+            raise
 
     def close(self, *, wait: bool = True, cancel_pending: bool = False, kill: bool = False) -> None:
         """Take no more jobs, finish those there are (or cancel the waiting, or kill the running), end the workers."""
@@ -105,12 +111,12 @@ class Supervisor:
             self._crew.poller.wake()
 
     def lead(self, is_over: Callable[[], bool], deadline: float | None = None, job: Run | None = None) -> None:
-        """Queue ``job`` if it is given, and read answers in the calling thread until it has its own.
+        """Submit ``job`` if it is given, and read answers in the calling thread until it has its own.
 
         Perhaps it reads none, because another thread does so.
         """
         self._raise_if_forked()
-        self._crew.poller.lead(is_over, deadline, functools.partial(self._begin, job) if job else None)
+        self._crew.poller.lead(is_over, deadline, functools.partial(self.submit, job) if job else None)
 
     def read_answers(self) -> None:
         """Take the answers that are there already."""
@@ -129,16 +135,6 @@ class Supervisor:
             else:
                 self._schedule.kill_half_sent(job)
         self._crew.poller.wake()
-
-    def _begin(self, job: Job | Resize) -> None:
-        try:
-            self._hand_out(job)
-            self._crew.poller.listen()
-        except ParallelError:
-            raise
-        except BaseException:  # Ctrl-C
-            self.abandon(job, sent=False)
-            raise
 
     def _raise_if_forked(self) -> None:
         if self._pid != os.getpid():
