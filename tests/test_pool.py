@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -314,6 +315,24 @@ def test_ctrl_c_keeps_the_workers(pools: ParallelExecutor) -> None:
         pools.run(time.sleep, 3600)
     timer.join()
     assert pools.run(os.getpid) == pids
+
+
+def test_ctrl_c_at_any_moment_leaves_the_pool_whole() -> None:
+    """Wherever it finds a call, what is called next comes to its end, and what runs meanwhile too."""
+    rng, interrupt = random.Random(0), functools.partial(signal.pthread_kill, threading.get_ident(), signal.SIGINT)
+    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
+        assert pool.run(int) == [0, 0]
+        for _ in range(300):
+            timer = threading.Timer(rng.random() * 0.003, interrupt)
+            with contextlib.suppress(KeyboardInterrupt):
+                timer.start()
+                while timer.is_alive():
+                    pool.run(int)
+                    list(pool.map(abs, range(3)))
+                    pool.submit(int).result()
+            timer.join()
+            assert pool.submit(int).result(20) == 0
+            assert pool.run(int) == [0, 0]
 
 
 # output
