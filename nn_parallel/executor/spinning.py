@@ -10,7 +10,8 @@ from typing import TypeVar
 SPIN_S = 1e-4
 CROWDED_S = 1e-3  # who keeps the core for longer than that computes, and the time is lost:
 LOSS_SHARE = 0.02  # at most this share of all time,
-CREDIT_S = 0.02  # and so much more in a row
+CREDIT_S = 0.02  # and so much more in a row,
+PAID_AHEAD_S = CREDIT_S / LOSS_SHARE  # which it takes so long to pay for
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ class Spin:
     def until(self, look: Callable[[], T]) -> T:
         """What ``look()`` returns, which takes no time: the first that is true, or the last before the time is over."""
         begun = time.monotonic()
-        if self._paid_at - begun > CREDIT_S / LOSS_SHARE:
+        if self._paid_at - begun > PAID_AHEAD_S:
             return look()
         while True:
             os.sched_yield()

@@ -73,13 +73,7 @@ class Supervisor:
     def submit(self, job: Job | Resize) -> None:
         """Queue a job; jobs start in the order of their submission."""
         self._raise_if_forked()
-        try:
-            self._hand_out(job)
-        except ParallelError:
-            raise
-        except BaseException:  # Ctrl-C
-            self.abandon(job, sent=False)
-            raise
+        self._queue(job)
 
     def close(self, *, wait: bool = True, cancel_pending: bool = False, kill: bool = False) -> None:
         """Take no more jobs, finish those there are (or cancel the waiting, or kill the running), end the workers."""
@@ -116,7 +110,7 @@ class Supervisor:
         Perhaps it reads none, because another thread does so.
         """
         self._raise_if_forked()
-        self._crew.poller.lead(is_over, deadline, functools.partial(self.submit, job) if job else None)
+        self._crew.poller.lead(is_over, deadline, functools.partial(self._queue, job) if job else None)
 
     def read_answers(self) -> None:
         """Take the answers that are there already."""
@@ -135,6 +129,15 @@ class Supervisor:
             else:
                 self._schedule.kill_half_sent(job)
         self._crew.poller.wake()
+
+    def _queue(self, job: Job | Resize) -> None:
+        try:
+            self._hand_out(job)
+        except ParallelError:
+            raise
+        except BaseException:  # Ctrl-C
+            self.abandon(job, sent=False)
+            raise
 
     def _raise_if_forked(self) -> None:
         if self._pid != os.getpid():
