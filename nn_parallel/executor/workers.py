@@ -126,7 +126,7 @@ class Worker:
             os.eventfd_read(self._tokens)
         except BlockingIOError:  # it has begun: the answer to the one before is on its way
             return None
-        job, self.next_job = self.next_job, None
+        job, self.next_job, self._is_quick = self.next_job, None, False
         return job
 
     def send(self, task: Task, call: PackedCall) -> None:
