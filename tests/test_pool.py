@@ -532,6 +532,61 @@ def test_a_death_takes_only_the_task_that_ran(pools: ParallelExecutor, tmp_path:
         list(results)
 
 
+def test_results_are_those_of_their_items_where_short_and_long_tasks_mix() -> None:
+    """What has been taken back from a worker is still on its way to it as the next task is sent."""
+
+    def task(item: int) -> int:
+        time.sleep(0.05 if item == 20 else 0.0004 * (item > 20))
+        return item
+
+    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
+        for _ in range(25):
+            assert list(pool.map(task, range(200))) == list(range(200))
+
+
+def test_a_run_that_a_shutdown_cuts_off_is_no_result() -> None:
+    """Where another thread leaves the `with` block by an exception."""
+    outcome: list[Any] = []
+    is_running = threading.Event()
+
+    def call(pool: ParallelExecutor) -> None:
+        try:
+            is_running.set()
+            outcome.append(pool.run(time.sleep, 3600))
+        except Exception as error:
+            outcome.append(error)
+
+    with pytest.raises(ZeroDivisionError), ParallelExecutor(num_workers=2, devices="cpu") as pool:
+        pool.run(int)
+        thread = threading.Thread(target=call, args=[pool])
+        thread.start()
+        is_running.wait()
+        supervisor = pool._supervisor
+        assert supervisor is not None
+        while supervisor._schedule.is_idle():
+            time.sleep(0.001)
+        raise ZeroDivisionError
+    thread.join(20)
+    (error,) = outcome
+    assert isinstance(error, ExecutorClosedError)
+
+
+def test_a_map_whose_items_fail_begins_no_more() -> None:
+    """An exception of the iterable: nobody can take the results."""
+
+    def items() -> Iterator[float]:
+        yield from [0.2] * 20
+        raise ZeroDivisionError
+
+    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
+        pool.run(int)
+        with pytest.raises(ZeroDivisionError):
+            pool.map(time.sleep, items())
+        begun = time.monotonic()
+        pool.run(int)
+        assert time.monotonic() - begun < 1.5
+
+
 def test_ctrl_c_in_the_middle_of_sending_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that got half a message is replaced: what comes next would be read as the other half."""
     with ParallelExecutor(num_workers=1, devices="cpu") as pool:

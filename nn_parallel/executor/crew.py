@@ -164,8 +164,9 @@ class Crew:
 
     def close(self) -> None:
         """Let go of everything; the fork server ends the workers that are left."""
-        for worker in list(self.living):
-            self.dismiss(worker)
+        with self.poller.reclaimed():
+            for worker in list(self.living):
+                self.dismiss(worker)
         self.poller.close()
         self.outputs.close()
         with contextlib.suppress(OSError):

@@ -291,14 +291,18 @@ class ParallelExecutor(Executor):
         self, supervisor: Supervisor, fn: Callable[..., Any], items: Iterable[tuple[Any, ...]], timeout: float | None
     ) -> Iterator[Any]:
         mapped = Mapped(timeout)
-        for args in items:
-            try:
-                call = supervisor.packer.pack(fn, args, {})
-            except TransferError as error:
-                mapped.add_unsent(error)
-            else:
-                supervisor.submit(mapped.add(call))
-                supervisor.read_answers()  # now: the supervisor's thread may have to wait long for its turn
+        try:
+            for args in items:
+                try:
+                    call = supervisor.packer.pack(fn, args, {})
+                except TransferError as error:
+                    mapped.add_unsent(error)
+                else:
+                    supervisor.submit(mapped.add(call))
+                    supervisor.read_answers()  # now: the supervisor's thread may have to wait long for its turn
+        except BaseException:  # of the iterables, or Ctrl-C: nobody will take the results
+            mapped.is_wanted = False
+            raise
         return mapped.results(supervisor.lead)
 
     def _run_on_ranks(self, fn: Callable[..., R], args: Any, kwargs: Any, place: str) -> list[R]:

@@ -164,6 +164,7 @@ class Run:
         self.failures: dict[int, Exception] = {}
         self._results: list[Any] = []  # by rank
         self._missing: set[int] | None = None  # until it begins
+        self._is_cut_off = False  # on some rank, with no failure that would tell why
         self._error: Exception | None = None
         self._over = threading.Lock()
         self._over.acquire()
@@ -182,7 +183,9 @@ class Run:
         elif isinstance(value, RankError):  # what a rank knows of others' failures is theirs
             for other, failure in value.failures.items():
                 self.failures.setdefault(other, failure)
-        elif outcome == FAILED and (rank not in self.failures or lost_connection(self.failures[rank])):
+        elif outcome == CANCELLED:
+            self._is_cut_off = True
+        elif rank not in self.failures or lost_connection(self.failures[rank]):
             self.failures[rank] = value
         if self._missing and rank in self._missing:
             self._missing.remove(rank)
@@ -205,9 +208,11 @@ class Run:
         self._over.acquire()
         if self._error is not None:
             raise self._error
-        if not self.failures:
-            return self._results
-        raise rank_error(self.call.name, len(self._results), self.failures)
+        if self.failures:
+            raise rank_error(self.call.name, len(self._results), self.failures)
+        if self._is_cut_off:
+            raise _closed_while_running(self.call)
+        return self._results
 
 
 class Resize:

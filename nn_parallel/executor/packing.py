@@ -92,7 +92,7 @@ class PackedCall:
         owner: object = None,
         function: Handle | None = None,
     ) -> None:
-        self._fn, self.function = fn, 0
+        self.name, self.function = call_name(fn), 0
         self.handles: list[Handle] = []
         if function is not None:
             self.function, self.handles = function.number, [function]
@@ -107,10 +107,6 @@ class PackedCall:
         finally:
             _packing.owner = None
         self.parcel = Parcel(packed, segments)
-
-    @property
-    def name(self) -> str:
-        return call_name(self._fn)
 
     def let_go(self) -> None:
         """It is over: what was sent with it is not needed any more."""

@@ -30,7 +30,7 @@ class Poller:
         self.watch(self._wakeups[0], lambda: self._woken(0))
         self.watch(self._wakeups[1], lambda: self._woken(1), is_answer=True)
         self._reading = threading.Lock()  # held by the thread that reads answers
-        self._leads = [None]  # one thread takes it at a time, by an operation that Ctrl-C cannot leave half done
+        self._leads = [None]  # one thread takes it at a time; if Ctrl-C loses it, the other one reads all answers
         self._is_reclaimed = False
         self._spin, self._arrived = Spin(), functools.partial(self._answers.poll, 0, AT_ONCE)
         self.watch(self._answers.fileno(), self.read_answers)

@@ -35,14 +35,13 @@ class Schedule:
         self.workers: list[Worker] = []  # by rank
         self.epoch = 1  # see Task
         self.is_any_ahead = False  # whether there may be something for `take_back`
-        self.used_at = time.monotonic()
         self._pass_device, self._port, self._wake = pass_device, port, wake
         self._numbers = itertools.count(STARTED + 1)
         self.use(devices)
 
     def use(self, devices: Sequence[torch.device]) -> None:
         """From now on these are the devices of the workers."""
-        self.devices = list(devices)
+        self.devices, self.used_at = list(devices), time.monotonic()
         self.cores = cpu_count() // len(devices)  # for each worker
 
     def assign(self) -> list[tuple[list[Worker], Task, PackedCall]]:

@@ -250,6 +250,7 @@ class Supervisor:
                     return True
                 self._answered(worker, *message)
         except BaseException:  # Ctrl-C in a thread that leads, or a bug: what is half done is not known
+            worker.arriving = iter(())
             worker.kill()
             raise
         return False  # its end; the fork server will tell the exit code
@@ -265,6 +266,8 @@ class Supervisor:
             self._has_started(worker, value if outcome == FAILED else None)
             return
         if job is not None:
+            if number != worker.number:
+                raise RuntimeError(f"{worker.description} answers {number} where {worker.number} was asked.")
             if outcome != SUCCEEDED or failed_inside:
                 self._has_failed(job, outcome)
             job.end(worker.index, outcome, value)

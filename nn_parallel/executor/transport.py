@@ -48,7 +48,7 @@ class Parcel:
     spans: Sequence[Span] = ()
     copies: Sequence[bytes] = ()
     is_pickle_in_segment = False
-    kept: tuple[Header | None, bytes] = None, b""  # if it is small: the header that it was sent with last, the message
+    kept: tuple[Header | None, bytes] = None, b""  # of the last message that it was, if it is small: header, and all
 
     def __init__(self, packed: Packed, segments: Segments) -> None:
         self.pickle, buffers, self.shared, self.is_plain = packed

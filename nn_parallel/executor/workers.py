@@ -25,7 +25,7 @@ STACK_WITHIN_S = 0.5  # for a worker to write its stack, which takes a milliseco
 CANCEL_GRACE_S = 0.5  # for a cancelled task to end, then its process is killed
 END_GRACE_S = 2.0  # for an idle worker to exit
 QUICK_S = 0.001  # after a task that took less it is sent the next one ahead,
-LONG_S = 0.005  # which is taken back when the one before takes more
+LONG_S = 0.005  # which is taken back when the one before takes more: QUICK_S must be less, see `taken_back`
 
 
 class Worker:
@@ -55,7 +55,7 @@ class Worker:
         self.job: Job | None = None
         self.next_job: Job | None = None  # sent ahead
         self.stack = ""
-        self._number = self._next_number = 0  # of its tasks
+        self.number = self._next_number = 0  # of its task, and of the one sent ahead
         self._since = 0.0  # when it began, by `time.monotonic`
         self._is_quick = False
         self._unsent = [STARTED]  # the tasks that have been given to it and not been sent yet
@@ -90,7 +90,7 @@ class Worker:
             self.next_job, self._next_number = job, number
             os.eventfd_write(self._tokens, 1)
             return
-        self.job, self._number, self.is_free = job, number, False
+        self.job, self.number, self.is_free = job, number, False
         self._begin(now)
 
     def finish(self) -> None:
@@ -101,7 +101,7 @@ class Worker:
         if not self.leaving:
             self.kill_at = None
         if self.next_job is not None:
-            self.job, self._number, self.next_job = self.next_job, self._next_number, None
+            self.job, self.number, self.next_job = self.next_job, self._next_number, None
             self._begin(now)
         else:
             self.job, self.is_free = None, not self.leaving
@@ -119,7 +119,10 @@ class Worker:
             self._timed.add(self)
 
     def taken_back(self, now: float) -> Job | None:
-        """What was sent ahead and has not begun, if the task before takes long. Nothing else is sent ahead then."""
+        """What was sent ahead and has not begun, if the task before takes long.
+
+        Nothing else may be sent ahead before the worker has passed over that: it would take its token for this one's.
+        """
         if self.next_job is None or self._unsent or now - self._since < LONG_S:
             return None
         try:
@@ -148,7 +151,7 @@ class Worker:
 
     def cancel(self) -> None:
         """End its task; if that does not help soon, the process."""
-        self._order(CANCEL, self._number)
+        self._order(CANCEL, self.number)
         self.kill_at = self.kill_at or time.monotonic() + CANCEL_GRACE_S
         self._timed.add(self)
 
@@ -284,7 +287,7 @@ class Outputs:
 
     def is_any_left(self) -> bool:
         """Whether some of what has been printed up to now has not been copied."""
-        return bool(self.held_up or self._epoll.poll(0, 1))
+        return bool(self._epoll.poll(0, 1) or self.held_up)  # in this order: what is read meanwhile is held up
 
     def copy(self) -> bool:
         """Copy what there is."""
