@@ -152,7 +152,8 @@ class Membership:
 
     def begin_term(self, term: int) -> None:
         """Begin another round of calls; the group stays, if there is one."""
-        self.term, self.after_call, self.groups_made = term, 0, 0
+        self.term = term
+        self.begin_groups(after_call=0)
 
     def begin_groups(self, after_call: int) -> None:
         """Name the groups that come alike on all ranks, however many each of them has made so far."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 from .spinning import Spin
 
-AT_ONCE = 64  # answers; `epoll` makes room for 1 023 if it is told nothing, which takes longer than to look
+AT_ONCE = 64  # answers, or outputs; `epoll` makes room for 1 023 if it is told nothing, which takes longer than to look
 
 
 class Poller:

@@ -16,11 +16,11 @@ from .. import devices
 from ..errors import WorkerDiedError, exit_reason
 from .jobs import Job
 from .packing import PackedCall
+from .poller import AT_ONCE
 from .transport import Link
 from .worker import ANSWER_FORMAT, CANCEL, FORGET, STACK_SIGNAL, STARTED, TASK_FORMAT, Order, Task
 
 CHUNKS_AT_A_TIME = 16
-OUTPUTS_AT_ONCE = 64
 STACK_WITHIN_S = 0.5  # for a worker to write its stack, which takes a millisecond where it gets a core
 CANCEL_GRACE_S = 0.5  # for a cancelled task to end, then its process is killed
 END_GRACE_S = 2.0  # for an idle worker to exit
@@ -291,7 +291,7 @@ class Outputs:
 
     def copy(self) -> bool:
         """Copy what there is."""
-        for fd, _ in self._epoll.poll(0, OUTPUTS_AT_ONCE):
+        for fd, _ in self._epoll.poll(0, AT_ONCE):
             if (output := self._by_fd.get(fd)) is not None and not output.copy():
                 self.remove(output)
         return True
