@@ -6,7 +6,7 @@ The files, from the bottom up; each knows only those above it in this list::
     hostlists, devices      SLURM's notation for hosts; which devices there are
     launchers, gpus         environment -> launch facts; what NVML tells of GPUs
     pickling                objects to bytes and back
-    interrupt               end what the main thread does
+    interrupt               what is raised in the main thread from outside
     world                   who am I among the ranks
     rendezvous, groups      the ranks find each other; the process group that connects them
     ddp                     initialize_ddp, cleanup_ddp

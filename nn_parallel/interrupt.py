@@ -1,20 +1,33 @@
-"""End what the main thread does from another thread, by a signal that raises, and only in what it was meant for.
+"""What is raised in the main thread from outside: where it is meant to be, and nowhere else.
 
-SIGURG serves because nothing else uses it: its default action is to be ignored.
+`Interruptible` is a block that another thread can end, by a signal that raises in it. SIGURG serves because nothing
+else uses it: its default action is to be ignored. Nothing is raised in the few lines that enter and leave blocks, where
+it would leave them half done: a module that has such lines says so by ``UNINTERRUPTED = True``; the signal that comes
+there is passed over, the next one counts.
 
-Nothing is raised in the few lines that enter and leave blocks, where it would leave them half done: a module that has
-such lines says so by ``UNINTERRUPTED = True``; the signal that comes there is passed over, the next one counts.
+`Delayed` is the opposite: a block that neither this nor Ctrl-C leaves half done.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
+import os
 import signal
+import sys
 import threading
+import time
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import signal as _signal
+else:
+    import _signal  # what `signal` wraps, which looks each handler up in an enum, in vain and for ten times as long
 
 UNINTERRUPTED = True
+PATIENCE_S = 1.0
 
 
 class Interrupted(BaseException):
@@ -58,8 +71,75 @@ class Interruptible:
             signal.pthread_kill(main, signal.SIGURG)
 
 
+class Delayed:
+    """A block of the main thread at whose end Ctrl-C and `Interrupted` are raised: they leave nothing half done.
+
+    When one arrives, ``on_arrival`` is called, in the signal's handler, to have the block end soon. Where it has not
+    after a second, one more Ctrl-C is raised at once, whatever that leaves behind. In any other thread this is a plain
+    block.
+
+    Example::
+
+        with Delayed(on_arrival=poller.wake):
+            poller.wait()
+    """
+
+    __slots__ = ("_before", "_due", "_on_arrival", "_since")
+
+    def __init__(self, on_arrival: Callable[[], object]) -> None:
+        self._on_arrival = on_arrival
+        self._before: Any = None  # the handler to put back at the end
+        self._due: tuple[Callable[..., object], int] | None = None  # the handler of what has come, and its signal
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            before = _signal.getsignal(_SIGINT)
+            if callable(before):
+                self._before = before
+                _signal.signal(_SIGINT, self._ctrl_c)
+            _delayed.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        if _delayed and _delayed[-1] is self:
+            _delayed.pop()
+            self.put_back()
+            if self._due is not None:
+                handler, signum = self._due
+                handler(signum, sys._getframe(1))
+
+    def note(self, handler: Callable[..., object], signum: int) -> None:
+        """Have ``handler`` called at the end."""
+        self._due = handler, signum
+        self._on_arrival()
+
+    def put_back(self) -> None:
+        """Have Ctrl-C raised at once again."""
+        if self._before is not None:
+            replaced = _signal.signal(_SIGINT, self._before)
+            if replaced != self._ctrl_c:  # the block has set one, to stay
+                _signal.signal(_SIGINT, replaced)
+
+    def _ctrl_c(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        self._since = self._since or now
+        if now - self._since > PATIENCE_S:
+            self._before(signum, frame)
+        self.note(self._before, signum)
+
+
+class Condition(threading.Condition):
+    """One that Ctrl-C does not leave locked: ``with`` calls the lock's own methods, with no line of Python around."""
+
+    __enter__ = property(operator.attrgetter("_lock.__enter__"))
+    __exit__ = property(operator.attrgetter("_lock.__exit__"))
+
+
 def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
     if _must_finish(frame):
+        return
+    if _delayed:
+        _delayed[-1].note(_raise_in_the_outermost, signum)
         return
     for index, block in enumerate(_running):
         if block.interrupted:
@@ -82,5 +162,14 @@ def keep_handler() -> None:
     signal.signal(signal.SIGURG, _raise_in_the_outermost)
 
 
+def _end_delays() -> None:
+    """In a fork: what another thread forks has nothing to do with what the main thread did."""
+    while _delayed:
+        _delayed.pop().put_back()
+
+
 _is_handler_kept = False
+_SIGINT = int(signal.SIGINT)
 _running: list[Interruptible] = []
+_delayed: list[Delayed] = []  # the innermost last
+os.register_at_fork(after_in_child=_end_delays)

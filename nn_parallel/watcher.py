@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .errors import ParallelError, RankTimeoutError
 from .groups import abort_collectives
-from .interrupt import Interrupted, Interruptible
+from .interrupt import Condition, Interrupted, Interruptible
 from .peers import LEFT_KEY, Peers
 from .positions import position
 from .reports import Call
@@ -53,7 +53,7 @@ class Watcher:
         store, _ = member.clone_store()
         self._peers = Peers(member, store)
         self._entered: list[Watched] = []  # the innermost last
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._stopped = False
         self._thread = threading.Thread(target=self._loop, name="nn_parallel watcher", daemon=True)
         self._thread.start()

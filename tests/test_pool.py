@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import os
 import random
@@ -30,7 +29,7 @@ from nn_parallel import (
     WorkerDiedError,
     current_world,
 )
-from nn_parallel.executor import evidence, worker
+from nn_parallel.executor import evidence, segments, worker
 from nn_parallel.executor.jobs import Job
 from nn_parallel.executor.schedule import Schedule
 from nn_parallel.executor.supervisor import Supervisor
@@ -317,22 +316,56 @@ def test_ctrl_c_keeps_the_workers(pools: ParallelExecutor) -> None:
     assert pools.run(os.getpid) == pids
 
 
+@contextlib.contextmanager
+def interrupter() -> Iterator[Callable[[float], None]]:
+    """Has another process send this one Ctrl-C, as a terminal does: after so many seconds, each time it is called."""
+    code = "import os, sys, time\nfor line in sys.stdin: time.sleep(float(line)); os.kill(os.getppid(), 2)"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stdin is not None
+        stdin = process.stdin
+        yield lambda seconds: print(seconds, file=stdin)
+
+
 def test_ctrl_c_at_any_moment_leaves_the_pool_whole() -> None:
     """Wherever it finds a call, what is called next comes to its end, and what runs meanwhile too."""
-    rng, interrupt = random.Random(0), functools.partial(signal.pthread_kill, threading.get_ident(), signal.SIGINT)
-    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
-        assert pool.run(int) == [0, 0]
-        for _ in range(300):
-            timer = threading.Timer(rng.random() * 0.003, interrupt)
-            with contextlib.suppress(KeyboardInterrupt):
-                timer.start()
-                while timer.is_alive():
+
+    def meanwhile() -> None:
+        while not is_over.is_set():
+            results.append((pool.run(len, "abc"), pool.submit(len, "ab").result(), list(pool.map(abs, range(5)))))
+
+    rng, is_over, results = random.Random(0), threading.Event(), list[Any]()
+    with ParallelExecutor(num_workers=2, devices="cpu") as pool, interrupter() as interrupt_after:
+        other = threading.Thread(target=meanwhile, daemon=True)
+        for index in range(600):
+            if index == 300:
+                other.start()
+            with pytest.raises((KeyboardInterrupt, RuntimeError)) as caught:
+                interrupt_after(rng.random() * 0.004)
+                while True:
                     pool.run(int)
-                    list(pool.map(abs, range(3)))
+                    list(pool.map(abs, range(40)))
                     pool.submit(int).result()
-            timer.join()
+            # `Condition.wait`, in `Future.result`, lets go of its lock a step before it is prepared for an exception
+            assert caught.type is KeyboardInterrupt or isinstance(caught.value.__context__, KeyboardInterrupt)
             assert pool.submit(int).result(20) == 0
             assert pool.run(int) == [0, 0]
+        is_over.set()
+        other.join(20)
+        assert not other.is_alive()
+        assert results == [([3, 3], 2, [0, 1, 2, 3, 4])] * len(results)
+
+
+def test_ctrl_c_ends_a_call_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped worker does not read: what does not fit into its socket waits until the caller has had enough."""
+    monkeypatch.setattr(segments, "FILES_AT_ONCE", 0)  # so that all of it goes through the socket
+    with ParallelExecutor(num_workers=2, devices="cpu") as pool, interrupter() as interrupt_after:
+        (stopped, _), data = pool.run(os.getpid), torch.zeros(1 << 24)
+        os.kill(stopped, signal.SIGSTOP)
+        with pytest.raises(KeyboardInterrupt):
+            interrupt_after(0.3)
+            pool.run(len, data)
+        assert pool.run(len, data) == [1 << 24] * 2
+        assert stopped not in pool.run(os.getpid)
 
 
 # output

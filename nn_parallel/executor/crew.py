@@ -12,8 +12,8 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,18 @@ from .worker import STARTED, Setup, Task
 from .workers import Output, Outputs, Worker
 
 
+class Settings(NamedTuple):
+    """What a pool was made with."""
+
+    devices: Sequence[torch.device]
+    pass_device: bool
+    initializer: Callable[..., object]
+    initargs: tuple[Any, ...]
+    timeout_s: float | None
+    idle_limit_s: float | None
+    prefix_output: bool
+
+
 class End(NamedTuple):
     """The end of a worker process."""
 
@@ -41,19 +53,14 @@ class Crew:
     """The worker processes of one pool and the connection to the fork server that starts and reaps them."""
 
     def __init__(
-        self,
-        initializer: PackedCall,
-        segments: Segments,
-        timeout_s: float | None,
-        prefix_output: bool,
-        on_news: Callable[[], bool],
+        self, settings: Settings, initializer: PackedCall, segments: Segments, on_news: Callable[[], bool]
     ) -> None:
         """``on_news`` is called when there is something for `hear`."""
         self.living: list[Worker] = []
         self.timed = set[Worker]()  # those that have, or had, a deadline
         self.outputs = Outputs()
         self._initializer, self._segments = initializer, segments
-        self._timeout_s, self._prefix_output = timeout_s, prefix_output
+        self._timeout_s, self._prefix_output = settings.timeout_s, settings.prefix_output
         self._directory = os.getcwd()
         self._unnamed: deque[Worker] = deque()  # forked in this order, whose process ids have not been told yet
         self._oom_kills = OomKills()

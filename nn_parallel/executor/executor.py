@@ -24,8 +24,9 @@ from ..errors import ExecutorClosedError, ParallelError, RankError, TransferErro
 from ..pickling import dumps
 from ..reports import Call, call_name, place_of
 from ..world import Membership
+from .crew import Settings
 from .jobs import Mapped, Resize, Run, Single
-from .supervisor import Settings, Supervisor
+from .supervisor import Supervisor
 
 UNINTERRUPTED = True  # see interrupt
 R = TypeVar("R")
@@ -284,7 +285,7 @@ class ParallelExecutor(Executor):
         except ParallelError:
             raise
         except BaseException:  # Ctrl-C: nobody will take the results
-            supervisor.abandon(run, sent=True)
+            supervisor.abandon(run)
             raise
 
     def _map_over_workers(
@@ -298,8 +299,8 @@ class ParallelExecutor(Executor):
                 except TransferError as error:
                     mapped.add_unsent(error)
                 else:
-                    supervisor.submit(mapped.add(call))
-                    supervisor.read_answers()  # now: the supervisor's thread may have to wait long for its turn
+                    # it reads, as the supervisor's thread may have to wait long for its turn
+                    supervisor.submit(mapped.add(call), reads=True)
         except BaseException:  # of the iterables, or Ctrl-C: nobody will take the results
             mapped.is_wanted = False
             raise

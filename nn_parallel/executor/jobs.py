@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import ExecutorClosedError, RankError, TransferError, lost_connection, rank_error
+from ..interrupt import Condition
 from .packing import PackedCall
 from .transport import Unpack
 from .worker import CANCELLED, FAILED, SUCCEEDED
@@ -40,7 +41,7 @@ class Single:
 
     def __init__(self, call: PackedCall) -> None:
         self.call = call
-        self.future: Future[Any] = Future()
+        self.future: Future[Any] = _future()
 
     def begins(self) -> bool:
         """Whether it is still wanted; from here on it cannot be cancelled."""
@@ -71,8 +72,9 @@ class Mapped:
         self.is_wanted = True
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._items = deque[Item | TransferError]()
-        self._changed = threading.Condition()
         self._awaited: Item | None = None
+        self._ended = threading.Lock()  # released when that is over: a semaphore which an interrupt leaves whole
+        self._ended.acquire()
 
     def add(self, call: PackedCall) -> Item:
         """The next item."""
@@ -102,17 +104,16 @@ class Mapped:
 
     def ended(self, item: Item) -> None:
         if self._awaited is item:
-            with self._changed:
-                self._changed.notify()
+            with contextlib.suppress(RuntimeError):  # it is released already, for one that nobody had to wait for
+                self._ended.release()
 
     def _result(self, item: Item) -> Any:
-        with self._changed:
-            self._awaited = item
-            while item.outcome is None:
-                left = None if self._deadline is None else self._deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise TimeoutError
-                self._changed.wait(left)
+        self._awaited = item
+        while item.outcome is None:
+            left = -1 if self._deadline is None else self._deadline - time.monotonic()
+            if self._deadline is not None and left <= 0:
+                raise TimeoutError
+            self._ended.acquire(timeout=min(left, threading.TIMEOUT_MAX))
         value, item.value = item.value, None  # from here on the caller's alone
         if item.outcome == SUCCEEDED:
             return value
@@ -220,13 +221,20 @@ class Resize:
 
     def __init__(self, devices: list[torch.device]) -> None:
         self.devices = devices
-        self.over: Future[None] = Future()
+        self.over: Future[None] = _future()
 
     def give_up(self, error: Exception) -> None:
         self.over.set_exception(error)
 
     def drop(self) -> None:
         self.give_up(ExecutorClosedError("The executor was shut down before it was resized."))
+
+
+def _future() -> Future[Any]:
+    """One that Ctrl-C in who waits for it does not leave locked: who ends it would wait for ever."""
+    future: Future[Any] = Future()
+    future._condition = Condition()
+    return future
 
 
 def _closed_while_running(call: PackedCall) -> ExecutorClosedError:

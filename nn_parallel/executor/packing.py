@@ -6,7 +6,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +56,7 @@ class Functions:
 
     def __init__(self, put: Callable[[Any, Callable[[], dict[str, Any]]], Handle]) -> None:
         self._put = put
-        self._known: dict[tuple[int, ...], _Known] = {}  # the one used last at the end
+        self._known = OrderedDict[tuple[int, ...], _Known]()  # the one used last at the end
         self._lock = threading.RLock()  # the collector may run code that calls functions, too
 
     def handle_of(self, fn: Callable[..., Any]) -> Handle | None:
@@ -66,12 +66,13 @@ class Functions:
             return None
         key, parts = found
         with self._lock:
-            known = self._known.pop(key, None)
-            self._known[key] = known or _Known(parts)
-            if len(self._known) > FUNCTIONS_KEPT:
-                del self._known[next(iter(self._known))]
-        if known is None:
-            return None
+            known = self._known.get(key)
+            if known is None:
+                self._known[key] = _Known(parts)
+                if len(self._known) > FUNCTIONS_KEPT:
+                    self._known.popitem(last=False)
+                return None
+            self._known.move_to_end(key)
         if known.handle is None:
             known.handle = self._put(fn, lambda: {"the function": fn})
         return known.handle

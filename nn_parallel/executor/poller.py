@@ -30,8 +30,7 @@ class Poller:
         self.watch(self._wakeups[0], lambda: self._woken(0))
         self.watch(self._wakeups[1], lambda: self._woken(1), is_answer=True)
         self._reading = threading.Lock()  # held by the thread that reads answers
-        self._leads = [None]  # one thread takes it at a time; if Ctrl-C loses it, the other one reads all answers
-        self._is_reclaimed = False
+        self._is_reclaimed = self._is_hurried = False
         self._spin, self._arrived = Spin(), functools.partial(self._answers.poll, 0, AT_ONCE)
         self.watch(self._answers.fileno(), self.read_answers)
 
@@ -56,19 +55,16 @@ class Poller:
         """Read answers in this thread, until ``is_over()`` or ``deadline``, or until the other one needs to.
 
         Before that it calls ``begin``: what that asks for is answered here, and wakes nobody else. Reads nothing if
-        another thread leads. `wake` has ``is_over`` looked at again.
+        another thread does. `wake` has ``is_over`` looked at again.
         """
-        try:
-            lead = self._leads.pop()
-        except IndexError:
-            if begin is not None:
-                begin()
-            return
-        try:
-            with self._reading:
+        if self._reading.acquire(blocking=False):
+            try:
                 self._read_until(is_over, deadline, begin)
-        finally:
-            self._leads.append(lead)
+            finally:
+                self._is_hurried = False
+                self._reading.release()
+        elif begin is not None:
+            begin()
 
     def _read_until(
         self, is_over: Callable[[], bool], deadline: float | None, begin: Callable[[], None] | None
@@ -79,13 +75,18 @@ class Poller:
                 self._all.modify(self._answers, 0)  # cheaper than to unregister one `epoll` from another
             if begin is not None:
                 begin()
-            while is_open and not is_over() and not self._is_reclaimed:
+            while is_open and not (is_over() or self._is_reclaimed or self._is_hurried):
                 if deadline is not None and time.monotonic() >= deadline:
                     break
                 self._call_readers(self._spin.until(self._arrived) or self._answers.poll(_seconds_to(deadline)))
         finally:
             if is_open:
                 self._all.modify(self._answers, select.EPOLLIN)
+
+    def hurry(self) -> None:
+        """Have the thread that leads do so no longer; if there is none, the next one."""
+        self._is_hurried = True
+        self.wake()
 
     @contextlib.contextmanager
     def reclaimed(self) -> Iterator[None]:

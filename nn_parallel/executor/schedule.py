@@ -91,14 +91,5 @@ class Schedule:
             if worker.job is job and not worker.leaving:
                 worker.cancel()
 
-    def kill_half_sent(self, job: Job | Resize) -> None:
-        """Kill the workers that may hold half of ``job``'s message: they cannot read on."""
-        for worker in self.workers:
-            if worker.next_job is job:
-                worker.next_job = None
-                worker.kill()
-            elif worker.job is job and not worker.leaving:
-                worker.kill()
-
     def is_idle(self) -> bool:
         return not self.pending and all(worker.job is None for worker in self.workers)

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import math
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
-import torch
+from collections.abc import Callable
 
 from ..errors import ExecutorClosedError, ParallelError
-from .crew import Crew, End
+from ..interrupt import Delayed
+from .crew import Crew, End, Settings
 from .jobs import Job, Resize, Run, opened
 from .packing import PackedCall, Packer
 from .schedule import Schedule
@@ -29,18 +28,6 @@ from .worker import CANCELLED, FAILED, STARTED, SUCCEEDED
 from .workers import LONG_S, Worker
 
 MAX_FAILED_STARTS = 3
-
-
-class Settings(NamedTuple):
-    """What a pool was made with."""
-
-    devices: Sequence[torch.device]
-    pass_device: bool
-    initializer: Callable[..., object]
-    initargs: tuple[Any, ...]
-    timeout_s: float | None
-    idle_limit_s: float | None
-    prefix_output: bool
 
 
 class Supervisor:
@@ -57,7 +44,7 @@ class Supervisor:
         self._schedule = Schedule(settings.devices, settings.pass_device, self._store.port, self._wake)
         self._failed_starts = 0  # in a row
         initializer = PackedCall(settings.initializer, settings.initargs, {}, self.packer.segments)
-        self._crew = Crew(initializer, self.packer.segments, settings.timeout_s, settings.prefix_output, self._hear)
+        self._crew = Crew(settings, initializer, self.packer.segments, self._hear)
         try:
             self._schedule.workers += [self._start(index) for index in range(len(settings.devices))]
         except BaseException:
@@ -70,28 +57,36 @@ class Supervisor:
     def is_alive(self) -> bool:
         return self._pid == os.getpid() and self._thread.is_alive()
 
-    def submit(self, job: Job | Resize) -> None:
-        """Queue a job; jobs start in the order of their submission."""
+    def submit(self, job: Job | Resize, *, reads: bool = False) -> None:
+        """Queue a job, and if it ``reads``, take the answers that are there. Jobs start in the order of submission."""
         self._raise_if_forked()
-        self._queue(job)
+        try:
+            with Delayed(self._hurry):
+                self._hand_out(job)
+                if reads:
+                    self._crew.poller.read_answers()
+        except BaseException:  # Ctrl-C, if not that the pool is closed
+            self.abandon(job)
+            raise
 
     def close(self, *, wait: bool = True, cancel_pending: bool = False, kill: bool = False) -> None:
         """Take no more jobs, finish those there are (or cancel the waiting, or kill the running), end the workers."""
         if self._pid != os.getpid():
             return  # a fork has the object, but neither the thread nor the right to the workers
-        with self._lock:
-            self._closing = True
-            pending = self._schedule.pending
-            dropped = [pending.popleft() for _ in range(len(pending) * (cancel_pending or kill))]
-            if kill:
-                for worker in self._crew.living:
-                    worker.kill()
-                    if (ahead := worker.next_job) is not None:
-                        worker.next_job = None
-                        dropped.append(ahead)
-        for job in dropped:
-            job.drop()
-        self._crew.poller.wake()
+        with Delayed(self._hurry):
+            with self._lock:
+                self._closing = True
+                pending = self._schedule.pending
+                dropped = [pending.popleft() for _ in range(len(pending) * (cancel_pending or kill))]
+                if kill:
+                    for worker in self._crew.living:
+                        worker.kill()
+                        if (ahead := worker.next_job) is not None:
+                            worker.next_job = None
+                            dropped.append(ahead)
+            for job in dropped:
+                job.drop()
+            self._crew.poller.wake()
         if wait and threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -107,37 +102,28 @@ class Supervisor:
     def lead(self, is_over: Callable[[], bool], deadline: float | None = None, job: Run | None = None) -> None:
         """Submit ``job`` if it is given, and read answers in the calling thread until it has its own.
 
-        Perhaps it reads none, because another thread does so.
+        Perhaps it reads none, because another thread does so, or a signal comes.
         """
         self._raise_if_forked()
-        self._crew.poller.lead(is_over, deadline, functools.partial(self._queue, job) if job else None)
+        with Delayed(self._hurry):
+            self._crew.poller.lead(is_over, deadline, functools.partial(self._hand_out, job) if job else None)
 
-    def read_answers(self) -> None:
-        """Take the answers that are there already."""
-        self._crew.poller.read_answers()
-
-    def abandon(self, job: Job | Resize, *, sent: bool) -> None:
-        """Nobody waits for ``job`` any more: take it out of the queue, or end it where it runs.
-
-        A worker that may hold half a message, because not all was ``sent``, ends with it.
-        """
-        with self._lock:
-            if job in self._schedule.pending:
-                self._schedule.pending.remove(job)
-            if sent:
+    def abandon(self, job: Job | Resize) -> None:
+        """Nobody waits for ``job`` any more: take it out of the queue, or end it where it runs."""
+        with Delayed(self._hurry):
+            with self._lock:
+                if job in self._schedule.pending:
+                    self._schedule.pending.remove(job)
                 self._schedule.end_task(job)
-            else:
-                self._schedule.kill_half_sent(job)
-        self._crew.poller.wake()
+            self._crew.poller.wake()
 
-    def _queue(self, job: Job | Resize) -> None:
-        try:
-            self._hand_out(job)
-        except ParallelError:
-            raise
-        except BaseException:  # Ctrl-C
-            self.abandon(job, sent=False)
-            raise
+    def _hurry(self) -> None:
+        """Have what the main thread does here come to its end: it is in one of these blocks, and a signal has come."""
+        for worker in list(self._crew.living):
+            if worker.sender == threading.get_ident() and worker.link.is_full():  # it may never read on
+                with self._lock:  # which is free, or soon will be: nothing is sent while it is held
+                    worker.kill()
+        self._crew.poller.hurry()
 
     def _raise_if_forked(self) -> None:
         if self._pid != os.getpid():
@@ -156,9 +142,16 @@ class Supervisor:
                 self._raise_if_closed()
                 self._schedule.pending.append(job)
             ready = self._schedule.assign()
-        for workers, task, call in ready:
-            for worker in workers:
-                worker.send(task, call)
+        try:
+            for workers, task, call in ready:
+                for worker in workers:
+                    worker.send(task, call)
+        except BaseException:  # a signal whose handler raises: with half a message a worker cannot read on
+            with self._lock:
+                for worker in itertools.chain.from_iterable(workers for workers, _, _ in ready):
+                    if worker.has_unsent:
+                        worker.kill()
+            raise
         if ready and self._settings.timeout_s is not None:  # there are deadlines, which are the supervisor's to keep
             self._wake()
 

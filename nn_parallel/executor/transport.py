@@ -154,6 +154,12 @@ class Link:
             if self.spins:
                 self._spin.until(self.has_more)
 
+    def is_full(self) -> bool:
+        """Whether to send more would have to wait for the other side to receive."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLOUT)
+        return not poll.poll(0)
+
     def has_more(self) -> bool:
         """Whether there is something to read, be it the end."""
         return bool(self._poll.poll(0))

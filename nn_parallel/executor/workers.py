@@ -59,6 +59,7 @@ class Worker:
         self._since = 0.0  # when it began, by `time.monotonic`
         self._is_quick = False
         self._unsent = [STARTED]  # the tasks that have been given to it and not been sent yet
+        self.sender = 0  # the identifier of the thread that sends one
         self._stored: set[int] = set()  # the numbers of the handles whose objects it holds
         self.deadline: float | None = None  # when its stack is asked for,
         self.stack_by: float | None = None  # when it has run out of time,
@@ -77,6 +78,11 @@ class Worker:
     def has_told(self) -> bool:
         """Whether all of its stack is here, to the outermost frame or to where faulthandler stops."""
         return self.stack.endswith((" in <module>\n", "  ...\n"))
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether it has been given a task that has not been sent, or not all of it."""
+        return bool(self._unsent)
 
     @property
     def takes_another(self) -> bool:
@@ -134,6 +140,7 @@ class Worker:
 
     def send(self, task: Task, call: PackedCall) -> None:
         """Send a task, and before it the objects that it needs and this worker has not got."""
+        self.sender = threading.get_ident()
         try:
             for handle in call.handles:
                 if handle.number not in self._stored:
@@ -143,6 +150,7 @@ class Worker:
             self._unsent.pop()
         except OSError:  # it has died: the fork server will tell
             pass
+        self.sender = 0
 
     def forget(self, number: int) -> None:
         if number in self._stored:

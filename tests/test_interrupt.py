@@ -1,0 +1,151 @@
+"""Where what comes from outside is raised in the main thread: at the end of some blocks, and never in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from nn_parallel import interrupt
+from nn_parallel.interrupt import Condition, Delayed, Interrupted, Interruptible
+
+
+@pytest.fixture(autouse=True)
+def _same_handler() -> Iterator[None]:
+    """Whatever happens in a block, Ctrl-C does afterwards what it did before."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not interrupt._delayed
+
+
+def test_ctrl_c_comes_at_the_end() -> None:
+    """All of the block is done, and it has been told."""
+    done = []
+    with pytest.raises(KeyboardInterrupt), Delayed(lambda: done.append("told")):
+        signal.raise_signal(signal.SIGINT)
+        done.append("done")
+    assert done == ["told", "done"]
+
+
+def test_an_inner_block_leaves_it_to_the_outer_one() -> None:
+    """The outer one is not cut short at the end of the inner one."""
+    done = []
+    with pytest.raises(KeyboardInterrupt), Delayed(lambda: done.append("outer")):
+        with Delayed(lambda: done.append("inner")):
+            signal.raise_signal(signal.SIGINT)
+        done.append("done")
+    assert done == ["inner", "outer", "done"]
+
+
+def test_one_more_is_raised_at_once_where_the_block_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a second: whoever sees no effect presses it again."""
+    done = []
+    with pytest.raises(KeyboardInterrupt), Delayed(lambda: None):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        done.append("done")
+        monkeypatch.setattr(interrupt, "PATIENCE_S", 0.0)
+        signal.raise_signal(signal.SIGINT)
+        done.append("never")
+    assert done == ["done"]
+
+
+def test_ctrl_c_that_is_ignored_stays_so() -> None:
+    """Nothing is raised that would not be raised otherwise."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Delayed(pytest.fail):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_set_in_the_block_stays() -> None:
+    """Only what the block has put there is taken away."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with Delayed(pytest.fail):
+            signal.signal(signal.SIGINT, _mine)
+        assert signal.getsignal(signal.SIGINT) is _mine
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _mine(*_: object) -> None:
+    """A handler of the user's."""
+
+
+def test_other_threads_are_not_concerned() -> None:
+    """There it is a plain block, also while the main thread is in one."""
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def block() -> None:
+        with Delayed(pytest.fail):
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=block)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+def test_a_fork_by_another_thread_is_not_in_the_block() -> None:
+    """What the main thread does here, nobody does in the child: nothing is held back there."""
+    before = signal.getsignal(signal.SIGINT)
+    codes = []
+
+    def fork() -> None:
+        if not (pid := os.fork()):
+            os._exit(3 if signal.getsignal(signal.SIGINT) is before else 4)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    with Delayed(pytest.fail):
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+    assert codes == [3]
+
+
+def test_what_ends_a_block_around_it_waits_as_well() -> None:
+    """`Interrupted` comes at the end too, though its handler is never replaced."""
+    done = []
+    block = Interruptible()
+    with pytest.raises(Interrupted), block, Delayed(lambda: done.append("told")):
+        thread = threading.Thread(target=block.interrupt)
+        thread.start()
+        thread.join()
+        done.append("done")
+    assert done == ["told", "done"]
+
+
+def test_no_interrupt_leaves_a_condition_locked() -> None:
+    """Signals that raise come at any step of a `with`; another thread can lock it each time."""
+
+    def is_free() -> None:
+        free.append(condition.acquire(timeout=5))
+        condition.release()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    condition, free = Condition(), list[bool]()
+    before = signal.signal(signal.SIGALRM, interrupted)
+    try:
+        for step in range(1000):
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + step * 1e-8)
+                while True:
+                    with condition:
+                        pass
+            thread = threading.Thread(target=is_free)
+            thread.start()
+            thread.join()
+            assert free.pop()
+    finally:
+        signal.signal(signal.SIGALRM, before)
