@@ -6,6 +6,8 @@ import gc
 import os
 import resource
 import socket
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -29,8 +31,9 @@ class Ends:
     """Both ends of a connection in this process, and the files of the first."""
 
     def __init__(self) -> None:
-        here, there = socket.socketpair()
-        self.segments, self.sender, self.receiver = Segments(), Link(here, "I", "I"), Link(there, "I", "I")
+        (here, there), (fds_here, fds_there) = socket.socketpair(), socket.socketpair()
+        self.sender, self.receiver = Link(here, fds_here, "I", "I"), Link(there, fds_there, "I", "I")
+        self.segments = Segments()
         self._arriving, self._returning = self.receiver.messages(), self.sender.messages()
 
     def send(self, obj: Any) -> Any:
@@ -288,3 +291,39 @@ def test_the_error_for_what_cannot_be_sent_names_it() -> None:
                 ex.run(lambda: lock)
             with pytest.raises(TransferError, match="Argument 0"):
                 ex.run(str, lock)
+
+
+MANY_SHARED = """
+import os, resource, signal
+import torch
+from nn_parallel import ParallelExecutor, TransferError
+from nn_parallel.executor import transport
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+transport.FDS_WITHIN_S = 0.5
+make = lambda: [torch.zeros(4).share_memory_() for _ in range(300)]
+data = make()
+with ParallelExecutor(num_workers=4, devices="cpu") as pool:
+    assert pool.run(len, data) == [300] * 4  # in all more than one process may have open
+    assert [len(result) for result in pool.run(make)] == [300] * 4
+    pids = pool.run(os.getpid)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    *received_late, unsent = [pool.submit(len, data) for _ in pids]  # it is too much in the middle of the last one
+    assert isinstance(unsent.exception(), TransferError), unsent
+    print(unsent.exception())
+    for pid in pids[:3]:
+        os.kill(pid, signal.SIGCONT)
+    assert [future.result() for future in received_late] == [300] * 3
+    assert pool.run(len, data) == [300] * 4
+"""
+
+
+def test_more_descriptors_than_may_be_on_their_way() -> None:
+    """The kernel counts those that have not been received: who sends more waits for that, and not for ever."""
+    is_root = os.geteuid() == 0  # whom the kernel does not count unless these are dropped
+    as_others = ["setpriv", "--bounding-set=-sys_resource,-sys_admin"] if is_root else []
+    command = [*as_others, sys.executable, "-W", "error", "-c", MANY_SHARED]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("len() could not be sent to Worker ")

@@ -24,7 +24,7 @@ from .packing import PackedCall
 from .poller import Poller
 from .segments import Segments
 from .servers import open_pool
-from .transport import Parcel
+from .transport import Parcel, send_fds
 from .worker import STARTED, Setup, Task
 from .workers import Output, Outputs, Worker
 
@@ -183,7 +183,7 @@ class Crew:
     def _fork(self, setup: Setup) -> Worker:
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as given_away:
             sockets, output, theirs = [], [], []
-            for _ in ("connection", "control"):
+            for _ in ("connection", "descriptors", "control"):
                 here, there = socket.socketpair()
                 sockets.append(on_failure.enter_context(here))
                 theirs.append(given_away.enter_context(there).fileno())
@@ -197,7 +197,7 @@ class Crew:
                 prefix = f"[rank {setup.rank}] " if self._prefix_output else ""
                 output.append(Output(read, name, prefix, self.outputs.held_up))
                 theirs.append(write)
-            with contextlib.suppress(OSError):  # the fork server has ended: we hear of it
-                socket.send_fds(self._server, [b"fork"], theirs)
+            with contextlib.suppress(ConnectionError):  # the fork server has ended: we hear of it
+                send_fds(self._server, b"fork", theirs)
             on_failure.pop_all()
         return Worker(setup.rank, setup.device, self._server, sockets, output, tokens, self._timeout_s, self.timed)

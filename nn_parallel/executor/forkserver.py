@@ -25,7 +25,7 @@ import socket
 from .worker import work
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-FDS_PER_WORKER = 5  # its connection, its control socket, its tokens, its stdout, its stderr
+FDS_PER_WORKER = 6  # its connection, the socket for descriptors, the one for orders, its tokens, stdout, stderr
 
 
 def serve(control_fd: int, parent_pid: int, parent: int) -> None:
@@ -122,13 +122,13 @@ class _Server:
                 os.close(fd)
             for pool in self._pools.values():
                 os.close(pool.detach())
-            connection, control, tokens, stdout, stderr = fds
+            *sockets, tokens, stdout, stderr = fds
+            connection, descriptors, control = (socket.socket(fileno=fd) for fd in sockets)
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
             os.close(stdout)
             os.close(stderr)
-            with socket.socket(fileno=connection) as to_parent:
-                code = work(to_parent, socket.socket(fileno=control), tokens)
+            code = work(connection, descriptors, control, tokens)
         finally:
             os._exit(code)
 

@@ -2,20 +2,24 @@
 
 What is large goes through a memory file, whose descriptor comes along: so a message fits into the buffer of the socket,
 and sending it waits for nobody. Only where there is no memory file to be had does everything go through the socket.
+
+Descriptors have a socket of their own, where they are before their message is: to look for some with each message takes
+longer than all else that receiving one takes.
 """
 
 from __future__ import annotations
 
-import array
 import errno
 import functools
 import itertools
+import math
 import mmap
 import os
 import pickle
 import select
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -31,11 +35,10 @@ _COUNTS = struct.Struct("=IIQQ")  # what the rest begins with: how many segments
 _NUMBER = struct.Struct("=q")
 _SPAN = struct.Struct("=QQ")
 _LARGE_PICKLE_BYTES = 1 << 16
-_TRUNCATED = int(socket.MSG_CTRUNC)  # to compare with this member of an enum takes longer than to receive
 _READ_BYTES = 1 << 18  # as much as the socket holds
 _FDS_AT_ONCE = 250  # the kernel takes 253 with one message
-_ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)
-
+FDS_WITHIN_S = 5.0
+TOO_MANY_FDS = errno.ETOOMANYREFS, errno.EAGAIN  # on their way: more than one may have open; than the socket holds
 
 Header = Sequence[Any]
 Unpack = Callable[[], Any]  # the packed object; raises whatever unpickling raises
@@ -73,22 +76,25 @@ class Parcel:
 class Link:
     """One end of a connection."""
 
-    def __init__(self, sock: socket.socket, sends: str, receives: str) -> None:
+    def __init__(self, sock: socket.socket, descriptors: socket.socket, sends: str, receives: str) -> None:
         """``sends`` and ``receives`` are the formats of the headers, as for `struct`."""
-        self.sock = sock
+        self.sock, self._descriptors = sock, descriptors
         self.device: torch.device | None = None  # where accelerator tensors of what arrives land; None: on the CPU
         self._sends, self._receives = struct.Struct(_HEAD + sends), struct.Struct(_HEAD + receives)
         self._lent: dict[int, Segment] = {}  # what the other side may have a map of
         self._returned = deque[int]()  # what this side has let go of, and the other has not heard of
         self._chunk = memoryview(mmap.mmap(-1, _READ_BYTES, mmap.MAP_PRIVATE))  # takes memory as it is used
-        self._fds = deque[list[int]]()  # as they arrived, at most so many at once
         self.spins = False  # before it waits for a message
         self._spin = Spin()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
     def send(self, header: Header, parcel: Parcel) -> None:
-        """Send one message."""
+        """Send one message.
+
+        Raises:
+            OSError: the other side is gone, or, with an error number of `TOO_MANY_FDS`, does not take its descriptors.
+        """
         if parcel.is_small and not self._returned:
             kept_for, message = parcel.kept
             if kept_for is not header:  # else the receiver before got the same
@@ -104,12 +110,9 @@ class Link:
         rest = b"".join((counts, *map(_NUMBER.pack, returned), *(_SPAN.pack(*span) for span in parcel.spans)))
         size = len(rest) + sum(map(len, parcel.copies))
         head = self._sends.pack(parcel.is_plain, parcel.is_pickle_in_segment, len(parcel.pickle), size, *header)
-        data = head + parcel.pickle + rest
-        while fds:
-            now, fds = fds[:_FDS_AT_ONCE], fds[_FDS_AT_ONCE:]
-            data = data[socket.send_fds(self.sock, [data[:1] if fds else data], now) :]
-        if data:
-            self.sock.sendall(data)
+        for first in range(0, len(fds), _FDS_AT_ONCE):
+            send_fds(self._descriptors, b" ", fds[first : first + _FDS_AT_ONCE])
+        self.sock.sendall(head + parcel.pickle + rest)
         for copy in parcel.copies:
             self.sock.sendall(copy)
 
@@ -119,20 +122,18 @@ class Link:
         With ``socket.MSG_DONTWAIT`` in ``flags`` it yields None whenever it would have to read again: so a reader of
         many sockets, which goes on when there is something to read, waits for none of them.
         """
-        polled, receive_flags = bool(flags & socket.MSG_DONTWAIT), int(flags | socket.MSG_CMSG_CLOEXEC)
+        polled, flags = bool(flags & socket.MSG_DONTWAIT), int(flags)
         head, head_size = self._receives, self._receives.size
-        receive, chunk = self.sock.recvmsg_into, self._chunk
-        chunks, data, needed = [chunk], bytearray(), head_size  # and what is not used yet; how much that must be
+        receive, chunk = self.sock.recv_into, self._chunk
+        data, needed = bytearray(), head_size  # what is not used yet; how much that must be
         while True:
             try:
-                count, ancillary, told, _ = receive(chunks, _ANCILLARY, receive_flags)
+                count = receive(chunk, _READ_BYTES, flags)
             except BlockingIOError:
                 yield None
                 continue
             except ConnectionError:
                 return
-            if ancillary or told & _TRUNCATED:  # if truncated: without some or all
-                self._fds.append([fd for _, _, fds in ancillary for fd in array.array("i", fds)])
             if not count:
                 return
             data += chunk[:count]
@@ -168,6 +169,7 @@ class Link:
         """The other side is gone, and its maps with it."""
         self._lent.clear()
         self.sock.close()
+        self._descriptors.close()
 
     def _unpacks(self, pickled: bytearray, rest: bytearray, is_pickle_in_rest: bool) -> Unpack:
         """What unpacks a message of which more may have come than its pickle."""
@@ -197,11 +199,11 @@ class Link:
 
     def _map(self, number: int, spans: Sequence[Span], count: int) -> tuple[list[memoryview], list[memoryview]]:
         """The buffers in segment ``number``, if any, and what is shared: mapped by ``count`` descriptors."""
-        batches = [min(_FDS_AT_ONCE, count - first) for first in range(0, count, _FDS_AT_ONCE)]
-        arrived = [self._fds.popleft() for _ in batches]
-        fds = deque(fd for batch in arrived for fd in batch)
+        batches, fds = math.ceil(count / _FDS_AT_ONCE), deque[int]()
+        for _ in range(batches):
+            fds += socket.recv_fds(self._descriptors, 1, _FDS_AT_ONCE, socket.MSG_CMSG_CLOEXEC)[1]
         try:
-            if [len(batch) for batch in arrived] != batches:
+            if len(fds) < count:
                 if number:
                     self._returned.append(number)
                 raise OSError(errno.EMFILE, "no free file descriptor for what came with the message")
@@ -210,6 +212,24 @@ class Link:
         finally:
             for fd in fds:
                 os.close(fd)
+
+
+def send_fds(sock: socket.socket, message: bytes, fds: list[int]) -> None:
+    """Send a few bytes with descriptors, once what is on its way leaves room for that; perhaps others must receive it.
+
+    Raises:
+        OSError: the other side is gone, or, with an error number of `TOO_MANY_FDS`, there was no room in time.
+    """
+    deadline = time.monotonic() + FDS_WITHIN_S
+    while True:
+        try:
+            socket.send_fds(sock, [message], fds, socket.MSG_DONTWAIT)
+        except OSError as error:
+            if error.errno not in TOO_MANY_FDS or time.monotonic() > deadline:
+                raise
+            time.sleep(0.001)  # nobody tells when there is room
+        else:
+            return
 
 
 def _raise(error: OSError) -> NoReturn:

@@ -71,15 +71,15 @@ class Task(NamedTuple):
     epoch: int = 0  # a new one after each failure: groups and counters of an older one are not used again
 
 
-def work(connection: socket.socket, control: socket.socket, tokens: int) -> int:
-    """Answer the tasks that arrive on ``connection`` until it is closed; returns the exit code.
+def work(connection: socket.socket, descriptors: socket.socket, control: socket.socket, tokens: int) -> int:
+    """Answer the tasks that arrive on ``connection``, with ``descriptors``, until it is closed; returns the exit code.
 
     Meanwhile a thread follows the orders that arrive on ``control``, where also the stacks go that are asked for. For
     each task that was sent ahead the semaphore ``tokens``, an eventfd, has a token: either this worker takes it, and
     runs the task, or the parent has taken it back.
     """
     faulthandler.register(STACK_SIGNAL, control.fileno(), all_threads=False)
-    link, segments = Link(connection, sends=ANSWER_FORMAT, receives=TASK_FORMAT), Segments()
+    link, segments = Link(connection, descriptors, sends=ANSWER_FORMAT, receives=TASK_FORMAT), Segments()
     arriving = link.messages()
     first = next(arriving, None)
     if first is None:

@@ -13,11 +13,11 @@ import time
 from typing import IO
 
 from .. import devices
-from ..errors import WorkerDiedError, exit_reason
+from ..errors import TransferError, WorkerDiedError, exit_reason
 from .jobs import Job
 from .packing import PackedCall
 from .poller import AT_ONCE
-from .transport import Link
+from .transport import TOO_MANY_FDS, Link
 from .worker import ANSWER_FORMAT, CANCEL, FORGET, STACK_SIGNAL, STARTED, TASK_FORMAT, Order, Task
 
 CHUNKS_AT_A_TIME = 16
@@ -45,8 +45,8 @@ class Worker:
         """Puts itself into ``timed`` whenever it gets a deadline; ``tokens`` as in `worker.work`."""
         self.index, self.device, self._pool, self.output = index, device, pool, output
         self._tokens, self._timeout_s, self._timed = tokens, timeout_s, timed
-        connection, self.control = sockets
-        self.link = Link(connection, sends=TASK_FORMAT, receives=ANSWER_FORMAT)
+        connection, descriptors, self.control = sockets
+        self.link = Link(connection, descriptors, sends=TASK_FORMAT, receives=ANSWER_FORMAT)
         self.arriving = self.link.messages(socket.MSG_DONTWAIT)
         self.pid = 0  # until the fork server has told it
         self.started = False
@@ -59,6 +59,7 @@ class Worker:
         self._since = 0.0  # when it began, by `time.monotonic`
         self._is_quick = False
         self._unsent = [STARTED]  # the tasks that have been given to it and not been sent yet
+        self._unsendable: OSError | None = None  # why it was not
         self.sender = 0  # the identifier of the thread that sends one
         self._stored: set[int] = set()  # the numbers of the handles whose objects it holds
         self.deadline: float | None = None  # when its stack is asked for,
@@ -148,8 +149,10 @@ class Worker:
                     self.link.send(Task(handle.number, is_call=False), handle.parcel)
             self.link.send(task, call.parcel)
             self._unsent.pop()
-        except OSError:  # it has died: the fork server will tell
-            pass
+        except OSError as error:  # if it has died, the fork server will tell
+            if error.errno in TOO_MANY_FDS:
+                self._unsendable = error
+                self._signal(signal.SIGKILL)  # it may hold half a message
         self.sender = 0
 
     def forget(self, number: int) -> None:
@@ -197,8 +200,15 @@ class Worker:
                 return "  It is stopped (SIGSTOP)."
         return "  It did not tell."
 
-    def death(self, exitcode: int, evidence: str) -> WorkerDiedError:
+    def death(self, exitcode: int, evidence: str) -> WorkerDiedError | TransferError:
         """The error of what it was doing when it ended."""
+        if self._unsendable is not None:
+            error = TransferError(
+                f"{self._doing} could not be sent to {self.description}: it needs the file descriptors of its shared "
+                f"tensors, and too many are on their way to processes that do not receive them ({self._unsendable})."
+            )
+            error.__cause__ = self._unsendable
+            return error
         doing = f"running {self._doing}" if self.job else "idle" if self.started else "starting"
         message = f"{self.description} {exit_reason(exitcode)} while {doing}. {evidence}"
         return WorkerDiedError(message, rank=self.index, pid=self.pid, exitcode=exitcode, evidence=evidence)
