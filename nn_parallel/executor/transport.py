@@ -136,19 +136,21 @@ class Link:
                 return
             if not count:
                 return
+            if not data and count >= head_size:
+                is_plain, _, pickle_size, rest_size, *header = head.unpack_from(chunk)
+                if is_plain and head_size + pickle_size == count and not rest_size:  # as a rule: one message, all of it
+                    yield header, functools.partial(pickle.loads, bytes(chunk[head_size:count]))
+                    count = 0
             data += chunk[:count]
             while len(data) >= needed:
-                is_plain, is_pickle_in_rest, pickle_size, rest_size, *header = head.unpack_from(data)
+                _, is_pickle_in_rest, pickle_size, rest_size, *header = head.unpack_from(data)
                 end = head_size + pickle_size
                 needed = end + rest_size
                 if len(data) < needed:
                     break
                 pickled = data[head_size:end]
-                if is_plain and not rest_size:
-                    del data[:needed]
-                    yield header, functools.partial(pickle.loads, pickled)
-                else:  # kept here, it would keep its memory
-                    yield header, self._unpacks(pickled, _taken(data, end, needed), is_pickle_in_rest)
+                # in no variable, which would keep its memory
+                yield header, self._unpacks(pickled, _taken(data, end, needed), is_pickle_in_rest)
                 needed = head_size
             if polled:
                 yield None
