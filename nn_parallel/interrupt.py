@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     import signal as _signal
@@ -74,44 +74,47 @@ class Interruptible:
 class Delayed:
     """A block of the main thread at whose end Ctrl-C and `Interrupted` are raised: they leave nothing half done.
 
-    When one arrives, ``on_arrival`` is called, in the signal's handler, to have the block end soon. Where it has not
-    after a second, one more Ctrl-C is raised at once, whatever that leaves behind. In any other thread this is a plain
-    block.
+    When one arrives, ``due`` is no longer None, and ``on_arrival`` is called, in the signal's handler: it has the block
+    end soon, or returns True where it may never end. There, and where it has not ended after a second, Ctrl-C is raised
+    at once. In any other thread this is a plain block.
 
     Example::
 
-        with Delayed(on_arrival=poller.wake):
-            poller.wait()
+        with Delayed(on_arrival=poller.wake) as delayed:
+            while delayed.due is None:
+                poller.wait()
     """
 
-    __slots__ = ("_before", "_due", "_on_arrival", "_since")
+    __slots__ = ("_before", "_on_arrival", "_since", "due")
 
-    def __init__(self, on_arrival: Callable[[], object]) -> None:
+    def __init__(self, on_arrival: Callable[[], bool | None]) -> None:
         self._on_arrival = on_arrival
         self._before: Any = None  # the handler to put back at the end
-        self._due: tuple[Callable[..., object], int] | None = None  # the handler of what has come, and its signal
-        self._since = 0.0
+        self.due: tuple[Callable[..., object], int] | None = None  # the handler of what has come, and its signal
+        self._since = 0.0  # when the first has come
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             before = _signal.getsignal(_SIGINT)
             if callable(before):
                 self._before = before
                 _signal.signal(_SIGINT, self._ctrl_c)
             _delayed.append(self)
+        return self
 
     def __exit__(self, *_: object) -> None:
         if _delayed and _delayed[-1] is self:
             _delayed.pop()
             self.put_back()
-            if self._due is not None:
-                handler, signum = self._due
+            if self.due is not None:
+                handler, signum = self.due
                 handler(signum, sys._getframe(1))
 
-    def note(self, handler: Callable[..., object], signum: int) -> None:
-        """Have ``handler`` called at the end."""
-        self._due = handler, signum
-        self._on_arrival()
+    def note(self, handler: Callable[..., object], signum: int) -> bool | None:
+        """Have ``handler`` called at the end; what ``on_arrival`` returns."""
+        if self.due is None or signum == _SIGINT:
+            self.due = handler, signum
+        return self._on_arrival()
 
     def put_back(self) -> None:
         """Have Ctrl-C raised at once again."""
@@ -121,11 +124,15 @@ class Delayed:
                 _signal.signal(_SIGINT, replaced)
 
     def _ctrl_c(self, signum: int, frame: FrameType | None) -> None:
+        if self not in _delayed:  # just begun or ended; or the handler of another signal has raised just then
+            self.put_back()
+            self._before(signum, frame)
+            return
         now = time.monotonic()
         self._since = self._since or now
-        if now - self._since > PATIENCE_S:
+        if self.note(self._before, signum) or now - self._since > PATIENCE_S:
+            self.due = None
             self._before(signum, frame)
-        self.note(self._before, signum)
 
 
 class Condition(threading.Condition):

@@ -235,10 +235,10 @@ def test_at_shutdown(cell: Cell, record: Any, monkeypatch: pytest.MonkeyPatch) -
     pool.run(int)
     outcome: list[Any] = []
     handed_in = threading.Event()
-    queue = Supervisor._queue
+    hand_out = Supervisor._hand_out
 
-    def tell(supervisor: Supervisor, job: Any) -> None:
-        queue(supervisor, job)
+    def tell(supervisor: Supervisor, job: Any = None) -> None:
+        hand_out(supervisor, job)
         handed_in.set()
 
     def make_the_call() -> None:
@@ -247,7 +247,7 @@ def test_at_shutdown(cell: Cell, record: Any, monkeypatch: pytest.MonkeyPatch) -
         except BaseException as raised:
             outcome.append(raised)
 
-    monkeypatch.setattr(Supervisor, "_queue", tell)
+    monkeypatch.setattr(Supervisor, "_hand_out", tell)
     caller = threading.Thread(target=make_the_call)
     start = time.monotonic()
     caller.start()

@@ -55,6 +55,24 @@ def test_one_more_is_raised_at_once_where_the_block_does_not_end(monkeypatch: py
     assert done == ["done"]
 
 
+def test_it_is_raised_at_once_in_a_block_that_may_never_end() -> None:
+    """Who waits in it for another process says so."""
+    done = []
+    with pytest.raises(KeyboardInterrupt), Delayed(lambda: True):
+        signal.raise_signal(signal.SIGINT)
+        done.append("never")
+    assert not done
+
+
+def test_a_block_that_another_signal_has_ended_holds_nothing_back() -> None:
+    """Whatever the handler of that has raised, in the middle of the end."""
+    delayed = Delayed(pytest.fail)
+    delayed.__enter__()
+    interrupt._delayed.clear()  # as if it had been raised in the next step
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
 def test_ctrl_c_that_is_ignored_stays_so() -> None:
     """Nothing is raised that would not be raised otherwise."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -122,6 +140,17 @@ def test_what_ends_a_block_around_it_waits_as_well() -> None:
         thread.join()
         done.append("done")
     assert done == ["told", "done"]
+
+
+def test_ctrl_c_is_not_forgotten_for_what_comes_later() -> None:
+    """A late signal of `Interruptible`, which has nothing to end, must not take its place."""
+    before = signal.signal(signal.SIGURG, interrupt._raise_in_the_outermost)
+    try:
+        with pytest.raises(KeyboardInterrupt), Delayed(lambda: None):
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGURG)
+    finally:
+        signal.signal(signal.SIGURG, before)
 
 
 def test_no_interrupt_leaves_a_condition_locked() -> None:

@@ -326,6 +326,16 @@ def interrupter() -> Iterator[Callable[[float], None]]:
         yield lambda seconds: print(seconds, file=stdin)
 
 
+@pytest.fixture
+def _no_collector_callbacks() -> Iterator[None]:
+    """An exception in one is lost, Ctrl-C too, and hypothesis has one."""
+    callbacks = gc.callbacks[:]
+    gc.callbacks.clear()
+    yield
+    gc.callbacks[:] = callbacks
+
+
+@pytest.mark.usefixtures("_no_collector_callbacks")
 def test_ctrl_c_at_any_moment_leaves_the_pool_whole() -> None:
     """Wherever it finds a call, what is called next comes to its end, and what runs meanwhile too."""
 

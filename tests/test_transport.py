@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from nn_parallel import ParallelExecutor, TransferError, current_world
-from nn_parallel.executor import segments
+from nn_parallel.executor import segments, transport
 from nn_parallel.executor.segments import Segments
 from nn_parallel.executor.transport import Link, Parcel
 from nn_parallel.pickling import dumps
@@ -293,6 +293,27 @@ def test_the_error_for_what_cannot_be_sent_names_it() -> None:
                 ex.run(str, lock)
 
 
+def test_no_child_inherits_what_is_received() -> None:
+    """Descriptors are closed in whatever is started while they are open, in another thread."""
+    here, there = socket.socketpair()
+    with here, there, open(os.devnull) as file:
+        transport.send_fds(here, b" ", [file.fileno()] * 3)
+        received = transport._receive_fds(there)
+    assert len(received) == 3
+    assert not any(map(os.get_inheritable, received))
+    for fd in received:
+        os.close(fd)
+
+
+def test_who_does_not_receive_descriptors_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error once the socket is full, be it blocking."""
+    monkeypatch.setattr(transport, "ROOM_WITHIN_S", 0.1)
+    here, there = socket.socketpair()
+    with here, there, open(os.devnull) as file, pytest.raises(BlockingIOError):
+        for _ in range(10_000):
+            transport.send_fds(here, b" ", [file.fileno()], socket.MSG_DONTWAIT)
+
+
 MANY_SHARED = """
 import os, resource, signal
 import torch
@@ -300,7 +321,6 @@ from nn_parallel import ParallelExecutor, TransferError
 from nn_parallel.executor import transport
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-transport.FDS_WITHIN_S = 0.5
 make = lambda: [torch.zeros(4).share_memory_() for _ in range(300)]
 data = make()
 with ParallelExecutor(num_workers=4, devices="cpu") as pool:
@@ -309,9 +329,11 @@ with ParallelExecutor(num_workers=4, devices="cpu") as pool:
     pids = pool.run(os.getpid)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
+    transport.ROOM_WITHIN_S = 0.5
     *received_late, unsent = [pool.submit(len, data) for _ in pids]  # it is too much in the middle of the last one
     assert isinstance(unsent.exception(), TransferError), unsent
     print(unsent.exception())
+    transport.ROOM_WITHIN_S = 50
     for pid in pids[:3]:
         os.kill(pid, signal.SIGCONT)
     assert [future.result() for future in received_late] == [300] * 3

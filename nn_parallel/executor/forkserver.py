@@ -21,6 +21,7 @@ import os
 import select
 import signal
 import socket
+import traceback
 
 from .worker import work
 
@@ -129,6 +130,8 @@ class _Server:
             os.close(stdout)
             os.close(stderr)
             code = work(connection, descriptors, control, tokens)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from ..interrupt import Delayed
 from .spinning import Spin
 
 AT_ONCE = 64  # answers, or outputs; `epoll` makes room for 1 023 if it is told nothing, which takes longer than to look
@@ -30,7 +31,7 @@ class Poller:
         self.watch(self._wakeups[0], lambda: self._woken(0))
         self.watch(self._wakeups[1], lambda: self._woken(1), is_answer=True)
         self._reading = threading.Lock()  # held by the thread that reads answers
-        self._is_reclaimed = self._is_hurried = False
+        self._is_reclaimed = False
         self._spin, self._arrived = Spin(), functools.partial(self._answers.poll, 0, AT_ONCE)
         self.watch(self._answers.fileno(), self.read_answers)
 
@@ -50,24 +51,23 @@ class Poller:
         self._call_readers(self._all.poll(_seconds_to(deadline)))
 
     def lead(
-        self, is_over: Callable[[], bool], deadline: float | None = None, begin: Callable[[], None] | None = None
+        self, is_over: Callable[[], bool], deadline: float | None, begin: Callable[[], None] | None, delayed: Delayed
     ) -> None:
-        """Read answers in this thread, until ``is_over()`` or ``deadline``, or until the other one needs to.
+        """Read answers in this thread, until ``is_over()``, ``deadline`` or an interrupt, or the other one needs to.
 
         Before that it calls ``begin``: what that asks for is answered here, and wakes nobody else. Reads nothing if
         another thread does. `wake` has ``is_over`` looked at again.
         """
         if self._reading.acquire(blocking=False):
             try:
-                self._read_until(is_over, deadline, begin)
+                self._read_until(is_over, deadline, begin, delayed)
             finally:
-                self._is_hurried = False
                 self._reading.release()
         elif begin is not None:
             begin()
 
     def _read_until(
-        self, is_over: Callable[[], bool], deadline: float | None, begin: Callable[[], None] | None
+        self, is_over: Callable[[], bool], deadline: float | None, begin: Callable[[], None] | None, delayed: Delayed
     ) -> None:
         is_open = bool(self._wakeups)
         try:
@@ -75,18 +75,13 @@ class Poller:
                 self._all.modify(self._answers, 0)  # cheaper than to unregister one `epoll` from another
             if begin is not None:
                 begin()
-            while is_open and not (is_over() or self._is_reclaimed or self._is_hurried):
+            while is_open and delayed.due is None and not (is_over() or self._is_reclaimed):
                 if deadline is not None and time.monotonic() >= deadline:
                     break
                 self._call_readers(self._spin.until(self._arrived) or self._answers.poll(_seconds_to(deadline)))
         finally:
             if is_open:
                 self._all.modify(self._answers, select.EPOLLIN)
-
-    def hurry(self) -> None:
-        """Have the thread that leads do so no longer; if there is none, the next one."""
-        self._is_hurried = True
-        self.wake()
 
     @contextlib.contextmanager
     def reclaimed(self) -> Iterator[None]:

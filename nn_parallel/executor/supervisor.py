@@ -105,8 +105,9 @@ class Supervisor:
         Perhaps it reads none, because another thread does so, or a signal comes.
         """
         self._raise_if_forked()
-        with Delayed(self._hurry):
-            self._crew.poller.lead(is_over, deadline, functools.partial(self._hand_out, job) if job else None)
+        begin = functools.partial(self._hand_out, job) if job else None
+        with Delayed(self._hurry) as delayed:
+            self._crew.poller.lead(is_over, deadline, begin, delayed)
 
     def abandon(self, job: Job | Resize) -> None:
         """Nobody waits for ``job`` any more: take it out of the queue, or end it where it runs."""
@@ -117,13 +118,11 @@ class Supervisor:
                 self._schedule.end_task(job)
             self._crew.poller.wake()
 
-    def _hurry(self) -> None:
-        """Have what the main thread does here come to its end: it is in one of these blocks, and a signal has come."""
-        for worker in list(self._crew.living):
-            if worker.sender == threading.get_ident() and worker.link.is_full():  # it may never read on
-                with self._lock:  # which is free, or soon will be: nothing is sent while it is held
-                    worker.kill()
-        self._crew.poller.hurry()
+    def _hurry(self) -> bool:
+        """An interrupt waits for the main thread to leave one of these blocks; whether that may never come to be."""
+        self._crew.poller.wake()
+        me = threading.get_ident()
+        return any(worker.sender == me and worker.link.is_stuck() for worker in list(self._crew.living))
 
     def _raise_if_forked(self) -> None:
         if self._pid != os.getpid():
@@ -146,7 +145,7 @@ class Supervisor:
             for workers, task, call in ready:
                 for worker in workers:
                     worker.send(task, call)
-        except BaseException:  # a signal whose handler raises: with half a message a worker cannot read on
+        except BaseException:  # a signal's handler: with half a message a worker cannot read on
             with self._lock:
                 for worker in itertools.chain.from_iterable(workers for workers, _, _ in ready):
                     if worker.has_unsent:

@@ -1,7 +1,8 @@
 """Messages between the parent and a worker: a header of a few numbers and a packed object, over a Unix socket.
 
 What is large goes through a memory file, whose descriptor comes along: so a message fits into the buffer of the socket,
-and sending it waits for nobody. Only where there is no memory file to be had does everything go through the socket.
+and sending it waits for nobody, as a rule. Only where there is no memory file to be had does everything go through the
+socket; and only so many descriptors may be on their way.
 
 Descriptors have a socket of their own, where they are before their message is: to look for some with each message takes
 longer than all else that receiving one takes.
@@ -9,10 +10,10 @@ longer than all else that receiving one takes.
 
 from __future__ import annotations
 
+import array
 import errno
 import functools
 import itertools
-import math
 import mmap
 import os
 import pickle
@@ -37,8 +38,11 @@ _SPAN = struct.Struct("=QQ")
 _LARGE_PICKLE_BYTES = 1 << 16
 _READ_BYTES = 1 << 18  # as much as the socket holds
 _FDS_AT_ONCE = 250  # the kernel takes 253 with one message
-FDS_WITHIN_S = 5.0
-TOO_MANY_FDS = errno.ETOOMANYREFS, errno.EAGAIN  # on their way: more than one may have open; than the socket holds
+_ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)
+ROOM_WITHIN_S = 5.0
+# Descriptors that nobody has received yet: as many as one process may have open, of all of a user's processes together;
+# or as many messages with some as the buffer of the socket holds.
+NO_ROOM = errno.ETOOMANYREFS, errno.EAGAIN
 
 Header = Sequence[Any]
 Unpack = Callable[[], Any]  # the packed object; raises whatever unpickling raises
@@ -82,6 +86,7 @@ class Link:
         self.device: torch.device | None = None  # where accelerator tensors of what arrives land; None: on the CPU
         self._sends, self._receives = struct.Struct(_HEAD + sends), struct.Struct(_HEAD + receives)
         self._lent: dict[int, Segment] = {}  # what the other side may have a map of
+        self._is_sending_fds = False
         self._returned = deque[int]()  # what this side has let go of, and the other has not heard of
         self._chunk = memoryview(mmap.mmap(-1, _READ_BYTES, mmap.MAP_PRIVATE))  # takes memory as it is used
         self.spins = False  # before it waits for a message
@@ -93,7 +98,7 @@ class Link:
         """Send one message.
 
         Raises:
-            OSError: the other side is gone, or, with an error number of `TOO_MANY_FDS`, does not take its descriptors.
+            OSError: the other side is gone; with an error number of `NO_ROOM`: too many descriptors are on their way.
         """
         if parcel.is_small and not self._returned:
             kept_for, message = parcel.kept
@@ -110,8 +115,10 @@ class Link:
         rest = b"".join((counts, *map(_NUMBER.pack, returned), *(_SPAN.pack(*span) for span in parcel.spans)))
         size = len(rest) + sum(map(len, parcel.copies))
         head = self._sends.pack(parcel.is_plain, parcel.is_pickle_in_segment, len(parcel.pickle), size, *header)
+        self._is_sending_fds = bool(fds)
         for first in range(0, len(fds), _FDS_AT_ONCE):
-            send_fds(self._descriptors, b" ", fds[first : first + _FDS_AT_ONCE])
+            send_fds(self._descriptors, b" ", fds[first : first + _FDS_AT_ONCE], socket.MSG_DONTWAIT)
+        self._is_sending_fds = False
         self.sock.sendall(head + parcel.pickle + rest)
         for copy in parcel.copies:
             self.sock.sendall(copy)
@@ -157,11 +164,11 @@ class Link:
             if self.spins:
                 self._spin.until(self.has_more)
 
-    def is_full(self) -> bool:
-        """Whether to send more would have to wait for the other side to receive."""
+    def is_stuck(self) -> bool:
+        """Whether the thread that is sending may be waiting for the other side."""
         poll = select.poll()
         poll.register(self.sock, select.POLLOUT)
-        return not poll.poll(0)
+        return self._is_sending_fds or not poll.poll(0)
 
     def has_more(self) -> bool:
         """Whether there is something to read, be it the end."""
@@ -201,10 +208,10 @@ class Link:
 
     def _map(self, number: int, spans: Sequence[Span], count: int) -> tuple[list[memoryview], list[memoryview]]:
         """The buffers in segment ``number``, if any, and what is shared: mapped by ``count`` descriptors."""
-        batches, fds = math.ceil(count / _FDS_AT_ONCE), deque[int]()
-        for _ in range(batches):
-            fds += socket.recv_fds(self._descriptors, 1, _FDS_AT_ONCE, socket.MSG_CMSG_CLOEXEC)[1]
+        fds = deque[int]()
         try:
+            for _ in range(0, count, _FDS_AT_ONCE):
+                fds += _receive_fds(self._descriptors)
             if len(fds) < count:
                 if number:
                     self._returned.append(number)
@@ -216,22 +223,29 @@ class Link:
                 os.close(fd)
 
 
-def send_fds(sock: socket.socket, message: bytes, fds: list[int]) -> None:
-    """Send a few bytes with descriptors, once what is on its way leaves room for that; perhaps others must receive it.
+def send_fds(sock: socket.socket, message: bytes, fds: list[int], flags: int = 0) -> None:
+    """Send a few bytes with descriptors; if the kernel takes no more, wait for a while for others to receive theirs.
 
     Raises:
-        OSError: the other side is gone, or, with an error number of `TOO_MANY_FDS`, there was no room in time.
+        OSError: the other side is gone, or, with an error number of `NO_ROOM`, there was none in time.
     """
-    deadline = time.monotonic() + FDS_WITHIN_S
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]  # `socket.send_fds` ignores its flags,
+    deadline = time.monotonic() + ROOM_WITHIN_S
     while True:
         try:
-            socket.send_fds(sock, [message], fds, socket.MSG_DONTWAIT)
+            sock.sendmsg([message], ancillary, flags)
         except OSError as error:
-            if error.errno not in TOO_MANY_FDS or time.monotonic() > deadline:
+            if error.errno not in NO_ROOM or time.monotonic() > deadline:
                 raise
             time.sleep(0.001)  # nobody tells when there is room
         else:
             return
+
+
+def _receive_fds(sock: socket.socket) -> list[int]:
+    """Those that came with one byte; fewer than were sent if this process may not open so many more."""
+    _, ancillary, _, _ = sock.recvmsg(1, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)  # as `socket.recv_fds` does
+    return [fd for _, _, fds in ancillary for fd in array.array("i", fds)]
 
 
 def _raise(error: OSError) -> NoReturn:

@@ -17,7 +17,7 @@ from ..errors import TransferError, WorkerDiedError, exit_reason
 from .jobs import Job
 from .packing import PackedCall
 from .poller import AT_ONCE
-from .transport import TOO_MANY_FDS, Link
+from .transport import NO_ROOM, Link
 from .worker import ANSWER_FORMAT, CANCEL, FORGET, STACK_SIGNAL, STARTED, TASK_FORMAT, Order, Task
 
 CHUNKS_AT_A_TIME = 16
@@ -59,8 +59,8 @@ class Worker:
         self._since = 0.0  # when it began, by `time.monotonic`
         self._is_quick = False
         self._unsent = [STARTED]  # the tasks that have been given to it and not been sent yet
-        self._unsendable: OSError | None = None  # why it was not
         self.sender = 0  # the identifier of the thread that sends one
+        self._unsendable: OSError | None = None  # why one could not be sent
         self._stored: set[int] = set()  # the numbers of the handles whose objects it holds
         self.deadline: float | None = None  # when its stack is asked for,
         self.stack_by: float | None = None  # when it has run out of time,
@@ -150,10 +150,11 @@ class Worker:
             self.link.send(task, call.parcel)
             self._unsent.pop()
         except OSError as error:  # if it has died, the fork server will tell
-            if error.errno in TOO_MANY_FDS:
+            if error.errno in NO_ROOM:
                 self._unsendable = error
-                self._signal(signal.SIGKILL)  # it may hold half a message
-        self.sender = 0
+                self._signal(signal.SIGKILL)  # it may have some of the descriptors
+        finally:
+            self.sender = 0
 
     def forget(self, number: int) -> None:
         if number in self._stored:
@@ -179,7 +180,6 @@ class Worker:
 
     def kill(self) -> None:
         self.leaving, self.is_free, self.kill_at = True, False, None
-        self._kill_when_named = not self.pid
         self._signal(signal.SIGKILL)
 
     def named(self, pid: int) -> None:
@@ -188,7 +188,7 @@ class Worker:
         if not self.started:
             self._begin(time.monotonic())
         if self._kill_when_named:
-            self.kill()
+            self._signal(signal.SIGKILL)
 
     def where_it_stands(self) -> str:
         """The Python stack of its main thread down to the task, or why there is none."""
@@ -240,6 +240,8 @@ class Worker:
         if self.pid:
             with contextlib.suppress(OSError):
                 self._pool.send(f"{self.pid} {int(number)}".encode())
+        elif number == signal.SIGKILL:
+            self._kill_when_named = True
 
 
 class Output:
