@@ -365,6 +365,24 @@ def test_ctrl_c_at_any_moment_leaves_the_pool_whole() -> None:
         assert results == [([3, 3], 2, [0, 1, 2, 3, 4])] * len(results)
 
 
+def test_ctrl_c_in_submit_ends_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has its future: its worker is for others."""
+
+    def interrupted(supervisor: Supervisor, job: Any = None) -> None:
+        hand_out(supervisor, job)
+        if job is not None:
+            signal.raise_signal(signal.SIGINT)
+
+    hand_out = Supervisor._hand_out
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        pool.run(int)
+        with monkeypatch.context() as patch:
+            patch.setattr(Supervisor, "_hand_out", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pool.submit(time.sleep, 3600)
+        assert pool.submit(int).result(20) == 0
+
+
 def test_ctrl_c_ends_a_call_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped worker does not read: what does not fit into its socket waits until the caller has had enough."""
     monkeypatch.setattr(segments, "FILES_AT_ONCE", 0)  # so that all of it goes through the socket

@@ -4,8 +4,8 @@ What is large goes through a memory file, whose descriptor comes along: so a mes
 and sending it waits for nobody, as a rule. Only where there is no memory file to be had does everything go through the
 socket; and only so many descriptors may be on their way.
 
-Descriptors have a socket of their own, where they are before their message is: to look for some with each message takes
-longer than all else that receiving one takes.
+Descriptors have a socket of their own, where they are before their message is: with room for some, each message would
+take half as long again to receive.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def send_fds(sock: socket.socket, message: bytes, fds: list[int], flags: int = 0
     Raises:
         OSError: the other side is gone, or, with an error number of `NO_ROOM`, there was none in time.
     """
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]  # `socket.send_fds` ignores its flags,
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]  # `socket.send_fds` ignores flags
     deadline = time.monotonic() + ROOM_WITHIN_S
     while True:
         try:
@@ -244,7 +244,7 @@ def send_fds(sock: socket.socket, message: bytes, fds: list[int], flags: int = 0
 
 def _receive_fds(sock: socket.socket) -> list[int]:
     """Those that came with one byte; fewer than were sent if this process may not open so many more."""
-    _, ancillary, _, _ = sock.recvmsg(1, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)  # as `socket.recv_fds` does
+    _, ancillary, _, _ = sock.recvmsg(1, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)  # so does `recv_fds`
     return [fd for _, _, fds in ancillary for fd in array.array("i", fds)]
 
 
