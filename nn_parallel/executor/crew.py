@@ -197,12 +197,13 @@ class Crew:
                 prefix = f"[rank {setup.rank}] " if self._prefix_output else ""
                 output.append(Output(read, name, prefix, self.outputs.held_up))
                 theirs.append(write)
-            with contextlib.suppress(ConnectionError):  # the fork server has ended: we hear of it
-                try:
-                    send_fds(self._server, b"fork", theirs)
-                except OSError as error:
-                    if error.errno in NO_ROOM:
-                        raise ParallelError(f"No worker can be started: {error}.") from error
+            try:
+                send_fds(self._server, b"fork", theirs)
+            except ConnectionError:  # the fork server has ended: we hear of it
+                pass
+            except OSError as error:
+                if error.errno not in NO_ROOM:
                     raise
+                raise ParallelError(f"No worker can be started: {error}.") from error
             on_failure.pop_all()
         return Worker(setup.rank, setup.device, self._server, sockets, output, tokens, self._timeout_s, self.timed)

@@ -110,8 +110,8 @@ class Mapped:
     def _result(self, item: Item) -> Any:
         self._awaited = item
         while item.outcome is None:
-            left = -1 if self._deadline is None else self._deadline - time.monotonic()
-            if self._deadline is not None and left <= 0:
+            left = threading.TIMEOUT_MAX if self._deadline is None else self._deadline - time.monotonic()
+            if left <= 0:
                 raise TimeoutError
             self._ended.acquire(timeout=min(left, threading.TIMEOUT_MAX))
         value, item.value = item.value, None  # from here on the caller's alone

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import itertools
 import math
 import os
 import threading
@@ -147,9 +146,10 @@ class Supervisor:
                     worker.send(task, call)
         except BaseException:  # a signal's handler: with half a message a worker cannot read on
             with self._lock:
-                for worker in itertools.chain.from_iterable(workers for workers, _, _ in ready):
-                    if worker.has_unsent:
-                        worker.kill()
+                for workers, _, _ in ready:
+                    for worker in workers:
+                        if worker.has_unsent:
+                            worker.kill()
             raise
         if ready and self._settings.timeout_s is not None:  # there are deadlines, which are the supervisor's to keep
             self._wake()
