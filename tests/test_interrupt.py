@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,16 @@ def _same_handler() -> Iterator[None]:
     yield
     assert signal.getsignal(signal.SIGINT) is before
     assert not interrupt._delayed
+
+
+@contextlib.contextmanager
+def _handled(number: int, handler: Any) -> Iterator[None]:
+    """A block in which ``handler`` is the signal's."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def test_ctrl_c_comes_at_the_end() -> None:
@@ -75,23 +86,16 @@ def test_a_block_that_another_signal_has_ended_holds_nothing_back() -> None:
 
 def test_ctrl_c_that_is_ignored_stays_so() -> None:
     """Nothing is raised that would not be raised otherwise."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with Delayed(pytest.fail):
-            signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with _handled(signal.SIGINT, signal.SIG_IGN), Delayed(pytest.fail):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_a_handler_set_in_the_block_stays() -> None:
     """Only what the block has put there is taken away."""
-    before = signal.getsignal(signal.SIGINT)
-    try:
+    with _handled(signal.SIGINT, signal.default_int_handler):
         with Delayed(pytest.fail):
             signal.signal(signal.SIGINT, _mine)
         assert signal.getsignal(signal.SIGINT) is _mine
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _mine(*_: object) -> None:
@@ -144,13 +148,10 @@ def test_what_ends_a_block_around_it_waits_as_well() -> None:
 
 def test_ctrl_c_is_not_forgotten_for_what_comes_later() -> None:
     """A late signal of `Interruptible`, which has nothing to end, must not take its place."""
-    before = signal.signal(signal.SIGURG, interrupt._raise_in_the_outermost)
-    try:
-        with pytest.raises(KeyboardInterrupt), Delayed(lambda: None):
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGURG)
-    finally:
-        signal.signal(signal.SIGURG, before)
+    late = _handled(signal.SIGURG, interrupt._raise_in_the_outermost)
+    with late, pytest.raises(KeyboardInterrupt), Delayed(lambda: None):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGURG)
 
 
 def test_no_interrupt_leaves_a_condition_locked() -> None:
@@ -164,8 +165,7 @@ def test_no_interrupt_leaves_a_condition_locked() -> None:
         raise KeyboardInterrupt
 
     condition, free = Condition(), list[bool]()
-    before = signal.signal(signal.SIGALRM, interrupted)
-    try:
+    with _handled(signal.SIGALRM, interrupted):
         for step in range(1000):
             with contextlib.suppress(KeyboardInterrupt):
                 signal.setitimer(signal.ITIMER_REAL, 1e-5 + step * 1e-8)
@@ -176,5 +176,3 @@ def test_no_interrupt_leaves_a_condition_locked() -> None:
             thread.start()
             thread.join()
             assert free.pop()
-    finally:
-        signal.signal(signal.SIGALRM, before)

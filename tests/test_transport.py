@@ -298,24 +298,31 @@ def test_no_child_inherits_what_is_received() -> None:
     here, there = socket.socketpair()
     with here, there, open(os.devnull) as file:
         transport.send_fds(here, b" ", [file.fileno()] * 3)
-        received = transport._receive_fds(there)
+        _, received = transport.receive_fds(there, 1)
     assert len(received) == 3
     assert not any(map(os.get_inheritable, received))
     for fd in received:
         os.close(fd)
 
 
+def test_what_a_worker_starts_inherits_nothing_of_it(tmp_path: Path) -> None:
+    """Else a program that outlives the worker would hold its connection open."""
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        pool.run(os.system, f"ls /proc/self/fd > {tmp_path}/inherited")
+    assert (tmp_path / "inherited").read_text().split() == ["0", "1", "2", "3"]  # 3: the folder
+
+
 def test_who_does_not_receive_descriptors_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error once the socket is full, be it blocking."""
     monkeypatch.setattr(transport, "ROOM_WITHIN_S", 0.1)
     here, there = socket.socketpair()
-    with here, there, open(os.devnull) as file, pytest.raises(BlockingIOError):
+    with here, there, open(os.devnull) as file, pytest.raises(TransferError):
         for _ in range(10_000):
             transport.send_fds(here, b" ", [file.fileno()], socket.MSG_DONTWAIT)
 
 
 MANY_SHARED = """
-import os, resource, signal
+import os, resource, signal, socket
 import torch
 from nn_parallel import ParallelExecutor, TransferError
 from nn_parallel.executor import transport
@@ -332,6 +339,13 @@ with ParallelExecutor(num_workers=4, devices="cpu") as pool:
     transport.ROOM_WITHIN_S = 0.5
     *received_late, unsent = [pool.submit(len, data) for _ in pids]  # it is too much in the middle of the last one
     assert isinstance(unsent.exception(), TransferError), unsent
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        socket.send_fds(ours, [b" "], [0] * 200)
+        try:
+            ParallelExecutor(num_workers=1)
+        except TransferError as error:
+            print(error)
     print(unsent.exception())
     transport.ROOM_WITHIN_S = 50
     for pid in pids[:3]:
@@ -348,4 +362,6 @@ def test_more_descriptors_than_may_be_on_their_way() -> None:
     command = [*as_others, sys.executable, "-W", "error", "-c", MANY_SHARED]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("len() could not be sent to Worker ")
+    unopened, unsent = result.stdout.splitlines()
+    assert unsent.startswith("len() could not be sent to Worker ")
+    assert unopened.startswith("No room for the descriptors of ")

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import ParallelError, RankTimeoutError
+from ..errors import RankTimeoutError
 from ..pickling import Packed
 from .evidence import OomKills
 from .packing import PackedCall
 from .poller import Poller
 from .segments import Segments
 from .servers import open_pool
-from .transport import NO_ROOM, Parcel, send_fds
+from .transport import Parcel, send_fds
 from .worker import STARTED, Setup, Task
 from .workers import Output, Outputs, Worker
 
@@ -197,13 +197,7 @@ class Crew:
                 prefix = f"[rank {setup.rank}] " if self._prefix_output else ""
                 output.append(Output(read, name, prefix, self.outputs.held_up))
                 theirs.append(write)
-            try:
+            with contextlib.suppress(ConnectionError):  # the fork server has ended: we hear of it
                 send_fds(self._server, b"fork", theirs)
-            except ConnectionError:  # the fork server has ended: we hear of it
-                pass
-            except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise
-                raise ParallelError(f"No worker can be started: {error}.") from error
             on_failure.pop_all()
         return Worker(setup.rank, setup.device, self._server, sockets, output, tokens, self._timeout_s, self.timed)

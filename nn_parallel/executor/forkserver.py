@@ -23,10 +23,10 @@ import signal
 import socket
 import traceback
 
+from .transport import receive_fds
 from .worker import work
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-FDS_PER_WORKER = 6  # its connection, the socket for descriptors, the one for orders, its tokens, stdout, stderr
 
 
 def serve(control_fd: int, parent_pid: int, parent: int) -> None:
@@ -73,16 +73,16 @@ class _Server:
             for fd in ready & self._pools.keys():
                 self._serve_pool(self._pools[fd])
             if self._control.fileno() in ready:
-                message, fds, _, _ = socket.recv_fds(self._control, 1, 1)
+                message, fds = receive_fds(self._control, 1)
                 if not message:
                     return
-                pool = socket.socket(fileno=fds[0])
-                self._pools[fds[0]] = pool
-                self._poll.register(pool, select.POLLIN)
+                for fd in fds:  # one, or none where no more can be opened: then the pool finds its connection closed
+                    self._pools[fd] = socket.socket(fileno=fd)
+                    self._poll.register(fd, select.POLLIN)
 
     def _serve_pool(self, pool: socket.socket) -> None:
         try:
-            message, fds, _, _ = socket.recv_fds(pool, 64, FDS_PER_WORKER)
+            message, fds = receive_fds(pool, 64)
         except ConnectionError:  # closed with something of ours unread
             message, fds = b"", []
         if not message:  # the pool is closed: nobody waits for its workers

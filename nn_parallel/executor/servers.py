@@ -13,6 +13,7 @@ import threading
 import torch.distributed as dist
 
 from . import boot
+from .transport import send_fds
 
 STOP_WITHIN_S = 10.0
 
@@ -72,13 +73,14 @@ class _ForkServer:
         """A connection for one pool; the server ends the workers of a pool whose connection closes.
 
         Raises:
-            OSError: the server has ended.
+            ConnectionError: the server has ended.
+            TransferError: too many descriptors are on their way.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
-                socket.send_fds(self._control, [b"p"], [theirs.fileno()])
-            except OSError:
+                send_fds(self._control, b"p", [theirs.fileno()])
+            except BaseException:
                 ours.close()
                 raise
         return ours
@@ -114,7 +116,7 @@ def open_pool() -> socket.socket:
         if _fork_server is not None and _fork_server.owner == os.getpid():
             try:
                 return _fork_server.open_pool()
-            except OSError:  # it has ended
+            except ConnectionError:  # it has ended
                 _fork_server.stop()
         _fork_server = _ForkServer()
         return _fork_server.open_pool()

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..errors import TransferError
 from ..pickling import Packed, loads
 from .segments import Segment, Segments, Span, map_privately, map_shared
 from .spinning import Spin
@@ -40,9 +41,9 @@ _READ_BYTES = 1 << 18  # as much as the socket holds
 _FDS_AT_ONCE = 250  # the kernel takes 253 with one message
 _ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)
 ROOM_WITHIN_S = 5.0
-# Descriptors that nobody has received yet: as many as one process may have open, of all of a user's processes together;
-# or as many messages with some as the buffer of the socket holds.
-NO_ROOM = errno.ETOOMANYREFS, errno.EAGAIN
+# Of descriptors that nobody has received yet all of a user's processes together may have as many as one may have open,
+# and as many messages with some as the buffer of the socket holds.
+_NO_ROOM = errno.ETOOMANYREFS, errno.EAGAIN
 
 Header = Sequence[Any]
 Unpack = Callable[[], Any]  # the packed object; raises whatever unpickling raises
@@ -98,7 +99,8 @@ class Link:
         """Send one message.
 
         Raises:
-            OSError: the other side is gone; with an error number of `NO_ROOM`: too many descriptors are on their way.
+            OSError: the other side is gone.
+            TransferError: there is no room for its descriptors.
         """
         if parcel.is_small and not self._returned:
             kept_for, message = parcel.kept
@@ -211,7 +213,7 @@ class Link:
         fds = deque[int]()
         try:
             for _ in range(0, count, _FDS_AT_ONCE):
-                fds += _receive_fds(self._descriptors)
+                fds += receive_fds(self._descriptors, 1)[1]
             if len(fds) < count:
                 if number:
                     self._returned.append(number)
@@ -227,7 +229,8 @@ def send_fds(sock: socket.socket, message: bytes, fds: list[int], flags: int = 0
     """Send a few bytes with descriptors; if the kernel takes no more, wait for a while for others to receive theirs.
 
     Raises:
-        OSError: the other side is gone, or, with an error number of `NO_ROOM`, there was none in time.
+        OSError: the other side is gone.
+        TransferError: there was no room in time.
     """
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]  # `socket.send_fds` ignores flags
     deadline = time.monotonic() + ROOM_WITHIN_S
@@ -235,17 +238,23 @@ def send_fds(sock: socket.socket, message: bytes, fds: list[int], flags: int = 0
         try:
             sock.sendmsg([message], ancillary, flags)
         except OSError as error:
-            if error.errno not in NO_ROOM or time.monotonic() > deadline:
+            if error.errno not in _NO_ROOM:
                 raise
+            if time.monotonic() > deadline:
+                told = f"for {ROOM_WITHIN_S:g} s too many have been on their way to processes that do not receive them"
+                raise TransferError(f"No room for the descriptors of shared tensors: {told} ({error}).") from error
             time.sleep(0.001)  # nobody tells when there is room
         else:
             return
 
 
-def _receive_fds(sock: socket.socket) -> list[int]:
-    """Those that came with one byte; fewer than were sent if this process may not open so many more."""
-    _, ancillary, _, _ = sock.recvmsg(1, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)  # so does `recv_fds`
-    return [fd for _, _, fds in ancillary for fd in array.array("i", fds)]
+def receive_fds(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    """Up to ``size`` bytes and what came with them: fewer descriptors than were sent if this process may not open more.
+
+    No child inherits them, while what `socket.recv_fds` returns is inherited by whatever a worker starts.
+    """
+    message, ancillary, _, _ = sock.recvmsg(size, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+    return message, [fd for _, _, fds in ancillary for fd in array.array("i", fds)]
 
 
 def _raise(error: OSError) -> NoReturn:

@@ -17,7 +17,7 @@ from ..errors import TransferError, WorkerDiedError, exit_reason
 from .jobs import Job
 from .packing import PackedCall
 from .poller import AT_ONCE
-from .transport import NO_ROOM, Link
+from .transport import Link
 from .worker import ANSWER_FORMAT, CANCEL, FORGET, STACK_SIGNAL, STARTED, TASK_FORMAT, Order, Task
 
 CHUNKS_AT_A_TIME = 16
@@ -60,7 +60,7 @@ class Worker:
         self._is_quick = False
         self._unsent = [STARTED]  # the tasks that have been given to it and not been sent yet
         self.sender = 0  # the identifier of the thread that sends one
-        self._unsendable: OSError | None = None  # why one could not be sent
+        self._unsendable: TransferError | None = None  # why one could not be sent
         self._stored: set[int] = set()  # the numbers of the handles whose objects it holds
         self.deadline: float | None = None  # when its stack is asked for,
         self.stack_by: float | None = None  # when it has run out of time,
@@ -149,10 +149,11 @@ class Worker:
                     self.link.send(Task(handle.number, is_call=False), handle.parcel)
             self.link.send(task, call.parcel)
             self._unsent.pop()
-        except OSError as error:  # if it has died, the fork server will tell
-            if error.errno in NO_ROOM:
-                self._unsendable = error
-                self._signal(signal.SIGKILL)  # it may have some of the descriptors
+        except OSError:  # it has died: the fork server will tell
+            pass
+        except TransferError as error:
+            self._unsendable = error
+            self._signal(signal.SIGKILL)  # it may have some of the descriptors
         finally:
             self.sender = 0
 
@@ -203,10 +204,7 @@ class Worker:
     def death(self, exitcode: int, evidence: str) -> WorkerDiedError | TransferError:
         """The error of what it was doing when it ended."""
         if self._unsendable is not None:
-            error = TransferError(
-                f"{self._doing} could not be sent to {self.description}: it needs the file descriptors of its shared "
-                f"tensors, and too many are on their way to processes that do not receive them ({self._unsendable})."
-            )
+            error = TransferError(f"{self._doing} could not be sent to {self.description}: {self._unsendable}")
             error.__cause__ = self._unsendable
             return error
         doing = f"running {self._doing}" if self.job else "idle" if self.started else "starting"
