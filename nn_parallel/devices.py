@@ -64,8 +64,14 @@ def hardware_id(device: torch.device) -> str | None:
     """What names an accelerator in every process and on every host; None if its driver does not tell."""
     if device.type == "cpu":
         return None
-    uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
+    uuid = getattr(device_properties(device), "uuid", None)
     return None if uuid is None else str(uuid)
+
+
+def device_properties(device: torch.device) -> object:
+    """What the driver of an accelerator tells of it, as ``name`` and ``uuid``; None where torch does not ask (MPS)."""
+    ask = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return ask(device) if ask else None
 
 
 def accelerators() -> list[torch.device]:
@@ -153,7 +159,10 @@ def call_on_device(
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY or len(args) < len(before):
         if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
             return fn(*args, **kwargs, device=device)
-        args = [*args, *(skipped.default for skipped in before[len(args) :])]
+        left_out = [skipped.default for skipped in before[len(args) :]]
+        if any(default is inspect.Parameter.empty for default in left_out):
+            return fn(*args, **kwargs)  # and Python says what is missing
+        args = [*args, *left_out]
     return fn(*args[: len(before)], device, *args[len(before) :], **kwargs)
 
 

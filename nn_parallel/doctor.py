@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .ddp import initialize_ddp
-from .devices import accelerators, cpu_count
+from .devices import accelerators, cpu_count, device_properties
 from .errors import LaunchError, ParallelError
 from .executor import ParallelExecutor
 from .gpus import list_gpus
@@ -114,7 +114,7 @@ def _software() -> Iterator[Finding]:
 
 def _devices() -> Iterator[Finding]:
     found = accelerators()
-    names = [torch.get_device_module(device).get_device_properties(device).name for device in found]
+    names = [getattr(device_properties(device), "name", "unnamed") for device in found]
     text = ", ".join(f"{device} ({name})" for device, name in zip(found, names, strict=True)) or "the CPU alone"
     if shown := os.environ.get("CUDA_VISIBLE_DEVICES"):
         text += f", with CUDA_VISIBLE_DEVICES={shown}"

@@ -60,7 +60,8 @@ def list_gpus() -> list[GPU]:
     with _nvml() as nvml:
         if nvml is None:
             return []
-        gpus = [_describe(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+        found = [_describe(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+    gpus = [gpu for gpu in found if gpu]
     visible = _visible(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus)
     return [replace(gpu, is_visible=gpu.uuid in visible) for gpu in gpus]
 
@@ -181,9 +182,9 @@ def _lock(uuid: str) -> int | None:
 
 
 def _named(text: str, gpus: list[GPU]) -> Iterator[GPU]:
-    first, _, last = text.partition("-")
-    if first.isdecimal() and (last or first).isdecimal():
-        wanted = range(int(first), int(last or first) + 1)
+    first, dash, last = text.partition("-")
+    if first.isdecimal() and (not dash or last.isdecimal()):
+        wanted = range(int(first), int(last if dash else first) + 1)
         found = [gpu for gpu in gpus if gpu.index in wanted]
         yield from found if len(found) == len(wanted) else []
     elif text.startswith("GPU-"):
@@ -229,8 +230,13 @@ def _nvml() -> Iterator[ModuleType | None]:
         pynvml.nvmlShutdown()
 
 
-def _describe(nvml: ModuleType, index: int) -> GPU:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+def _describe(nvml: ModuleType, index: int) -> GPU | None:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = nvml.nvmlDeviceGetUUID(handle)
+    except nvml.NVMLError as error:  # NVML counts those too that have failed, or are not this user's
+        logger.warning("GPU %d cannot be used: %s.", index, error)
+        return None
 
     def ask(question: Callable[[], T]) -> T | None:
         try:
@@ -242,7 +248,7 @@ def _describe(nvml: ModuleType, index: int) -> GPU:
     processes = ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
     return GPU(
         index=index,
-        uuid=nvml.nvmlDeviceGetUUID(handle),
+        uuid=uuid,
         name=ask(lambda: nvml.nvmlDeviceGetName(handle)),
         memory_total_mb=memory and memory.total // MIB,
         memory_free_mb=memory and memory.free // MIB,

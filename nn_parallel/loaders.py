@@ -119,18 +119,18 @@ def _random_numbers_of(seed: int, source: Iterable[Any]) -> Iterator[None]:
     own = getattr(source, "generator", None) or getattr(getattr(source, "sampler", None), "generator", None)
     generators = [torch.default_generator, *([own] if isinstance(own, torch.Generator) else [])]
     states = [generator.get_state() for generator in generators]
-    python, numpy = random.getstate(), sys.modules.get("numpy.random")
-    numpy_state = numpy.get_state() if numpy else None
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy else None  # loaded now: ``source`` may be the first to use it
     try:
         for generator in generators:
             generator.manual_seed(seed)
         random.seed(seed)
         if numpy:
-            numpy.seed(seed % 2**32)
+            numpy.random.seed(seed % 2**32)
         yield
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
         random.setstate(python)
         if numpy:
-            numpy.set_state(numpy_state)
+            numpy.random.set_state(numpy_state)

@@ -201,8 +201,9 @@ def average_parameters(model: nn.Module, *, weight: float = 1.0, group: dist.Pro
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for (dtype, _), alike in kinds.items():
-        exact = dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
-        flat = torch.cat([tensor.flatten() for tensor in alike]).to(exact if dtype.is_floating_point else torch.float64)
+        flat = torch.cat([tensor.flatten() for tensor in alike])
+        if not dtype.is_complex:
+            flat = flat.to(torch.float32 if dtype.is_floating_point and dtype != torch.float64 else torch.float64)
         flat = flat * (weight / total) if weight else torch.zeros_like(flat)  # 0 * NaN would be NaN
         dist.all_reduce(flat, group=group)
         if not dtype.is_floating_point and not dtype.is_complex:

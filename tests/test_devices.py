@@ -14,7 +14,14 @@ import torch
 
 from nn_parallel import devices as module
 from nn_parallel import resolve_device
-from nn_parallel.devices import call_on_device, cpu_count, device_of_rank, named_device, parse_devices
+from nn_parallel.devices import (
+    call_on_device,
+    cpu_count,
+    device_of_rank,
+    hardware_id,
+    named_device,
+    parse_devices,
+)
 from nn_parallel.errors import LaunchError
 
 CPU = torch.device("cpu")
@@ -300,6 +307,17 @@ def test_a_positional_only_device_after_parameters_left_out() -> None:
     assert call_on_device(fn, (), {}, DEVICE) == ("a", DEVICE)
 
 
+def test_a_positional_only_parameter_that_is_missing_is_pythons_own_error() -> None:
+    """Nothing takes its place."""
+
+    def fn(a: Any, device: Any, /) -> Any:
+        return a, device
+
+    assert call_on_device(fn, (1,), {}, DEVICE) == (1, DEVICE)
+    with pytest.raises(TypeError, match="missing .* required positional argument"):
+        call_on_device(fn, (), {}, DEVICE)
+
+
 def test_a_function_without_such_a_parameter_is_called_as_it_is() -> None:
     """No parameter called device: nothing is added, neither to ``*args`` nor to ``**kwargs``."""
     assert call_on_device(lambda a, b: (a, b), (1, 2), {}, DEVICE) == (1, 2)
@@ -320,6 +338,11 @@ def test_an_argument_too_many_is_pythons_own_error() -> None:
     """A caller who also passes the device by position gets the TypeError of a plain call."""
     with pytest.raises(TypeError, match=r"takes .* positional arguments but 4 were given"):
         call_on_device(first, (DEVICE, 1, 2), {}, DEVICE)
+
+
+def test_an_accelerator_may_have_no_properties() -> None:
+    """As on MPS, a module that every build of torch has."""
+    assert hardware_id(torch.device("mps", 0)) is None
 
 
 def test_cpu_count_is_what_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

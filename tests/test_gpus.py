@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fake_nvml
 import pytest
@@ -49,6 +50,25 @@ def test_a_gpu_may_refuse_anything_but_its_uuid(monkeypatch: pytest.MonkeyPatch)
     """As in WSL, in a container, or one in MIG mode: what is refused is None."""
     fake_nvml.install(monkeypatch, {"uuid": "GPU-1"}, {"uuid": "GPU-2", "processes": []})
     assert list_gpus() == [GPU(0, "GPU-1"), GPU(1, "GPU-2", processes=())]
+
+
+@pytest.mark.parametrize("asked", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUUID"])
+def test_a_gpu_that_has_failed_is_left_out(
+    asked: str, nvml: fake_nvml.Nvml, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NVML counts it, and refuses to say more; the others keep their numbers."""
+    answer, lost = getattr(nvml, asked), (2, nvml.gpus[2])
+
+    def refuse(which: Any) -> Any:
+        if which in lost:
+            raise fake_nvml.NVMLError("GPU is lost")
+        return answer(which)
+
+    monkeypatch.setattr(nvml, asked, refuse)
+    assert _numbers(list_gpus()) == [0, 1, 3]
+    assert caplog.messages == ["GPU 2 cannot be used: GPU is lost."]
+    with pytest.raises(ValueError, match="'2' names no GPU"):
+        parse_gpu_selection("2")
 
 
 def test_without_a_driver_there_is_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -119,7 +139,7 @@ def test_all_are_those_that_are_shown(nvml: fake_nvml.Nvml, monkeypatch: pytest.
         parse_gpu_selection("all")
 
 
-@pytest.mark.parametrize("selection", ["", "4", "0-4", "2-1", "x", "-1", "0,", "GPU-9", "MIG-1"])
+@pytest.mark.parametrize("selection", ["", "4", "0-4", "2-1", "3-", "x", "-1", "0,", "GPU-9", "MIG-1"])
 def test_a_selection_of_what_is_not_there(selection: str, nvml: fake_nvml.Nvml) -> None:
     """The message says what there is."""
     with pytest.raises(ValueError, match="names no GPU: there are the GPUs 0 to 3"):

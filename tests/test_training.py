@@ -325,15 +325,19 @@ def test_parameters_are_averaged_by_weight(world: World) -> None:
             tensor.fill_(rank + 1)
         if rank == n - 1:
             model[0].weight.data.fill_(torch.nan)
+        model.register_buffer("phase", torch.tensor([complex(rank + 1, 2 * rank + 2)]))
         average_parameters(model, weight=3 if rank == 0 else 0 if rank == n - 1 else 1)
-        values = {value for tensor in model.state_dict().values() for value in tensor.flatten().tolist()}
-        return values, model[0].weight.requires_grad, model[1].num_batches_tracked.dtype
+        state = model.state_dict()
+        phase = state.pop("phase").item()
+        values = {value for tensor in state.values() for value in tensor.flatten().tolist()}
+        return values, phase, model[0].weight.requires_grad, model[1].num_batches_tracked.dtype
 
     results = world.run(scenario)
     n = len(results)
     mean = (3 * 1 + sum(range(2, n))) / (3 + n - 2)
-    for values, needs_grad, counted in results:
+    for values, phase, needs_grad, counted in results:
         assert all(value in (pytest.approx(mean), round(mean)) for value in values)
+        assert phase == pytest.approx(complex(mean, 2 * mean))
         assert (needs_grad, counted) == (True, torch.int64)
 
 
