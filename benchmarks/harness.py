@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -112,11 +113,24 @@ def python(code: str, *arguments: str) -> str:
     What it writes to stderr is dropped: torchrunx ends its agents by a signal, and they tell of it.
     """
     command = [sys.executable, "-c", code, *arguments]
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ
+        command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_environ()
     )
     return done.stdout
+
+
+@contextlib.contextmanager
+def waiting(code: str) -> Iterator[list[str]]:
+    """The words that a fresh interpreter prints first; then it waits for a line, which it gets when the block ends."""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environ()) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()
+        process.communicate("\n")
+
+
+def _environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def environment() -> dict[str, str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from nn_parallel import ParallelExecutor
 from nn_parallel.executor import servers
 
-from .harness import Figure, python, seconds_of
+from .harness import Figure, python, seconds_of, waiting
 from .peers import STARTS, has
 
 # A program that has imported torch, and prints the seconds from there to the first result of a pool.
@@ -27,7 +28,35 @@ start = time.perf_counter()
 import nn_parallel
 print(time.perf_counter() - start)
 """
-PSS_OF_TORCH = "import torch; print(open('/proc/self/smaps_rollup').read().partition('Pss:')[2].split()[0])"
+# Programs that print the ids of their processes, and then wait.
+ONE_PYTHON = """
+import os, torch
+print(os.getpid(), flush=True)
+input()
+"""
+NINE_FORKS = """
+import gc, os, pickle, socket
+import torch
+gc.collect()
+gc.freeze()
+sockets, pids = [], [os.getpid()]
+for _ in range(8):
+    ours, theirs = socket.socketpair()
+    sockets.append(ours)
+    pids.append(os.fork())
+    if not pids[-1]:
+        for sock in sockets:
+            sock.close()
+        while message := theirs.recv(4096):
+            theirs.sendall(pickle.dumps(pickle.loads(message)()))
+        os._exit(0)
+    theirs.close()
+for sock in sockets:
+    sock.sendall(pickle.dumps(os.getpid))
+    sock.recv(4096)
+print(*pids, flush=True)
+input()
+"""
 
 
 def figures(repetitions: int) -> Iterator[Figure]:
@@ -52,16 +81,19 @@ def figures(repetitions: int) -> Iterator[Figure]:
     to_import = [float(python(IMPORT_TIME)) for _ in range(repetitions)]
     yield Figure("import nn_parallel, torch being imported", to_import, 0.05)
 
-    occupied, torch_alone = [], []
+    occupied, by_one, by_forks = [], [], []
     for _ in range(min(repetitions, 3)):
-        servers.stop_fork_server()  # each shares libraries with this process, and not with the other
-        torch_alone.append(int(python(PSS_OF_TORCH)) / 1024)
+        servers.stop_fork_server()  # each shares libraries with this process, and not with the others
+        for program, theirs in ((ONE_PYTHON, by_one), (NINE_FORKS, by_forks)):
+            with waiting(program) as pids:
+                theirs.append(_pss_mib(pids))
         with ParallelExecutor(num_workers=8, devices="cpu") as pool:
-            pids = [*pool.run(os.getpid), servers.fork_server_pid()]
-            occupied.append(sum(_pss_mib(pid) for pid in pids if pid))
+            occupied.append(_pss_mib([*pool.run(os.getpid), servers.fork_server_pid()]))
     name = "memory of 8 idle workers and their server (PSS)"
-    yield Figure(name, occupied, 1.0, "one python with torch", torch_alone, unit="MiB")
+    yield Figure(name, occupied, 1.0, "one python with torch", by_one, unit="MiB")
+    yield Figure(name, occupied, None, "it and 8 bare forks that unpickle and call", by_forks, unit="MiB")
 
 
-def _pss_mib(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/smaps_rollup").read_text().partition("Pss:")[2].split()[0]) / 1024
+def _pss_mib(pids: Iterable[Any]) -> float:
+    texts = (Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in pids)
+    return sum(int(text.partition("Pss:")[2].split()[0]) for text in texts) / 1024
