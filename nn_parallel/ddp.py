@@ -78,13 +78,15 @@ def initialize_ddp(
             )
             launch = detect_launch(environ)
             if launch is None:
-                return current_world() if device is None else World(False, 0, 0, 1, resolve_device(device))
+                return current_world() if device is None else _alone(device)
             member = join_launch(launch, named_device(device), limit)
             _world.join(member)
             atexit.register(cleanup_ddp)
             world, told_by = member.world, ", ".join(launch.told_by)
             place = world.rank, world.world_size, world.device
             logger.info("Rank %d of %d on %s, started by %s (%s).", *place, world.launcher, told_by)
+        elif member.world.launcher == "none" and device is not None:
+            return _alone(device)
         if member.open_store is not None and not dist.is_initialized():
             make_group(member, backend, as_timedelta(timeout) or member.timeout)
     except LaunchError as error:
@@ -92,9 +94,7 @@ def initialize_ddp(
             raise
         cleanup_ddp()
         warnings.warn(f"Running alone, not distributed. {error}", stacklevel=2)
-        alone = World(False, 0, 0, 1, resolve_device(device or "cpu"))
-        _world.join(Membership(alone))
-        return alone
+        return _alone(device or "cpu")
     return member.current()
 
 
@@ -110,6 +110,13 @@ def cleanup_ddp() -> None:
     if member.world.launcher != "executor":
         member.on_leave.close()
         _world.join(None)
+
+
+def _alone(device: torch.device | str) -> World:
+    """The world of one rank from now on, with this device."""
+    world = World(False, 0, 0, 1, resolve_device(device))
+    _world.join(Membership(world))
+    return world
 
 
 def join_launched_world() -> Membership | None:

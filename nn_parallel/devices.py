@@ -110,6 +110,37 @@ def parse_devices(devices: str | torch.device | Sequence[str | torch.device | in
     return chosen
 
 
+def choose_devices(
+    num_gpus: int | None,
+    devices: str | torch.device | Sequence[str | torch.device | int] | None,
+    num_workers: int | None = None,
+) -> list[torch.device]:
+    """The device of each worker of a `ParallelExecutor`.
+
+    Raises:
+        TypeError: ``num_gpus`` together with ``devices``.
+        ValueError: there are fewer devices, or none of that name.
+    """
+    if num_gpus is not None and devices is not None:
+        raise TypeError(f"num_gpus={num_gpus} and devices={devices!r} both choose the devices: give one of them.")
+    found = accelerators()
+    for name, value in (("num_gpus", num_gpus), ("num_workers", num_workers)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1; {what_exists(found)}.")
+    cpu = torch.device("cpu")
+    if devices is not None:
+        chosen = parse_devices(devices)
+    elif found:
+        if num_gpus is not None and num_gpus > len(found):
+            raise ValueError(f"num_gpus={num_gpus} asks for more than there are: {what_exists(found)}.")
+        chosen = found[:num_gpus]
+    else:
+        chosen = [cpu] * (num_gpus or 1)
+    if num_workers is None:
+        num_workers = cpu_count() if chosen == [cpu] and num_gpus is None else len(chosen)
+    return [chosen[index % len(chosen)] for index in range(num_workers)]
+
+
 def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
     """The device of the rank that is ``local_rank`` of the ``local_world_size`` on this node.
 

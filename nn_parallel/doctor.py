@@ -76,7 +76,8 @@ def verify_ddp_setup() -> Report:
     launch = _launch()
     if launch.status == FAILED:
         return Report((launch,))
-    is_launched = membership() is not None or detect_launch(os.environ) is not None
+    member = membership()
+    is_launched = detect_launch(os.environ) is not None if member is None else member.open_store is not None
     own = [launch, *_software(), *_devices(), *_limits(), *_network()]
     if is_launched:
         return Report(tuple(_of_all_ranks(own)))

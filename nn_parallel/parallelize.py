@@ -15,13 +15,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .ddp import join_launched_world
-from .devices import accelerators
+from .devices import accelerators, choose_devices
 from .errors import ExecutorClosedError
 from .executor import ParallelExecutor
 from .reports import call_name
+from .world import current_world
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_Devices = tuple[torch.device, ...]
 IDLE_LIMIT_S = 60.0
 
 
@@ -64,7 +66,7 @@ def parallelize_on_gpus(
                 key, pool = _shared_pool(num_gpus, pass_device, devices, timeout)
                 try:
                     return pool.run(fn, *args, **kwargs)
-                except ExecutorClosedError:  # its idle minute ended just now
+                except ExecutorClosedError:  # its idle minute ended just now, or it could not go on
                     _pools.pop(key, None)
 
         return wrapper
@@ -98,7 +100,8 @@ def parallel_on_all_devices(func: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        devices = [] if join_launched_world() is not None else accelerators()
+        join_launched_world()
+        devices = accelerators() if current_world().launcher == "none" else []
         if len(devices) < 2:
             return func(*args, **kwargs)
         result: R = _split_run_gather(func, devices, args, kwargs)
@@ -110,24 +113,25 @@ def parallel_on_all_devices(func: Callable[P, R]) -> Callable[P, R]:
 class _SharedPool(ParallelExecutor):
     _idle_limit_s = IDLE_LIMIT_S
 
+    def for_calls(self, pass_device: bool, timeout: timedelta | float | None) -> _SharedPool:
+        """The same workers, called in another way."""
+        view = copy.copy(self)
+        view._make_calls(pass_device, timeout)
+        return view
 
-def _shared_pool(num_gpus: int | None, pass_device: bool, devices: Any, timeout: Any) -> tuple[Any, ParallelExecutor]:
-    """A pool that is made so, under its key; under a launcher the ranks, where there is nothing to start or to keep."""
-    named = devices if isinstance(devices, str | None) else tuple(map(str, devices))
-    key = num_gpus, pass_device, named, timeout
-    if join_launched_world() is not None:
-        return key, ParallelExecutor(num_gpus, pass_device, devices=devices, timeout=timeout)
+
+def _shared_pool(
+    num_gpus: int | None, pass_device: bool, devices: Any, timeout: Any
+) -> tuple[_Devices, ParallelExecutor]:
+    """The pool of these devices, which are its key; under a launcher the ranks, where nothing is started or kept."""
+    member = join_launched_world()
+    if member is not None and member.open_store is not None:
+        return (), ParallelExecutor(num_gpus, pass_device, devices=devices, timeout=timeout)
+    key = tuple(choose_devices(num_gpus, devices))
     with _pools_lock:
         if key not in _pools:
-            _pools[key] = _SharedPool(num_gpus, pass_device, devices=devices, timeout=timeout)
-        return key, _pools[key]
-
-
-def close_shared_pools() -> None:
-    """End the processes that `parallelize_on_gpus` keeps, now instead of after an idle minute."""
-    with _pools_lock:
-        while _pools:
-            _pools.popitem()[1].shutdown()
+            _pools[key] = _SharedPool(num_gpus, devices=devices, timeout=timeout)
+        return key, _pools[key].for_calls(pass_device, timeout)
 
 
 def _split_run_gather(
@@ -211,5 +215,5 @@ def _gather(func: Callable[..., Any], pieces: Sequence[Any], device: torch.devic
     return torch.stack(moved) if moved[0].dim() == 0 else torch.cat(moved)
 
 
-_pools: dict[Any, ParallelExecutor] = {}
+_pools: dict[_Devices, _SharedPool] = {}
 _pools_lock = threading.Lock()

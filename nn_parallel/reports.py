@@ -55,6 +55,8 @@ class Call(NamedTuple):
 
 def call_name(fn: Callable[..., Any]) -> str:
     """How a call of ``fn`` is called in errors, and told to other ranks: the same on all of them."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
     return f"{getattr(fn, '__qualname__', None) or type(fn).__qualname__}()"
 
 

@@ -24,6 +24,7 @@ from ranks import free_port, launched
 from nn_parallel import (
     LaunchError,
     ParallelError,
+    ParallelExecutor,
     RankError,
     WorkerDiedError,
     World,
@@ -31,6 +32,7 @@ from nn_parallel import (
     current_world,
     initialize_ddp,
     on_rank,
+    prepare_model,
     should_use_distributed,
 )
 
@@ -59,6 +61,18 @@ def test_alone() -> None:
     assert (distributed, rank, local_rank, world_size, device) == tuple(world)
     cleanup_ddp()
     cleanup_ddp()
+
+
+def test_a_device_that_is_named_alone_is_kept() -> None:
+    """For all that comes later, until another one is named, or the world is left."""
+    assert initialize_ddp(device="meta").device == initialize_ddp().device == current_world().device
+    assert prepare_model(torch.nn.Linear(1, 1)).weight.device.type == "meta"
+    assert initialize_ddp(device="cpu").device == current_world().device == CPU
+    initialize_ddp(device="meta")
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:  # not a rank among ranks
+        assert pool.run(os.getpid) != [os.getpid()]
+    cleanup_ddp()
+    assert current_world().device == CPU
 
 
 def test_in_a_world(world: Ranks) -> None:

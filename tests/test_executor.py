@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import gc
 import os
 import select
@@ -426,6 +427,8 @@ def test_map_keeps_the_order(ex: ParallelExecutor) -> None:
     assert next(results) == 1
     with pytest.raises(ZeroDivisionError):
         next(results)
+    with pytest.raises(WorkerDiedError, match=r"while running _exit\(\)\."):
+        list(ex.map(functools.partial(os._exit), [1, 1], chunksize=2))
     with pytest.raises(ValueError, match="chunksize=0"):
         ex.map(abs, [1], chunksize=0)
     with pytest.raises(TimeoutError):
@@ -724,9 +727,9 @@ def test_arguments_that_cannot_be(arguments: dict[str, Any], error: type[Excepti
 
 def test_too_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """More accelerators than there are: what exists is named. The two here are a fake, this machine has none."""
-    from nn_parallel.executor import executor
-
-    monkeypatch.setattr(executor, "accelerators", lambda: [torch.device("cuda", index) for index in range(2)])
+    monkeypatch.setattr(
+        nn_parallel.devices, "accelerators", lambda: [torch.device("cuda", index) for index in range(2)]
+    )
     with pytest.raises(ValueError, match="num_gpus=4 asks for more than there are: the accelerators are cuda:0 to"):
         ParallelExecutor(num_gpus=4)
 
@@ -758,7 +761,7 @@ def test_under_a_launcher_the_ranks_are_the_workers(launcher: str) -> None:
                 return world.rank, x, number(), total.item(), lambda: x
 
             results = [(*r[:4], r[4]()) for r in pool.run(work, 5)]
-            mapped = list(pool.map(lambda x, device: (x, str(device)), range(5)))
+            mapped = list(pool.map(lambda x, device, /: (x, str(device)), range(5)))
             with pytest.raises(ParallelError, match="every rank makes every call"):
                 pool.submit(int)
         with pytest.raises(ExecutorClosedError):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +15,11 @@ import torch
 from ranks import launched
 
 from nn_parallel import (
+    ParallelError,
     ParallelExecutor,
     RankError,
     RankTimeoutError,
+    cleanup_ddp,
     current_world,
     initialize_ddp,
     on_rank,
@@ -22,13 +27,16 @@ from nn_parallel import (
     parallelize,
     parallelize_on_gpus,
 )
+from nn_parallel.devices import cpu_count
+from nn_parallel.executor import servers
 
 
 @pytest.fixture(autouse=True)
 def _no_shared_pool_is_left(_nothing_left_behind: None) -> Iterator[None]:
     """The shared pools, which would live for another minute, end with each test."""
     yield
-    parallelize.close_shared_pools()
+    while parallelize._pools:
+        parallelize._pools.popitem()[1].shutdown()
 
 
 def test_every_device_runs_it() -> None:
@@ -64,6 +72,64 @@ def test_functions_with_the_same_devices_share_warm_processes() -> None:
     with pytest.raises(RankError, match=r"also\(\) failed on rank [01] of 2.*ValueError: here"):
         also(True)
     assert len(also(False)) == 2
+
+
+def test_functions_that_are_called_in_other_ways_share_them_too() -> None:
+    """There is one pool for a set of devices, however that is named; each function has its own options."""
+
+    @parallelize_on_gpus(num_gpus=2)
+    def pids(device: torch.device | None = None) -> Any:
+        return os.getpid(), device
+
+    @parallelize_on_gpus(devices=["cpu", torch.device("cpu")], pass_device=False, timeout=0.5)
+    def also(sleep_s: float, device: torch.device | None = None) -> Any:
+        time.sleep(sleep_s)
+        return os.getpid(), device
+
+    first = pids()
+    assert [device for _, device in first] == [torch.device("cpu")] * 2
+    assert also(0) == [(pid, None) for pid, _ in first]
+    with pytest.raises(RankTimeoutError, match=r"also\(\) did not end within timeout=0\.5 s"):
+        also(3600)
+
+    @parallelize_on_gpus(2, pass_device=False)
+    def slow() -> None:
+        time.sleep(1)
+
+    assert slow() == [None, None]
+    assert len(parallelize._pools) == 1
+
+
+def test_a_device_may_be_given_itself() -> None:
+    """As to the executor."""
+    assert len(parallelize_on_gpus(devices=torch.device("cpu"))(int)()) == cpu_count()
+
+
+def test_a_process_that_is_alone_after_a_fallback_keeps_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no ranks to run on."""
+    monkeypatch.setenv("RANK", "0")
+    with pytest.warns(UserWarning, match="Running alone"):
+        initialize_ddp(fallback=True)
+    try:
+        pid = parallelize_on_gpus(1)(os.getpid)
+        assert pid() == pid() != [os.getpid()]
+    finally:
+        cleanup_ddp()
+
+
+def test_a_pool_that_cannot_go_on_is_replaced_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody but the decorator could make another."""
+    monkeypatch.setattr(servers, "_fork_server", None)  # not the one that the other tests share
+    try:
+        sleep = parallelize_on_gpus(num_gpus=1)(time.sleep)
+        sleep(0)
+        threading.Timer(0.1, os.kill, (servers.fork_server_pid(), signal.SIGKILL)).start()
+        with pytest.raises(ParallelError, match="fork server has ended"):
+            sleep(3600)
+        assert sleep(0) == [None]
+    finally:
+        parallelize._pools.popitem()[1].shutdown()
+        servers.stop_fork_server()
 
 
 def test_an_idle_pool_ends_and_the_next_call_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from nn_parallel import parallel_on_all_devices
 from nn_parallel import parallelize as module
+from nn_parallel.world import Membership, World, join
 
 Use = Callable[[int], None]
 
@@ -99,11 +100,23 @@ def test_with_one_device_or_none_it_is_a_plain_call(count: int, use: Use) -> Non
 
 def test_under_a_launcher_it_is_a_plain_call(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """There the other devices belong to other ranks."""
-    monkeypatch.setattr(module, "join_launched_world", object)  # any membership
+    launched = World(False, 1, 1, 2, torch.device("cpu"), launcher="torchrun")
+    monkeypatch.setattr(module, "current_world", lambda: launched)
     seen = Seen()
     batch = torch.ones(4)
     assert parallel_on_all_devices(seen)(batch) is batch
     assert seen.threads == {threading.get_ident()}
+
+
+def test_a_process_that_is_alone_after_a_fallback_uses_its_devices(devices: int) -> None:
+    """They are nobody else's."""
+    join(Membership(World(False, 0, 0, 1, torch.device("cpu"))))
+    try:
+        seen = Seen()
+        parallel_on_all_devices(seen)(torch.ones(4))
+    finally:
+        join(None)
+    assert len(seen.calls) == devices
 
 
 def test_tensors_in_nests_and_keywords_are_split_and_the_rest_is_passed_on(devices: int) -> None:

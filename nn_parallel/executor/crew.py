@@ -20,6 +20,7 @@ import torch
 from ..errors import RankTimeoutError
 from ..pickling import Packed
 from .evidence import OomKills
+from .jobs import Job
 from .packing import PackedCall
 from .poller import Poller
 from .segments import Segments
@@ -33,10 +34,9 @@ class Settings(NamedTuple):
     """What a pool was made with."""
 
     devices: Sequence[torch.device]
-    pass_device: bool
     initializer: Callable[..., object]
     initargs: tuple[Any, ...]
-    timeout_s: float | None
+    timeout_s: float | None  # of the set-up, initializer included
     idle_limit_s: float | None
     prefix_output: bool
 
@@ -60,7 +60,7 @@ class Crew:
         self.timed = set[Worker]()  # those that have, or had, a deadline
         self.outputs = Outputs()
         self._initializer, self._segments = initializer, segments
-        self._timeout_s, self._prefix_output = settings.timeout_s, settings.prefix_output
+        self._prefix_output = settings.prefix_output
         self._directory = os.getcwd()
         self._unnamed: deque[Worker] = deque()  # forked in this order, whose process ids have not been told yet
         self._oom_kills = OomKills()
@@ -107,7 +107,7 @@ class Crew:
             raise EOFError
         told: dict[str, int] = json.loads(text)
         if pid := told.get("pid"):
-            self._unnamed.popleft().named(pid)
+            self._unnamed.popleft().named(pid, self._initializer.options.timeout_s)
             return []
         evidence = f"Its memory use peaked at {told['max_rss_kib'] // 1024} MiB."
         if kills := self._oom_kills.since_last_asked():
@@ -140,12 +140,13 @@ class Crew:
                 self.timed.remove(worker)
         return sorted((worker for worker in silent if worker.job not in waited_for), key=lambda worker: worker.index)
 
-    def silence(self, silent: list[Worker], name: str) -> RankTimeoutError:
-        """The error of a call during which these workers ran out of time."""
+    def silence(self, silent: list[Worker], job: Job | None) -> RankTimeoutError:
+        """The error of a job, or of the set-up, during which these workers ran out of time."""
+        call, name = (job.call, job.call.name) if job else (self._initializer, "The initializer")
         stacks = {worker.index: worker.where_it_stands() for worker in silent}
         told = "\n".join(f"{worker.description}:\n{stacks[worker.index]}" for worker in silent)
         return RankTimeoutError(
-            f"{name} did not end within timeout={self._timeout_s:g} s. Where its workers stand:\n{told}",
+            f"{name} did not end within timeout={call.options.timeout_s:g} s. Where its workers stand:\n{told}",
             ranks=list(stacks),
             stacks=stacks,
         )
@@ -200,4 +201,4 @@ class Crew:
             with contextlib.suppress(ConnectionError):  # the fork server has ended: we hear of it
                 send_fds(self._server, b"fork", theirs)
             on_failure.pop_all()
-        return Worker(setup.rank, setup.device, self._server, sockets, output, tokens, self._timeout_s, self.timed)
+        return Worker(setup.rank, setup.device, self._server, sockets, output, tokens, self.timed)

@@ -19,13 +19,14 @@ import torch
 from ..channels import channel
 from ..collectives import all_gather_packed
 from ..ddp import as_timedelta, join_launched_world
-from ..devices import accelerators, call_on_device, cpu_count, parse_devices, what_exists
+from ..devices import call_on_device, choose_devices, cpu_count, parse_devices
 from ..errors import ExecutorClosedError, ParallelError, RankError, TransferError, rank_error, user_frames
 from ..pickling import dumps
 from ..reports import Call, call_name, place_of
 from ..world import Membership
 from .crew import Settings
 from .jobs import Mapped, Resize, Run, Single
+from .packing import CallOptions
 from .supervisor import Supervisor
 
 UNINTERRUPTED = True  # see interrupt
@@ -83,8 +84,7 @@ class ParallelExecutor(Executor):
         initargs: tuple[Any, ...] = (),
         prefix_output: bool = False,
     ) -> None:
-        self._pass_device = pass_device
-        self._timeout = as_timedelta(timeout)
+        self._make_calls(pass_device, timeout)
         self._closed = False
         self._supervisor: Supervisor | None = None
         self._block: contextlib.AbstractContextManager[None] | None = None
@@ -98,13 +98,15 @@ class ParallelExecutor(Executor):
         self._member = None
         if sys.platform != "linux":
             raise ParallelError("ParallelExecutor starts worker processes on Linux only: use WSL, Linux or torchrun.")
-        self._devices = _choose_devices(num_gpus, devices, num_workers)
+        self._devices = choose_devices(num_gpus, devices, num_workers)
+        if devices is None and self._devices[0].type == "cpu":
+            n = len(self._devices)
+            logger.info("No accelerator: %d CPU workers, %d threads each.", n, max(1, cpu_count() // n))
         settings = Settings(
             devices=self._devices,
-            pass_device=pass_device,
             initializer=initializer or _nothing,
             initargs=initargs,
-            timeout_s=self._timeout.total_seconds() if self._timeout else None,
+            timeout_s=self._options.timeout_s,
             idle_limit_s=self._idle_limit_s,
             prefix_output=prefix_output,
         )
@@ -134,7 +136,7 @@ class ParallelExecutor(Executor):
         """
         try:
             if self._supervisor is None:
-                return self._run_on_ranks(fn, args, kwargs, place_of(sys._getframe(1)))
+                return self._run_on_ranks(fn, args, kwargs, call_name(fn), place_of(sys._getframe(1)))
             return self._run_on_workers(self._supervisor, fn, args, kwargs)
         except RankError as error:
             raise error.with_traceback(None) from error.__cause__  # without our own frames
@@ -160,7 +162,7 @@ class ParallelExecutor(Executor):
                 "submit() hands a task to one free worker, but here every rank makes every call: use run() or map()."
             )
         try:
-            job = Single(self._supervisor.packer.pack(fn, args, kwargs))
+            job = Single(self._supervisor.packer.pack(fn, args, kwargs, self._options))
         except TransferError as error:
             unsent: Future[R] = Future()
             unsent.set_exception(error)
@@ -194,11 +196,12 @@ class ParallelExecutor(Executor):
         items = zip(*iterables, strict=False)
         if self._supervisor is None:
             return iter(self._map_over_ranks(fn, list(items)))
+        name = call_name(fn)
         if chunksize == 1:
-            return self._map_over_workers(self._supervisor, fn, items, timeout)
+            return self._map_over_workers(self._supervisor, fn, items, timeout, name)
         chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
         each = functools.partial(_call_each, fn)  # no more than that, so that the workers can keep it
-        results = self._map_over_workers(self._supervisor, each, zip(chunks, strict=True), timeout)
+        results = self._map_over_workers(self._supervisor, each, zip(chunks, strict=True), timeout, name)
         return itertools.chain.from_iterable(results)
 
     def put(self, obj: Any) -> Any:
@@ -260,7 +263,7 @@ class ParallelExecutor(Executor):
             if here := channel():
                 place = place_of(sys._getframe(1))
                 call = Call("with ParallelExecutor()", tuple(range(here.world_size)), place)
-                self._block = here.block(call, self._timeout, from_end=True)
+                self._block = here.block(call, as_timedelta(self._options.timeout_s), from_end=True)
                 self._block.__enter__()
         return self
 
@@ -273,12 +276,16 @@ class ParallelExecutor(Executor):
         elif self._block is not None:
             self._block.__exit__(kind, error, traceback)
 
+    def _make_calls(self, pass_device: bool, timeout: timedelta | float | None) -> None:
+        limit = as_timedelta(timeout)
+        self._options = CallOptions(pass_device, limit.total_seconds() if limit else None)
+
     def _raise_if_closed(self) -> None:
         if self._closed:
             raise ExecutorClosedError("cannot schedule new work: the executor has been shut down.")
 
     def _run_on_workers(self, supervisor: Supervisor, fn: Callable[..., R], args: Any, kwargs: Any) -> list[R]:
-        run = Run(supervisor.packer.pack(fn, args, kwargs))
+        run = Run(supervisor.packer.pack(fn, args, kwargs, self._options))
         try:
             supervisor.lead(run.is_over, job=run)
             return run.result()
@@ -289,13 +296,18 @@ class ParallelExecutor(Executor):
             raise
 
     def _map_over_workers(
-        self, supervisor: Supervisor, fn: Callable[..., Any], items: Iterable[tuple[Any, ...]], timeout: float | None
+        self,
+        supervisor: Supervisor,
+        fn: Callable[..., Any],
+        items: Iterable[tuple[Any, ...]],
+        timeout: float | None,
+        name: str,
     ) -> Iterator[Any]:
         mapped = Mapped(timeout)
         try:
             for args in items:
                 try:
-                    call = supervisor.packer.pack(fn, args, {})
+                    call = supervisor.packer.pack(fn, args, {}, self._options, name)
                 except TransferError as error:
                     mapped.add_unsent(error)
                 else:
@@ -306,29 +318,29 @@ class ParallelExecutor(Executor):
             raise
         return mapped.results(supervisor.lead)
 
-    def _run_on_ranks(self, fn: Callable[..., R], args: Any, kwargs: Any, place: str) -> list[R]:
+    def _run_on_ranks(self, fn: Callable[..., R], args: Any, kwargs: Any, name: str, place: str) -> list[R]:
         """`run` where the workers are the ranks that all make this call."""
         self._raise_if_closed()
         assert self._member is not None
-        device = self._member.world.device if self._pass_device else None
+        device = self._member.world.device if self._options.pass_device else None
         here = channel()
         if here is None:  # a world of one rank
             try:
                 return [call_on_device(fn, args, kwargs, device)]
             except Exception as error:
-                raise rank_error(call_name(fn), 1, {0: error.with_traceback(user_frames(error))}) from None
-        call = Call(call_name(fn), tuple(range(here.world_size)), place)
-        with here.block(call, self._timeout):
+                raise rank_error(name, 1, {0: error.with_traceback(user_frames(error))}) from None
+        call, limit = Call(name, tuple(range(here.world_size)), place), as_timedelta(self._options.timeout_s)
+        with here.block(call, limit):
             result = call_on_device(fn, args, kwargs, device)
             packed = dumps(result, lambda: {"the result": result})
-        with here.block(call, self._timeout):  # only now are all outcomes known to be good
+        with here.block(call, limit):  # only now are all outcomes known to be good
             return all_gather_packed(packed)
 
     def _map_over_ranks(self, fn: Callable[..., R], items: list[tuple[Any, ...]]) -> list[R]:
         assert self._member is not None
         rank, count = self._member.rank, self._member.world_size
         share = functools.partial(_call_each, fn, items[rank::count])
-        shares = self._run_on_ranks(functools.update_wrapper(share, fn), (), {}, "map()")
+        shares = self._run_on_ranks(share, (), {}, call_name(fn), "map()")
         return [shares[index % count][index // count] for index in range(len(items))]
 
 
@@ -356,31 +368,3 @@ def _call_each(fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: t
 
 def _nothing() -> None:
     """The initializer of a pool that was given none."""
-
-
-def _choose_devices(
-    num_gpus: int | None,
-    devices: str | torch.device | Sequence[str | torch.device | int] | None,
-    num_workers: int | None,
-) -> list[torch.device]:
-    """The device of each worker."""
-    if num_gpus is not None and devices is not None:
-        raise TypeError(f"num_gpus={num_gpus} and devices={devices!r} both choose the devices: give one of them.")
-    found = accelerators()
-    for name, value in (("num_gpus", num_gpus), ("num_workers", num_workers)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1; {what_exists(found)}.")
-    cpu = torch.device("cpu")
-    if devices is not None:
-        chosen = parse_devices(devices)
-    elif found:
-        if num_gpus is not None and num_gpus > len(found):
-            raise ValueError(f"num_gpus={num_gpus} asks for more than there are: {what_exists(found)}.")
-        chosen = found[:num_gpus]
-    else:
-        chosen = [cpu] * (num_gpus or 1)
-    if num_workers is None:
-        num_workers = cpu_count() if chosen == [cpu] and num_gpus is None else len(chosen)
-    if devices is None and not found:
-        logger.info("No accelerator: %d CPU workers, %d threads each.", num_workers, max(1, cpu_count() // num_workers))
-    return [chosen[index % len(chosen)] for index in range(num_workers)]

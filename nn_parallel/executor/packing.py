@@ -9,7 +9,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..pickling import ATOMS, Packed, dumps
 from ..reports import call_name
@@ -81,6 +81,13 @@ class Functions:
         self._known.clear()
 
 
+class CallOptions(NamedTuple):
+    """How calls are made, whatever they are."""
+
+    pass_device: bool
+    timeout_s: float | None  # that one may take on a worker, from when it begins there
+
+
 class PackedCall:
     """A function and its arguments, packed, and the handles of what workers keep of it; they live as long as it."""
 
@@ -89,11 +96,13 @@ class PackedCall:
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        options: CallOptions,
         segments: Segments,
         owner: object = None,
         function: Handle | None = None,
+        name: str = "",
     ) -> None:
-        self.name, self.function = call_name(fn), 0
+        self.name, self.function, self.options = name or call_name(fn), 0, options
         self.handles: list[Handle] = []
         if function is not None:
             self.function, self.handles = function.number, [function]
@@ -131,9 +140,16 @@ class Packer:
         self._on_forgotten = on_forgotten
         self._functions = Functions(self.put)
 
-    def pack(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedCall:
-        """The call as it is sent: the function by a handle, if the workers can keep it."""
-        return PackedCall(fn, args, kwargs, self.segments, self, self._functions.handle_of(fn))
+    def pack(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: CallOptions,
+        name: str = "",
+    ) -> PackedCall:
+        """The call as it is sent: the function by a handle, if the workers can keep it; ``name`` is told in errors."""
+        return PackedCall(fn, args, kwargs, options, self.segments, self, self._functions.handle_of(fn), name)
 
     def put(self, obj: Any, parts: Callable[[], dict[str, Any]] | None = None) -> Handle:
         """Pack ``obj`` for the workers to keep as long as its handle lives; ``parts`` as in `dumps`."""

@@ -26,7 +26,6 @@ class Schedule:
     def __init__(
         self,
         devices: Sequence[torch.device],
-        pass_device: bool,
         port: Callable[[int], int],
         wake: Callable[[], None],
     ) -> None:
@@ -35,7 +34,7 @@ class Schedule:
         self.workers: list[Worker] = []  # by rank
         self.epoch = 1  # see Task
         self.is_any_ahead = False  # whether there may be something for `take_back`
-        self._pass_device, self._port, self._wake = pass_device, port, wake
+        self._port, self._wake = port, wake
         self._numbers = itertools.count(STARTED + 1)
         self.use(devices)
 
@@ -73,7 +72,8 @@ class Schedule:
                     self.is_any_ahead = True
                     self._wake()
             number, call, self.used_at = next(self._numbers), job.call, time.monotonic()
-            task = Task(number, True, is_ahead, call.function, self._pass_device, self.cores, size, port, self.epoch)
+            bind = call.options.pass_device
+            task = Task(number, True, is_ahead, call.function, bind, self.cores, size, port, self.epoch)
             for worker in free:
                 worker.begin(job, number, self.used_at)
             ready.append((free, task, call))

@@ -19,7 +19,7 @@ from ..errors import ExecutorClosedError, ParallelError
 from ..interrupt import Delayed
 from .crew import Crew, End, Settings
 from .jobs import Job, Resize, Run, opened
-from .packing import PackedCall, Packer
+from .packing import CallOptions, PackedCall, Packer
 from .schedule import Schedule
 from .servers import PoolStore, stop_fork_server
 from .transport import Header, Unpack
@@ -40,9 +40,10 @@ class Supervisor:
         self._broken: ParallelError | None = None
         self._pid = os.getpid()
         self._store = PoolStore()
-        self._schedule = Schedule(settings.devices, settings.pass_device, self._store.port, self._wake)
+        self._schedule = Schedule(settings.devices, self._store.port, self._wake)
         self._failed_starts = 0  # in a row
-        initializer = PackedCall(settings.initializer, settings.initargs, {}, self.packer.segments)
+        options = CallOptions(pass_device=False, timeout_s=settings.timeout_s)
+        initializer = PackedCall(settings.initializer, settings.initargs, {}, options, self.packer.segments)
         self._crew = Crew(settings, initializer, self.packer.segments, self._hear)
         try:
             self._schedule.workers += [self._start(index) for index in range(len(settings.devices))]
@@ -129,7 +130,7 @@ class Supervisor:
 
     def _raise_if_closed(self) -> None:
         if self._broken is not None:
-            raise self._broken
+            raise ExecutorClosedError(f"This executor cannot go on: {self._broken}") from self._broken
         if self._closing:
             raise ExecutorClosedError("cannot schedule new work: the executor has been shut down.")
 
@@ -139,9 +140,10 @@ class Supervisor:
             if job is not None:
                 self._raise_if_closed()
                 self._schedule.pending.append(job)
-            ready = self._schedule.assign()
+            ready, is_timed = self._schedule.assign(), False
         try:
             for workers, task, call in ready:
+                is_timed = is_timed or call.options.timeout_s is not None
                 for worker in workers:
                     worker.send(task, call)
         except BaseException:  # a signal's handler: with half a message a worker cannot read on
@@ -151,7 +153,7 @@ class Supervisor:
                         if worker.has_unsent:
                             worker.kill()
             raise
-        if ready and self._settings.timeout_s is not None:  # there are deadlines, which are the supervisor's to keep
+        if is_timed:  # there are deadlines, which are the supervisor's to keep
             self._wake()
 
     def _loop(self) -> None:
@@ -219,7 +221,7 @@ class Supervisor:
         self._hand_out()
 
     def _time_out(self, job: Job | None, silent: list[Worker]) -> None:
-        error = self._crew.silence(silent, job.call.name if job else "The initializer")
+        error = self._crew.silence(silent, job)
         if job is None:
             self._break(error)
             return

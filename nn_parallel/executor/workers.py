@@ -39,12 +39,11 @@ class Worker:
         sockets: list[socket.socket],
         output: list[Output],
         tokens: int,
-        timeout_s: float | None,
         timed: set[Worker],
     ) -> None:
         """Puts itself into ``timed`` whenever it gets a deadline; ``tokens`` as in `worker.work`."""
         self.index, self.device, self._pool, self.output = index, device, pool, output
-        self._tokens, self._timeout_s, self._timed = tokens, timeout_s, timed
+        self._tokens, self._timed = tokens, timed
         connection, descriptors, self.control = sockets
         self.link = Link(connection, descriptors, sends=TASK_FORMAT, receives=ANSWER_FORMAT)
         self.arriving = self.link.messages(socket.MSG_DONTWAIT)
@@ -98,7 +97,7 @@ class Worker:
             os.eventfd_write(self._tokens, 1)
             return
         self.job, self.number, self.is_free = job, number, False
-        self._begin(now)
+        self._begin(now, job.call.options.timeout_s)
 
     def finish(self) -> None:
         """Its task, or its set-up, is over, and it begins the next one if there is one."""
@@ -109,7 +108,7 @@ class Worker:
             self.kill_at = None
         if self.next_job is not None:
             self.job, self.number, self.next_job = self.next_job, self._next_number, None
-            self._begin(now)
+            self._begin(now, self.job.call.options.timeout_s)
         else:
             self.job, self.is_free = None, not self.leaving
 
@@ -119,10 +118,10 @@ class Worker:
         self.deadline = self.stack_by = None
         return jobs
 
-    def _begin(self, now: float) -> None:
+    def _begin(self, now: float, timeout_s: float | None) -> None:
         self._since = now
-        if self._timeout_s is not None:
-            self.deadline = now + self._timeout_s
+        if timeout_s is not None:
+            self.deadline = now + timeout_s
             self._timed.add(self)
 
     def taken_back(self, now: float) -> Job | None:
@@ -183,11 +182,11 @@ class Worker:
         self.leaving, self.is_free, self.kill_at = True, False, None
         self._signal(signal.SIGKILL)
 
-    def named(self, pid: int) -> None:
-        """The fork server has told its process id; it sets itself up now, or has done so."""
+    def named(self, pid: int, timeout_s: float | None) -> None:
+        """The fork server has told its process id; it sets itself up now, in ``timeout_s``, or has done so."""
         self.pid = pid
         if not self.started:
-            self._begin(time.monotonic())
+            self._begin(time.monotonic(), timeout_s)
         if self._kill_when_named:
             self._signal(signal.SIGKILL)
 
