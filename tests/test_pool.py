@@ -543,6 +543,48 @@ def test_too_many_descriptors_is_an_error_and_no_leak() -> None:
         assert pool.run(int) == [0, 0]
 
 
+NO_MORE_PROCESSES = """
+import os
+
+fork = os.fork
+
+def refuse():
+    if os.path.exists("full"):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+
+os.fork = refuse
+"""
+NO_MORE_WORKERS = """
+import os
+from pathlib import Path
+from nn_parallel import ParallelError, ParallelExecutor
+
+with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+    pid = pool.run(os.getpid)
+    Path("full").touch()
+    with ParallelExecutor(num_workers=2, devices="cpu") as another:
+        try:
+            another.run(int)
+        except ParallelError as error:
+            print(error)
+    assert pool.run(os.getpid) == pid
+    os.remove("full")
+    with ParallelExecutor(num_workers=2, devices="cpu") as another:
+        assert another.run(int) == [0, 0]
+"""
+
+
+def test_no_more_processes_is_an_error_of_the_pool_that_needs_them(tmp_path: Path) -> None:
+    """The others go on. Nothing limits the number of root's processes, so the fork that is refused is a fake."""
+    (tmp_path / "sitecustomize.py").write_text(NO_MORE_PROCESSES)
+    environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-W", "error", "-c", NO_MORE_WORKERS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environ)
+    assert done.returncode == 0, done.stderr
+    assert "It could not be forked: Resource temporarily unavailable." in done.stdout
+
+
 def test_any_thread_may_wait(pools: ParallelExecutor) -> None:
     """A run from a thread that is not the main one fails and goes on like any other."""
     outcomes: list[Any] = []

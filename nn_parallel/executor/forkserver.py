@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import glob
 import json
 import os
 import select
@@ -93,9 +94,13 @@ class _Server:
             del self._pools[pool.fileno()]
             pool.close()
         elif message == b"fork":
-            pid = self._fork(fds)
-            self._workers[pid] = pool
-            self._tell(pool, {"pid": pid})
+            try:
+                pid = self._fork(fds)
+            except OSError as error:  # there are as many processes as there may be
+                self._tell(pool, {"errno": error.errno or 0})
+            else:
+                self._workers[pid] = pool
+                self._tell(pool, {"pid": pid})
             for fd in fds:
                 os.close(fd)
         else:
@@ -180,10 +185,9 @@ def _kill_descendants() -> None:
 
 def _remove_shared_memory(pid: int) -> None:
     """Remove what a process left that was killed as it sent a tensor: torch makes a named file and unlinks it soon."""
-    for name in os.listdir("/dev/shm"):
-        if name.startswith(f"torch_{pid}_"):
-            with contextlib.suppress(OSError):
-                os.unlink(f"/dev/shm/{name}")
+    for path in glob.glob(f"/dev/shm/torch_{pid}_*"):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def _children() -> list[int]:

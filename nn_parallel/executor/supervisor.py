@@ -130,7 +130,7 @@ class Supervisor:
 
     def _raise_if_closed(self) -> None:
         if self._broken is not None:
-            raise ExecutorClosedError(f"This executor cannot go on: {self._broken}") from self._broken
+            raise ExecutorClosedError(f"This executor has ended: {self._broken}") from self._broken
         if self._closing:
             raise ExecutorClosedError("cannot schedule new work: the executor has been shut down.")
 
