@@ -1,13 +1,12 @@
 """Run functions on every device and every rank, with an exception where others hang.
 
-The files, from the bottom up; each knows only those above it in this list::
+The files, from the bottom up; each knows only those before it in this list::
 
     errors, collector       every error; Python's garbage collector
-    hostlists, devices      SLURM's notation for hosts; which devices there are
-    launchers, gpus         environment -> launch facts; what NVML tells of GPUs
-    pickling                objects to bytes and back
-    interrupt               what is raised in the main thread from outside
-    world                   who am I among the ranks
+    hostlists, launchers    SLURM's notation for hosts; environment -> launch facts
+    devices, gpus           which devices there are; what NVML tells of GPUs
+    pickling, interrupt     objects to bytes and back; what is raised in the main thread from outside
+    sockets, world, nodes   connections of this process; who am I among the ranks; whether other nodes are there
     rendezvous, groups      the ranks find each other; the process group that connects them
     ddp                     initialize_ddp, cleanup_ddp
     reports                 the words in which ranks tell of outcomes
@@ -19,14 +18,13 @@ The files, from the bottom up; each knows only those above it in this list::
     on_rank                 code for one rank
     training, loaders, logs the model, the data and the log lines of each rank
     checkpoint, profiling   save_checkpoint, load_checkpoint; profile_ranks
-    executor                ParallelExecutor:
-        segments, transport             memory files for what is large; messages
+        segments, spinning, transport   memory files for what is large; waiting a moment; messages
+        evidence, poller, worker        why a process died; waiting for many; a worker process
         fingerprints, packing           whether a function is still the same; what is sent, and what workers keep
-        spinning, poller, evidence      waiting a moment, waiting for many; why a process died
-        worker                          a worker process
         forkserver, boot, servers       the process that forks them; its first lines; as the parent sees it
         jobs, workers, crew             what is to be done; who does it, one by one and all together
         schedule, supervisor, executor  which job goes where; the parent's thread; the class itself
+    executor                ParallelExecutor
     parallelize, doctor     code for every device; verify_ddp_setup
     __main__                the command line
 

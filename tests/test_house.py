@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,61 +16,30 @@ import nn_parallel
 
 PACKAGE = Path(nn_parallel.__file__).parent
 
-# From the bottom up, as drawn in the package's docstring: a file may know those in the lines above its own.
-LAYERS = [
-    {"errors", "hostlists", "collector"},
-    {"launchers", "devices", "gpus", "pickling", "interrupt"},
-    {"sockets"},
-    {"world"},
-    {"nodes"},
-    {"rendezvous"},
-    {"groups"},
-    {"ddp"},
-    {"reports"},
-    {"peers", "positions"},
-    {"watcher"},
-    {"sections"},
-    {"outcomes"},
-    {"channels"},
-    {"collectives"},
-    {"on_rank"},
-    {"training", "loaders", "logs"},
-    {"checkpoint", "profiling"},
-    {"executor.segments", "executor.fingerprints", "executor.spinning", "executor.evidence"},
-    {"executor.poller"},
-    {"executor.transport"},
-    {"executor.worker"},
-    {"executor.forkserver", "executor.packing"},
-    {"executor.jobs"},
-    {"executor.boot"},
-    {"executor.servers"},
-    {"executor.workers"},
-    {"executor.crew", "executor.schedule"},
-    {"executor.supervisor"},
-    {"executor.executor"},
-    {"executor"},
-    {"parallelize", "doctor"},
-    {""},
-    {"__main__"},
-]
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip("."): path
     for path in PACKAGE.rglob("*.py")
 }
 
 
-def test_every_file_has_a_layer() -> None:
+def _drawn() -> list[str]:
+    """The files as the package's docstring draws them, from the bottom up; those further in are the executor's."""
+    rows = re.findall(r"^ {4}( {4})?(\w+(?:, \w+)*) +\S", nn_parallel.__doc__ or "", re.MULTILINE)
+    drawn = ["executor." * bool(inner) + name for inner, names in rows for name in names.split(", ")]
+    return [*drawn[:-1], "", drawn[-1]]  # the package itself is above all but the command line
+
+
+def test_every_file_is_drawn_once() -> None:
     """A new file must say where it stands."""
-    assert set(MODULES) == set().union(*LAYERS)
+    assert sorted(MODULES) == sorted(_drawn())
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
-def test_each_file_knows_only_those_below_it(module: str) -> None:
-    """No import points upwards or sideways, those inside functions and under TYPE_CHECKING included."""
-    level = next(index for index, layer in enumerate(LAYERS) if module in layer)
-    below = set().union(*LAYERS[:level])
+def test_each_file_knows_only_those_before_it(module: str) -> None:
+    """No import points upwards, those inside functions and under TYPE_CHECKING included."""
+    drawn = _drawn()
     imported = {name for node in ast.walk(ast.parse(MODULES[module].read_text())) for name in _imports(node, module)}
-    assert imported <= below
+    assert imported <= set(drawn[: drawn.index(module)])
 
 
 def _imports(node: ast.AST, module: str) -> set[str]:
