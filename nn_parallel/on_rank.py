@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 from .channels import channel
 from .collectives import broadcast_packed
@@ -16,19 +16,11 @@ from .ddp import as_timedelta, join_launched_world
 from .errors import ParallelError
 from .outcomes import Channel
 from .peers import local_places
-from .pickling import dumps
+from .pickling import Packed, dumps
 from .reports import Call, call_name, place_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class _OptionalResult(Protocol):
-    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R | None]: ...
-
-
-class _SameResult(Protocol):
-    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
 
 
 @overload
@@ -39,7 +31,7 @@ def on_rank(
     broadcast: Literal[True],
     wait: bool = True,
     timeout: timedelta | float | None = None,
-) -> _SameResult: ...
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 @overload
 def on_rank(
     rank: int | Sequence[int],
@@ -48,7 +40,7 @@ def on_rank(
     broadcast: Literal[False] = False,
     wait: bool = True,
     timeout: timedelta | float | None = None,
-) -> _OptionalResult: ...
+) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
 def on_rank(
     rank: int | Sequence[int],
     barrier: bool = False,
@@ -105,7 +97,7 @@ def on_local_rank(
     broadcast: Literal[True],
     wait: bool = True,
     timeout: timedelta | float | None = None,
-) -> _SameResult: ...
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 @overload
 def on_local_rank(
     rank: int,
@@ -114,7 +106,7 @@ def on_local_rank(
     broadcast: Literal[False] = False,
     wait: bool = True,
     timeout: timedelta | float | None = None,
-) -> _OptionalResult: ...
+) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
 def on_local_rank(
     rank: int,
     barrier: bool = False,
@@ -133,7 +125,7 @@ def on_local_rank(
         def download():
             ...  # to a disk that each node has for itself
     """
-    (wanted,) = _checked_ranks("on_local_rank", [rank] if isinstance(rank, int) else rank)
+    (wanted,) = _checked_ranks("on_local_rank", (rank,))
     return _decorator(
         lambda here: _local_ranks_in_world("on_local_rank", wanted, here),
         barrier,
@@ -163,7 +155,7 @@ def rank_first(rank: int = 0, *, local: bool = False, timeout: timedelta | float
         with rank_first():
             dataset = load_dataset("data")  # rank 0 downloads it, the others find it there
     """
-    (wanted,) = _checked_ranks("rank_first", [rank] if isinstance(rank, int) else rank)
+    (wanted,) = _checked_ranks("rank_first", (rank,))
     limit = as_timedelta(timeout)
     here = _channel()
     if here is None or here.nested_in:
@@ -215,18 +207,20 @@ def _decorator(
                 return fn(*args, **kwargs) if here.rank in ranks else None
             call = Call(name, ranks, place_of(sys._getframe(1)), wait)
             result: R | None = None
+            packed: Packed | None = None
             try:
                 with here.section(call, barrier=barrier, timeout=timeout) as runs:
                     if runs:
                         result = fn(*args, **kwargs)
-                        packed = dumps(result, lambda: {"the result": result}) if broadcast else None
+                        if broadcast and here.rank == ranks[0]:
+                            packed = dumps(result, lambda: {"the result": result})
             except ParallelError as error:
                 raise error.with_traceback(None) from error.__cause__  # without our own frames
             if not broadcast:
                 return result
             with here.block(call._replace(ranks=tuple(range(here.world_size)))):  # one that fails here must free all
-                received: R = broadcast_packed(packed if here.rank == ranks[0] else None, ranks[0])
-            return result if here.rank == ranks[0] else received
+                received: R = broadcast_packed(packed, ranks[0])
+            return received if packed is None else result
 
         return wrapper
 

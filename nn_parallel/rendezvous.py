@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -136,15 +137,13 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
     listener = None
     if hosts_store and is_loopback(launch.master_addr):
         # A socket of our own: TCPStore would listen on every interface.
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((launch.master_addr, launch.master_port))
-            listener.listen(max(launch.world_size, 128))
+            place = launch.master_addr, launch.master_port
+            listener = socket.create_server(place, backlog=max(launch.world_size, 128))
         except OSError as error:
-            listener.close()
+            why = os.strerror(error.errno or 0)
             raise LaunchError(
-                f"Rank 0 cannot listen on {address}: {error.strerror}. Set MASTER_PORT to a free port on every rank."
+                f"Rank 0 cannot listen on {address}: {why}. Set MASTER_PORT to a free port on every rank."
             ) from error
     try:
         return dist.TCPStore(

@@ -94,13 +94,13 @@ class Report(NamedTuple):
         term, call, phase, failures = map(int, head.split())
         return cls(Progress(term, call, phase), failures, history)
 
-    def made_as(self, number: int) -> str | None:
-        """The call that this rank made under ``number``, as ``(what, place)``; None if that is no longer known."""
+    def made_as(self, number: int) -> tuple[str, str] | None:
+        """What this rank called under ``number``, and where; None if that is no longer known."""
         made = None
         for line in self.history.splitlines():
             first, what, place = line.split("\t")
             if int(first) <= number:
-                made = f"{what}\t{place}"
+                made = what, place
         return made
 
 
@@ -150,12 +150,11 @@ def timed_out(me: int, rank: int, report: Report, call: Call, number: int, waite
     )
 
 
-def not_in_step(me: int, rank: int, theirs: str, call: Call, number: int) -> ParallelError:
+def not_in_step(me: int, rank: int, theirs: tuple[str, str], call: Call, number: int) -> ParallelError:
     """The error of rank ``me``, whose call ``number`` is another one on ``rank``."""
-    theirs = theirs.replace("\t", " at ")
     return ParallelError(
-        f"The ranks are not in the same call. As call {number}, rank {rank} made {theirs} and rank {me} made {call}. "
-        "Every rank must make the same calls in the same order: look for one inside `if rank == ...`."
+        f"The ranks are not in the same call. As call {number}, rank {rank} made {' at '.join(theirs)} and rank {me} "
+        f"made {call}. Every rank must make the same calls in the same order: look for one inside `if rank == ...`."
     )
 
 

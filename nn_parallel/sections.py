@@ -317,7 +317,7 @@ class Sections:
         except ValueError:
             raise foreign_value(f"report/{rank}", report.history) from None
         # None: the rank is so far ahead that it has forgotten. Its outcome is still told by its list of failures.
-        if theirs is not None and theirs.split("\t")[0] != call.what:
+        if theirs is not None and theirs[0] != call.what:
             self._post(self._phase)  # where this rank is, before it goes: the other may wait for it and must see it too
             raise not_in_step(self.rank, rank, theirs, call, self._calls)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -81,9 +83,10 @@ def test_broadcast_gives_the_result_to_all(world: World) -> None:
         @on_rank([1, 0], broadcast=True)
         def make() -> Any:
             rank = current_world().rank
-            return {"rank": rank, "tensor": torch.full((3,), float(rank)), "fn": lambda: rank}
+            made = {"rank": rank, "tensor": torch.full((3,), float(rank)), "fn": lambda: rank}
+            return made if rank == 1 else threading.Lock()  # only the result of the first is sent
 
-        made = make()
+        made: Any = make()
         return made["rank"], made["tensor"].tolist(), made["fn"]()
 
     assert set(map(str, world.run(scenario))) == {str((1, [1.0, 1.0, 1.0], 1))}
@@ -93,8 +96,6 @@ def test_a_result_that_cannot_be_broadcast_is_an_error_everywhere(world: World) 
     """A broadcast result that cannot be pickled is a failure of the call, with its path, on every rank."""
 
     def scenario() -> str:
-        import threading
-
         @on_rank(0, broadcast=True)
         def make() -> Any:
             return {"lock": threading.Lock()}
@@ -660,6 +661,15 @@ def test_what_is_no_rank_is_said_at_once(rank: Any, error: type[Exception], text
     """A wrong argument is an error where the decorator stands, in any world."""
     with pytest.raises(error, match=text):
         on_rank(rank)
+
+
+@pytest.mark.parametrize("several", [[0, 1], [0], []])
+def test_one_rank_of_a_node_is_meant(several: Any) -> None:
+    """Where several make no sense, the error says what is asked for."""
+    with pytest.raises(TypeError, match=rf"on_local_rank\({re.escape(str(several))}\): a rank is an int"):
+        on_local_rank(several)
+    with pytest.raises(TypeError, match=r"rank_first\(.*\): a rank is an int"), rank_first(several):
+        pass
 
 
 def test_options_that_exclude_each_other() -> None:
