@@ -30,7 +30,7 @@ from .segments import Segments
 from .transport import Link, Parcel, Unpack
 
 UNINTERRUPTED = True  # see interrupt
-STARTED = 0  # the number of the answer that says the worker is set up
+NO_TASK, STARTED = -1, 0  # less than the number of any task; the number of the answer that says the worker is set up
 INTERRUPT_EVERY_S = 0.02
 SUCCEEDED, FAILED, CANCELLED = range(3)  # how a task ends
 
@@ -137,7 +137,7 @@ class _Worker:
         self._store: dist.Store | None = None
         self._cores = -1  # not known yet
         self._switching = threading.Lock()  # between the main thread, which changes tasks, and the one that cancels
-        self._task = self._cancelled = STARTED - 1
+        self._task = self._cancelled = NO_TASK
         self._block = Interruptible()  # what the main thread does for the task
 
     def follow_orders(self, control: socket.socket) -> None:
@@ -192,7 +192,7 @@ class _Worker:
                     outcome, packed = SUCCEEDED, self._call(task, unpack)
             finally:
                 with self._switching:  # from here on nothing interrupts it
-                    self._task = STARTED - 1
+                    self._task = NO_TASK
         except Interrupted:
             outcome, packed = CANCELLED, _NOTHING
         except BaseException as error:
