@@ -4,7 +4,7 @@
     ├─ RankError(ExceptionGroup)        one leaf per failed rank, the cause first
     ├─ WorkerDiedError                  a process is gone
     ├─ RankTimeoutError(TimeoutError)   a rank did not answer in time
-    ├─ ExecutorClosedError              the pool has ended
+    ├─ ExecutorClosedError              the pool was shut down
     ├─ TransferError                    an object could not be sent
     ├─ RemoteError                      an exception that could not be rebuilt here
     └─ LaunchError                      the launch environment or device configuration is wrong
@@ -106,7 +106,7 @@ class RankTimeoutError(ParallelError, TimeoutError):
 
 
 class ExecutorClosedError(ParallelError):
-    """The executor was used after `shutdown`, when it could not go on, or in a process that did not make it."""
+    """The executor was used after `shutdown`, or in a process that did not make it."""
 
 
 class TransferError(ParallelError):

@@ -66,7 +66,7 @@ def parallelize_on_gpus(
                 key, pool = _shared_pool(num_gpus, pass_device, devices, timeout)
                 try:
                     return pool.run(fn, *args, **kwargs)
-                except ExecutorClosedError:  # its idle minute ended just now, or it could not go on
+                except ExecutorClosedError:  # its idle minute ended just now
                     _pools.pop(key, None)
 
         return wrapper
@@ -113,6 +113,11 @@ def parallel_on_all_devices(func: Callable[P, R]) -> Callable[P, R]:
 class _SharedPool(ParallelExecutor):
     _idle_limit_s = IDLE_LIMIT_S
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was idle for so long, or could not go on."""
+        return self._supervisor is None or self._supervisor.has_ended
+
     def for_calls(self, pass_device: bool, timeout: timedelta | float | None) -> _SharedPool:
         """The same workers, called in another way."""
         view = copy.copy(self)
@@ -129,7 +134,7 @@ def _shared_pool(
         return (), ParallelExecutor(num_gpus, pass_device, devices=devices, timeout=timeout)
     key = tuple(choose_devices(num_gpus, devices))
     with _pools_lock:
-        if key not in _pools:
+        if key not in _pools or _pools[key].has_ended:
             _pools[key] = _SharedPool(num_gpus, devices=devices, timeout=timeout)
         return key, _pools[key].for_calls(pass_device, timeout)
 

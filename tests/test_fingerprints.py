@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from nn_parallel.executor import worker
 from nn_parallel.executor.fingerprints import fingerprint
-from nn_parallel.executor.packing import FUNCTIONS_KEPT, Packer
+from nn_parallel.executor.packing import FUNCTIONS_KEPT, CallOptions, Packer
 from nn_parallel.pickling import loads
 
+OPTIONS = CallOptions(pass_device=False, timeout_s=None)
 PROGRAM = """
 import math
 x, listed, constant = 1, [0], (1, "a", 2.0)
@@ -72,7 +73,7 @@ class Pool:
         self.sent = 0  # how often a function went with a call, or to be kept
 
     def call(self, fn: Callable[..., Any]) -> Any:
-        call = self.packer.pack(fn, (), {})
+        call = self.packer.pack(fn, (), {}, OPTIONS)
         for handle in call.handles:
             if handle.number not in worker._stored:
                 worker._stored[handle.number] = loads(handle.parcel.pickle, [])
@@ -217,11 +218,11 @@ def test_the_workers_forget_what_has_not_been_called_for_long() -> None:
     functions = [make(str(k)) for k in range(FUNCTIONS_KEPT + 1)]
     for fn in functions:
         for _ in range(2):
-            packer.pack(fn, (), {})
-        packer.pack(functions[0], (), {})
+            packer.pack(fn, (), {}, OPTIONS)
+        packer.pack(functions[0], (), {}, OPTIONS)
     assert len(packer.forgotten) == 1
-    assert packer.pack(functions[0], (), {}).function
-    assert not packer.pack(functions[1], (), {}).function
+    assert packer.pack(functions[0], (), {}, OPTIONS).function
+    assert not packer.pack(functions[1], (), {}, OPTIONS).function
 
 
 def test_no_more_are_kept_where_another_thread_calls_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,16 +231,16 @@ def test_no_more_are_kept_where_another_thread_calls_meanwhile(monkeypatch: pyte
     make = _main("def make(k):\n return lambda: k")["make"]
     functions = [make(str(k)) for k in range(FUNCTIONS_KEPT)]
     for fn in functions:
-        packer.pack(fn, (), {})
+        packer.pack(fn, (), {}, OPTIONS)
 
     def put_as_another_calls(*args: Any) -> Any:
-        packer.pack(make("another"), (), {})
+        packer.pack(make("another"), (), {}, OPTIONS)
         return put(*args)
 
     monkeypatch.setattr(kept, "_put", put_as_another_calls)
-    assert packer.pack(functions[-1], (), {}).function
+    assert packer.pack(functions[-1], (), {}, OPTIONS).function
     for k in range(10):
-        packer.pack(make(f"later {k}"), (), {})
+        packer.pack(make(f"later {k}"), (), {}, OPTIONS)
     assert len(kept._known) == FUNCTIONS_KEPT
 
 

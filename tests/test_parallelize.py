@@ -127,6 +127,10 @@ def test_a_pool_that_cannot_go_on_is_replaced_at_the_next_call(monkeypatch: pyte
         with pytest.raises(ParallelError, match="fork server has ended"):
             sleep(3600)
         assert sleep(0) == [None]
+        (pool,) = parallelize._pools.values()
+        os.kill(servers.fork_server_pid() or 0, signal.SIGKILL)
+        pool._supervisor._thread.join(10)  # type: ignore[union-attr]
+        assert sleep(0) == [None]  # nothing was lost
     finally:
         parallelize._pools.popitem()[1].shutdown()
         servers.stop_fork_server()

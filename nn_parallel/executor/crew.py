@@ -106,8 +106,8 @@ class Crew:
         if not text:
             raise EOFError
         told: dict[str, int] = json.loads(text)
-        if number := told.get("errno"):
-            evidence = f"It could not be forked: {os.strerror(number)}."
+        if "errno" in told:
+            evidence = f"It could not be forked: {os.strerror(told['errno'])}."
             return [End(self._unnamed.popleft(), os.EX_OSERR, evidence)]
         if pid := told.get("pid"):
             self._unnamed.popleft().named(pid, self._initializer.options.timeout_s)

@@ -128,7 +128,7 @@ class ParallelExecutor(Executor):
                 again afterwards.
             RankTimeoutError: a rank took longer than ``timeout``; the message holds the Python stack of each that did.
             TransferError: ``fn`` or an argument cannot be sent; nothing was started.
-            ExecutorClosedError: after `shutdown`, or when the pool could not go on; its message says why.
+            ExecutorClosedError: after `shutdown`.
 
         Example::
 
@@ -150,7 +150,7 @@ class ParallelExecutor(Executor):
             `RankTimeoutError`; what cannot be sent, either way, as `TransferError`.
 
         Raises:
-            ExecutorClosedError: after `shutdown`, or when the pool could not go on.
+            ExecutorClosedError: after `shutdown`.
             ParallelError: under a launcher, where all ranks would have to submit the same.
 
         Example::

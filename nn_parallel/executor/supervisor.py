@@ -57,6 +57,11 @@ class Supervisor:
     def is_alive(self) -> bool:
         return self._pid == os.getpid() and self._thread.is_alive()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it takes no more jobs."""
+        return self._closing
+
     def submit(self, job: Job | Resize, *, reads: bool = False) -> None:
         """Queue a job, and if it ``reads``, take the answers that are there. Jobs start in the order of submission."""
         self._raise_if_forked()
@@ -130,7 +135,7 @@ class Supervisor:
 
     def _raise_if_closed(self) -> None:
         if self._broken is not None:
-            raise ExecutorClosedError(f"This executor has ended: {self._broken}") from self._broken
+            raise self._broken
         if self._closing:
             raise ExecutorClosedError("cannot schedule new work: the executor has been shut down.")
 
