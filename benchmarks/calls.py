@@ -19,8 +19,8 @@ def figures(repetitions: int) -> Iterator[Figure]:
     """The figures, one after another."""
     with ParallelExecutor(num_workers=2, devices="cpu") as pool:
         for name, fn in (("run(fn)", _one), ("run(fn that uses torch)", _uses_torch)):
-            reference = "raw pipe to 2 processes and back"
-            yield beside_raw_pipe(f"warm {name} on 2 workers", pool, fn, 2, reference, goal=2, repetitions=repetitions)
+            reference, often = "raw pipe to 2 processes and back", 10 * repetitions  # the mood changes within a second
+            yield beside_raw_pipe(f"warm {name} on 2 workers", pool, fn, 2, reference, goal=2, repetitions=often)
         three = torch.ones(3)
         name = "a tensor of 3 elements to 2 workers and back"
         yield measure(name, lambda: pool.run(_same, three), repetitions=repetitions, calls=50)

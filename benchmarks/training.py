@@ -17,7 +17,6 @@ from nn_parallel import ParallelExecutor, accumulate, initialize_ddp, prepare_da
 from .harness import Figure
 
 BATCH, WIDTH = 8192, 512  # bound by computing: a weight is used 8192 times for each time that it is sent
-STEPS_PER_TURN = 4
 
 
 def figures(repetitions: int) -> Iterator[Figure]:
@@ -30,7 +29,7 @@ def figures(repetitions: int) -> Iterator[Figure]:
         for _ in range(repetitions):
             alone.append(one.run(_seconds_per_sample, repetitions)[0])
             both.append(max(two.run(_seconds_per_sample, repetitions)) / 2)
-        plain, prepared = two.run(_seconds_per_step, 30 * repetitions)[0]
+        plain, prepared = two.run(_seconds_per_step, 200 * repetitions)[0]
     name = "DDP training on 2 CPU ranks, per sample"
     yield Figure(name, both, 1 / 1.8, "1 rank, 1 thread each", alone)
     name = "step through prepare_model and prepare_dataloader"
@@ -53,7 +52,7 @@ def _seconds_per_sample(steps: int) -> float:
 
 
 def _seconds_per_step(turns: int) -> tuple[list[float], list[float]]:
-    """Plain DDP and prepared, by turns of some steps, so that both share the machine's mood."""
+    """Plain DDP and prepared, step by step in turn, so that both share the machine's mood."""
     initialize_ddp()
     loops = [_steps(prepared) for prepared in (False, True)]
     seconds: tuple[list[float], list[float]] = ([], [])
@@ -62,10 +61,9 @@ def _seconds_per_step(turns: int) -> tuple[list[float], list[float]]:
             loop, measured = loops[index], seconds[index]
             dist.barrier()
             start = time.perf_counter()
-            for _ in range(STEPS_PER_TURN):
-                next(loop)
+            next(loop)
             if turn:  # the first one warms up
-                measured.append((time.perf_counter() - start) / STEPS_PER_TURN)
+                measured.append(time.perf_counter() - start)
     return seconds
 
 
