@@ -339,6 +339,7 @@ with ParallelExecutor(num_workers=4, devices="cpu") as pool:
     transport.ROOM_WITHIN_S = 0.5
     *received_late, unsent = [pool.submit(len, data) for _ in pids]  # it is too much in the middle of the last one
     assert isinstance(unsent.exception(), TransferError), unsent
+    assert pool.submit(os.getpid).result() not in pids  # its worker has been replaced, for which there was room
     ours, theirs = socket.socketpair()
     with ours, theirs:
         socket.send_fds(ours, [b" "], [0] * 200)
