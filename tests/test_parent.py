@@ -27,10 +27,15 @@ from nn_parallel import ParallelExecutor
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 
+def ready():
+    print("ready\\n", end="", flush=True)  # all of it or nothing, whenever it is interrupted
+
 def endless():
-    while True:  # two processes of its own, which live as long as the worker lets them
-        for batch in DataLoader(list(range(1000)), num_workers=2, persistent_workers=True):
-            print("ready", flush=True)
+    # Two processes of its own, which live as long as the worker lets them. They send no tensors: the thread of
+    # `multiprocessing` that sends descriptors prints a traceback whenever its receiver is interrupted.
+    while True:
+        for batch in DataLoader(list(range(1000)), num_workers=2, persistent_workers=True, collate_fn=list):
+            ready()
             time.sleep(0.001)
 
 def pool():
@@ -46,14 +51,14 @@ try:
         with pool() as ex:
             while True:
                 ex.run(lambda x: x, data)
-                print("ready", flush=True)
+                ready()
     while True:
         if phase == "start":
-            print("ready", flush=True)
+            ready()
         ex = pool()
         if phase == "shutdown":
             ex.run(int)
-            print("ready", flush=True)
+            ready()
         ex.submit(int)
         ex.shutdown()
 except KeyboardInterrupt:
