@@ -120,8 +120,9 @@ def _alone(device: torch.device | str) -> World:
 
 
 def join_launched_world() -> Membership | None:
-    """The membership of this process, joined now if a launcher started it and `initialize_ddp` has not been called.
+    """The place of this process among other ranks, or None if it is alone.
 
+    It is taken now if a launcher started this process and `initialize_ddp` has not been called.
     Without this, every rank of a script that forgot to call it would take itself for rank 0 and write the checkpoint.
     """
     member = membership()
@@ -129,7 +130,7 @@ def join_launched_world() -> Membership | None:
         world = initialize_ddp()
         logger.info("initialize_ddp() was called for you: rank %d of %d (%s).", *world[1:4:2], world.launcher)
         member = membership()
-    return member
+    return member if member is not None and member.open_store is not None else None
 
 
 def should_use_distributed(flag: bool | None = None) -> bool:

@@ -23,7 +23,6 @@ from .world import current_world
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_Devices = tuple[torch.device, ...]
 IDLE_LIMIT_S = 60.0
 
 
@@ -63,11 +62,11 @@ def parallelize_on_gpus(
         @functools.wraps(fn)
         def wrapper(*args: Any, **kwargs: Any) -> list[R]:
             while True:
-                key, pool = _shared_pool(num_gpus, pass_device, devices, timeout)
+                pool = _shared_pool(num_gpus, pass_device, devices, timeout)
                 try:
                     return pool.run(fn, *args, **kwargs)
                 except ExecutorClosedError:  # its idle minute ended just now
-                    _pools.pop(key, None)
+                    continue
 
         return wrapper
 
@@ -115,7 +114,7 @@ class _SharedPool(ParallelExecutor):
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was idle for so long, or could not go on."""
+        """Whether it was idle for so long, could not go on, or is that of a process of which this is a fork."""
         return self._supervisor is None or self._supervisor.has_ended
 
     def for_calls(self, pass_device: bool, timeout: timedelta | float | None) -> _SharedPool:
@@ -125,18 +124,15 @@ class _SharedPool(ParallelExecutor):
         return view
 
 
-def _shared_pool(
-    num_gpus: int | None, pass_device: bool, devices: Any, timeout: Any
-) -> tuple[_Devices, ParallelExecutor]:
-    """The pool of these devices, which are its key; under a launcher the ranks, where nothing is started or kept."""
-    member = join_launched_world()
-    if member is not None and member.open_store is not None:
-        return (), ParallelExecutor(num_gpus, pass_device, devices=devices, timeout=timeout)
+def _shared_pool(num_gpus: int | None, pass_device: bool, devices: Any, timeout: Any) -> ParallelExecutor:
+    """The pool of these devices; under a launcher the ranks, where there is nothing to start or to keep."""
+    if join_launched_world() is not None:
+        return ParallelExecutor(num_gpus, pass_device, devices=devices, timeout=timeout)
     key = tuple(choose_devices(num_gpus, devices))
     with _pools_lock:
         if key not in _pools or _pools[key].has_ended:
             _pools[key] = _SharedPool(num_gpus, devices=devices, timeout=timeout)
-        return key, _pools[key].for_calls(pass_device, timeout)
+        return _pools[key].for_calls(pass_device, timeout)
 
 
 def _split_run_gather(
@@ -220,5 +216,5 @@ def _gather(func: Callable[..., Any], pieces: Sequence[Any], device: torch.devic
     return torch.stack(moved) if moved[0].dim() == 0 else torch.cat(moved)
 
 
-_pools: dict[_Devices, _SharedPool] = {}
+_pools: dict[tuple[torch.device, ...], _SharedPool] = {}
 _pools_lock = threading.Lock()

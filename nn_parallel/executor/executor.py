@@ -89,7 +89,7 @@ class ParallelExecutor(Executor):
         self._supervisor: Supervisor | None = None
         self._block: contextlib.AbstractContextManager[None] | None = None
         member = join_launched_world()
-        if member is not None and member.open_store is not None:
+        if member is not None:
             _check_choice_is_what_runs(member, num_gpus, devices, num_workers)
             self._member: Membership | None = member
             if initializer is not None:

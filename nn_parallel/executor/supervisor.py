@@ -59,8 +59,8 @@ class Supervisor:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it takes no more jobs."""
-        return self._closing
+        """Whether it takes no more jobs, at least of this process."""
+        return self._closing or self._pid != os.getpid()
 
     def submit(self, job: Job | Resize, *, reads: bool = False) -> None:
         """Queue a job, and if it ``reads``, take the answers that are there. Jobs start in the order of submission."""
