@@ -202,6 +202,14 @@ def test_a_partial_is_told_from_what_it_is_made_of() -> None:
             assert repr(pool.call(f)) == repr(values)
 
 
+def test_annotations_are_told_from_defaults() -> None:
+    names, pool = _main("def f():\n return x"), Pool()
+    f, names["x"], names["f"].__annotations__ = names["f"], "v", {"return": 1}
+    assert [pool.call(f) for _ in range(3)] == ["v"] * 3
+    f.__annotations__, f.__defaults__, names["x"] = {}, ("v",), 0
+    assert pool.call(f) == 0
+
+
 def test_methods_and_objects_are_never_kept() -> None:
     """There is no telling what a method of an object, or a callable object, will do."""
     assert fingerprint([].append) is None

@@ -37,17 +37,20 @@ def fingerprint(fn: Callable[..., Any]) -> tuple[tuple[int, ...], list[object]] 
 def _add(value: Any, parts: list[object], seen: dict[int, int]) -> bool:
     """Add what ``value`` is made of, in an order that the code determines; whether that is all there is to it."""
     kind = type(value)
-    if kind is types.FunctionType and not _is_importable(value):
+    if kind is types.FunctionType:
+        if _is_importable(value):
+            parts.append(value)
+            return True
         return _add_again(value, parts, seen) or _add_function(value, parts, seen)
     if kind is functools.partial:
         return _add_again(value, parts, seen) or _add_partial(value, parts, seen)
     parts.append(value)
-    if kind is types.FunctionType or kind in _IMMUTABLE:
+    if isinstance(value, types.ModuleType):
+        return sys.modules.get(value.__name__) is value and not _goes_by_value(value.__name__)
+    if kind in _IMMUTABLE:
         return True
     if kind is tuple or kind is frozenset:
         return all(_add(each, parts, seen) for each in value)
-    if isinstance(value, types.ModuleType):
-        return sys.modules.get(value.__name__) is value and not _goes_by_value(value.__name__)
     if kind is types.BuiltinFunctionType:
         return isinstance(value.__self__, types.ModuleType | type | None)
     return isinstance(value, type) and _is_importable(value)
@@ -67,23 +70,25 @@ def _add_function(fn: types.FunctionType, parts: list[object], seen: dict[int, i
     if names is None:
         return False
     parts += _itself(fn)
+    values = [fn.__globals__.get(name, _Missing) for name in names] if names else []
     held = _held_by(fn)
-    if not names and not any(held):
-        parts.append(_NOTHING_ELSE)
-        return True
-    annotations, closure, defaults, by_name, attributes = held
-    parts += annotations.values()
-    values = [fn.__globals__.get(name, _Missing) for name in names]
-    for cell in closure or ():
-        try:
-            values.append(cell.cell_contents)
-        except ValueError:
-            values.append(_Missing)
-    # What dicts and tuples hold is compared, not these: every evaluation of a `def` makes new ones.
-    defaults, by_name = defaults or (), by_name or {}
-    parts += len(defaults), len(by_name), len(attributes), *map(sys.intern, by_name), *map(sys.intern, attributes)
-    values += *defaults, *by_name.values(), *attributes.values()
-    return all(_add(value, parts, seen) for value in values)
+    if any(held):
+        # What dicts and tuples hold is compared, not these: every evaluation of a `def` makes new ones.
+        annotations, closure, defaults, by_name, attributes = held
+        by_name = by_name or {}
+        values += *map(_contents, closure or ()), *(defaults or ()), *by_name.values(), *attributes.values()
+        parts += len(values), len(annotations), len(by_name), len(attributes), *annotations, *by_name, *attributes
+        parts += annotations.values()
+    else:
+        parts.append(_NOTHING_HELD)
+    return not values or all(_add(value, parts, seen) for value in values)
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _Missing
 
 
 def _add_partial(fn: functools.partial[Any], parts: list[object], seen: dict[int, int]) -> bool:
@@ -132,7 +137,7 @@ class _Missing:
 # These are no values that a user could have: what is made of different things is made of different parts.
 _AGAIN = object()  # before the number of a function that came before
 _PARTIAL = object()  # begins what a partial is made of
-_NOTHING_ELSE = object()  # ends what a function is made of that refers to nothing
+_NOTHING_HELD = object()  # stands for what a function is made of beside itself and the globals that it reads
 _itself = operator.attrgetter("__code__", "__globals__", "__name__", "__qualname__", "__module__", "__doc__")
 _held_by = operator.attrgetter("__annotations__", "__closure__", "__defaults__", "__kwdefaults__", "__dict__")
 _IMMUTABLE = {
