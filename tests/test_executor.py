@@ -551,6 +551,13 @@ def test_a_failing_initializer_is_an_error_of_every_call() -> None:
             pool.run(int)
 
 
+def test_an_initializer_that_takes_too_long_is_named() -> None:
+    options: Any = {"timeout": 0.3, "initializer": time.sleep, "initargs": (60,)}
+    told = pytest.raises(TimeoutError, match=r"^sleep\(\) did not end within timeout=0.3 s")
+    with ParallelExecutor(num_workers=1, devices="cpu", **options) as pool, told:
+        pool.run(int)
+
+
 def test_after_shutdown() -> None:
     """Every call says that the executor is closed; closing again is harmless; what was submitted is finished."""
     pool = ParallelExecutor(num_workers=1, devices="cpu")

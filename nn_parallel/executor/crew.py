@@ -145,11 +145,11 @@ class Crew:
 
     def silence(self, silent: list[Worker], job: Job | None) -> RankTimeoutError:
         """The error of a job, or of the set-up, during which these workers ran out of time."""
-        call, name = (job.call, job.call.name) if job else (self._initializer, "The initializer")
+        call = job.call if job else self._initializer
         stacks = {worker.index: worker.where_it_stands() for worker in silent}
         told = "\n".join(f"{worker.description}:\n{stacks[worker.index]}" for worker in silent)
         return RankTimeoutError(
-            f"{name} did not end within timeout={call.options.timeout_s:g} s. Where its workers stand:\n{told}",
+            f"{call.name} did not end within timeout={call.options.timeout_s:g} s. Where its workers stand:\n{told}",
             ranks=list(stacks),
             stacks=stacks,
         )

@@ -104,7 +104,7 @@ class ParallelExecutor(Executor):
             logger.info("No accelerator: %d CPU workers, %d threads each.", n, max(1, cpu_count() // n))
         settings = Settings(
             devices=self._devices,
-            initializer=initializer or _nothing,
+            initializer=initializer or set_up,
             initargs=initargs,
             timeout_s=self._options.timeout_s,
             idle_limit_s=self._idle_limit_s,
@@ -366,5 +366,5 @@ def _call_each(fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: t
     return [call_on_device(fn, item, {}, device) for item in items]
 
 
-def _nothing() -> None:
-    """The initializer of a pool that was given none."""
+def set_up() -> None:
+    """The initializer of a pool that was given none, as errors call it if the workers are not there in time."""

@@ -72,7 +72,7 @@ class Worker:
 
     @property
     def _doing(self) -> str:
-        return self.job.call.name if self.job else "the initializer"
+        return self.job.call.name if self.job else "its set-up"
 
     @property
     def has_told(self) -> bool:
