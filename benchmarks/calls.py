@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
@@ -11,6 +12,7 @@ from nn_parallel import ParallelExecutor
 from .harness import Figure, measure
 from .peers import chosen, raw_pipes
 
+T = TypeVar("T")
 TASKS = 10_000
 GOALS = {"ProcessPoolExecutor": (0.5, 0.5), "Ray actors": (0.15, None)}  # of one call, of many tasks
 
@@ -18,8 +20,8 @@ GOALS = {"ProcessPoolExecutor": (0.5, 0.5), "Ray actors": (0.15, None)}  # of on
 def figures(repetitions: int) -> Iterator[Figure]:
     """The figures, one after another."""
     with ParallelExecutor(num_workers=2, devices="cpu") as pool:
-        for name, fn in (("run(fn)", lambda: 1), ("run(fn that uses torch)", lambda: torch.get_num_threads())):
-            fn.__module__ = "__main__"  # as a function of the user's script: it travels by value
+        one, uses_torch = of_a_script(lambda: 1), of_a_script(lambda: torch.get_num_threads())
+        for name, fn in (("run(fn)", one), ("run(fn that uses torch)", uses_torch)):
             reference, often = "raw pipe to 2 processes and back", 10 * repetitions  # the mood changes within a second
             yield beside_raw_pipe(f"warm {name} on 2 workers", pool, fn, 2, reference, goal=2, repetitions=often)
         three = torch.ones(3)
@@ -71,6 +73,12 @@ def beside_raw_pipe(
             calls=times,
             warm_up=times,
         )
+
+
+def of_a_script(fn: Callable[[], T]) -> Callable[[], T]:
+    """``fn`` as if the user's script defined it: it travels by value."""
+    fn.__module__ = "__main__"
+    return fn
 
 
 def _one() -> int:
