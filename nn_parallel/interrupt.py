@@ -46,7 +46,7 @@ class Interruptible:
 
     def __enter__(self) -> None:
         """From here on, and never after the end, `Interrupted` may be raised, at most once."""
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != _main:
             return
         if not _is_handler_kept and signal.getsignal(signal.SIGURG) is not _raise_in_the_outermost:
             self._before = signal.signal(signal.SIGURG, _raise_in_the_outermost)
@@ -67,8 +67,7 @@ class Interruptible:
         Call it again until the block has ended: a signal that comes just before a wait in C begins does not end that.
         """
         self.interrupted = True
-        if main := threading.main_thread().ident:
-            signal.pthread_kill(main, signal.SIGURG)
+        signal.pthread_kill(_main, signal.SIGURG)
 
 
 class Delayed:
@@ -94,7 +93,7 @@ class Delayed:
         self._since = 0.0  # when the first has come
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
+        if threading.get_ident() == _main:
             before = _signal.getsignal(_SIGINT)
             if callable(before):
                 self._before = before
@@ -169,14 +168,17 @@ def keep_handler() -> None:
     signal.signal(signal.SIGURG, _raise_in_the_outermost)
 
 
-def _end_delays() -> None:
-    """In a fork: what another thread forks has nothing to do with what the main thread did."""
+def _begin_anew() -> None:
+    """In a fork: its only thread is the main one now, whichever it was, and in no block that the main thread was in."""
+    global _main
+    _main = threading.get_ident()
     while _delayed:
         _delayed.pop().put_back()
 
 
+_main = threading.main_thread().ident or 0  # the thread that runs signals' handlers
 _is_handler_kept = False
 _SIGINT = int(signal.SIGINT)
 _running: list[Interruptible] = []
 _delayed: list[Delayed] = []  # the innermost last
-os.register_at_fork(after_in_child=_end_delays)
+os.register_at_fork(after_in_child=_begin_anew)
