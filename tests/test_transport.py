@@ -39,9 +39,7 @@ class Ends:
     def send(self, obj: Any) -> Any:
         """``obj`` as the receiver gets it."""
         self.sender.send((7,), Parcel(dumps(obj, share=True), self.segments))
-        message = next(self._arriving)
-        assert message is not None
-        header, unpack = message
+        header, unpack = next(self._arriving)
         assert header == [7]
         return unpack()
 
@@ -201,14 +199,11 @@ def test_a_receiver_without_descriptors_says_so_and_goes_on(ends: Ends) -> None:
         first = next(ends._arriving)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-    assert first is not None
     header, unpack = first
     assert header == [1]
     with pytest.raises(OSError, match="file descriptor"):
         unpack()
-    second = next(ends._arriving)
-    assert second is not None
-    header, unpack = second
+    header, unpack = next(ends._arriving)
     assert header == [2]
     assert unpack()[0] == 2
 

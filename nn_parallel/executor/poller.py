@@ -60,28 +60,27 @@ class Poller:
         """
         if self._reading.acquire(blocking=False):
             try:
-                self._read_until(is_over, deadline, begin, delayed)
+                if self._wakeups:
+                    self._read_until(is_over, deadline, begin, delayed)
+                    return
             finally:
                 self._reading.release()
-        elif begin is not None:
+        if begin is not None:
             begin()
 
     def _read_until(
         self, is_over: Callable[[], bool], deadline: float | None, begin: Callable[[], None] | None, delayed: Delayed
     ) -> None:
-        is_open = bool(self._wakeups)
         try:
-            if is_open:
-                self._all.modify(self._answers, 0)  # cheaper than to unregister one `epoll` from another
+            self._all.modify(self._answers, 0)  # cheaper than to unregister one `epoll` from another
             if begin is not None:
                 begin()
-            while is_open and delayed.due is None and not (is_over() or self._is_reclaimed):
+            while delayed.due is None and not (is_over() or self._is_reclaimed):
                 if deadline is not None and time.monotonic() >= deadline:
                     break
                 self._call_readers(self._spin.until(self._arrived) or self._answers.poll(_seconds_to(deadline)))
         finally:
-            if is_open:
-                self._all.modify(self._answers, select.EPOLLIN)
+            self._all.modify(self._answers, select.EPOLLIN)
 
     @contextlib.contextmanager
     def reclaimed(self) -> Iterator[None]:

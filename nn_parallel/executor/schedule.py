@@ -77,6 +77,8 @@ class Schedule:
             for worker in free:
                 worker.begin(job, number, self.used_at)
             ready.append((free, task, call))
+            if call.options.timeout_s is not None:
+                self._wake()  # for the deadlines
         return ready
 
     def take_back(self) -> None:

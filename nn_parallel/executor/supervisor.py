@@ -145,10 +145,9 @@ class Supervisor:
             if job is not None:
                 self._raise_if_closed()
                 self._schedule.pending.append(job)
-            ready, is_timed = self._schedule.assign(), False
+            ready = self._schedule.assign()
         try:
             for workers, task, call in ready:
-                is_timed = is_timed or call.options.timeout_s is not None
                 for worker in workers:
                     worker.send(task, call)
         except BaseException:  # a signal's handler: with half a message a worker cannot read on
@@ -158,8 +157,6 @@ class Supervisor:
                         if worker.has_unsent:
                             worker.kill()
             raise
-        if is_timed:  # there are deadlines, which are the supervisor's to keep
-            self._wake()
 
     def _loop(self) -> None:
         try:
@@ -244,15 +241,16 @@ class Supervisor:
 
     def _receive(self, worker: Worker) -> bool:
         try:
-            for message in worker.arriving:
-                if message is None:
-                    return True
-                self._answered(worker, *message)
+            messages = worker.receive()
+            if messages is None:
+                return False  # its end; the fork server will tell the exit code
+            for header, unpack in messages:
+                self._answered(worker, header, unpack)
         except BaseException:  # Ctrl-C in a thread that leads, or a bug: what is half done is not known
-            worker.arriving = iter(())
+            worker.receive = lambda: None
             worker.kill()
             raise
-        return False  # its end; the fork server will tell the exit code
+        return True
 
     def _answered(self, worker: Worker, header: Header, unpack: Unpack) -> None:
         number, outcome, failed_inside = header

@@ -22,7 +22,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -47,6 +47,7 @@ _NO_ROOM = errno.ETOOMANYREFS, errno.EAGAIN
 
 Header = Sequence[Any]
 Unpack = Callable[[], Any]  # the packed object; raises whatever unpickling raises
+Message = tuple[Header, Unpack]
 
 
 class Parcel:
@@ -90,6 +91,7 @@ class Link:
         self._is_sending_fds = False
         self._returned = deque[int]()  # what this side has let go of, and the other has not heard of
         self._chunk = memoryview(mmap.mmap(-1, _READ_BYTES, mmap.MAP_PRIVATE))  # takes memory as it is used
+        self._data = bytearray()  # what has been read and not used yet
         self.spins = False  # before it waits for a message
         self._spin = Spin()
         self._poll = select.poll()
@@ -125,44 +127,27 @@ class Link:
         for copy in parcel.copies:
             self.sock.sendall(copy)
 
-    def messages(self, flags: int = 0) -> Iterator[tuple[Header, Unpack] | None]:
-        """The messages that arrive, until the other side closes: the header and what unpacks the object.
+    def receive(self, flags: int = 0) -> Iterable[Message] | None:
+        """Read once: the messages that are complete now, if any; None when the other side has closed."""
+        chunk, head = self._chunk, self._receives
+        try:
+            count = self.sock.recv_into(chunk, _READ_BYTES, flags)
+        except BlockingIOError:
+            return ()
+        except ConnectionError:
+            return None
+        if count >= head.size and not self._data:
+            is_plain, _, pickle_size, rest_size, *header = head.unpack_from(chunk)
+            end = head.size + pickle_size
+            if end == count and is_plain and not rest_size:  # as a rule: one message, all of it
+                return ((header, functools.partial(pickle.loads, bytes(chunk[head.size : end]))),)
+        self._data += chunk[:count]
+        return self._taken_apart() if count else None
 
-        With ``socket.MSG_DONTWAIT`` in ``flags`` it yields None whenever it would have to read again: so a reader of
-        many sockets, which goes on when there is something to read, waits for none of them.
-        """
-        polled, flags = bool(flags & socket.MSG_DONTWAIT), int(flags)
-        head, head_size = self._receives, self._receives.size
-        receive, chunk = self.sock.recv_into, self._chunk
-        data, needed = bytearray(), head_size  # what is not used yet; how much that must be
-        while True:
-            try:
-                count = receive(chunk, _READ_BYTES, flags)
-            except BlockingIOError:
-                yield None
-                continue
-            except ConnectionError:
-                return
-            if not count:
-                return
-            if not data and count >= head_size:
-                is_plain, _, pickle_size, rest_size, *header = head.unpack_from(chunk)
-                if is_plain and head_size + pickle_size == count and not rest_size:  # as a rule: one message, all of it
-                    yield header, functools.partial(pickle.loads, bytes(chunk[head_size:count]))
-                    count = 0
-            data += chunk[:count]
-            while len(data) >= needed:
-                _, is_pickle_in_rest, pickle_size, rest_size, *header = head.unpack_from(data)
-                end = head_size + pickle_size
-                needed = end + rest_size
-                if len(data) < needed:
-                    break
-                pickled = data[head_size:end]
-                # in no variable, which would keep its memory
-                yield header, self._unpacks(pickled, _taken(data, end, needed), is_pickle_in_rest)
-                needed = head_size
-            if polled:
-                yield None
+    def messages(self) -> Iterator[Message]:
+        """The messages that arrive, one after another, until the other side closes."""
+        while (arrived := self.receive()) is not None:
+            yield from arrived  # through no variable, which would keep their memory
             if self.spins:
                 self._spin.until(self.has_more)
 
@@ -181,6 +166,17 @@ class Link:
         self._lent.clear()
         self.sock.close()
         self._descriptors.close()
+
+    def _taken_apart(self) -> Iterator[Message]:
+        """The messages that are complete in what was read."""
+        data, head = self._data, self._receives
+        while len(data) >= head.size:
+            _, is_pickle_in_rest, pickle_size, rest_size, *header = head.unpack_from(data)
+            end = head.size + pickle_size
+            if len(data) < end + rest_size:
+                return
+            pickled = data[head.size : end]
+            yield header, self._unpacks(pickled, _taken(data, end, end + rest_size), is_pickle_in_rest)
 
     def _unpacks(self, pickled: bytearray, rest: bytearray, is_pickle_in_rest: bool) -> Unpack:
         """What unpacks a message of which more may have come than its pickle."""

@@ -92,7 +92,6 @@ def work(connection: socket.socket, descriptors: socket.socket, control: socket.
     link.device = worker.device
     threading.Thread(target=worker.follow_orders, args=[control], name="nn_parallel orders", daemon=True).start()
     for message in arriving:
-        assert message is not None
         header, unpack = message
         task = Task(*header)
         if not task.is_call:

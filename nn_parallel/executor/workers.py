@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -10,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
 from typing import IO
 
 from .. import devices
@@ -17,7 +19,7 @@ from ..errors import TransferError, WorkerDiedError, exit_reason
 from .jobs import Job
 from .packing import PackedCall
 from .poller import AT_ONCE
-from .transport import Link
+from .transport import Link, Message
 from .worker import ANSWER_FORMAT, CANCEL, FORGET, STACK_SIGNAL, STARTED, TASK_FORMAT, Order, Task
 
 CHUNKS_AT_A_TIME = 16
@@ -46,7 +48,7 @@ class Worker:
         self._tokens, self._timed = tokens, timed
         connection, descriptors, self.control = sockets
         self.link = Link(connection, descriptors, sends=TASK_FORMAT, receives=ANSWER_FORMAT)
-        self.arriving = self.link.messages(socket.MSG_DONTWAIT)
+        self.receive: Callable[[], Iterable[Message] | None] = functools.partial(self.link.receive, socket.MSG_DONTWAIT)
         self.pid = 0  # until the fork server has told it
         self.started = False
         self.leaving = False  # it was told to end, or killed by us: its end is no failure
