@@ -168,6 +168,10 @@ def test_a_new_function_of_the_same_code_is_not_sent_again() -> None:
         "def make(n):\n def f():\n  def g():\n   nonlocal n\n   n += 1\n  g()\n  return n\n return f\nf = make(0)",
         "def f(seen=[]):\n seen.append(1)\n return len(seen)",
         "seen = []\ndef f():\n seen.append(1)\n return len(seen)",
+        "def f():\n f.n = getattr(f, 'n', 0) + 1\n return f.n",
+        "def g(): pass\ng.n = 0\ndef f():\n g.n += 1\n return g.n",
+        "def make():\n def g(): pass\n g.n = 0\n def f():\n  g.n += 1\n  return g.n\n return f\nf = make()",
+        "def g(): pass\ng.n = 1\ndef f():\n n = getattr(g, 'n', 0)\n if n: del g.n\n return n",
     ],
 )
 def test_a_function_that_remembers_begins_anew_in_each_call(source: str) -> None:
@@ -191,6 +195,12 @@ def test_a_name_without_a_value_is_told_from_one_with_any() -> None:
     assert [pool.call(f) for _ in range(3)] == ["unset"] * 3
     for names["x"] in (None, 0, inspect.Parameter.empty):
         assert pool.call(f) == str(names["x"])
+
+
+def test_a_method_in_c_of_a_class_of_the_script_is_one_that_can_change() -> None:
+    """The class travels by value, and may be given another attribute at any time."""
+    assert fingerprint(_main("class D(dict): pass\nmake = D.fromkeys\ndef f(): return make('a')")["f"]) is None
+    assert fingerprint(_main("make = dict.fromkeys\ndef f(): return make('a')")["f"]) is not None
 
 
 def test_a_partial_is_told_from_what_it_is_made_of() -> None:

@@ -26,7 +26,8 @@ import torch
 def fingerprint(fn: Callable[..., Any]) -> tuple[tuple[int, ...], list[object]] | None:
     """A key that is equal for two functions that do the same, and what to keep for as long as keys are compared.
 
-    None if there can be no telling: ``fn`` refers to something mutable, or changes its own globals or closure.
+    None if there can be no telling: ``fn`` refers to something mutable, or changes its own globals or closure, or an
+    attribute of what they hold. What it does so by ``setattr`` or ``globals()`` is not seen.
     """
     parts: list[object] = []
     if not _add(fn, parts, {}):
@@ -52,7 +53,8 @@ def _add(value: Any, parts: list[object], seen: dict[int, int]) -> bool:
     if kind is tuple or kind is frozenset:
         return all(_add(each, parts, seen) for each in value)
     if kind is types.BuiltinFunctionType:
-        return isinstance(value.__self__, types.ModuleType | type | None)
+        owner = value.__self__
+        return isinstance(owner, types.ModuleType | None) or (isinstance(owner, type) and _is_importable(owner))
     return isinstance(value, type) and _is_importable(value)
 
 
@@ -98,19 +100,25 @@ def _add_partial(fn: functools.partial[Any], parts: list[object], seen: dict[int
 
 @functools.lru_cache(maxsize=1024)
 def _global_names(code: types.CodeType) -> tuple[str, ...] | None:
-    """The globals that ``code`` and the functions in it read; None if they write some, or what ``code`` closes over."""
+    """The globals that ``code`` and the functions in it read.
+
+    None if they write some, or what ``code`` closes over, or an attribute of one of these.
+    """
     names, pending = dict[str, None](), [code]
     while pending:
         inner = pending.pop()
         pending += (const for const in inner.co_consts if isinstance(const, types.CodeType))
+        last_is_outer = False
         for instruction in dis.get_instructions(inner):
             operation, _, scope = instruction.opname.partition("_")
+            is_outer = scope == "GLOBAL" or (scope == "DEREF" and instruction.argval in code.co_freevars)
+            if is_outer and operation in ("STORE", "DELETE"):
+                return None
+            if last_is_outer and instruction.opname in _CHANGES_ATTRIBUTE:
+                return None
             if instruction.opname == "LOAD_GLOBAL":
                 names[instruction.argval] = None
-            elif operation in ("STORE", "DELETE") and (
-                scope == "GLOBAL" or (scope == "DEREF" and instruction.argval in code.co_freevars)
-            ):
-                return None
+            last_is_outer = is_outer
     return tuple(names)
 
 
@@ -138,6 +146,7 @@ class _Missing:
 _AGAIN = object()  # before the number of a function that came before
 _PARTIAL = object()  # begins what a partial is made of
 _NOTHING_HELD = object()  # stands for what a function is made of beside itself and the globals that it reads
+_CHANGES_ATTRIBUTE = {"STORE_ATTR", "DELETE_ATTR", "COPY"}  # the last, of what is on the stack, begins `outer.x += 1`
 _itself = operator.attrgetter("__code__", "__globals__", "__name__", "__qualname__", "__module__", "__doc__")
 _held_by = operator.attrgetter("__annotations__", "__closure__", "__defaults__", "__kwdefaults__", "__dict__")
 _IMMUTABLE = {
