@@ -174,6 +174,8 @@ class _Memory:
         parts = self._parts_of(storage)
         offset = int(tensor.storage_offset())
         if (used := self._used.get(storage._cdata)) is None:
+            if not tensor.numel():  # it lies nowhere, perhaps before the first part
+                return parts[0], 0
             part = parts[bisect.bisect_right(parts, offset * size, key=operator.attrgetter("start")) - 1]
             return part, offset - part.start // size
         if tensor.numel():

@@ -279,6 +279,14 @@ def test_what_has_no_data_travels_too() -> None:
     assert (device, dtype) == (torch.device("cuda", 1), torch.float8_e5m2)
 
 
+def test_an_empty_part_of_a_large_tensor_travels_with_another_part() -> None:
+    """It may lie before the first byte that is sent."""
+    large = torch.arange(100_000.0)
+    part, *empty = round_trip((large[1000:1010], large[:0], large[500:500], large[-1:][:0]))
+    assert part.tolist() == list(range(1000, 1010))
+    assert [tensor.shape for tensor in empty] == [(0,)] * 3
+
+
 def test_a_default_device_moves_nothing() -> None:
     """A user's default device is for what the user makes, not for what arrives."""
     sent = [torch.ones(2), torch.empty(0), torch.eye(2).to_sparse(), nn.Parameter(torch.ones(1))]
