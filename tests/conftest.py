@@ -119,7 +119,7 @@ def _settle(pools: list[ParallelExecutor]) -> None:
     for pool in pools:
         pool.run(_connect)
         assert pool._supervisor is not None
-        pool._supervisor.packer.segments.trim(0)
+        pool._supervisor._packer.segments.trim(0)
 
 
 def _connect() -> None:

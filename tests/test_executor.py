@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import gc
 import os
@@ -405,7 +406,7 @@ def test_the_items_of_a_map_are_let_go_as_they_end(ex: ParallelExecutor) -> None
     results = ex.map(torch.Tensor.numel, (torch.zeros(1 << 16) for _ in range(50)))
     assert ex.run(int) == [0, 0]  # all are over
     assert ex._supervisor is not None
-    ex._supervisor.packer.segments.trim(0)
+    ex._supervisor._packer.segments.trim(0)
     files = [
         os.readlink(f"/proc/self/fd/{fd}")
         for fd in os.listdir("/proc/self/fd")
@@ -700,6 +701,26 @@ def test_a_fork_of_the_parent_may_not_use_its_pool(ex: ParallelExecutor) -> None
     with os.fdopen(reader) as file:
         assert f"belongs to process {os.getpid()}" in file.read()
     assert ex.run(int) == [0, 0]
+
+
+def test_a_fork_leaves_alone_what_its_parent_sends() -> None:
+    """The files for tensors that a pool fills again and again are the fork's, too."""
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        pool.put(torch.ones(100_000))  # its file is free again at once
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.read(reader, 1)
+            for call in (pool.put, functools.partial(pool.run, len), functools.partial(pool.submit, len)):
+                with contextlib.suppress(ExecutorClosedError):
+                    call(bytes(400_000))
+            os._exit(0)
+        handle = pool.put(torch.ones(100_000))
+        os.write(writer, b" ")
+        assert os.waitpid(pid, 0)[1] == 0
+        assert pool.run(torch.sum, handle) == [100_000.0]
+        os.close(reader)
+        os.close(writer)
 
 
 def test_pools_listen_on_the_loopback_only(ex: ParallelExecutor) -> None:

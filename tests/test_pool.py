@@ -30,7 +30,7 @@ from nn_parallel import (
     current_world,
 )
 from nn_parallel.executor import evidence, segments, worker
-from nn_parallel.executor.jobs import Job
+from nn_parallel.executor.jobs import Job, Run
 from nn_parallel.executor.schedule import Schedule
 from nn_parallel.executor.supervisor import Supervisor
 from nn_parallel.executor.transport import Header, Unpack
@@ -645,6 +645,113 @@ def test_results_are_those_of_their_items_where_short_and_long_tasks_mix() -> No
     with ParallelExecutor(num_workers=2, devices="cpu") as pool:
         for _ in range(25):
             assert list(pool.map(task, range(200))) == list(range(200))
+
+
+def test_an_object_that_a_busy_worker_lacks_is_not_sent_ahead() -> None:
+    """It might not fit into the buffer of a socket that the worker does not read, and is not taken back."""
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        handle = pool.put("an object")
+        assert pool._supervisor is not None
+        (only,) = pool._supervisor._schedule.workers
+        call = pool._supervisor.pack(len, (handle,), {}, pool._options)
+        assert list(pool.map(abs, range(50))) == list(range(50))  # from here on its tasks are known to be short
+        assert not only.takes_another(call)
+        pool.run(len, handle)
+        assert only.takes_another(call)
+
+
+def test_nothing_is_given_to_a_worker_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items that come as the parent learns of its end, and what it had not begun, go to the next one."""
+    _learn_slowly_of_deaths(monkeypatch)
+
+    def items(pause_s: float) -> Iterator[str]:
+        yield from ["pass"] * 20
+        time.sleep(0.01)
+        yield "os._exit(1)"
+        time.sleep(pause_s)
+        yield from ["pass"] * 2
+
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        pool.run(int)
+        for step in range(10):
+            with pytest.raises(WorkerDiedError):
+                list(pool.map(lambda code: exec(code, {"os": os}), items(0.006 * step)))
+
+
+def test_who_waits_hears_of_a_death_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And not only when the worker that replaces the dead one is ready."""
+    _learn_slowly_of_deaths(monkeypatch)
+    slow = tmp_path / "slow"
+
+    def set_up() -> None:
+        if slow.exists():
+            time.sleep(5)
+
+    def die(after_s: float) -> None:
+        time.sleep(after_s)
+        os._exit(1)
+
+    with ParallelExecutor(num_workers=1, devices="cpu", initializer=set_up) as pool:
+        pool.run(int)
+        slow.touch()
+        results = pool.map(die, [0.2])
+        time.sleep(0.22)  # now the parent is learning of it, as a rule
+        begun = time.monotonic()
+        with pytest.raises(WorkerDiedError):
+            next(results)
+        assert time.monotonic() - begun < 2
+        slow.unlink()
+
+
+def _learn_slowly_of_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
+    death = Worker.death
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.05)
+        return death(*arguments)
+
+    monkeypatch.setattr(Worker, "death", slowly)
+
+
+def test_a_callback_that_takes_longer_than_the_timeout_harms_nobody() -> None:
+    """It is called in the thread that reads answers; the task itself was in time, and so was the one beside it."""
+    with ParallelExecutor(num_workers=2, devices="cpu", timeout=0.5) as pool:
+        pool.run(int)
+        pids = pool.run(os.getpid)
+        quick = pool.submit(time.sleep, 0.1)
+        quick.add_done_callback(lambda _: time.sleep(1.5))
+        assert list(pool.map(time.sleep, [0.3])) == [None]
+        assert quick.result() is None
+        assert pool.run(os.getpid) == pids
+
+
+def test_a_pool_can_be_shut_down_in_a_callback() -> None:
+    """In whichever thread it is called: here in one that leads."""
+    pool = ParallelExecutor(num_workers=2, devices="cpu")
+    pool.run(int)
+    quick = pool.submit(time.sleep, 0.1)
+    quick.add_done_callback(lambda _: pool.shutdown())
+    assert list(pool.map(time.sleep, [0.3])) == [None]
+    pool.shutdown()
+    with pytest.raises(ExecutorClosedError):
+        pool.run(int)
+
+
+def test_the_last_answer_and_the_last_death_may_come_together(pools: ParallelExecutor) -> None:
+    """Told by two threads, in any order of their steps."""
+    assert pools._supervisor is not None
+    run = Run(pools._supervisor.pack(int, (), {}, pools._options))
+    run.begin(2)
+
+    class Missing(set[int]):
+        def discard(self, rank: int) -> None:
+            super().discard(rank)
+            if rank == 0:
+                run.end(1, worker.SUCCEEDED, "b")
+
+    run._missing = Missing({0, 1})
+    run.end(0, worker.SUCCEEDED, "a")
+    assert run.result() == ["a", "b"]
 
 
 def test_a_run_that_a_shutdown_cuts_off_is_no_result() -> None:

@@ -27,7 +27,7 @@ from .segments import Segments
 from .servers import open_pool
 from .transport import Parcel, send_fds
 from .worker import STARTED, Setup, Task
-from .workers import Output, Outputs, Worker
+from .workers import STACK_WITHIN_S, Output, Outputs, Worker
 
 
 class Settings(NamedTuple):
@@ -127,25 +127,29 @@ class Crew:
         deadlines = (at for worker in self.timed for at in (worker.deadline, worker.stack_by, worker.kill_at))
         return min((at for at in deadlines if at is not None), default=None)
 
-    def keep_deadlines(self) -> list[Worker]:
-        """Do what is due; the workers that have had time to tell where they stand, and have run out of it."""
-        now, silent, waited_for = time.monotonic(), [], set()
+    def keep_deadlines(self) -> dict[Job | None, list[Worker]]:
+        """Do what is due; by job, the workers that have had time to tell where they stand, and have run out of it."""
+        now, silent, waited_for = time.monotonic(), dict[Job | None, list[Worker]](), set()
         for worker in list(self.timed):
             if worker.kill_at is not None and now > worker.kill_at:
                 worker.kill()
             elif worker.stack_by is not None:
-                silent.append(worker)
+                silent.setdefault(worker.job, []).append(worker)
                 if now < worker.stack_by and not worker.has_told:
                     waited_for.add(worker.job)
             elif worker.deadline is not None and now > worker.deadline:
-                worker.ask_for_stack()
+                if worker.link.has_more():  # its answer, to which whoever reads has not come
+                    worker.deadline = now + STACK_WITHIN_S
+                else:
+                    worker.ask_for_stack()
             elif worker.deadline is worker.stack_by is worker.kill_at is None:
                 self.timed.remove(worker)
-        return sorted((worker for worker in silent if worker.job not in waited_for), key=lambda worker: worker.index)
+        return {job: workers for job, workers in silent.items() if job not in waited_for}
 
     def silence(self, silent: list[Worker], job: Job | None) -> RankTimeoutError:
         """The error of a job, or of the set-up, during which these workers ran out of time."""
         call = job.call if job else self._initializer
+        silent = sorted(silent, key=lambda worker: worker.index)
         stacks = {worker.index: worker.where_it_stands() for worker in silent}
         told = "\n".join(f"{worker.description}:\n{stacks[worker.index]}" for worker in silent)
         return RankTimeoutError(
@@ -201,7 +205,8 @@ class Crew:
                 prefix = f"[rank {setup.rank}] " if self._prefix_output else ""
                 output.append(Output(read, name, prefix, self.outputs.held_up))
                 theirs.append(write)
+            worker = Worker(setup.rank, setup.device, self._server, sockets, output, tokens, self.timed)
             with contextlib.suppress(ConnectionError):  # the fork server has ended: we hear of it
                 send_fds(self._server, b"fork", theirs)
             on_failure.pop_all()
-        return Worker(setup.rank, setup.device, self._server, sockets, output, tokens, self.timed)
+        return worker

@@ -98,12 +98,13 @@ class ParallelExecutor(Executor):
         self._member = None
         if sys.platform != "linux":
             raise ParallelError("ParallelExecutor starts worker processes on Linux only: use WSL, Linux or torchrun.")
-        self._devices = choose_devices(num_gpus, devices, num_workers)
-        if devices is None and self._devices[0].type == "cpu":
-            n = len(self._devices)
+        self._devices_for = functools.partial(choose_devices, num_gpus, devices)
+        chosen = self._devices_for(num_workers)
+        if devices is None and chosen[0].type == "cpu":
+            n = len(chosen)
             logger.info("No accelerator: %d CPU workers, %d threads each.", n, max(1, cpu_count() // n))
         settings = Settings(
-            devices=self._devices,
+            devices=chosen,
             initializer=initializer or set_up,
             initargs=initargs,
             timeout_s=self._options.timeout_s,
@@ -162,7 +163,7 @@ class ParallelExecutor(Executor):
                 "submit() hands a task to one free worker, but here every rank makes every call: use run() or map()."
             )
         try:
-            job = Single(self._supervisor.packer.pack(fn, args, kwargs, self._options))
+            job = Single(self._supervisor.pack(fn, args, kwargs, self._options))
         except TransferError as error:
             unsent: Future[R] = Future()
             unsent.set_exception(error)
@@ -222,8 +223,7 @@ class ParallelExecutor(Executor):
         """
         if self._supervisor is None:
             return obj
-        self._raise_if_closed()
-        return self._supervisor.packer.put(obj)
+        return self._supervisor.put(obj)
 
     def resize(self, num_workers: int) -> None:
         """Grow or shrink to ``num_workers``, over the same devices in turn, once the calls made so far are over.
@@ -242,7 +242,7 @@ class ParallelExecutor(Executor):
             raise ValueError(f"resize() does not apply here: the workers are the {self._member.world_size} ranks.")
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers} must be at least 1.")
-        job = Resize([self._devices[index % len(self._devices)] for index in range(num_workers)])
+        job = Resize(self._devices_for(num_workers))
         self._supervisor.submit(job)
         job.over.result()
 
@@ -285,7 +285,7 @@ class ParallelExecutor(Executor):
             raise ExecutorClosedError("cannot schedule new work: the executor has been shut down.")
 
     def _run_on_workers(self, supervisor: Supervisor, fn: Callable[..., R], args: Any, kwargs: Any) -> list[R]:
-        run = Run(supervisor.packer.pack(fn, args, kwargs, self._options))
+        run = Run(supervisor.pack(fn, args, kwargs, self._options))
         try:
             supervisor.lead(run.is_over, job=run)
             return run.result()
@@ -307,7 +307,7 @@ class ParallelExecutor(Executor):
         try:
             for args in items:
                 try:
-                    call = supervisor.packer.pack(fn, args, {}, self._options, name)
+                    call = supervisor.pack(fn, args, {}, self._options, name)
                 except TransferError as error:
                     mapped.add_unsent(error)
                 else:

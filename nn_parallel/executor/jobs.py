@@ -55,8 +55,8 @@ class Single:
             self.future.set_result(value) if outcome == SUCCEEDED else self.future.set_exception(value)
 
     def give_up(self, error: Exception) -> None:
-        """End it with ``error``, wherever it is."""
-        if self.future.running() or self.begins():
+        """End it with ``error``, wherever it is, if it has not ended."""
+        if self.future.running() or ((self.future.cancelled() or not self.future.done()) and self.begins()):
             self.end(0, FAILED, error)
 
     def drop(self) -> None:
@@ -188,21 +188,25 @@ class Run:
             self._is_cut_off = True
         elif rank not in self.failures or lost_connection(self.failures[rank]):
             self.failures[rank] = value
-        if self._missing and rank in self._missing:
-            self._missing.remove(rank)
+        if self._missing:
+            self._missing.discard(rank)
             if not self._missing:
-                self._over.release()
+                self._has_ended()
 
     def give_up(self, error: Exception) -> None:
         """End it with ``error``, whatever the workers still say."""
         self._error = self._error or error
         if self._missing is None or self._missing:
             self._missing = set()
-            self._over.release()
+            self._has_ended()
 
     def drop(self) -> None:
         """It has not begun, and will not."""
         self.give_up(ExecutorClosedError("The executor was shut down before the call began."))
+
+    def _has_ended(self) -> None:
+        with contextlib.suppress(RuntimeError):  # two threads have ended it: the last answer came as its time was over
+            self._over.release()
 
     def result(self) -> list[Any]:
         """Wait for the end; the results in rank order, or what went wrong."""

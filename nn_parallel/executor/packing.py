@@ -115,7 +115,7 @@ class PackedCall:
                 (None if function else fn, args, kwargs), functools.partial(_parts, fn, args, kwargs), share=True
             )
         finally:
-            _packing.owner = None
+            _packing.owner = _packing.handles = None
         self.parcel = Parcel(packed, segments)
 
     def let_go(self) -> None:

@@ -30,7 +30,8 @@ class Poller:
         self._wakeups = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2)]
         self.watch(self._wakeups[0], lambda: self._woken(0))
         self.watch(self._wakeups[1], lambda: self._woken(1), is_answer=True)
-        self._reading = threading.Lock()  # held by the thread that reads answers
+        self._reading = threading.Lock()  # held by the thread that reads answers,
+        self._reader = 0  # whose identifier this is
         self._is_reclaimed = False
         self._spin, self._arrived = Spin(), functools.partial(self._answers.poll, 0, AT_ONCE)
         self.watch(self._answers.fileno(), self.read_answers)
@@ -60,10 +61,12 @@ class Poller:
         """
         if self._reading.acquire(blocking=False):
             try:
+                self._reader = threading.get_ident()
                 if self._wakeups:
                     self._read_until(is_over, deadline, begin, delayed)
                     return
             finally:
+                self._reader = 0
                 self._reading.release()
         if begin is not None:
             begin()
@@ -108,11 +111,17 @@ class Poller:
         """Read the answers that are there, if no other thread is about to."""
         if self._reading.acquire(blocking=False):
             try:
+                self._reader = threading.get_ident()
                 if self._wakeups:
                     self._call_readers(self._arrived())
             finally:
+                self._reader = 0
                 self._reading.release()
         return True
+
+    def is_reading(self) -> bool:
+        """Whether it is this thread that reads answers: it is told of the end of a task just now."""
+        return self._reader == threading.get_ident()
 
     def _call_readers(self, ready: list[tuple[int, int]]) -> None:
         for fd, _ in ready:

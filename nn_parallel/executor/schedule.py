@@ -61,7 +61,7 @@ class Schedule:
                 job.begin(size)
             else:
                 if not free and isinstance(job, Item) and job.call.parcel.is_small:
-                    free, is_ahead = [worker for worker in self.workers if worker.takes_another], True
+                    free, is_ahead = [worker for worker in self.workers if worker.takes_another(job.call)], True
                 if not free:
                     break
                 self.pending.popleft()

@@ -33,8 +33,9 @@ class Span(NamedTuple):
 class _File:
     """A memory file and this process's map of it."""
 
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("nn_parallel", os.MFD_CLOEXEC)
+    def __init__(self, fd: int) -> None:
+        """``fd`` is the file's, which is empty; it is closed with this."""
+        self.fd = fd
         self.memory = memoryview(b"")
 
     def reserve(self, size: int) -> memoryview:
@@ -99,7 +100,7 @@ class Segments:
         try:
             return self._idle.pop()
         except IndexError:
-            return _File()
+            return _File(os.memfd_create("nn_parallel", os.MFD_CLOEXEC))
 
     def _give_back(self, file: _File) -> None:  # called by the collector, in any thread
         self._idle.append(file)

@@ -14,12 +14,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from ..errors import ExecutorClosedError, ParallelError
 from ..interrupt import Delayed
 from .crew import Crew, End, Settings
 from .jobs import Job, Resize, Run, opened
-from .packing import CallOptions, PackedCall, Packer
+from .packing import CallOptions, Handle, PackedCall, Packer
 from .schedule import Schedule
 from .servers import PoolStore, stop_fork_server
 from .transport import Header, Unpack
@@ -34,7 +35,7 @@ class Supervisor:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.packer = Packer(self._wake)
+        self._packer = Packer(self._wake)
         self._lock = threading.Lock()
         self._closing = self._orphaned = False
         self._broken: ParallelError | None = None
@@ -43,8 +44,8 @@ class Supervisor:
         self._schedule = Schedule(settings.devices, self._store.port, self._wake)
         self._failed_starts = 0  # in a row
         options = CallOptions(pass_device=False, timeout_s=settings.timeout_s)
-        initializer = PackedCall(settings.initializer, settings.initargs, {}, options, self.packer.segments)
-        self._crew = Crew(settings, initializer, self.packer.segments, self._hear)
+        initializer = PackedCall(settings.initializer, settings.initargs, {}, options, self._packer.segments)
+        self._crew = Crew(settings, initializer, self._packer.segments, self._hear)
         try:
             self._schedule.workers += [self._start(index) for index in range(len(settings.devices))]
         except BaseException:
@@ -92,7 +93,7 @@ class Supervisor:
             for job in dropped:
                 job.drop()
             self._crew.poller.wake()
-        if wait and threading.current_thread() is not self._thread:
+        if wait and threading.current_thread() is not self._thread and not self._crew.poller.is_reading():
             self._thread.join()
 
     def orphan(self) -> None:
@@ -103,6 +104,24 @@ class Supervisor:
     def _wake(self) -> None:
         if self._pid == os.getpid():
             self._crew.poller.wake()
+
+    def pack(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: CallOptions,
+        name: str = "",
+    ) -> PackedCall:
+        """The call as it is sent, as `Packer.pack` makes it."""
+        self._raise_if_forked()  # first: a fork would pack into memory that it shares with this process
+        return self._packer.pack(fn, args, kwargs, options, name)
+
+    def put(self, obj: Any) -> Handle:
+        """A handle of ``obj``, as `Packer.put` makes it."""
+        self._raise_if_forked()
+        self._raise_if_closed()
+        return self._packer.put(obj)
 
     def lead(self, is_over: Callable[[], bool], deadline: float | None = None, job: Run | None = None) -> None:
         """Submit ``job`` if it is given, and read answers in the calling thread until it has its own.
@@ -169,14 +188,14 @@ class Supervisor:
     def _release(self) -> None:
         self._crew.close()
         self._store.close()
-        self.packer.close()
+        self._packer.close()
 
     def _supervise(self) -> None:
         while not self._is_over():
             self._crew.poller.wait(self._next_deadline())
-            while self.packer.forgotten:
+            while self._packer.forgotten:
                 with self._lock:
-                    self._crew.forget(self.packer.forgotten.popleft())
+                    self._crew.forget(self._packer.forgotten.popleft())
             if self._schedule.is_any_ahead:
                 self._take_back()
             if self._crew.timed:
@@ -214,8 +233,8 @@ class Supervisor:
     def _keep_deadlines(self) -> None:
         with self._lock:
             silent = self._crew.keep_deadlines()
-        for job in dict.fromkeys(worker.job for worker in silent):
-            self._time_out(job, [worker for worker in silent if worker.job is job])
+        for job, workers in silent.items():
+            self._time_out(job, workers)
 
     def _take_back(self) -> None:
         with self._lock:
@@ -255,6 +274,9 @@ class Supervisor:
     def _answered(self, worker: Worker, header: Header, unpack: Unpack) -> None:
         number, outcome, failed_inside = header
         job = worker.job
+        if worker.deadline or worker.stack_by:  # it is in time, however long it takes to tell those who wait
+            with self._lock:
+                worker.deadline = worker.stack_by = None
         if self._crew.outputs.is_any_left():  # what it printed before this answer must be seen before it, too
             for output in worker.output:
                 output.copy(flush=True)
@@ -316,22 +338,22 @@ class Supervisor:
         with self._crew.poller.reclaimed():
             while worker.link.has_more() and self._receive(worker):
                 pass
-            with self._lock:
+            schedule = self._schedule
+            with self._lock:  # in one hold of it: nothing may be given to a worker that is dismissed
                 self._crew.dismiss(worker)
-        error = worker.death(end.exitcode, end.evidence)
-        schedule = self._schedule
-        with self._lock:
-            job, not_begun = worker.let_go()
-            if not_begun is not None:
-                schedule.pending.appendleft(not_begun)
-            wanted = worker in schedule.workers and not (self._closing and not schedule.pending)
-            if worker in schedule.workers:
-                schedule.epoch += 1
-                schedule.workers.remove(worker)
-            if isinstance(job, Run):
-                schedule.end_task(job)
+                error = worker.death(end.exitcode, end.evidence)
+                job, not_begun = worker.let_go()
+                if not_begun is not None:
+                    schedule.pending.appendleft(not_begun)
+                wanted = worker in schedule.workers and not (self._closing and not schedule.pending)
+                if worker in schedule.workers:
+                    schedule.epoch += 1
+                    schedule.workers.remove(worker)
+                if isinstance(job, Run):
+                    schedule.end_task(job)
         if job is not None:
             job.end(worker.index, CANCELLED if worker.leaving else FAILED, error)
+            self._crew.poller.wake()  # a thread that leads sees its end only when it looks
         if not worker.started and not worker.leaving:
             self._failed_starts += 1
             if self._failed_starts > MAX_FAILED_STARTS:

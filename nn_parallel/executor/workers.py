@@ -31,7 +31,7 @@ LONG_S = 0.005  # which is taken back when the one before takes more: QUICK_S mu
 
 
 class Worker:
-    """What the parent knows of one worker process. The supervisor's lock guards it, but for `send`."""
+    """What the parent knows of one worker process. The supervisor's lock guards changes, but those of `send`."""
 
     def __init__(
         self,
@@ -86,10 +86,14 @@ class Worker:
         """Whether it has been given a task that has not been sent, or not all of it."""
         return bool(self._unsent)
 
-    @property
-    def takes_another(self) -> bool:
-        """Whether it may be sent a task while it has one, because its tasks are short."""
-        return self._is_quick and self.next_job is None and not (self._unsent or self.leaving)
+    def takes_another(self, call: PackedCall) -> bool:
+        """Whether it may be sent ``call`` while it has a task: its tasks are short, and it holds all that comes along.
+
+        An object would not fit into the buffer of a socket that it does not read now; and it would not be taken back.
+        """
+        if not self._is_quick or self.next_job is not None or self._unsent or self.leaving:
+            return False
+        return all(handle.number in self._stored for handle in call.handles)
 
     def begin(self, job: Job, number: int, now: float) -> None:
         """It gets ``job`` as its task ``number``, or as the one after; sending it is the caller's."""
