@@ -5,7 +5,8 @@ The files, from the bottom up; each knows only those before it in this list::
     errors, collector       every error; Python's garbage collector
     hostlists, launchers    SLURM's notation for hosts; environment -> launch facts
     devices, gpus           which devices there are; what NVML tells of GPUs
-    pickling, interrupt     objects to bytes and back; what is raised in the main thread from outside
+    culprits, pickling      which part of an object cannot be pickled; objects to bytes and back
+    interrupt               what is raised in the main thread from outside
     sockets, world, nodes   connections of this process; who am I among the ranks; whether other nodes are there
     rendezvous, groups      the ranks find each other; the process group that connects them
     ddp                     initialize_ddp, cleanup_ddp

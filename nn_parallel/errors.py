@@ -108,6 +108,9 @@ class RankTimeoutError(ParallelError, TimeoutError):
 class ExecutorClosedError(ParallelError):
     """The executor was used after `shutdown`, or in a process that did not make it."""
 
+    def __init__(self, message: str = "cannot schedule new work: the executor has been shut down.") -> None:
+        super().__init__(message)
+
 
 class TransferError(ParallelError):
     """An object could not be sent to another process; the message names the attribute that stands in the way."""

@@ -8,21 +8,19 @@ come out right by torch's own pickling of the rest.
 from __future__ import annotations
 
 import bisect
-import collections
-import contextlib
 import ctypes
-import functools
 import io
 import operator
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
 
+from .culprits import find_culprit
 from .errors import TransferError, qualified_name
 
 Buffer = bytearray | memoryview | pickle.PickleBuffer
@@ -55,7 +53,7 @@ def dumps(obj: Any, parts: Callable[[], Mapping[str, Any]] | None = None, *, sha
             return Packed(pickle.dumps(obj, protocol=5), is_plain=True)
         return _dumps(obj, share)
     except Exception as error:
-        path, culprit = _find_unpicklable(parts() if parts else {"the object": obj})
+        path, culprit = find_culprit(parts() if parts else {"the object": obj}, _can_be_pickled)
         raise TransferError(
             f"{path[0].upper()}{path[1:]} is a {qualified_name(type(culprit))} and cannot be sent to another process: "
             f"{error}"
@@ -245,6 +243,14 @@ def _dumps(obj: Any, share: bool) -> Packed:
     return Packed(pickler.file.getvalue(), pickler.buffers, memory.shared)
 
 
+def _can_be_pickled(obj: Any) -> bool:
+    try:
+        _dumps(obj, share=False)
+    except Exception:
+        return False
+    return True
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether storage, dtype, shape, strides and ``requires_grad`` are all there is to it."""
     return (
@@ -319,84 +325,6 @@ def _adopt(cls: Any) -> Any:
     if cls.__module__ == "__main__" and "." not in cls.__qualname__ and not hasattr(main, cls.__name__):
         setattr(main, cls.__name__, cls)
     return cls
-
-
-def _find_unpicklable(parts: Mapping[str, Any]) -> tuple[str, Any]:
-    """The path to the innermost thing that cannot be pickled, and that thing."""
-    return _search(parts, set()) or next(iter(parts.items()))
-
-
-def _search(parts: Mapping[str, Any], seen: set[int]) -> tuple[str, Any] | None:
-    for path, part in parts.items():
-        if id(part) in seen:
-            continue
-        try:
-            _dumps(part, share=False)
-        except Exception:
-            seen.add(id(part))
-            inner = dict(_parts(part, path))
-            found = _search(inner, seen)
-            # Where all inner parts that fail lead back to where we came from, this part holds no culprit of its own.
-            if found or not any(id(value) in seen for value in inner.values()):
-                return found or (path, part)
-    return None
-
-
-def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What ``obj`` is made of, as far as pickling it goes, each part with its path."""
-    if isinstance(obj, types.MethodType):
-        yield f"{path}.__self__", obj.__self__
-    elif isinstance(obj, functools.partial):
-        yield f"{path}.func", obj.func
-        yield from ((f"{path}.args[{index}]", value) for index, value in enumerate(obj.args))
-        yield from ((f"{path}.keywords[{key!r}]", value) for key, value in obj.keywords.items())
-    elif isinstance(obj, types.FunctionType):
-        name = f"{obj.__qualname__}()"
-        for variable, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # an empty cell
-                yield f"closure variable {variable!r} of {name}", cell.cell_contents
-        for variable in _global_names(obj.__code__) & obj.__globals__.keys():
-            yield f"global {variable!r} of {name}", obj.__globals__[variable]
-        defaults = obj.__defaults__ or ()
-        with_default = obj.__code__.co_varnames[: obj.__code__.co_argcount][-len(defaults) :] if defaults else ()
-        for parameter, value in [*zip(with_default, defaults, strict=True), *(obj.__kwdefaults__ or {}).items()]:
-            yield f"default of parameter {parameter!r} of {name}", value
-    elif isinstance(obj, Mapping):
-        yield from ((f"{path}[{_repr(key)}]", value) for key, value in obj.items())
-    elif isinstance(obj, list | tuple | set | frozenset | collections.deque):
-        yield from ((f"{path}[{index}]", value) for index, value in enumerate(obj))
-    elif not isinstance(obj, type | types.ModuleType) and not _refuses(obj):
-        slots = [name for kind in type(obj).__mro__ for name in _listed(getattr(kind, "__slots__", ()))]
-        values = {name: getattr(obj, name) for name in slots if hasattr(obj, name)} | getattr(obj, "__dict__", {})
-        yield from ((f"{path}.{name}", value) for name, value in values.items())
-
-
-def _refuses(obj: Any) -> bool:
-    """Whether it is its own ``__reduce__`` that raises, and nothing in it."""
-    if not any("__reduce__" in vars(kind) for kind in type(obj).__mro__[:-1]):
-        return False
-    try:
-        obj.__reduce__()
-    except Exception:
-        return True
-    return False
-
-
-def _repr(key: Any) -> str:
-    try:
-        return repr(key)[:1000]
-    except Exception:  # it must not hide the error that is being told
-        return f"<{type(key).__name__}>"
-
-
-def _listed(slots: str | Sequence[str]) -> Sequence[str]:
-    return [slots] if isinstance(slots, str) else slots
-
-
-def _global_names(code: types.CodeType) -> set[str]:
-    """The names that a function and the functions inside it look up."""
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return set(code.co_names).union(*map(_global_names, inner))
 
 
 _FEW = 8

@@ -653,7 +653,7 @@ def test_an_object_that_a_busy_worker_lacks_is_not_sent_ahead() -> None:
         handle = pool.put("an object")
         assert pool._supervisor is not None
         (only,) = pool._supervisor._schedule.workers
-        call = pool._supervisor.pack(len, (handle,), {}, pool._options)
+        call = pool._supervisor.packer.pack(len, (handle,), {}, pool._options)
         assert list(pool.map(abs, range(50))) == list(range(50))  # from here on its tasks are known to be short
         assert not only.takes_another(call)
         pool.run(len, handle)
@@ -740,7 +740,7 @@ def test_a_pool_can_be_shut_down_in_a_callback() -> None:
 def test_the_last_answer_and_the_last_death_may_come_together(pools: ParallelExecutor) -> None:
     """Told by two threads, in any order of their steps."""
     assert pools._supervisor is not None
-    run = Run(pools._supervisor.pack(int, (), {}, pools._options))
+    run = Run(pools._supervisor.packer.pack(int, (), {}, pools._options))
     run.begin(2)
 
     class Missing(set[int]):

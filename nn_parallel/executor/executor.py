@@ -163,7 +163,7 @@ class ParallelExecutor(Executor):
                 "submit() hands a task to one free worker, but here every rank makes every call: use run() or map()."
             )
         try:
-            job = Single(self._supervisor.pack(fn, args, kwargs, self._options))
+            job = Single(self._supervisor.packer.pack(fn, args, kwargs, self._options))
         except TransferError as error:
             unsent: Future[R] = Future()
             unsent.set_exception(error)
@@ -223,7 +223,7 @@ class ParallelExecutor(Executor):
         """
         if self._supervisor is None:
             return obj
-        return self._supervisor.put(obj)
+        return self._supervisor.packer.put(obj)
 
     def resize(self, num_workers: int) -> None:
         """Grow or shrink to ``num_workers``, over the same devices in turn, once the calls made so far are over.
@@ -282,10 +282,10 @@ class ParallelExecutor(Executor):
 
     def _raise_if_closed(self) -> None:
         if self._closed:
-            raise ExecutorClosedError("cannot schedule new work: the executor has been shut down.")
+            raise ExecutorClosedError
 
     def _run_on_workers(self, supervisor: Supervisor, fn: Callable[..., R], args: Any, kwargs: Any) -> list[R]:
-        run = Run(supervisor.pack(fn, args, kwargs, self._options))
+        run = Run(supervisor.packer.pack(fn, args, kwargs, self._options))
         try:
             supervisor.lead(run.is_over, job=run)
             return run.result()
@@ -307,7 +307,7 @@ class ParallelExecutor(Executor):
         try:
             for args in items:
                 try:
-                    call = supervisor.pack(fn, args, {}, self._options, name)
+                    call = supervisor.packer.pack(fn, args, {}, self._options, name)
                 except TransferError as error:
                     mapped.add_unsent(error)
                 else:

@@ -93,5 +93,18 @@ class Schedule:
             if worker.job is job and not worker.leaving:
                 worker.cancel()
 
+    def resize_if_due(self) -> Resize | None:
+        """Begin the resize that is next, if there is one and no worker is busy; to start new ones is the caller's."""
+        if not self.pending or not isinstance(job := self.pending[0], Resize):
+            return None
+        if len(self.workers) < len(self.devices) or not all(worker.is_free for worker in self.workers):
+            return None
+        self.use(job.devices)
+        self.epoch += 1
+        for worker in self.workers[len(job.devices) :]:
+            worker.end()
+        del self.workers[len(job.devices) :]
+        return job
+
     def is_idle(self) -> bool:
         return not self.pending and all(worker.job is None for worker in self.workers)

@@ -14,13 +14,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 from ..errors import ExecutorClosedError, ParallelError
 from ..interrupt import Delayed
 from .crew import Crew, End, Settings
 from .jobs import Job, Resize, Run, opened
-from .packing import CallOptions, Handle, PackedCall, Packer
+from .packing import CallOptions, PackedCall, Packer
 from .schedule import Schedule
 from .servers import PoolStore, stop_fork_server
 from .transport import Header, Unpack
@@ -105,23 +104,12 @@ class Supervisor:
         if self._pid == os.getpid():
             self._crew.poller.wake()
 
-    def pack(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        options: CallOptions,
-        name: str = "",
-    ) -> PackedCall:
-        """The call as it is sent, as `Packer.pack` makes it."""
-        self._raise_if_forked()  # first: a fork would pack into memory that it shares with this process
-        return self._packer.pack(fn, args, kwargs, options, name)
-
-    def put(self, obj: Any) -> Handle:
-        """A handle of ``obj``, as `Packer.put` makes it."""
+    @property
+    def packer(self) -> Packer:
+        """Packs what can be submitted now: not in a fork, which would pack into memory that it shares with us."""
         self._raise_if_forked()
         self._raise_if_closed()
-        return self._packer.put(obj)
+        return self._packer
 
     def lead(self, is_over: Callable[[], bool], deadline: float | None = None, job: Run | None = None) -> None:
         """Submit ``job`` if it is given, and read answers in the calling thread until it has its own.
@@ -156,7 +144,7 @@ class Supervisor:
         if self._broken is not None:
             raise self._broken
         if self._closing:
-            raise ExecutorClosedError("cannot schedule new work: the executor has been shut down.")
+            raise ExecutorClosedError
 
     def _hand_out(self, job: Job | Resize | None = None) -> None:
         """Queue ``job``, and send what waits to the workers that can take it."""
@@ -380,16 +368,10 @@ class Supervisor:
     def _resize_if_due(self) -> None:
         schedule = self._schedule
         with self._lock:
-            if not schedule.pending or not isinstance(job := schedule.pending[0], Resize):
-                return
-            if not all(worker.is_free for worker in schedule.workers) or len(schedule.workers) < len(schedule.devices):
-                return
-            schedule.use(job.devices)
-            schedule.epoch += 1
-            for worker in schedule.workers[len(job.devices) :]:
-                worker.end()
-            del schedule.workers[len(job.devices) :]
-            missing = range(len(schedule.workers), len(job.devices))
+            job = schedule.resize_if_due()
+            missing = range(len(schedule.workers), len(schedule.devices))
+        if job is None:
+            return
         for index in missing:
             started = self._start(index)
             with self._lock:
