@@ -96,12 +96,11 @@ class Report(NamedTuple):
 
     def made_as(self, number: int) -> tuple[str, str] | None:
         """What this rank called under ``number``, and where; None if that is no longer known."""
-        made = None
-        for line in self.history.splitlines():
+        for line in reversed(self.history.splitlines()):
             first, what, place = line.split("\t")
             if int(first) <= number:
-                made = what, place
-        return made
+                return what, place
+        return None
 
 
 NO_REPORT = Report(Progress(-1, -1, WAITING), 0)
