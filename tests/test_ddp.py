@@ -37,6 +37,17 @@ from nn_parallel import (
 )
 
 CPU = torch.device("cpu")
+ONLY_LINUX = """
+import os, select, signal, socket
+for module, names in (
+    (os, "eventfd EFD_CLOEXEC EFD_NONBLOCK EFD_SEMAPHORE memfd_create pidfd_open sched_getaffinity sched_setaffinity"),
+    (select, "epoll EPOLLIN"),
+    (signal, "SIGRTMIN SIGRTMAX pidfd_send_signal"),
+    (socket, "MSG_CMSG_CLOEXEC TCP_USER_TIMEOUT TCP_KEEPIDLE"),
+):
+    for name in names.split():
+        delattr(module, name)
+"""
 
 
 @pytest.fixture
@@ -503,3 +514,31 @@ def test_the_world_reads_as_one() -> None:
         assert other == world
         assert (other.node_rank, other.local_world_size, other.launcher) == (1, 2, "torchrun")
     assert not world.is_main
+
+
+def test_launched_ranks_need_nothing_of_python_that_only_linux_has(tmp_path: Path) -> None:
+    """They start, and learn of results and failures, where such names are missing: a stand-in for macOS."""
+    (tmp_path / "sitecustomize.py").write_text(ONLY_LINUX)
+
+    def scenario() -> Any:
+        world = initialize_ddp()
+
+        @on_rank(0, broadcast=True)
+        def where() -> int:
+            return current_world().rank
+
+        @on_rank([0, 1])
+        def fails() -> None:
+            if current_world().rank == 1:
+                raise ValueError("no")
+            dist.barrier()
+
+        try:
+            fails()
+        except RankError as error:
+            told = repr(error.failures)
+        return where(), told, world.world_size
+
+    with launched(2, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path])) as ranks:
+        assert ranks.run(lambda: hasattr(os, "eventfd")) == [False, False]
+        assert ranks.run(scenario) == [(0, "{1: ValueError('no')}", 2)] * 2

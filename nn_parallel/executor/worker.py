@@ -42,7 +42,7 @@ TASK_FORMAT = "Q??Q?IIIQ"  # see Task
 # What the parent orders a worker beside its tasks: a kind and a number.
 Order = struct.Struct("=BQ")
 CANCEL, FORGET = range(2)
-STACK_SIGNAL = signal.SIGRTMAX - 1  # asks for the Python stack of the main thread
+STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 1  # asks for the Python stack of the main thread; Linux has it
 
 
 class Setup(NamedTuple):
