@@ -6,7 +6,7 @@ The files, from the bottom up; each knows only those before it in this list::
     hostlists, launchers    SLURM's notation for hosts; environment -> launch facts
     devices, gpus           which devices there are; what NVML tells of GPUs
     culprits, pickling      which part of an object cannot be pickled; objects to bytes and back
-    interrupt               what is raised in the main thread from outside
+    interrupt, spinning     what is raised in the main thread from outside; the core is offered to others
     sockets, world, nodes   connections of this process; who am I among the ranks; whether other nodes are there
     rendezvous, groups      the ranks find each other; the process group that connects them
     ddp                     initialize_ddp, cleanup_ddp
@@ -19,7 +19,7 @@ The files, from the bottom up; each knows only those before it in this list::
     on_rank                 code for one rank
     training, loaders, logs the model, the data and the log lines of each rank
     checkpoint, profiling   save_checkpoint, load_checkpoint; profile_ranks
-        segments, spinning, transport   memory files for what is large; waiting a moment; messages
+        segments, transport             memory files for what is large; messages
         evidence, poller, worker        why a process died; waiting for many; a worker process
         fingerprints, packing           whether a function is still the same; what is sent, and what workers keep
         forkserver, boot, servers       the process that forks them; its first lines; as the parent sees it

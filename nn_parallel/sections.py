@@ -33,6 +33,7 @@ from .reports import (
     not_in_step,
     timed_out,
 )
+from .spinning import Spin
 from .watcher import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, Watched, Watcher
 from .world import Membership
 
@@ -53,6 +54,7 @@ class Sections:
         self._peers = Peers(member, member.store)
         self._report_key, self._names_host = f"report/{member.rank}", lost_store_names_its_host(member)
         self._watching: Watcher | None = None
+        self._spin = Spin()
         self._kept: deque[Failed] = deque(maxlen=FAILURES_KEPT)  # of the failed sections
         self._failures_made = 0
         self._failed_at = (0, 0)  # term and call
@@ -66,8 +68,8 @@ class Sections:
             self.member.begin_term(term)
         self.term = term
         self._calls, self._phase, self._announced_in_call = 0, WAITING, 0
-        self._history: deque[tuple[int, Call]] = deque(maxlen=CALLS_KEPT)
-        self._history_text = ""
+        self._last_call: Call | None = None
+        self._history: deque[str] = deque(maxlen=CALLS_KEPT)
         self._unwaited: dict[int, tuple[int, str]] = {}  # rank -> its last call that this rank did not wait for
 
     @contextlib.contextmanager
@@ -144,9 +146,9 @@ class Sections:
     def _begin(self, call: Call) -> None:
         self._calls += 1
         self._phase = WAITING
-        if not self._history or self._history[-1][1] != call:
-            self._history.append((self._calls, call))
-            self._history_text = "".join(f"\n{first}\t{c.what}\t{c.place}" for first, c in self._history)
+        if call != self._last_call:
+            self._last_call = call
+            self._history.append(f"\n{self._calls}\t{call.what}\t{call.place}")
 
     def _fail_section(self, call: Call, error: BaseException, watched: Watched | None) -> None:
         """Tell the others of ``error``, and raise what is known of the failure.
@@ -193,7 +195,7 @@ class Sections:
 
     def _post(self, phase: int) -> None:
         self._phase = phase
-        report = Report(Progress(self.term, self._calls, phase), self._failures_made, self._history_text)
+        report = Report(Progress(self.term, self._calls, phase), self._failures_made, "".join(self._history))
         with self._names_host:
             self.store.set(self._report_key, report.format())
 
@@ -261,6 +263,7 @@ class Sections:
         needed = [rank] if phase == FINISHED else [r for r in range(self.world_size) if r != self.rank]
         dead: list[int] = []
         start, polls, failed = time.perf_counter(), 0, False
+        self._spin.offer_core()  # where ranks share cores, it may be the one that is waited for who needs this one
         while True:
             report = self._peers.report(rank)
             if report.progress.term > self.term:  # it has failed in a block

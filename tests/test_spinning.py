@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nn_parallel.executor import spinning
-from nn_parallel.executor.spinning import CREDIT_S, CROWDED_S, LOSS_SHARE, SPIN_S, Spin
+from nn_parallel import spinning
+from nn_parallel.spinning import CREDIT_S, CROWDED_S, LOSS_SHARE, SPIN_S, Spin
 
 
 @pytest.fixture

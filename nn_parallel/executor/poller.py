@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from ..interrupt import Delayed
-from .spinning import Spin
+from ..spinning import Spin
 
 AT_ONCE = 64  # answers, or outputs; `epoll` makes room for 1 023 if it is told nothing, which takes longer than to look
 

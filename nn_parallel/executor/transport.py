@@ -29,8 +29,8 @@ import torch
 
 from ..errors import TransferError
 from ..pickling import Packed, loads
+from ..spinning import Spin
 from .segments import Segment, Segments, Span, map_privately, map_shared
-from .spinning import Spin
 
 _HEAD = "=??IQ"  # is it plain, is the pickle the first buffer; the sizes of pickle and rest; then comes the header
 _COUNTS = struct.Struct("=IIQQ")  # what the rest begins with: how many segments let go of, spans, fds; the segment

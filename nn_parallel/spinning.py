@@ -1,4 +1,4 @@
-"""Looking for something a few times before being put to sleep for it, as locks do that spin first."""
+"""Offering the core to others; looking for something a few times before being put to sleep for it, as locks do."""
 
 from __future__ import annotations
 
@@ -29,15 +29,22 @@ class Spin:
     def __init__(self) -> None:
         self._paid_at = 0.0  # when what has been lost so far is that share of the time
 
-    def until(self, look: Callable[[], T]) -> T:
-        """What ``look()`` returns, which takes no time: the first that is true, or the last before the time is over."""
+    def offer_core(self) -> bool:
+        """Let others have the core first, if they want it; False, and at once, if that has cost too much of late."""
         begun = time.monotonic()
         if self._paid_at - begun > PAID_AHEAD_S:
-            return look()
-        while True:
-            os.sched_yield()
-            found, now = look(), time.monotonic()
-            if now - begun > CROWDED_S:
-                self._paid_at = max(self._paid_at, now) + (now - begun) / LOSS_SHARE
-            if found or now - begun >= SPIN_S:
+            return False
+        os.sched_yield()
+        now = time.monotonic()
+        if now - begun > CROWDED_S:
+            self._paid_at = max(self._paid_at, now) + (now - begun) / LOSS_SHARE
+        return True
+
+    def until(self, look: Callable[[], T]) -> T:
+        """What ``look()`` returns, which takes no time: the first that is true, or the last before the time is over."""
+        end = time.monotonic() + SPIN_S
+        while self.offer_core():
+            found = look()
+            if found or time.monotonic() >= end:
                 return found
+        return look()
