@@ -28,6 +28,8 @@ parser.add_argument("--quick", action="store_true", help="within a minute: two r
 parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
 parser.add_argument("--page", type=Path, metavar="FILE", help="measure nothing: make the page from such results")
 options = parser.parse_args()
+if options.json and (options.quick or options.topics):
+    parser.error("--json writes down a whole run: neither --quick nor topics")
 if wrong := set(options.topics) - set(TOPICS):
     parser.error(f"there is no topic {', '.join(sorted(wrong))}: choose from {', '.join(TOPICS)}")
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
 
 from nn_parallel import ParallelExecutor
 
-from .harness import Figure, measure
+from .harness import Figure, measure, seconds_of
 from .peers import chosen, raw_pipes
 
 T = TypeVar("T")
@@ -20,10 +21,12 @@ GOALS = {"ProcessPoolExecutor": (0.5, 0.5), "Ray actors": (0.15, None)}  # of on
 def figures(repetitions: int) -> Iterator[Figure]:
     """The figures, one after another."""
     with ParallelExecutor(num_workers=2, devices="cpu") as pool:
-        one, uses_torch = of_a_script(lambda: 1), of_a_script(lambda: torch.get_num_threads())
-        for name, fn in (("run(fn)", one), ("run(fn that uses torch)", uses_torch)):
-            reference, often = "raw pipe to 2 processes and back", 10 * repetitions  # the mood changes within a second
-            yield beside_raw_pipe(f"warm {name} on 2 workers", pool, fn, 2, reference, goal=2, repetitions=often)
+        named = {
+            "warm run(fn) on 2 workers": of_a_script(lambda: 1),
+            "warm run(fn that uses torch) on 2 workers": of_a_script(lambda: torch.get_num_threads()),
+        }
+        often = 10 * repetitions  # the mood changes within a second
+        yield from beside_raw_pipe(pool, named, 2, "raw pipe to 2 processes and back", goal=2, repetitions=often)
         three = torch.ones(3)
         name = "a tensor of 3 elements to 2 workers and back"
         yield measure(name, lambda: pool.run(_same, three), repetitions=repetitions, calls=50)
@@ -34,7 +37,7 @@ def figures(repetitions: int) -> Iterator[Figure]:
                 yield measure(
                     "warm run(fn) on 2 workers",
                     lambda: pool.run(_one),
-                    f"{name}: the function on each of 2",
+                    f"{name}: two calls of it",
                     lambda call=call: call(_one),  # type: ignore[misc]
                     goal=one,
                     repetitions=repetitions,
@@ -51,28 +54,29 @@ def figures(repetitions: int) -> Iterator[Figure]:
 
 
 def beside_raw_pipe(
-    name: str,
     pool: ParallelExecutor,
-    fn: Callable[[], object],
+    named: Mapping[str, Callable[[], object]],
     workers: int,
     reference: str,
     *,
     goal: float | None = None,
     repetitions: int,
     times: int = 200,
-) -> Figure:
-    """A warm run of ``fn``, ``times`` times for each repetition, beside the floor."""
-    with raw_pipes(workers) as round_trip:
-        return measure(
-            name,
-            lambda: pool.run(fn),
-            reference,
-            round_trip,
-            goal=goal,
-            repetitions=repetitions,
-            calls=times,
-            warm_up=times,
-        )
+) -> Iterator[Figure]:
+    """A warm run of each function, ``times`` times for each repetition, beside the floor.
+
+    That has new processes in each repetition: the kernel leaves them on the cores on which it has put them.
+    """
+    floor, measured = list[float](), {name: list[float]() for name in named}
+    for _ in range(repetitions):
+        with raw_pipes(workers) as round_trip:
+            seconds_of(round_trip, times)
+            floor.append(seconds_of(round_trip, times))
+            for name, fn in named.items():
+                seconds_of(functools.partial(pool.run, fn), times)
+                measured[name].append(seconds_of(functools.partial(pool.run, fn), times))
+    for name, values in measured.items():
+        yield Figure(name, values, goal, reference, floor)
 
 
 def of_a_script(fn: Callable[[], T]) -> Callable[[], T]:

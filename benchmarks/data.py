@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -20,8 +20,8 @@ def figures(repetitions: int) -> Iterator[Figure]:
     with ParallelExecutor(num_workers=2, devices="cpu") as pool:
         handle = pool.put(big)
 
-        def beside_clone(name: str, run: object, goal: float | None) -> Figure:
-            return measure(name, run, "tensor.clone()", big.clone, goal=goal, repetitions=repetitions, warm_up=3)  # type: ignore[arg-type]
+        def beside_clone(name: str, run: Callable[[], object], goal: float | None) -> Figure:
+            return measure(name, run, "tensor.clone()", big.clone, goal=goal, repetitions=repetitions, warm_up=3)
 
         yield beside_clone("64 MiB to 2 workers", lambda: pool.run(_size, big), 0.8)
         yield beside_clone("64 MiB to 2 workers, where each reads it", lambda: pool.run(_sum, big), None)

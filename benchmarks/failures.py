@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -32,12 +33,17 @@ dist.all_reduce(torch.ones(1))
 def figures(repetitions: int) -> Iterator[Figure]:
     """The figures, one after another."""
     for ranks, goal in ((2, 0.05), (16, 0.1)):
+        told, killed = list[float](), list[float]()
         with ParallelExecutor(num_workers=ranks, devices="cpu") as pool:
-            latencies = [max(pool.run(fail_beside_all_reduce)) for _ in range(repetitions + 1)]
-        yield Figure(f"rank 1 raises, {ranks - 1} in all_reduce: RankError on all", latencies[1:], goal)
-    if repetitions > 2:
-        killed = [_until_torchrun_ends() for _ in range(3)]
-        yield Figure("the same under torchrun alone, 2 ranks: all are killed", killed)
+            pool.run(fail_beside_all_reduce)
+            for repetition in range(repetitions):
+                told.append(max(pool.run(fail_beside_all_reduce)))
+                if ranks == 2 and repetition < 3 < repetitions:
+                    killed.append(_until_torchrun_ends())
+        name = f"rank 1 raises, {ranks - 1} in all_reduce: RankError on all"
+        yield Figure(name, told, goal)
+        if killed:
+            yield Figure(name, told[: len(killed)], None, "torchrun alone: all are killed", killed)
 
     with ParallelExecutor(num_workers=2, devices="cpu") as pool:
         for how, fail in (("raises", _raise), ("is SIGKILLed", _die)):
@@ -104,6 +110,7 @@ def fail_beside_all_reduce() -> float:
         with ParallelExecutor():
             dist.barrier()
             if rank == 1:
+                time.sleep(random.uniform(0.4, 0.42))  # until the others are there, and look every 20 ms
                 at[0] = time.monotonic()
                 raise ValueError
             dist.all_reduce(torch.ones(1))

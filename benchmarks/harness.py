@@ -46,13 +46,13 @@ class Figure:
         """Name, value with its spread, reference, its value, ratio, goal, whether it is met."""
         spread = f"{self._show(min(self.values))} to {self._show(max(self.values))}"
         times = "" if self.ratio is None else " x"
-        goal = "" if self.goal is None else f"{self.goal:g} x" if times else self._show(self.goal)
+        goal = "" if self.goal is None else f"{self.goal:.3g} x" if times else self._show(self.goal)
         return [
             self.name,
             f"{self._show(statistics.median(self.values))} ({spread})",
             self.reference,
             self._show(statistics.median(self.reference_values)) if self.reference_values else "",
-            "" if self.ratio is None else f"{self.ratio:.2g} x" if self.ratio < 10 else f"{self.ratio:.0f} x",
+            "" if self.ratio is None else f"{self.ratio:.3g} x" if self.ratio < 10 else f"{self.ratio:.0f} x",
             goal,
             {None: "", True: "met", False: "NOT met"}[self.is_met],
         ]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 
@@ -17,35 +16,55 @@ def figures(repetitions: int) -> Iterator[Figure]:
     """The figures, one after another."""
     for ranks, goal in ((2, 0.5), (8, 0.1)):
         with ParallelExecutor(num_workers=ranks, devices="cpu") as pool:
-            runs, waits, barrier = costs(pool, repetitions)
-        yield Figure(f"on_rank(0), the rank that runs, {ranks} ranks", runs, 20e-6 if ranks == 2 else None)
-        yield Figure(f"on_rank(0), the ranks that wait, {ranks} ranks", waits, goal, "dist.barrier()", barrier)
+            runs, in_step, in_a_row, barrier = costs(pool, repetitions)
+        yield Figure(f"on_rank(0), the rank that runs, {ranks} ranks", runs, 20e-6)
+        name = f"on_rank, {ranks} ranks: each call waits for the one before"
+        yield Figure(name, in_step, goal, "dist.barrier()", barrier)
+        yield Figure(
+            f"on_rank(0), the ranks that wait, {ranks} ranks, in a row", in_a_row, None, "dist.barrier()", barrier
+        )
 
 
-def costs(pool: ParallelExecutor, repetitions: int) -> tuple[list[float], list[float], list[float]]:
-    """Seconds per call, for each repetition: of the rank that runs, the slowest that waits, the fastest barrier."""
+def costs(pool: ParallelExecutor, repetitions: int) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Seconds per call, for each repetition: the rank that runs, all in step, those that wait, a barrier.
+
+    Of several ranks the slowest.
+
+    In step are calls of which each is another rank's, so that all of them wait for each, as they do at a barrier. Where
+    all calls in a row are rank 0's, it is soon far ahead, and the others find what they wait for.
+    """
     measured = pool.run(_turns, repetitions)
-    waits = [max(turn) for turn in zip(*(times["waits"] for times in measured[1:]), strict=True)]
-    barrier = [min(turn) for turn in zip(*(times["barrier"] for times in measured), strict=True)]
-    return measured[0]["runs"], waits, barrier
+
+    def slowest(what: str, ranks: Sequence[dict[str, list[float]]]) -> list[float]:
+        return [max(turn) for turn in zip(*(times[what] for times in ranks), strict=True)]
+
+    in_step, barrier = slowest("in step", measured), slowest("barrier", measured)
+    return measured[0]["in a row"], in_step, slowest("in a row", measured[1:]), barrier
 
 
 def _turns(repetitions: int) -> dict[str, list[float]]:
     """As one of the ranks: seconds per call, for each repetition."""
-    rank = initialize_ddp().rank
-    times: dict[str, list[float]] = {"barrier": [], "runs": [], "waits": []}
+    initialize_ddp()
+    times: dict[str, list[float]] = {"barrier": [], "in step": [], "in a row": []}
 
     @on_rank(0)
     def nothing() -> None: ...
 
-    def per_call(fn: Any, calls: int) -> float:
+    @on_rank(1)
+    def nothing_there() -> None: ...
+
+    def per_call(calls: int, *fns: Callable[[], object]) -> float:
         dist.barrier()
-        start = time.perf_counter()
-        for _ in range(calls):
+        for fn in fns:  # a barrier lets its ranks go one after another: the first would count how long the last takes
             fn()
+        start = time.perf_counter()
+        for _ in range(calls // len(fns)):
+            for fn in fns:
+                fn()
         return (time.perf_counter() - start) / calls
 
     for _ in range(repetitions):
-        times["barrier"].append(per_call(dist.barrier, 50))
-        times["runs" if rank == 0 else "waits"].append(per_call(nothing, 500))
+        times["barrier"].append(per_call(50, dist.barrier))
+        times["in step"].append(per_call(200, nothing, nothing_there))
+        times["in a row"].append(per_call(500, nothing))
     return times

@@ -48,7 +48,7 @@ def _plot_scale(figures: list[Figure], target: Path) -> None:
     axes = plt.figure(figsize=(7, 5)).add_subplot()
     for name, points in curves.items():
         counts, seconds = zip(*points, strict=True)
-        axes.loglog(counts, seconds, marker="o", linestyle="--" if name in ("raw pipe", "dist.barrier()") else "-")
+        axes.loglog(counts, seconds, marker="o", linestyle="--" if name in ("raw pipe", "barrier") else "-")
         axes.annotate(name, (counts[-1], seconds[-1]), textcoords="offset points", xytext=(6, -3), fontsize=8)
     axes.set(xlabel="workers on 2 cores", ylabel="seconds, best of three", xlim=(0.9, 600))
     _save(axes.figure, target)

@@ -23,11 +23,12 @@ def figures(repetitions: int) -> Iterator[Figure]:
         yield Figure(f"start, run, end: {count}", [seconds_of(a_pool) for _ in range(3)])
         with ParallelExecutor(num_workers=count, devices="cpu") as pool:
             name, fn = f"warm run: {count}", calls.of_a_script(lambda: 1)
-            yield calls.beside_raw_pipe(name, pool, fn, count, "raw pipe", repetitions=3, times=50)
+            yield from calls.beside_raw_pipe(pool, {name: fn}, count, "raw pipe", repetitions=3, times=50)
             if count > 1:
-                runs, waits, barrier = on_rank.costs(pool, 3)
+                runs, in_step, _, barrier = on_rank.costs(pool, 3)
                 yield Figure(f"on_rank(0), the rank that runs: {count}", runs)
-                yield Figure(f"on_rank(0), the ranks that wait: {count}", waits)
-                yield Figure(f"dist.barrier(): {count}", barrier)
+                yield Figure(
+                    f"on_rank, each call waiting for the one before: {count}", in_step, None, "barrier", barrier
+                )
                 told = [max(pool.run(failures.fail_beside_all_reduce)) for _ in range(4)][1:]
                 yield Figure(f"from a failure to RankError on all: {count}", told)

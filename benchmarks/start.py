@@ -34,7 +34,7 @@ import os, torch
 print(os.getpid(), flush=True)
 input()
 """
-NINE_FORKS = """
+EIGHT_FORKS = """
 import gc, os, pickle, socket
 import torch
 gc.collect()
@@ -67,24 +67,27 @@ def figures(repetitions: int) -> Iterator[Figure]:
             pool.run(int)
 
     imported, started, again = [], [], []
+    peers = {peer: list[float]() for peer in STARTS if repetitions > 2 and has(peer.partition(".")[0])}
     pool_of_8()
-    for _ in range(repetitions):
+    for repetition in range(repetitions):
         imported.append(seconds_of(lambda: python("import torch")))
         started.append(float(python(FIRST_RESULT)))
         again.append(seconds_of(pool_of_8))
-    yield Figure("start 8 CPU workers, to the first result", started, 1.5, "import torch", imported)
+        if repetition < 3:
+            for peer, theirs in peers.items():
+                theirs.append(float(python(STARTS[peer])))
+    name = "start 8 CPU workers, torch being imported, to a result"
+    yield Figure(name, started, 1.5, "import torch", imported)
     yield Figure("a second pool of 8", again, 0.06, "import torch", imported)
-    for peer, program in STARTS.items():
-        if repetitions > 2 and has(peer.partition(".")[0]):
-            theirs = [float(python(program)) for _ in range(3)]
-            yield Figure("start 8 CPU workers, to the first result", started[:3], None, peer, theirs)
+    for peer, theirs in peers.items():
+        yield Figure(name, started[:3], None, f"{peer}, to its end", theirs)
     to_import = [float(python(IMPORT_TIME)) for _ in range(repetitions)]
     yield Figure("import nn_parallel, torch being imported", to_import, 0.05)
 
     occupied, by_one, by_forks = [], [], []
-    for _ in range(min(repetitions, 3)):
+    for _ in range(min(repetitions // 2, 3)):
         servers.stop_fork_server()  # each shares libraries with this process, and not with the others
-        for program, theirs in ((ONE_PYTHON, by_one), (NINE_FORKS, by_forks)):
+        for program, theirs in ((ONE_PYTHON, by_one), (EIGHT_FORKS, by_forks)):
             with waiting(program) as pids:
                 theirs.append(_pss_mib(pids))
         with ParallelExecutor(num_workers=8, devices="cpu") as pool:

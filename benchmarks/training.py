@@ -22,7 +22,7 @@ BATCH, WIDTH = 8192, 512  # bound by computing: a weight is used 8192 times for 
 def figures(repetitions: int) -> Iterator[Figure]:
     """The figures, one after another."""
     with (
-        ParallelExecutor(num_workers=1, devices="cpu", initializer=torch.set_num_threads, initargs=(1,)) as one,
+        ParallelExecutor(num_workers=1, devices="cpu") as one,
         ParallelExecutor(num_workers=2, devices="cpu") as two,
     ):
         alone, both = [], []
@@ -53,6 +53,7 @@ def _seconds_per_sample(steps: int) -> float:
 
 def _seconds_per_step(turns: int) -> tuple[list[float], list[float]]:
     """Plain DDP and prepared, step by step in turn, so that both share the machine's mood."""
+    torch.set_num_threads(1)
     initialize_ddp()
     loops = [_steps(prepared) for prepared in (False, True)]
     seconds: tuple[list[float], list[float]] = ([], [])

@@ -73,6 +73,21 @@ def test_the_figures_are_those_of_the_recorded_run() -> None:
     assert set(topics.split()) == there
 
 
+def test_a_goal_is_met_or_not() -> None:
+    """By the median of the ratios of neighbours, and without a reference by the median; at the goal it is met."""
+    program = """
+from benchmarks.harness import Figure
+for ratios, goal in (([9, 1, 2], 2), ([9, 1, 2.01], 2), ([1, 9, 1], None)):
+    print(Figure("f", [3 * ratio for ratio in ratios], goal, "r", [3.0] * 3).is_met)
+print(Figure("f", [1, 4, 10], 4).is_met, Figure("f", [1, 4, 10], 3.9).is_met)
+print(Figure("f", [1.0, 40.0, 9.0], 1, "r", [2.0, 20.0, 9.0]).ratio)  # not 9 / 9, the medians'
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True, timeout=60, cwd=ROOT
+    )
+    assert done.stdout.split() == ["True", "False", "None", "True", "False", "1.0"]
+
+
 def test_no_machine_is_named() -> None:
     """No path of a machine and no registry's host in what is published."""
     tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, timeout=30).stdout.split()
