@@ -351,13 +351,54 @@ with ParallelExecutor(num_workers=4, devices="cpu") as pool:
 """
 
 
-def test_more_descriptors_than_may_be_on_their_way() -> None:
-    """The kernel counts those that have not been received: who sends more waits for that, and not for ever."""
-    is_root = os.geteuid() == 0  # whom the kernel does not count unless these are dropped
+UNSENT_RESULT = """
+import os, resource, socket
+import torch
+from nn_parallel import ParallelExecutor
+from nn_parallel.executor import transport
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+
+def numbers():
+    return [torch.full((4,), number).share_memory_() for number in range(300)]
+
+def numbers_without_room():
+    transport.ROOM_WITHIN_S = 0.2
+    torch.on_their_way = socket.socketpair()
+    for _ in range(4):
+        socket.send_fds(torch.on_their_way[0], [b" "], [0] * 200)  # so that there is room for some, and not for all
+    return numbers()
+
+def make_room():
+    for sock in torch.on_their_way:
+        sock.close()
+
+with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+    pid = pool.submit(os.getpid).result()
+    print(type(error := pool.submit(numbers_without_room).exception()).__name__, error)
+    pool.submit(make_room).result()
+    assert [int(each[0]) for each in pool.submit(numbers).result()] == list(range(300))
+    assert pool.submit(os.getpid).result() == pid
+"""
+
+
+def _with_counted_descriptors(script: str) -> str:
+    """What a script prints whose descriptors on their way the kernel counts."""
+    is_root = os.geteuid() == 0  # whose are not counted unless these are dropped
     as_others = ["setpriv", "--bounding-set=-sys_resource,-sys_admin"] if is_root else []
-    command = [*as_others, sys.executable, "-W", "error", "-c", MANY_SHARED]
+    command = [*as_others, sys.executable, "-W", "error", "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
-    unopened, unsent = result.stdout.splitlines()
+    return result.stdout
+
+
+def test_more_descriptors_than_may_be_on_their_way() -> None:
+    """The kernel counts those that have not been received: who sends more waits for that, and not for ever."""
+    unopened, unsent = _with_counted_descriptors(MANY_SHARED).splitlines()
     assert unsent.startswith("len() could not be sent to Worker ")
     assert unopened.startswith("No room for the descriptors of ")
+
+
+def test_a_result_whose_descriptors_find_no_room_is_an_error_and_the_worker_goes_on() -> None:
+    """Those that had been sent already are not taken for those of the next result."""
+    assert _with_counted_descriptors(UNSENT_RESULT).startswith("TransferError No room for the descriptors of ")

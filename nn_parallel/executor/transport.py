@@ -33,7 +33,7 @@ from ..spinning import Spin
 from .segments import Segment, Segments, Span, map_privately, map_shared
 
 _HEAD = "=??IQ"  # is it plain, is the pickle the first buffer; the sizes of pickle and rest; then comes the header
-_COUNTS = struct.Struct("=IIQQ")  # what the rest begins with: how many segments let go of, spans, fds; the segment
+_COUNTS = struct.Struct("=IIIQQ")  # what the rest begins with: how many segments let go of, spans, strays, fds; segment
 _NUMBER = struct.Struct("=q")
 _SPAN = struct.Struct("=QQ")
 _LARGE_PICKLE_BYTES = 1 << 16
@@ -89,6 +89,7 @@ class Link:
         self._sends, self._receives = struct.Struct(_HEAD + sends), struct.Struct(_HEAD + receives)
         self._lent: dict[int, Segment] = {}  # what the other side may have a map of
         self._is_sending_fds = False
+        self._strays = 0  # how many times descriptors were sent for a message that was not
         self._returned = deque[int]()  # what this side has let go of, and the other has not heard of
         self._chunk = memoryview(mmap.mmap(-1, _READ_BYTES, mmap.MAP_PRIVATE))  # takes memory as it is used
         self._data = bytearray()  # what has been read and not used yet
@@ -102,7 +103,7 @@ class Link:
 
         Raises:
             OSError: the other side is gone.
-            TransferError: there is no room for its descriptors.
+            TransferError: there is no room for its descriptors; others can be sent.
         """
         if parcel.is_small and not self._returned:
             kept_for, message = parcel.kept
@@ -111,18 +112,21 @@ class Link:
                 parcel.kept = header, message = header, head + parcel.pickle
             self.sock.sendall(message)
             return
-        returned, fds, which = [self._returned.popleft() for _ in range(len(self._returned))], parcel.fds, 0
+        fds, strays, which = parcel.fds, 0, 0
+        if fds:
+            self._is_sending_fds, strays = True, self._strays
+            for first in range(0, len(fds), _FDS_AT_ONCE):
+                send_fds(self._descriptors, b" ", fds[first : first + _FDS_AT_ONCE], socket.MSG_DONTWAIT)
+                self._strays += 1
+            self._is_sending_fds, self._strays = False, 0
+        returned = [self._returned.popleft() for _ in range(len(self._returned))]
         if parcel.segment is not None:
             which = parcel.segment.number
             self._lent[which] = parcel.segment
-        counts = _COUNTS.pack(len(returned), len(parcel.spans), len(fds), which)
+        counts = _COUNTS.pack(len(returned), len(parcel.spans), strays, len(fds), which)
         rest = b"".join((counts, *map(_NUMBER.pack, returned), *(_SPAN.pack(*span) for span in parcel.spans)))
         size = len(rest) + sum(map(len, parcel.copies))
         head = self._sends.pack(parcel.is_plain, parcel.is_pickle_in_segment, len(parcel.pickle), size, *header)
-        self._is_sending_fds = bool(fds)
-        for first in range(0, len(fds), _FDS_AT_ONCE):
-            send_fds(self._descriptors, b" ", fds[first : first + _FDS_AT_ONCE], socket.MSG_DONTWAIT)
-        self._is_sending_fds = False
         self.sock.sendall(head + parcel.pickle + rest)
         for copy in parcel.copies:
             self.sock.sendall(copy)
@@ -182,7 +186,7 @@ class Link:
         """What unpacks a message of which more may have come than its pickle."""
         if not rest:
             return functools.partial(loads, pickled, (), self.device)
-        returns, count, fds, segment = _COUNTS.unpack_from(rest)
+        returns, count, strays, fds, segment = _COUNTS.unpack_from(rest)
         first_span = _COUNTS.size + returns * _NUMBER.size
         end = first_span + count * _SPAN.size
         parts = memoryview(rest)
@@ -198,11 +202,17 @@ class Link:
             buffers = [parts[start : start + span.size] for start, span in zip(starts, spans, strict=False)]
         if fds:
             try:
+                self._drop(strays)
                 mapped, shared = self._map(segment, spans, fds)
                 buffers += mapped
             except OSError as error:  # this process has no descriptor or memory left
                 return functools.partial(_raise, error)
         return functools.partial(loads, buffers.pop(0) if is_pickle_in_rest else pickled, buffers, self.device, shared)
+
+    def _drop(self, strays: int) -> None:
+        for _ in range(strays):
+            for fd in receive_fds(self._descriptors, 1)[1]:
+                os.close(fd)
 
     def _map(self, number: int, spans: Sequence[Span], count: int) -> tuple[list[memoryview], list[memoryview]]:
         """The buffers in segment ``number``, if any, and what is shared: mapped by ``count`` descriptors."""

@@ -106,7 +106,11 @@ def work(connection: socket.socket, descriptors: socket.socket, control: socket.
         del packed
         _flush_output()
         try:
-            link.send((task.number, outcome, failed_inside), parcel)
+            try:
+                link.send((task.number, outcome, failed_inside), parcel)
+            except TransferError as error:
+                told = Parcel(_pack_exception(error, worker.where(task)), segments)
+                link.send((task.number, FAILED, failed_inside), told)
         except ConnectionError:  # the parent is gone
             return 0
     return 0
@@ -195,14 +199,18 @@ class _Worker:
         except Interrupted:
             outcome, packed = CANCELLED, _NOTHING
         except BaseException as error:
-            where = f"rank {self._index} of {task.world_size}" if task.world_size else "a single task"
-            outcome, packed = FAILED, _pack_exception(error, f"{where} on {self.device}")
+            outcome, packed = FAILED, _pack_exception(error, self.where(task))
         if task.world_size and outcome != SUCCEEDED:
             # It frees the ranks that wait for this one in a collective: only once this cannot be cancelled any more,
             # or what they then raise could outrun the cause.
             close_group(member)
         world.join(self._alone)
         return outcome, task.world_size > 0 and member.term != term, packed
+
+    def where(self, task: Task) -> str:
+        """Where a task runs, for the description of its failure."""
+        where = f"rank {self._index} of {task.world_size}" if task.world_size else "a single task"
+        return f"{where} on {self.device}"
 
     def _call(self, task: Task, unpack: Unpack) -> Packed:
         try:

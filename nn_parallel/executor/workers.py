@@ -158,7 +158,7 @@ class Worker:
             pass
         except TransferError as error:
             self._unsendable = error
-            self._signal(signal.SIGKILL)  # it may have some of the descriptors
+            self._signal(signal.SIGKILL)  # its end is that of the task
         finally:
             self.sender = 0
 
