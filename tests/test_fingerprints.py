@@ -76,7 +76,7 @@ class Pool:
         call = self.packer.pack(fn, (), {}, OPTIONS)
         for handle in call.handles:
             if handle.number not in worker._stored:
-                worker._stored[handle.number] = loads(handle.parcel.pickle, [])
+                worker._stored[handle.number] = worker._Stored(functools.partial(loads, handle.parcel.pickle, []))
                 self.sent += 1
         received, args, kwargs = loads(call.parcel.pickle, [])
         self.sent += received is not None

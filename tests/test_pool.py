@@ -92,6 +92,37 @@ def test_nothing_is_put_into_a_closed_pool() -> None:
         pool.put(1)
 
 
+class _Made:
+    """Unpickled by a call."""
+
+    def __init__(self, fn: Callable[..., Any], *args: Any) -> None:
+        self.by = fn, args
+
+    def __reduce__(self) -> Any:
+        return self.by
+
+
+def test_an_object_that_could_not_be_rebuilt_can_be_later(pools: ParallelExecutor, tmp_path: Path) -> None:
+    """Each call that needs it tries, and is told."""
+    handle = pools.put(_Made(Path.read_text, tmp_path / "text"))
+    for _ in range(2):
+        with pytest.raises(TransferError, match="cannot be rebuilt in the worker: FileNotFoundError"):
+            pools.submit(len, handle).result()
+    (tmp_path / "text").write_text("four")
+    assert pools.run(len, handle) == [4, 4]
+    (tmp_path / "text").write_text("longer")
+    assert pools.run(len, handle) == [4, 4]  # once is enough
+
+
+def test_an_object_that_takes_too_long_to_rebuild_can_be_interrupted() -> None:
+    """As the call can that needs it."""
+    with ParallelExecutor(num_workers=1, devices="cpu", timeout=0.3) as pool:
+        (pid,) = pool.run(os.getpid)
+        with pytest.raises(RankTimeoutError):
+            pool.submit(str, pool.put(_Made(time.sleep, 60))).result()
+        assert pool.run(os.getpid) == [pid]
+
+
 def test_a_handle_is_good_for_its_own_executor_only(pools: ParallelExecutor) -> None:
     """Passed to another executor, pickled, or holding what cannot be rebuilt: an error that says so."""
     handle = pools.put(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import random
 import select
@@ -95,7 +96,7 @@ def work(connection: socket.socket, descriptors: socket.socket, control: socket.
         header, unpack = message
         task = Task(*header)
         if not task.is_call:
-            worker.store(task.number, unpack)
+            _stored[task.number] = _Stored(unpack)
             continue
         if task.is_ahead and not _take(tokens):
             continue
@@ -118,16 +119,20 @@ def work(connection: socket.socket, descriptors: socket.socket, control: socket.
 
 def stored_object(number: int) -> Any:
     """The object that a handle stands for; called as a task is unpickled."""
-    stored = _stored[number]
-    if isinstance(stored, _Broken):
-        raise stored.error.with_traceback(None)
-    return stored
+    return _stored[number].object
 
 
-class _Broken(NamedTuple):
-    """Kept in the place of an object that could not be rebuilt."""
+class _Stored:
+    """What was sent beside the tasks: rebuilt for the first of them that needs it, or, where that fails, the next."""
 
-    error: BaseException
+    def __init__(self, unpack: Unpack) -> None:
+        self._unpack = unpack
+
+    @functools.cached_property
+    def object(self) -> Any:
+        rebuilt = self._unpack()
+        del self._unpack  # it holds the memory of the message
+        return rebuilt
 
 
 class _Worker:
@@ -171,13 +176,6 @@ class _Worker:
                 abort_collectives(member)
             self._block.interrupt()
             return True
-
-    def store(self, number: int, unpack: Unpack) -> None:
-        """Keep an object for the tasks that come."""
-        try:
-            _stored[number] = unpack()
-        except BaseException as error:
-            _stored[number] = _Broken(error)
 
     def perform(self, task: Task, unpack: Unpack) -> tuple[int, bool, Packed]:
         """How it ended, whether blocks failed inside, and what comes of it."""
@@ -302,5 +300,5 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
     return dumps((RemoteError(f"{qualified_name(type(error))}: {failure.message}"), failure))
 
 
-_stored: dict[int, Any] = {}
+_stored: dict[int, _Stored] = {}
 _NOTHING = dumps(None)
