@@ -84,19 +84,22 @@ def figures(repetitions: int) -> Iterator[Figure]:
     to_import = [float(python(IMPORT_TIME)) for _ in range(repetitions)]
     yield Figure("import nn_parallel, torch being imported", to_import, 0.05)
 
-    occupied, by_one, by_forks = [], [], []
+    occupied, by_one, by_a_second, by_forks = [], [], [], []
     for _ in range(min(repetitions // 2, 3)):
         servers.stop_fork_server()  # each shares libraries with this process, and not with the others
-        for program, theirs in ((ONE_PYTHON, by_one), (EIGHT_FORKS, by_forks)):
-            with waiting(program) as pids:
-                theirs.append(_pss_mib(pids))
+        with waiting(ONE_PYTHON) as pids:
+            by_one.append(_mib(pids, "Rss"))  # as long as nobody shares anything with it, that is its PSS
+            by_a_second.append(_mib(pids, "Pss"))
+        with waiting(EIGHT_FORKS) as pids:
+            by_forks.append(_mib(pids, "Pss"))
         with ParallelExecutor(num_workers=8, devices="cpu") as pool:
-            occupied.append(_pss_mib([*pool.run(os.getpid), servers.fork_server_pid()]))
+            occupied.append(_mib([*pool.run(os.getpid), servers.fork_server_pid()], "Pss"))
     name = "memory of 8 idle workers and their server (PSS)"
-    yield Figure(name, occupied, 1.0, "one python with torch", by_one, unit="MiB")
-    yield Figure(name, occupied, None, "it and 8 bare forks that unpickle and call", by_forks, unit="MiB")
+    yield Figure(name, occupied, 1.0, "one python with torch, alone (RSS)", by_one, unit="MiB")
+    yield Figure(name, occupied, None, "a second python with torch (PSS)", by_a_second, unit="MiB")
+    yield Figure(name, occupied, None, "that and 8 bare forks that unpickle and call", by_forks, unit="MiB")
 
 
-def _pss_mib(pids: Iterable[Any]) -> float:
+def _mib(pids: Iterable[Any], what: str) -> float:
     texts = (Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in pids)
-    return sum(int(text.partition("Pss:")[2].split()[0]) for text in texts) / 1024
+    return sum(int(text.partition(f"{what}:")[2].split()[0]) for text in texts) / 1024

@@ -43,7 +43,7 @@ TASK_FORMAT = "Q??Q?IIIQ"  # see Task
 # What the parent orders a worker beside its tasks: a kind and a number.
 Order = struct.Struct("=BQ")
 CANCEL, FORGET = range(2)
-STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 1  # asks for the Python stack of the main thread; Linux has it
+STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 1  # asks for the Python stack of the main thread
 
 
 class Setup(NamedTuple):
