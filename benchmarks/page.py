@@ -50,7 +50,7 @@ def _plot_scale(figures: list[Figure], target: Path) -> None:
         counts, seconds = zip(*points, strict=True)
         axes.loglog(counts, seconds, marker="o", linestyle="--" if name in ("raw pipe", "barrier") else "-")
         axes.annotate(name, (counts[-1], seconds[-1]), textcoords="offset points", xytext=(6, -3), fontsize=8)
-    axes.set(xlabel="workers on 2 cores", ylabel="seconds, best of three", xlim=(0.9, 600))
+    axes.set(xlabel="workers on 2 cores", ylabel="seconds, best of three", xlim=(0.9, 1800))
     _save(axes.figure, target)
 
 
