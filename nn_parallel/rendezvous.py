@@ -22,6 +22,9 @@ from .sockets import connected_since, open_sockets
 from .world import Membership, world_of
 
 RANKS_SHOWN = 64
+# How long to sleep between two attempts to connect, each of which may ask a name server: a share of the time waited so
+# far, and no less than this.
+RETRY_SHARE, RETRY_MIN_S = 0.1, 0.01
 REFUSAL_KNOWN_WITHIN = timedelta(seconds=1)
 
 
@@ -146,6 +149,8 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
                 f"Rank 0 cannot listen on {address}: {why}. Set MASTER_PORT to a free port on every rank."
             ) from error
     try:
+        if not hosts_store and not launch.launcher_hosts_store:
+            _await_listener((launch.master_addr, launch.master_port), timeout)
         return dist.TCPStore(
             launch.master_addr,
             launch.master_port,
@@ -154,7 +159,7 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
             wait_for_workers=False,
             master_listen_fd=listener.detach() if listener else None,
         )
-    except RuntimeError as error:  # DistNetworkError, DistStoreError
+    except (OSError, RuntimeError) as error:  # of ours; DistNetworkError, DistStoreError
         if hosts_store:
             raise LaunchError(f"Rank 0 cannot listen on {address}: {first_line(error)}") from error
         host, seconds = "The launcher" if launch.launcher_hosts_store else "Rank 0", f"{timeout.total_seconds():g}"
@@ -162,6 +167,27 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
             f"Rank {launch.rank} of {launch.world_size} found nobody at {address} within {seconds} s. {host} "
             "should listen there: is it running, are MASTER_ADDR and MASTER_PORT its own, does a firewall block them?"
         ) from error
+
+
+def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:
+    """Return once somebody listens at ``address``.
+
+    A TCPStore that finds nobody tries again after half a second, later after whole ones, and is deaf to Ctrl-C.
+
+    Raises:
+        OSError: why nobody could be reached within ``timeout``.
+    """
+    start = time.monotonic()
+    while True:
+        waited = time.monotonic() - start
+        left = timeout.total_seconds() - waited
+        try:
+            with socket.create_connection(address, max(left, RETRY_MIN_S)):
+                return
+        except OSError:
+            if left <= 0:
+                raise
+        time.sleep(max(min(waited * RETRY_SHARE, left), RETRY_MIN_S))
 
 
 _stores: dict[tuple[str, int], tuple[dist.Store, Iterator[int]]] = {}  # and how often each was joined

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -324,6 +325,16 @@ def test_rank_0_never_comes() -> None:
     assert time.monotonic() - start < 10
 
 
+def test_ctrl_c_ends_the_wait_for_rank_0() -> None:
+    """A rank that waits until rank 0 listens raises KeyboardInterrupt at once, and not when its timeout is over."""
+    timer, start = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)), time.monotonic()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        initialize_ddp(timeout=20, rank=1, world_size=2, master_addr="localhost", master_port=free_port())
+    timer.join()
+    assert time.monotonic() - start < 10
+
+
 def test_a_rank_that_does_not_come_is_named() -> None:
     """The ranks that did come name those that did not."""
     with pytest.raises(LaunchError, match="Ranks 1, 2 of 3 did not come to 127.0.0.1:"):
@@ -370,6 +381,7 @@ def test_a_killed_rank_is_an_error_for_those_that_wait_for_it() -> None:
         def die() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
+        initialize_ddp()  # all have come: what is measured is the failure
         start = time.monotonic()
         with pytest.raises(RankError) as caught:
             die()
