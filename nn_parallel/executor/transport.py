@@ -175,12 +175,15 @@ class Link:
         """The messages that are complete in what was read."""
         data, head = self._data, self._receives
         while len(data) >= head.size:
-            _, is_pickle_in_rest, pickle_size, rest_size, *header = head.unpack_from(data)
+            is_plain, is_pickle_in_rest, pickle_size, rest_size, *header = head.unpack_from(data)
             end = head.size + pickle_size
             if len(data) < end + rest_size:
                 return
-            pickled = data[head.size : end]
-            yield header, self._unpacks(pickled, _taken(data, end, end + rest_size), is_pickle_in_rest)
+            pickled, rest = data[head.size : end], _taken(data, end, end + rest_size)
+            if is_plain and not rest:
+                yield header, functools.partial(pickle.loads, pickled)
+            else:
+                yield header, self._unpacks(pickled, rest, is_pickle_in_rest)
 
     def _unpacks(self, pickled: bytearray, rest: bytearray, is_pickle_in_rest: bool) -> Unpack:
         """What unpacks a message of which more may have come than its pickle."""
