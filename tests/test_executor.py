@@ -393,6 +393,23 @@ def test_a_map_that_nobody_reads_any_more_does_not_go_on(ex: ParallelExecutor) -
     assert time.monotonic() - start < 5
 
 
+def test_a_map_goes_on_while_its_iterable_waits(ex: ParallelExecutor) -> None:
+    """Its items are done, however long the thread that submits them is in the user's iterator."""
+    done = torch.zeros(50).share_memory_()
+
+    def items() -> Iterator[int]:
+        deadline = time.monotonic() + 20
+        yield from range(50)
+        while done.sum() < 50:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def mark(index: int) -> None:
+        done[index] = 1
+
+    assert list(ex.map(mark, items())) == [None] * 50
+
+
 def test_an_item_that_cannot_be_sent_fails_at_its_place(ex: ParallelExecutor) -> None:
     """The results before it arrive."""
     results = ex.map(str, [1, threading.Lock(), 3])

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +346,23 @@ def test_ctrl_c_keeps_the_workers(pools: ParallelExecutor) -> None:
         pools.run(time.sleep, 3600)
     timer.join()
     assert pools.run(os.getpid) == pids
+
+
+def test_ctrl_c_lets_those_behind_a_waiting_run_go_on(pools: ParallelExecutor) -> None:
+    """A run that waits for all workers holds up what comes later, but not when nobody waits for it any more."""
+
+    def interrupt() -> None:
+        later.append(pools.submit(abs, -1))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    slow, later = pools.submit(time.sleep, 5), list[Future[int]]()
+    timer = threading.Timer(0.2, interrupt)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        pools.run(int)
+    timer.join()
+    assert later[0].result(20) == 1
+    assert not slow.done()
 
 
 @contextlib.contextmanager

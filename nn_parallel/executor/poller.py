@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from ..interrupt import Delayed
 from ..spinning import Spin
 
+STAND_BACK_S = 0.002
 AT_ONCE = 64  # answers, or outputs; `epoll` makes room for 1 023 if it is told nothing, which takes longer than to look
 
 
@@ -34,7 +35,8 @@ class Poller:
         self._reader = 0  # whose identifier this is
         self._is_reclaimed = False
         self._spin, self._arrived = Spin(), functools.partial(self._answers.poll, 0, AT_ONCE)
-        self.watch(self._answers.fileno(), self.read_answers)
+        self._looked_at = 0.0  # when a thread has called `read_answers`
+        self.watch(self._answers.fileno(), self._stand_in)
 
     def watch(self, fd: int, read: Callable[[], bool], *, is_answer: bool = False) -> None:
         """Call ``read`` whenever ``fd`` is readable, until it returns False."""
@@ -107,8 +109,28 @@ class Poller:
             self._all.close()
             self._answers.close()
 
-    def read_answers(self) -> bool:
-        """Read the answers that are there, if no other thread is about to."""
+    def read_answers(self) -> None:
+        """Read the answers that are there, if no other thread is about to: for one that submits, time and again."""
+        self._looked_at = time.monotonic()
+        self._read_at_once()
+
+    def is_reading(self) -> bool:
+        """Whether it is this thread that reads answers: it is told of the end of a task just now."""
+        return self._reader == threading.get_ident()
+
+    def _stand_in(self) -> bool:
+        """Read them in the thread that always waits, unless one that submits reads them time and again.
+
+        That one computes meanwhile: it would let go of the interpreter after 5 ms only, and this one needs it after
+        each system call, of which an answer takes some.
+        """
+        if time.monotonic() - self._looked_at < STAND_BACK_S:
+            time.sleep(STAND_BACK_S)
+        else:
+            self._read_at_once()
+        return True
+
+    def _read_at_once(self) -> None:
         if self._reading.acquire(blocking=False):
             try:
                 self._reader = threading.get_ident()
@@ -117,11 +139,6 @@ class Poller:
             finally:
                 self._reader = 0
                 self._reading.release()
-        return True
-
-    def is_reading(self) -> bool:
-        """Whether it is this thread that reads answers: it is told of the end of a task just now."""
-        return self._reader == threading.get_ident()
 
     def _call_readers(self, ready: list[tuple[int, int]]) -> None:
         for fd, _ in ready:

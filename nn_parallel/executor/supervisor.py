@@ -129,6 +129,7 @@ class Supervisor:
                     self._schedule.pending.remove(job)
                 self._schedule.end_task(job)
             self._crew.poller.wake()
+            self._hand_out()  # what waited behind it
 
     def _hurry(self) -> bool:
         """An interrupt waits for the main thread to leave one of these blocks; whether that may never come to be."""
@@ -152,6 +153,8 @@ class Supervisor:
             if job is not None:
                 self._raise_if_closed()
                 self._schedule.pending.append(job)
+                if self._schedule.pending[0] is not job:
+                    return  # who makes room for that one hands out this one, too
             ready = self._schedule.assign()
         try:
             for workers, task, call in ready:
@@ -185,7 +188,9 @@ class Supervisor:
                 with self._lock:
                     self._crew.forget(self._packer.forgotten.popleft())
             if self._schedule.is_any_ahead:
-                self._take_back()
+                with self._lock:
+                    self._schedule.take_back()
+                self._hand_out()
             if self._crew.timed:
                 self._keep_deadlines()
             self._resize_if_due()
@@ -223,11 +228,6 @@ class Supervisor:
             silent = self._crew.keep_deadlines()
         for job, workers in silent.items():
             self._time_out(job, workers)
-
-    def _take_back(self) -> None:
-        with self._lock:
-            self._schedule.take_back()
-        self._hand_out()
 
     def _time_out(self, job: Job | None, silent: list[Worker]) -> None:
         error = self._crew.silence(silent, job)
