@@ -23,8 +23,8 @@ from .world import Membership, world_of
 
 RANKS_SHOWN = 64
 # How long to sleep between two attempts to connect, each of which may ask a name server: a share of the time waited so
-# far, and no less than this.
-RETRY_SHARE, RETRY_MIN_S = 0.1, 0.01
+# far, within these bounds.
+RETRY_SHARE, RETRY_MIN_S, RETRY_MAX_S = 0.1, 0.01, 1.0
 REFUSAL_KNOWN_WITHIN = timedelta(seconds=1)
 
 
@@ -159,7 +159,7 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
             wait_for_workers=False,
             master_listen_fd=listener.detach() if listener else None,
         )
-    except (OSError, RuntimeError) as error:  # of ours; DistNetworkError, DistStoreError
+    except (OSError, UnicodeError, RuntimeError) as error:  # RuntimeError: DistNetworkError, DistStoreError
         if hosts_store:
             raise LaunchError(f"Rank 0 cannot listen on {address}: {first_line(error)}") from error
         host, seconds = "The launcher" if launch.launcher_hosts_store else "Rank 0", f"{timeout.total_seconds():g}"
@@ -172,10 +172,11 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
 def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:
     """Return once somebody listens at ``address``.
 
-    A TCPStore that finds nobody tries again after half a second, later after whole ones, and is deaf to Ctrl-C.
+    A TCPStore that finds nobody tries again after half a second, and then more and more seldom, and is deaf to Ctrl-C.
 
     Raises:
         OSError: why nobody could be reached within ``timeout``.
+        UnicodeError: no host can have such a name.
     """
     start = time.monotonic()
     while True:
@@ -187,7 +188,7 @@ def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:
         except OSError:
             if left <= 0:
                 raise
-        time.sleep(max(min(waited * RETRY_SHARE, left), RETRY_MIN_S))
+        time.sleep(min(max(waited * RETRY_SHARE, RETRY_MIN_S), RETRY_MAX_S))
 
 
 _stores: dict[tuple[str, int], tuple[dist.Store, Iterator[int]]] = {}  # and how often each was joined

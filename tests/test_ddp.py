@@ -300,6 +300,7 @@ def test_fallback_goes_on_alone_with_a_warning(env: Callable[..., None]) -> None
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' is not a whole number"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
         ({"MASTER_ADDR": "10.9.8.7"}, "Set LOCAL_RANK"),
+        ({"MASTER_ADDR": "no..name", "LOCAL_RANK": "1", "RANK": "1"}, "found nobody at no..name:29500"),
     ],
 )
 def test_values_that_cannot_be(env: Callable[..., None], variables: dict[str, str], text: str) -> None:

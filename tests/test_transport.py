@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,6 +188,19 @@ def test_more_than_there_are_descriptors_for_goes_through_the_socket(ends: Ends)
     kept = [ends.send(torch.full((1 << 13,), float(k))) for k in range(segments_before + 20)]
     assert _memory_files() == segments_before
     assert [int(each[-1]) for each in kept] == list(range(segments_before + 20))
+
+
+def test_what_came_through_the_socket_is_let_go_of(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver keeps nothing of a message that its user has dropped."""
+    monkeypatch.setattr(segments, "FILES_AT_ONCE", 0)
+    ends.sender.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    tensor = torch.zeros(1 << 14)
+    tracemalloc.start()
+    try:
+        assert ends.send(tensor).equal(tensor)
+        assert tracemalloc.get_traced_memory()[0] < tensor.nbytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_receiver_without_descriptors_says_so_and_goes_on(ends: Ends) -> None:

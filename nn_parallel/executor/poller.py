@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from ..interrupt import Delayed
 from ..spinning import Spin
 
-STAND_BACK_S = 0.002
+STAND_BACK_S = 5e-4
 AT_ONCE = 64  # answers, or outputs; `epoll` makes room for 1 023 if it is told nothing, which takes longer than to look
 
 
@@ -50,7 +50,7 @@ class Poller:
                     epoll.unregister(fd)
 
     def wait(self, deadline: float | None) -> None:
-        """Wait until something was read, or `wake` was called, or until ``deadline`` of `time.monotonic`."""
+        """Wait until there is something to read, or `wake` was called, or until ``deadline`` of `time.monotonic`."""
         self._call_readers(self._all.poll(_seconds_to(deadline)))
 
     def lead(
@@ -122,10 +122,11 @@ class Poller:
         """Read them in the thread that always waits, unless one that submits reads them time and again.
 
         That one computes meanwhile: it would let go of the interpreter after 5 ms only, and this one needs it after
-        each system call, of which an answer takes some.
+        each system call, of which an answer takes several.
         """
-        if time.monotonic() - self._looked_at < STAND_BACK_S:
-            time.sleep(STAND_BACK_S)
+        left = self._looked_at + STAND_BACK_S - time.monotonic()
+        if left > 0:
+            time.sleep(left)
         else:
             self._read_at_once()
         return True

@@ -128,8 +128,7 @@ class Supervisor:
                 if job in self._schedule.pending:
                     self._schedule.pending.remove(job)
                 self._schedule.end_task(job)
-            self._crew.poller.wake()
-            self._hand_out()  # what waited behind it
+            self._crew.poller.wake()  # what waited behind it may begin
 
     def _hurry(self) -> bool:
         """An interrupt waits for the main thread to leave one of these blocks; whether that may never come to be."""
@@ -190,6 +189,7 @@ class Supervisor:
             if self._schedule.is_any_ahead:
                 with self._lock:
                     self._schedule.take_back()
+            if self._schedule.pending:
                 self._hand_out()
             if self._crew.timed:
                 self._keep_deadlines()

@@ -179,14 +179,13 @@ class Link:
             end = head.size + pickle_size
             if len(data) < end + rest_size:
                 return
-            pickled, rest = data[head.size : end], _taken(data, end, end + rest_size)
-            if is_plain and not rest:
-                yield header, functools.partial(pickle.loads, pickled)
-            else:
-                yield header, self._unpacks(pickled, rest, is_pickle_in_rest)
+            pickled = data[head.size : end]
+            yield header, self._unpacks(pickled, _taken(data, end, end + rest_size), is_plain, is_pickle_in_rest)
 
-    def _unpacks(self, pickled: bytearray, rest: bytearray, is_pickle_in_rest: bool) -> Unpack:
+    def _unpacks(self, pickled: bytearray, rest: bytearray, is_plain: bool, is_pickle_in_rest: bool) -> Unpack:
         """What unpacks a message of which more may have come than its pickle."""
+        if is_plain and not rest:
+            return functools.partial(pickle.loads, pickled)
         if not rest:
             return functools.partial(loads, pickled, (), self.device)
         returns, count, strays, fds, segment = _COUNTS.unpack_from(rest)
