@@ -348,6 +348,20 @@ def test_ctrl_c_keeps_the_workers(pools: ParallelExecutor) -> None:
     assert pools.run(os.getpid) == pids
 
 
+def test_a_resize_that_waits_takes_no_processor_time(pools: ParallelExecutor) -> None:
+    """Until the calls before it are over, nobody looks again and again whether they are."""
+    slow, resize = pools.submit(time.sleep, 2), threading.Thread(target=pools.resize, args=(3,))
+    resize.start()
+    while not pools._supervisor._schedule.pending:  # type: ignore[union-attr]
+        time.sleep(0.001)
+    before = time.process_time()
+    slow.result()
+    assert time.process_time() - before < 1
+    resize.join()
+    assert pools.run(int) == [0, 0, 0]
+    pools.resize(2)
+
+
 def test_ctrl_c_lets_those_behind_a_waiting_run_go_on(pools: ParallelExecutor) -> None:
     """A run that waits for all workers holds up what comes later, but not when nobody waits for it any more."""
 

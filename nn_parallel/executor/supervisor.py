@@ -128,7 +128,8 @@ class Supervisor:
                 if job in self._schedule.pending:
                     self._schedule.pending.remove(job)
                 self._schedule.end_task(job)
-            self._crew.poller.wake()  # what waited behind it may begin
+            self._crew.poller.wake()
+            self._hand_out()  # what waited behind it
 
     def _hurry(self) -> bool:
         """An interrupt waits for the main thread to leave one of these blocks; whether that may never come to be."""
@@ -189,7 +190,6 @@ class Supervisor:
             if self._schedule.is_any_ahead:
                 with self._lock:
                     self._schedule.take_back()
-            if self._schedule.pending:
                 self._hand_out()
             if self._crew.timed:
                 self._keep_deadlines()
