@@ -43,8 +43,8 @@ def reduce_metrics(
         group: the ranks that take part; all if None.
 
     Returns:
-        The metrics, the same on every rank: floats, but integers stay integers under sum, max and min. A metric that is
-        NaN on one rank is NaN.
+        The metrics, the same on every rank: floats, but those that are integers on every rank stay integers under sum,
+        max and min. A metric that is NaN on one rank is NaN.
 
     Raises:
         ValueError: on every rank: the names differ, a metric is no number, the weights add up to nothing, or integers
@@ -60,6 +60,7 @@ def reduce_metrics(
     if op != "mean" and weight != 1.0:
         raise ValueError(f"weight={weight} is for op='mean': op={op!r} counts every rank alike.")
     names, values, problem = sorted(metrics), list[float](), ""
+    is_float = [float(not isinstance(_plain(metrics[name]), numbers.Integral)) for name in names]
     for name in names:
         try:
             values.append(_number(metrics[name]))
@@ -70,12 +71,12 @@ def reduce_metrics(
     if op == "mean":
         reduced, _ = weighted_mean(values, weight, about, problem, group)
     elif op == "sum":
-        reduced = all_reduce_values(values, about, problem, group=group)
+        reduced = all_reduce_values([*values, *is_float], about, problem, group=group)
     else:
-        reduced = _largest(values, 1 if op == "max" else -1, about, problem, group)
-    result = dict(zip(names, reduced, strict=True))
-    for name in names:
-        if op != "mean" and isinstance(_plain(metrics[name]), numbers.Integral) and result[name].is_integer():
+        reduced = _largest(values, is_float, 1 if op == "max" else -1, about, problem, group)
+    result = dict(zip(names, reduced[: len(names)], strict=True))
+    for name, has_floats in zip(names, reduced[len(names) :], strict=False):  # a mean is one in any case
+        if not has_floats:
             if abs(result[name]) > WHOLE_UP_TO:
                 raise ValueError(f"The {op} of {name!r} is beyond 2**53, where float64 skips integers.")
             result[name] = int(result[name])
@@ -279,14 +280,23 @@ def _ranks(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def _largest(
-    values: Sequence[float], sign: int, about: str, problem: str, group: dist.ProcessGroup | None
+    values: Sequence[float],
+    is_float: Sequence[float],
+    sign: int,
+    about: str,
+    problem: str,
+    group: dist.ProcessGroup | None,
 ) -> list[float]:
-    """The maxima, with a negative ``sign`` the minima. NaN travels beside: what is its maximum, libraries disagree."""
+    """The maxima, with a negative ``sign`` the minima, and then those of ``is_float``.
+
+    NaN travels beside: what is its maximum, libraries disagree.
+    """
     signed = [-math.inf if math.isnan(value) else sign * value for value in values]
     flags = [float(math.isnan(value)) for value in values]
-    reduced = all_reduce_values([*signed, *flags], about, problem, op=dist.ReduceOp.MAX, group=group)
-    pairs = zip(reduced[: len(values)], reduced[len(values) :], strict=True)
-    return [math.nan if is_nan else sign * value for value, is_nan in pairs]
+    reduced = all_reduce_values([*signed, *flags, *is_float], about, problem, op=dist.ReduceOp.MAX, group=group)
+    count = len(values)
+    pairs = zip(reduced[:count], reduced[count : 2 * count], strict=True)
+    return [*(math.nan if is_nan else sign * value for value, is_nan in pairs), *reduced[2 * count :]]
 
 
 def _plain(value: Any) -> Any:

@@ -54,7 +54,9 @@ def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}[{_repr(key)}]", value) for key, value in obj.items())
     elif isinstance(obj, list | tuple | set | frozenset | collections.deque):
         yield from ((f"{path}[{index}]", value) for index, value in enumerate(obj))
-    elif not isinstance(obj, type | types.ModuleType) and not _refuses(obj):
+    elif isinstance(obj, type):
+        yield from ((f"{path}.{name}", value) for name, value in vars(obj).items() if not name.startswith("__"))
+    elif not isinstance(obj, types.ModuleType) and not _refuses(obj):
         slots = [name for kind in type(obj).__mro__ for name in _listed(getattr(kind, "__slots__", ()))]
         values = {name: getattr(obj, name) for name in slots if hasattr(obj, name)} | getattr(obj, "__dict__", {})
         yield from ((f"{path}.{name}", value) for name, value in values.items())

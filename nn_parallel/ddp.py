@@ -10,15 +10,18 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import get_worker_info
 
 from . import world as _world
+from .channels import channel
 from .devices import named_device, resolve_device
 from .errors import LaunchError
 from .groups import close_group, make_group
-from .launchers import detect_launch, with_arguments
+from .launchers import Launch, detect_launch, with_arguments
 from .rendezvous import join_launch
-from .world import DEFAULT_TIMEOUT, Membership, World, current_world, membership
+from .world import DEFAULT_TIMEOUT, Membership, World, current_world, membership, world_of
 
+TAKEN = "NN_PARALLEL_TAKEN"  # tells child processes who has taken the place that the launcher's variables describe
 logger = logging.getLogger("nn_parallel")
 
 
@@ -39,7 +42,8 @@ def initialize_ddp(
     Works however this process was started: by torchrun, ``srun``, ``mpirun`` (Open MPI, MPICH, Intel MPI, MVAPICH2) or
     ``jsrun``; with the ``env://`` variables or explicit arguments; as a rank of `ParallelExecutor.run`; or alone, where
     it makes no group and returns the world of one rank. Call it as often as you like: it returns the same world, and
-    makes the group again after a failure has closed it.
+    makes the group again after a failure has closed it. A process that a rank starts with its own variables, as the
+    workers of a `DataLoader` are, gets the world of that rank and joins nothing.
 
     Args:
         timeout: seconds (or a timedelta) for the ranks to find each other and for each collective; 60 minutes if None.
@@ -79,8 +83,11 @@ def initialize_ddp(
             launch = detect_launch(environ)
             if launch is None:
                 return current_world() if device is None else _alone(device)
+            if _is_started_by_rank(launch):
+                return world_of(launch, named_device(device))
             member = join_launch(launch, named_device(device), limit)
             _world.join(member)
+            os.environ[TAKEN] = f"{os.getpid()} {_place(launch)}"
             atexit.register(cleanup_ddp)
             world, told_by = member.world, ", ".join(launch.told_by)
             place = world.rank, world.world_size, world.device
@@ -89,6 +96,8 @@ def initialize_ddp(
             return _alone(device)
         if member.open_store is not None and not dist.is_initialized():
             make_group(member, backend, as_timedelta(timeout) or member.timeout)
+        if here := channel():
+            here.watch()
     except LaunchError as error:
         if not fallback:
             raise
@@ -110,6 +119,7 @@ def cleanup_ddp() -> None:
     if member.world.launcher != "executor":
         member.on_leave.close()
         _world.join(None)
+        os.environ.pop(TAKEN, None)
 
 
 def _alone(device: torch.device | str) -> World:
@@ -119,6 +129,16 @@ def _alone(device: torch.device | str) -> World:
     return world
 
 
+def _is_started_by_rank(launch: Launch) -> bool:
+    """Whether this process is no rank, but has inherited the variables of the rank that started it."""
+    pid, _, place = os.environ.get(TAKEN, "").partition(" ")
+    return get_worker_info() is not None or (place == _place(launch) and pid != str(os.getpid()))
+
+
+def _place(launch: Launch) -> str:
+    return f"{launch.rank}/{launch.world_size} {launch.master_addr}:{launch.master_port}"
+
+
 def join_launched_world() -> Membership | None:
     """The place of this process among other ranks, or None if it is alone.
 
@@ -126,7 +146,8 @@ def join_launched_world() -> Membership | None:
     Without this, every rank of a script that forgot to call it would take itself for rank 0 and write the checkpoint.
     """
     member = membership()
-    if member is None and detect_launch(os.environ) is not None:
+    launch = detect_launch(os.environ) if member is None else None
+    if launch is not None and not _is_started_by_rank(launch):
         world = initialize_ddp()
         logger.info("initialize_ddp() was called for you: rank %d of %d (%s).", *world[1:4:2], world.launcher)
         member = membership()

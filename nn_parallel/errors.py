@@ -153,6 +153,8 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, where: str) -> Failure:
         """Describe ``error``, raised by ``where``, for instance ``"rank 1 of 2"``."""
+        if _NO_GROUP in _text_of(error) and _CALL_INITIALIZE_DDP not in getattr(error, "__notes__", ()):
+            error.add_note(_CALL_INITIALIZE_DDP)
         args = error.__reduce__()[1] if type(error).__reduce__ in _PLAIN_REDUCE else None
         plain = isinstance(args, tuple) and all(isinstance(a, str | float | None) or _is_short(a) for a in args)
         return cls(
@@ -263,6 +265,10 @@ def _leaves(error: BaseException) -> set[int]:
 MAX_TRACEBACK_CHARS = 20_000
 _PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PLAIN_REDUCE = (BaseException.__reduce__, OSError.__reduce__, ImportError.__reduce__)
+_NO_GROUP = "Default process group has not been initialized"  # torch's words
+_CALL_INITIALIZE_DDP = (
+    "Call nn_parallel.initialize_ddp() before: it connects these ranks by a process group, also again after a failure."
+)
 _LOST_CONNECTION_MARKS = (
     "gloo/transport",
     "Connection closed by peer",

@@ -10,13 +10,19 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-# Its default arguments keep the group that exists when it is first imported, as by an optimizer: so before any exists.
-import torch.distributed.nn.functional  # noqa: F401
-
 from .errors import LaunchError, first_line
+from .flight_recorder import next_group_id
 from .rendezvous import meet, raise_if_interrupted
-from .sockets import bottom, connected_since, duplicate, open_sockets
+from .sockets import bottom, connected_at, connected_since, duplicate, open_sockets
 from .world import Membership, stop_lingering
+
+# Its default arguments keep the group that exists when it is first imported, as by an optimizer: so import it now, as
+# if there were none.
+_present, dist.group.WORLD = dist.group.WORLD, None
+import torch.distributed.nn.functional  # noqa: E402, F401
+
+dist.group.WORLD = _present
+del _present
 
 
 def make_group(member: Membership, backend: str | None, timeout: timedelta) -> None:
@@ -36,7 +42,7 @@ def make_group(member: Membership, backend: str | None, timeout: timedelta) -> N
     meet(dist.PrefixStore("before", store), member, timeout, "its process group")
     stop_lingering(member.lingering)
     rendezvous = dist.PrefixStore(name, _group_store(member))
-    before, hook = open_sockets(), sys.excepthook
+    before, hook, member.first_group_id = open_sockets(), sys.excepthook, next_group_id()
     # An init that failed leaves torch's count of groups raised, and ranks that differ in it never find each other.
     dist.distributed_c10d._world.group_count = 0
     try:
@@ -60,7 +66,9 @@ def make_group(member: Membership, backend: str | None, timeout: timedelta) -> N
     finally:
         sys.excepthook = hook  # each init chains one more
     member.group_sockets = connected_since(before, member.store)
+    member.groups_found = set(dist.distributed_c10d._world.pg_names.values())
     member.end_if_unanswered(member.group_sockets)
+    member.group, member.is_group_closed = dist.group.WORLD, False
     meet(store, member, timeout, "its process group")  # or a rank that fails now would break another's init
     *old, _ = member.group_names
     del member.group_names[:-1]
@@ -69,11 +77,19 @@ def make_group(member: Membership, backend: str | None, timeout: timedelta) -> N
 
 
 def close_group(member: Membership) -> None:
-    """Close the process group of ``member``, without waiting for any peer; `initialize_ddp` makes it anew."""
+    """Close the process group of ``member``, without waiting for any peer; `initialize_ddp` makes it anew.
+
+    ``member.group`` keeps the closed group until then. Otherwise the last `DistributedDataParallel` model would destroy
+    it, with the GIL held, and wait for gloo's threads, which wait for the GIL to drop the last asynchronous operations.
+    """
     if dist.is_initialized():
+        if not member.group_sockets:  # of a group that other code has made: these end with the group alone
+            member.group = None
         abort_collectives(member)
         dist.destroy_process_group()
+        member.is_group_closed = True
     member.group_sockets, member.interrupted = {}, False
+    member.groups_found.clear()
 
 
 def abort_collectives(member: Membership) -> None:
@@ -97,10 +113,46 @@ def abort_collectives(member: Membership) -> None:
                 connection.shutdown(socket.SHUT_RD)
 
 
+def has_unknown_connections(member: Membership) -> bool:
+    """Whether there are process groups that `find_connections` could find the connections of."""
+    return not member.groups_found.issuperset(dist.distributed_c10d._world.pg_names.values())
+
+
+def find_connections(member: Membership, names: set[str]) -> None:
+    """Let `abort_collectives` end those of process groups of these names as well, whoever has made them.
+
+    This rank must sit in a collective: else it may use the store of the groups, which serves one request at a time.
+    """
+    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+        if name in names and name not in member.groups_found:
+            member.groups_found.add(name)
+            with contextlib.suppress(RuntimeError):  # the connection to that store has been ended already
+                member.group_sockets |= connected_at(_gloo_addresses(group))
+
+
+def _gloo_addresses(group: dist.ProcessGroup) -> set[tuple[str, int]]:
+    """Where the ranks of a gloo group listen for each other, as gloo has written it into the store of the group.
+
+    Each value begins with the name of the host, headed by its length, and gloo's `transport::tcp::Address`, headed by
+    its size, which begins with a C `sockaddr`.
+    """
+    store, found = group.get_group_store(), set()
+    for rank in range(group.size()):
+        key = f"cpu//0/{rank}"
+        if store.check([key]):
+            value = store.get(key)
+            socket_address = value[16 + int.from_bytes(value[:8], sys.byteorder) :]
+            family, port = int.from_bytes(socket_address[:2], sys.byteorder), int.from_bytes(socket_address[2:4], "big")
+            host = socket_address[4:8] if family == socket.AF_INET else socket_address[8:24]
+            found.add((socket.inet_ntop(family, host), port))
+    return found
+
+
 def _group_store(member: Membership) -> dist.Store:
     """A connection to the store of its own, kept for the next group: ended, it frees a rank that makes a group."""
     if member.group_store is None or not member.group_store_sockets:
-        member.group_store, member.group_store_sockets = member.clone_store()
+        member.group_store, connection = member.clone_store()
+        member.group_store_sockets.update(connection)
     return member.group_store
 
 

@@ -169,6 +169,7 @@ def rank_first(rank: int = 0, *, local: bool = False, timeout: timedelta | float
     with here.section(call, timeout=limit) as goes_first:
         if goes_first:
             yield
+    here.raise_late_failure()
     if not goes_first:
         with here.nested(range(here.world_size)):
             yield
@@ -214,13 +215,14 @@ def _decorator(
                         result = fn(*args, **kwargs)
                         if broadcast and here.rank == ranks[0]:
                             packed = dumps(result, lambda: {"the result": result})
+                if broadcast:
+                    with here.block(call._replace(ranks=tuple(range(here.world_size)))):  # a failure here frees all
+                        received: R = broadcast_packed(packed, ranks[0])
+                    result = received if packed is None else result
+                here.raise_late_failure()
             except ParallelError as error:
                 raise error.with_traceback(None) from error.__cause__  # without our own frames
-            if not broadcast:
-                return result
-            with here.block(call._replace(ranks=tuple(range(here.world_size)))):  # one that fails here must free all
-                received: R = broadcast_packed(packed, ranks[0])
-            return received if packed is None else result
+            return result
 
         return wrapper
 

@@ -18,11 +18,12 @@ from .groups import close_group
 from .interrupt import Interrupted
 from .peers import LEFT_KEY, ended_key
 from .reports import WAITING, Call
-from .sections import SEEK_CAUSE_S, Sections, exceptions_in, follows
-from .watcher import Watched
+from .sections import SEEK_CAUSE_S, Sections, exceptions_in
+from .watcher import Watched, follows
 from .world import Membership
 
 UNINTERRUPTED = True  # see interrupt
+WARN_OF_MISSING_AFTER_S = 3.0
 TIMEOUT_MARGIN_S = 0.5  # for the silent rank to tell where it stands, before those that wait say that it is silent
 
 
@@ -38,15 +39,19 @@ class Channel(Sections):
         self._blocks_entered = 0
 
     @contextlib.contextmanager
-    def block(self, call: Call, timeout: timedelta | None = None, *, from_end: bool = False) -> Iterator[None]:
+    def block(
+        self, call: Call, timeout: timedelta | None = None, *, from_end: bool = False, begins_together: bool = False
+    ) -> Iterator[None]:
         """A block that all ranks run, sections in it included, and leave together; a failure on one is raised on all.
 
-        A failure frees the others from what they sit in, closes the process group and begins a new term.
+        A failure frees the others from what they sit in, closes the process group and begins a new term. With
+        ``begins_together`` a rank runs it once all have come, and soon warns of those that do not.
 
         Raises:
             RankError: on every rank, when the block raised on one, or a process ended before its end.
             RankTimeoutError: on every rank, when one took longer than ``timeout``: from when it entered, or with
-                ``from_end`` from when the first rank was through.
+                ``from_end`` from when the first rank was through. Or one did not come in the time that collectives
+                have, to a block that ``begins_together``.
         """
         if self.nested_in:
             raise ParallelError(
@@ -58,22 +63,24 @@ class Channel(Sections):
         number = -self._blocks_entered
         timeout_s = None if timeout is None else timeout.total_seconds()
         watched = Watched(call, number, f"{self.term} {number}", timeout_s, None if from_end else time.monotonic())
-        watcher = self._watcher()
+        watcher = self.watch()
         self._blocks.append(watched)
         with watcher.entered(watched):
             try:
+                if begins_together:
+                    self._begin(call)
+                    come_by = time.monotonic() + self.member.timeout.total_seconds()
+                    self._barrier(call, come_by, "waits in", WARN_OF_MISSING_AFTER_S)
                 with watcher.watching(watched):
                     yield
-                with self._names_host:
-                    self.store.set(LEFT_KEY, f"{watched.left_value}\trank {self.rank} has left {call}")
+                if timeout_s is not None:
+                    self._peers.tell(LEFT_KEY, watched.left_value)
                 self._begin(call)
                 began = watched.began or time.monotonic()
-                self._barrier(call, None if timeout_s is None else began + timeout_s + TIMEOUT_MARGIN_S)
+                self._barrier(call, None if timeout_s is None else began + timeout_s + TIMEOUT_MARGIN_S, "has left")
                 self._raise_if_others_failed_inside(call, number)
             except BaseException as error:
-                if watched.reason is not None and follows(error):
-                    error = watched.reason.with_traceback(error.__traceback__)
-                failed = self._fail_block(watched, error)
+                failed = self._fail_block(watched, watched.cause(error))
                 if failed is None:
                     raise
                 try:

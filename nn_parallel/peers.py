@@ -21,7 +21,8 @@ FAILURES_KEPT = 64
 SEEK_EVERY_S = 0.002
 GONE_EVERY_S = 0.1
 FIRST_KEY = "first"  # which rank failed first in which section
-LEFT_KEY = "left"  # which rank is through which block
+LEFT_KEY = "left"  # which block a rank is through
+ASKED_KEY = "asked"  # who has asked last where the others stand, in which call
 
 
 class Peer:
@@ -105,6 +106,11 @@ class Peers:
         with self._names_host:
             text = self._store.compare_set(key, "?", "?").decode(errors="replace")
         return None if text == "?" else text
+
+    def tell(self, key: str, text: str) -> None:
+        """Set ``key``, for the others to read; no reply is awaited."""
+        with self._names_host:
+            self._store.set(key, text)
 
     def report(self, rank: int) -> Report:
         """What ``rank`` says of itself in the present term."""
@@ -244,6 +250,11 @@ def _parsed(key: str, text: str | bytes) -> Failed:
         return Failed.parse(text)
     except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
         raise foreign_value(key, str(text)) from None
+
+
+def where_key(rank: int) -> str:
+    """Under which a rank answers where it stands."""
+    return f"where/{rank}"
 
 
 def ended_key(term: int) -> str:

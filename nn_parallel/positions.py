@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
 import threading
@@ -9,65 +10,68 @@ import traceback
 from types import FrameType
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
-from .rendezvous import meet
+from .groups import make_group
 from .reports import place_of
 
 
 class Position(NamedTuple):
     """Where the main thread stands."""
 
-    collective: str | None  # the function of torch.distributed that it waits in with all ranks of the default group
+    function: str | None  # of torch.distributed, or initialize_ddp, that it is in
     place: str  # file:line of the user's code
-    stack: str
+    may_wait: bool  # for other ranks: it is in torch's distributed or autograd code, or calls some `wait`
+    makes_group: bool  # it is in initialize_ddp
 
     def __str__(self) -> str:
-        return f"in {self.collective}() at {self.place}" if self.collective else f"at {self.place}"
+        return f"in {self.function}() at {self.place}" if self.function else f"at {self.place}"
 
 
 def position() -> Position:
     """Where the main thread stands now."""
-    frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
-    collective, works = None, False
+    frame = innermost = _main_frame()
+    function, makes_group = None, False
     while frame is not None and _is_library(frame):
-        works = works or frame.f_code.co_name in ("_object_to_tensor", "_tensor_to_object")  # no waiting in these
-        if frame.f_code is meet.__code__:
-            collective = "initialize_ddp"
-        if frame.f_code.co_filename == dist.distributed_c10d.__file__:
-            group = frame.f_locals.get("group")
-            everyone = "group" in frame.f_locals and (group is None or group is dist.group.WORLD)
-            collective = frame.f_code.co_name if everyone and frame.f_code.co_name in COLLECTIVES else None
+        if frame.f_code is make_group.__code__:
+            function, makes_group = "initialize_ddp", True
+        elif frame.f_code.co_filename == dist.distributed_c10d.__file__:
+            function = frame.f_code.co_name
         frame = frame.f_back
-    stack = "".join(traceback.format_stack(frame or innermost)) if innermost else ""
-    return Position(None if works else collective, place_of(frame) if frame else "an unknown place", stack)
+    place = place_of(frame) if frame else "an unknown place"
+    return Position(function, place, innermost is not None and _may_wait(innermost), makes_group)
+
+
+def stack() -> str:
+    """The stack of the main thread, from the user's code outwards."""
+    frame = innermost = _main_frame()
+    while frame is not None and _is_library(frame):
+        frame = frame.f_back
+    return "".join(traceback.format_stack(frame or innermost))
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def _is_library(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
-# Those that end on no rank before all have entered them, or soon after: no point-to-point operations.
-COLLECTIVES = {
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-    "scatter_object_list",
-}
-_LIBRARIES = (
-    os.path.dirname(os.path.abspath(__file__)) + os.sep,
-    os.path.dirname(os.path.dirname(os.path.abspath(dist.__file__))) + os.sep,
-)
+def _may_wait(frame: FrameType) -> bool:
+    """Whether the C code that is called from ``frame`` may be waiting for other ranks."""
+    if frame.f_code.co_filename.startswith(_WAITING):
+        return True
+    last_attribute = ""
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset >= frame.f_lasti:
+            break
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            last_attribute = instruction.argval
+    return last_attribute == "wait"
+
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_LIBRARIES = os.path.dirname(os.path.abspath(__file__)) + os.sep, _TORCH
+_WAITING = tuple(os.path.join(_TORCH, *folder) for folder in (["distributed"], ["nn", "parallel"], ["autograd"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 import socket
 import time
@@ -16,16 +17,20 @@ import torch.distributed as dist
 
 from .devices import as_table, hardware_id
 from .errors import LaunchError, first_line
+from .interrupt import Delayed
 from .launchers import Launch, is_loopback
 from .nodes import connect_nodes
 from .sockets import connected_since, open_sockets
 from .world import Membership, world_of
 
 RANKS_SHOWN = 64
+WARN_AFTER_S = 30.0  # of waiting for others
 # How long to sleep between two attempts to connect, each of which may ask a name server: a share of the time waited so
-# far, within these bounds.
+# far, within these bounds. An attempt waits for an answer no longer than the longest pause.
 RETRY_SHARE, RETRY_MIN_S, RETRY_MAX_S = 0.1, 0.01, 1.0
 REFUSAL_KNOWN_WITHIN = timedelta(seconds=1)
+
+logger = logging.getLogger("nn_parallel")
 
 
 def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta) -> Membership:
@@ -73,8 +78,7 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
 def meet(store: dist.Store, member: Membership, timeout: timedelta, where: str) -> None:
     """Return once every rank has called this with the same store; name those that do not come."""
     world = member.world
-    deadline = time.monotonic() + timeout.total_seconds()
-    pause = 0.0001
+    start, pause, has_warned = time.monotonic(), 0.0001, False
     try:
         raise_if_interrupted(member, where)  # before anything of it stands in the store
         if store.add(f"arrived/{world.rank}", 1) > 1:
@@ -85,19 +89,27 @@ def meet(store: dist.Store, member: Membership, timeout: timedelta, where: str) 
         arrived = store.add("arrived", 1)  # one counter to poll, however many ranks; the keys name the missing
         while arrived < world.world_size:
             raise_if_interrupted(member, where)
-            if time.monotonic() > deadline:
-                missing = [rank for rank in range(world.world_size) if not store.check([f"arrived/{rank}"])]
+            waited = time.monotonic() - start
+            if waited > timeout.total_seconds():
                 raise LaunchError(
-                    f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {world.world_size} did not come "
-                    f"to {where} within {timeout.total_seconds():g} s. Does every rank run, with the same MASTER_ADDR, "
-                    "MASTER_PORT and WORLD_SIZE?"
+                    f"{_missing(store, world.world_size)} did not come to {where} within {timeout.total_seconds():g} "
+                    "s. Does every rank run, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
                 )
+            if waited > WARN_AFTER_S and not has_warned:
+                has_warned, missing = True, _missing(store, world.world_size)
+                logger.warning("Rank %d has waited %.0f s at %s: %s did not come.", world.rank, waited, where, missing)
             time.sleep(pause)
             pause = min(pause * 1.2, 0.05)
             arrived = store.add("arrived", 0)
     except dist.DistError as error:
         raise_if_interrupted(member, where)
         raise LaunchError(f"The store was lost while the ranks met at {where}: its host has ended.") from error
+
+
+def _missing(store: dist.Store, world_size: int) -> str:
+    """The ranks that are not there yet, for a person to read."""
+    missing = [str(rank) for rank in range(world_size) if not store.check([f"arrived/{rank}"])]
+    return f"Rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {world_size}"
 
 
 def raise_if_interrupted(member: Membership, where: str) -> None:
@@ -183,7 +195,8 @@ def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:
         waited = time.monotonic() - start
         left = timeout.total_seconds() - waited
         try:
-            with socket.create_connection(address, max(left, RETRY_MIN_S)):
+            # Ctrl-C is raised when the attempt is over: in the middle it would leave a socket open.
+            with Delayed(lambda: None), socket.create_connection(address, min(max(left, RETRY_MIN_S), RETRY_MAX_S)):
                 return
         except OSError:
             if left <= 0:

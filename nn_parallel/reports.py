@@ -102,6 +102,13 @@ class Report(NamedTuple):
                 return what, place
         return None
 
+    def describe(self) -> str:
+        """How far the rank has got, for a person to read."""
+        if not self.history:
+            return "has made no such call"
+        _, what, place = self.history.splitlines()[-1].split("\t")
+        return f"has made {self.progress.call} such calls, the last one {what} at {place}"
+
 
 NO_REPORT = Report(Progress(-1, -1, WAITING), 0)
 
@@ -143,7 +150,7 @@ def timed_out(me: int, rank: int, report: Report, call: Call, number: int, waite
     where = "is in that call" if made == number else f"has told of {made} such calls, this is number {number}"
     return RankTimeoutError(
         f"Rank {me} waited {waited:.1f} s for rank {rank} in {call}. Rank {rank} {where}, and is not dead as far as is "
-        "known: it is slower than timeout=, or does not make this call.",
+        f"known: it is slower than timeout=, or does not make this call. Every rank must call {call.function}.",
         ranks=[rank],
         stacks={rank: f"rank {rank} {where}"},
     )

@@ -17,9 +17,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
-from .errors import Failure, ParallelError, RankError, RankTimeoutError, lost_connection, rank_error, user_frames
+from .errors import Failure, ParallelError, RankError, RankTimeoutError, rank_error, user_frames
 from .groups import close_group
 from .interrupt import Interrupted
+from .long_waits import SAY_WHAT_FOR_AFTER_S, LongWaits
 from .peers import FAILURES_KEPT, Peers, format_list, lost_store_names_its_host
 from .reports import (
     FINISHED,
@@ -34,7 +35,7 @@ from .reports import (
     timed_out,
 )
 from .spinning import Spin
-from .watcher import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, Watched, Watcher
+from .watcher import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, Watched, Watcher, follows
 from .world import Membership
 
 CALLS_KEPT = 16
@@ -58,6 +59,8 @@ class Sections:
         self._kept: deque[Failed] = deque(maxlen=FAILURES_KEPT)  # of the failed sections
         self._failures_made = 0
         self._failed_at = (0, 0)  # term and call
+        self._late: RankError | None = None  # the failure of a call that this rank did not wait for
+        self._long_waits = LongWaits(member, self._peers)
         self._blocks: list[Watched] = []  # that this rank is in, the innermost last
         self.begin_term(member.term)
         member.on_leave.callback(self._leave)
@@ -92,7 +95,8 @@ class Sections:
         """
         self._raise_if_doomed()
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        late = self._late_failure() if self._unwaited else None
+        if self._unwaited:
+            self._late = self._late or self._late_failure()
         self._begin(call)
         try:
             if self.rank in call.ranks:
@@ -102,31 +106,44 @@ class Sections:
                     if watched is None:
                         yield True
                     else:
-                        watcher = self._watcher()
+                        watcher = self.watch()
                         with watcher.entered(watched), watcher.watching(watched):
                             yield True
                 except BaseException as error:
-                    self._fail_section(call, error, watched)
+                    self._fail_section(call, watched.cause(error) if watched else error, watched)
                     raise  # as it is: that is no failure of this call, or this rank's own way out
                 finally:
                     self.nested_in = outer
                 self._post(FINISHED)
             else:
                 yield False
+            says = "waits in" if timeout is None else ""
             if call.wait:
-                self._await_outcomes(call, deadline)
+                self._await_outcomes(call, deadline, says)
             else:
                 self._unwaited.update({rank: (self._calls, call.function) for rank in call.ranks if rank != self.rank})
             if barrier:
-                self._barrier(call, deadline)
+                self._barrier(call, deadline, says)
         except ParallelError:
             for rank in call.ranks:  # what they still report of this call is answered by this error
                 self._peers[rank].settled = (self.term, self._calls)
-            if late is None:
-                raise
-        # A late failure is raised at the end: this rank has done its part, and all ranks still count alike.
+            raise
+
+    def raise_late_failure(self) -> None:
+        """Raise what was reported of an earlier call, which this rank did not wait for.
+
+        To be called when this rank has done its part of the present call, or it would fall out of step.
+        """
+        late, self._late = self._late, None
         if late is not None:
             raise late
+
+    def watch(self) -> Watcher:
+        """From now on free this rank from collectives that cannot end, and tell others where it stands."""
+        if self._watching is None:
+            with self._names_host:
+                self._watching = Watcher(self.member, self._progress)
+        return self._watching
 
     def _raise_if_doomed(self) -> None:
         if self._blocks and self._blocks[-1].doom is not None:
@@ -187,11 +204,10 @@ class Sections:
         close_group(self.member)
         self.member.begin_groups(after_call=self._calls)
 
-    def _watcher(self) -> Watcher:
-        if self._watching is None:
-            with self._names_host:
-                self._watching = Watcher(self.member)
-        return self._watching
+    def _progress(self) -> Progress:
+        if self.term != self.member.term:  # a task of a pool has begun, and made no call yet
+            return Progress(self.member.term, 0, WAITING)
+        return Progress(self.term, self._calls, self._phase)
 
     def _post(self, phase: int) -> None:
         self._phase = phase
@@ -215,6 +231,7 @@ class Sections:
     def _leave(self) -> None:
         if self._watching is not None:
             self._watching.stop()
+            self._watching = None  # it refers to this
         with contextlib.suppress(RuntimeError):
             self._post(GONE)
             self._peers.text("?")  # a round trip: the report is there before this process ends
@@ -236,33 +253,43 @@ class Sections:
 
     # What this rank learns.
 
-    def _await_outcomes(self, call: Call, deadline: float | None) -> None:
+    def _await_outcomes(self, call: Call, deadline: float | None, says: str) -> None:
         for rank in call.ranks:
             if rank != self.rank:
-                report = self._await(rank, FINISHED, call, deadline)
+                report = self._await(rank, FINISHED, call, deadline, says)
                 self._unwaited.pop(rank, None)
                 if failures := self._peers.failures_of(rank, report, self._calls):
                     raise self._rank_error(call, failures)
 
-    def _barrier(self, call: Call, deadline: float | None) -> None:
+    def _barrier(self, call: Call, deadline: float | None, says: str, warn_after_s: float | None = None) -> None:
         """Return once every rank is here: a dissemination barrier (Hensgen, Finkel, Manber 1988), log2(n) rounds."""
         distance, phase = 1, FINISHED + 1
         while distance < self.world_size:
             self._post(phase)
-            self._await((self.rank - distance) % self.world_size, phase, call, deadline)
+            self._await((self.rank - distance) % self.world_size, phase, call, deadline, says, warn_after_s)
             distance, phase = distance * 2, phase + 1
 
-    def _await(self, rank: int, phase: int, call: Call, deadline: float | None) -> Report:
+    def _await(
+        self,
+        rank: int,
+        phase: int,
+        call: Call,
+        deadline: float | None,
+        says: str,
+        warn_after_s: float | None = None,
+    ) -> Report:
         """Poll until ``rank`` is as far as ``phase`` of the present call.
 
         Polls, sleeping 5 % of the time waited so far: a thread blocked in the store would see neither Ctrl-C nor a
-        death.
+        death. ``says`` begins what this rank tells of its wait; it is empty where the rank may give up and go on.
         """
         goal = Progress(self.term, self._calls, phase)
         # In a barrier a rank waits, by way of others, for all.
         needed = [rank] if phase == FINISHED else [r for r in range(self.world_size) if r != self.rank]
         dead: list[int] = []
         start, polls, failed = time.perf_counter(), 0, False
+        until = Progress(self.term, self._calls, min(phase, FINISHED + 1))  # of a barrier, its beginning
+        steps, step_at = self._long_waits.steps(call, needed, until, says, warn_after_s), SAY_WHAT_FOR_AFTER_S
         self._spin.offer_core()  # where ranks share cores, it may be the one that is waited for who needs this one
         while True:
             report = self._peers.report(rank)
@@ -296,6 +323,8 @@ class Sections:
             if waited > LOOK_UP_PEER_AFTER_S:
                 dead = [r for r in needed if self._peers.is_dead(r)]
                 self._raise_if_block_failed()
+            if waited > step_at:
+                step_at = next(steps)
 
     @property
     def _end_of_barrier(self) -> Progress:
@@ -354,11 +383,6 @@ class Sections:
             stacks = {rank: str(error) for rank, error in sorted(silent.items())}
             return RankTimeoutError("\n".join(dict.fromkeys(stacks.values())), ranks=list(stacks), stacks=stacks)
         return rank_error(call.function, self.world_size, failures)
-
-
-def follows(error: BaseException) -> bool:
-    """Whether this is what a rank sees when another one has failed."""
-    return isinstance(error, Interrupted) or lost_connection(error)
 
 
 def exceptions_in(failures: Mapping[int, BaseException]) -> dict[int, Exception]:

@@ -35,6 +35,18 @@ def connected_since(before: dict[int, int], store: dist.Store) -> dict[int, int]
     return found
 
 
+def connected_at(addresses: set[tuple[str, int]]) -> dict[int, int]:
+    """The connections of this process of which one end has one of these addresses."""
+    found = {}
+    for fd, inode in open_sockets().items():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                ends = connection.getsockname(), connection.getpeername()  # the second is an OSError where it listens
+                if addresses & {(host.removeprefix("::ffff:"), port) for host, port, *_ in ends}:
+                    found[fd] = inode
+    return found
+
+
 def still_open(sockets: dict[int, int]) -> Iterator[socket.socket]:
     """Those that are still the same connections, each as a duplicate for the caller to close."""
     for fd, inode in list(sockets.items()):

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .devices import accelerators, device_of_rank, hardware_id
-from .errors import LaunchError
+from .errors import LaunchError, ParallelError
 from .launchers import Launch, detect_launch
 from .sockets import connected_since, end_if_unanswered, open_sockets, still_open
 
@@ -104,15 +104,20 @@ class Membership:
     groups_made: int = 0  # since then
     group_names: list[str] = field(default_factory=list)
     group_sockets: dict[int, int] = field(default_factory=dict)  # fd -> inode
+    groups_found: set[str] = field(default_factory=set)  # the names of those whose connections these are
     group_store: dist.Store | None = None  # through which the ranks of a group find each other
     group_store_sockets: dict[int, int] = field(default_factory=dict)  # its connection, until that is ended
     lingering: list[socket.socket] = field(default_factory=list)  # of a closed group, whose other ranks may still write
+    group: Any = None  # the default process group, also when we have closed it, until the next one stands
+    is_group_closed: bool = False  # by us
+    first_group_id: int = 0  # of the present groups, in torch's flight recorder
+    on_deadlock: Callable[[ParallelError], None] | None = None  # where no block raises the error of one on this rank
     interrupted: bool = False  # another rank has failed in what this one takes part in; until the group is closed
     rank_0_is_gone: Callable[[], bool] | None = None  # can tell where ranks may be on several nodes
     on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __post_init__(self) -> None:
-        self.on_leave.callback(stop_lingering, self.lingering)
+        self.on_leave.callback(leave_groups, self.lingering, self.group_store_sockets)
 
     @functools.cached_property
     def store(self) -> dist.Store:
@@ -180,10 +185,17 @@ class Membership:
         return self.world.world_size
 
 
+def leave_groups(lingering: list[socket.socket], group_store_sockets: dict[int, int]) -> None:
+    """End all connections of groups; no method, which would keep the membership in a cycle."""
+    lingering += still_open(group_store_sockets)
+    stop_lingering(lingering)
+
+
 def stop_lingering(connections: list[socket.socket]) -> None:
     """No rank is in the group any more whose connections these are."""
     while connections:
-        connections.pop().close()
+        with connections.pop() as connection, contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)  # caches of torch, as of FSDP's meshes, may keep the closed group
 
 
 def current_world() -> World:
@@ -225,7 +237,9 @@ def membership() -> Membership | None:
     """What this process has joined, or the process group that other code has made, or None."""
     if _joined is not None:
         return _joined
-    return _external_membership() if dist.is_initialized() else None
+    if dist.is_initialized():
+        return _external_membership()
+    return _external if _external is not None and _external.is_group_closed else None
 
 
 def join(member: Membership | None) -> None:
@@ -244,25 +258,30 @@ def host_identity() -> str:
 
 
 def _external_membership() -> Membership:
-    """The membership of the default group that other code made, the same object as long as that group lives."""
+    """The membership of the default group that other code made, the same object until other code makes another one."""
     global _external
-    group = dist.group.WORLD
-    if _external is None or _external[0] is not group:
+    if _external is None or _external.group is not dist.group.WORLD:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        local_rank, node_rank, local_world_size = rank, 0, world_size
+        local_rank, node_rank, local_world_size, one_node = rank, 0, world_size, False
         with contextlib.suppress(LaunchError):  # other code may have its own ways to find what it needs
             launch = detect_launch(os.environ)
             if launch is not None and (launch.rank, launch.world_size) == (rank, world_size):
                 local_rank, node_rank, local_world_size = launch.local_rank, launch.node_rank, launch.local_world_size
+                one_node = launch.one_node
         device = _current_device()
         world = World(True, rank, local_rank, world_size, device, node_rank, local_world_size, "external")
         # torch offers no public way to the store of a group; without it ranks cannot talk beside the collectives.
         store = dist.distributed_c10d._get_default_store()
         if _external is not None:
-            _external[1].on_leave.close()
+            _external.on_leave.close()
         # The store may outlive the group: what was told in the life of an earlier one is under another prefix.
-        _external = group, Membership(world, lambda: dist.PrefixStore(f"nn_parallel/{next(_externals)}", store))
-    return _external[1]
+        _external = Membership(
+            world,
+            lambda: dist.PrefixStore(f"nn_parallel/{next(_externals)}", store),
+            one_node=one_node,
+            group=dist.group.WORLD,
+        )
+    return _external
 
 
 def _current_device() -> torch.device:
@@ -271,5 +290,5 @@ def _current_device() -> torch.device:
 
 
 _joined: Membership | None = None
-_external: tuple[Any, Membership] | None = None
+_external: Membership | None = None
 _externals = itertools.count(1)  # counted on first use, which is a call that all ranks make

@@ -168,7 +168,7 @@ FAULTS = {
         Fault("endless loop", loop_endlessly, ("RankTimeoutError", "in loop_endlessly"), "hang"),
         Fault("sleep", sleep_long, ("RankTimeoutError", "in sleep_long"), "hang"),
         Fault("C call that holds the GIL", hold_the_gil, ("RankTimeoutError", "in hold_the_gil"), "hang"),
-        Fault("collective that a peer never enters", wait_for_nobody, ("RankTimeoutError", "wait_for_nobody"), "peer"),
+        Fault("collective that a peer never enters", wait_for_nobody, ("ParallelError", "can never end"), "peer"),
         Fault(
             "collective that a peer left by an exception", wait_for_a_failed_peer, ("ValueError", "bad batch"), "peer"
         ),

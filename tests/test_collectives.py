@@ -88,6 +88,27 @@ def test_metrics_are_one_all_reduce(world: World) -> None:
     assert many == {f"m{i}": i * n for i in range(100)}
 
 
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+def test_a_metric_is_of_one_type_on_all_ranks(world: World, op: str) -> None:
+    """Of integers if it is one everywhere, else a float; also beyond 2**53, where only integers would have to raise."""
+
+    def scenario() -> Any:
+        rank, n = rank_and_size()
+        reduced = [
+            reduce_metrics({"count": count, "mixed": count if rank == n - 1 else float(count)}, op=op)
+            for count in (3, 2**53 - 1)
+            if op != "sum" or count == 3
+        ]
+        reduced.append(reduce_metrics({"large": 2**53 if rank else float(2**53)}, op=op))
+        return [{name: (type(value), value) for name, value in metrics.items()} for metrics in reduced]
+
+    told = alike(world.run(scenario))
+    assert all(metrics["count"][0] is int and metrics["mixed"][0] is float for metrics in told[:-1])
+    n = len(world.run(rank_and_size))
+    assert told[0]["count"][1] == told[0]["mixed"][1] == (3 * n if op == "sum" else 3)
+    assert told[-1]["large"] == (float, float(2**53 * (n if op == "sum" else 1)))
+
+
 def test_nan_on_one_rank_is_nan_on_all_but_for_a_rank_that_counts_nothing(world: World) -> None:
     """NaN is not lost, whichever way the metrics are reduced; a rank without samples has no mean, and spoils none."""
 

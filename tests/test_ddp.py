@@ -147,6 +147,64 @@ def test_a_launched_process_is_not_alone_before_it_joins() -> None:
         assert ranks.run(scenario) == [(False, 0, 2, True, 0), (False, 1, 2, True, None)]
 
 
+# A script that asks who it is before its guard, so that workers which import it ask too.
+WITH_LOADER_WORKERS = """
+import subprocess, sys
+from torch.utils.data import DataLoader
+from nn_parallel import cleanup_ddp, current_world, initialize_ddp, seed_everything
+
+world = initialize_ddp(timeout=20)
+
+class Who:
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return seed_everything(10), *initialize_ddp()[:2]
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        loader = DataLoader(Who(), batch_size=None, num_workers=1, multiprocessing_context=method)
+        assert list(loader) == [[10 + world.rank, method == "fork", world.rank]]
+    child = "from nn_parallel import initialize_ddp; print(initialize_ddp()[:2])"
+    told = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout
+    assert told == f"(False, {world.rank})\\n", told
+    print("fine", flush=True)
+"""
+
+
+def test_a_process_that_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
+    """It inherits the launcher's variables, is told the rank that it works for, and takes nobody's place."""
+    script = tmp_path / "script.py"
+    script.write_text(WITH_LOADER_WORKERS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port", str(free_port())]
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.count("fine") == 2, done.stderr
+
+
+def test_a_failed_block_on_a_group_of_other_code() -> None:
+    """The block closes the group that other code has made: the ranks still know each other, and make a new one."""
+
+    def scenario(port: int) -> Any:
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        with pytest.raises(RankError, match="ValueError: closes"), ParallelExecutor():
+            if rank == 1:
+                raise ValueError("closes")
+            dist.barrier()
+        known = current_world()
+        ran = on_rank(0)(os.getpid)()
+        world, total = initialize_ddp(), torch.ones(1)
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        return known, known.launcher, ran is not None, world.distributed, total.item(), current_world().launcher
+
+    with launched(2) as ranks:
+        answers = ranks.run(scenario, free_port())
+    for rank, answer in enumerate(answers):
+        assert answer == ((False, rank, rank, 2, CPU), "external", rank == 0, True, 2.0, "env")
+
+
 def test_explicit_arguments_win_over_the_environment(env: Callable[..., None]) -> None:
     """rank=, world_size=, master_addr= and master_port= need no environment, and overrule a stale one."""
     env(RANK=3, WORLD_SIZE=8, LOCAL_RANK=3, MASTER_ADDR="stale.example", MASTER_PORT=1)
@@ -326,14 +384,17 @@ def test_rank_0_never_comes() -> None:
     assert time.monotonic() - start < 10
 
 
-def test_ctrl_c_ends_the_wait_for_rank_0() -> None:
-    """A rank that waits until rank 0 listens raises KeyboardInterrupt at once, and not when its timeout is over."""
-    timer, start = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)), time.monotonic()
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        initialize_ddp(timeout=20, rank=1, world_size=2, master_addr="localhost", master_port=free_port())
-    timer.join()
-    assert time.monotonic() - start < 10
+@pytest.mark.parametrize("refuses", [True, False], ids=["refused", "not answered"])
+def test_ctrl_c_ends_the_wait_for_rank_0(refuses: bool) -> None:
+    """A rank that waits until rank 0 listens soon raises KeyboardInterrupt, and leaves no socket to the collector."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.create_connection(full.getsockname()):
+        port = free_port() if refuses else full.getsockname()[1]  # whose queue is full: no other one is answered
+        timer, start = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)), time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            initialize_ddp(timeout=20, rank=1, world_size=2, master_addr="localhost", master_port=port)
+        timer.join()
+        assert time.monotonic() - start < 10
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

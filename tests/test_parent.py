@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from notebook import run_cells
 
-GONE_WITHIN_S = 2.0
+GONE_WITHIN_S = 4.0  # DataLoader processes look for themselves whether their parent is there, after 5 s
 SCRIPT = """
 import os, signal, sys, time
 import torch
@@ -179,6 +179,44 @@ def test_a_worker_that_asks_the_terminal_gets_an_error() -> None:
         os.close(here)
         os.close(there)
     assert done.stdout == b"OSError(5, 'Input/output error')\n", done.stderr
+
+
+CLOSED = """
+import os, sys
+from pathlib import Path
+from nn_parallel import ParallelExecutor
+
+def work():
+    print("printed")
+    print("told", file=sys.stderr)
+    os.system("echo printed; echo told >&2")
+    return sys.stdin.read()
+
+with ParallelExecutor(num_workers=2, devices="cpu") as ex:
+    results = ex.run(work)
+    os.write(1, b"printed by C code\\n")
+    os.write(2, b"told by C code\\n")
+    results += ex.run(work)
+Path(sys.argv[1]).write_text(repr(results))
+"""
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams(tmp_path: Path, closed: str) -> None:
+    """A script that was started without some of them has a pool, and what is printed goes where there is somebody."""
+    (tmp_path / "script.py").write_text(CLOSED)
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, tmp_path / "script.py", tmp_path / "results"],
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "results").read_text() == repr([""] * 4)
+    for stream, mark, word, text in ((1, " >&-", "printed", done.stdout), (2, "2>&-", "told", done.stderr)):
+        lines = [word] * 8 + [f"{word} by C code"] if mark not in f" {closed}" else []
+        assert sorted(text.splitlines()) == lines, stream
 
 
 def test_in_a_notebook() -> None:

@@ -1,0 +1,121 @@
+"""Whether what this rank waits in can still end: told by what the ranks have entered, never by how long it takes.
+
+A rank may be late for hours and still come. But all ranks enter their collectives and our calls in the same order. So
+one that this rank waits for never enters the collective that this rank is held up in
+
+- if it waits for this rank in one of our calls that comes after that collective;
+- if it has entered another collective under the same number of the same process group;
+- if it is held up in a collective of another group that this rank has not entered.
+
+A rank that waits says so in the store (`Waiting`), and a rank that is held up compares. What is said may be old: it
+serves as long as it tells of what has been entered, and of a wait that only this rank can end. Where something is not
+known for certain, nothing is said.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .flight_recorder import Collective, collectives, entered
+from .reports import Progress, foreign_value
+from .world import Membership
+
+LAST_COLLECTIVES = 16  # that a rank tells of, of each group
+NOWHERE = Progress(-1, -1, -1)
+
+
+class Waiting(NamedTuple):
+    """What a rank says that waits; one key of the store."""
+
+    where: str  # for a person to read
+    entered: dict[str, int]  # by process group, how many collectives, at most
+    groups_begun: tuple[int, ...]  # see `groups_begun`
+    ranks: tuple[int, ...]  # in a call of ours, it waits for all of these
+    until: Progress  # to get that far
+    names: dict[str, dict[str, str]]  # by process group, the last collectives by their numbers
+    held_up_in: dict[str, int]  # by process group, the number of the first collective that has not ended
+
+    def format(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def parse(cls, key: str, text: str) -> Waiting:
+        try:
+            where, counts, begun, ranks, until, names, held_up_in = json.loads(text)
+            return cls(
+                str(where),
+                {group: int(count) for group, count in counts.items()},
+                tuple(map(int, begun)),
+                tuple(map(int, ranks)),
+                Progress(*map(int, until)),
+                {group: dict(last) for group, last in names.items()},
+                {group: int(number) for group, number in held_up_in.items()},
+            )
+        except (TypeError, ValueError, AttributeError):
+            raise foreign_value(key, text) from None
+
+
+def waiting_key(rank: int) -> str:
+    return f"waiting/{rank}"
+
+
+def waits_for(member: Membership, ranks: Sequence[int], until: Progress, where: str) -> Waiting:
+    """What this rank says when it waits in a call of ours for ``ranks`` to get as far as ``until``."""
+    counts = entered(collectives(member.first_group_id))
+    return Waiting(where, counts, groups_begun(member), tuple(ranks), until, {}, {})
+
+
+def waits_in(member: Membership, last: Sequence[Collective], where: str) -> Waiting:
+    """What this rank says when it is held up in some of the ``last`` collectives."""
+    names: dict[str, dict[str, str]] = {}
+    for each in last:
+        names.setdefault(each.group, {})[str(each.number)] = each.name + (each.sizes and f" of {each.sizes}")
+    names = {group: dict(list(numbers.items())[-LAST_COLLECTIVES:]) for group, numbers in names.items()}
+    held_up_in = {each.group: each.number for each in reversed(_held_up_in(last))}
+    return Waiting(where, entered(last), groups_begun(member), (), NOWHERE, names, held_up_in)
+
+
+class Standstill(NamedTuple):
+    """What a rank knows that is held up."""
+
+    rank: int
+    progress: Progress  # how far it has got in our calls
+    makes_group: bool  # it is held up in initialize_ddp,
+    last: Sequence[Collective]  # or in one of these
+    said: Waiting
+    others: Mapping[int, Waiting]  # what the other ranks say
+
+    def proof(self) -> str:
+        """Why it never ends; empty if there is no telling."""
+        for other, theirs in self.others.items():
+            waits_for_this = self.rank in theirs.ranks and self.progress < theirs.until
+            if waits_for_this and self.makes_group and theirs.groups_begun < self.said.groups_begun:
+                return f"rank {other} {theirs.where} without it"
+            if theirs.groups_begun != self.said.groups_begun:  # it tells of other groups, perhaps of the same names
+                continue
+            has_not_entered = any(
+                theirs.entered.get(each.group, each.number) < each.number for each in _held_up_in(self.last)
+            )
+            needs_this = any(
+                self.said.entered.get(group, number) < number for group, number in theirs.held_up_in.items()
+            )
+            if has_not_entered and (waits_for_this or needs_this):
+                return f"rank {other} {theirs.where} without it"
+            for group, names in self.said.names.items():
+                for number in names.keys() & theirs.names.get(group, {}).keys():
+                    entered, mine = theirs.names[group][number], names[number]
+                    if entered != mine:
+                        what = f"As collective {number} of process group {group} it entered {entered}, not {mine}"
+                        return f"rank {other} {theirs.where}. {what}"
+        return ""
+
+
+def groups_begun(member: Membership) -> tuple[int, ...]:
+    """Grows with every default group that this rank begins to make, alike on all ranks."""
+    return member.term, member.after_call, member.groups_made
+
+
+def _held_up_in(last: Sequence[Collective]) -> list[Collective]:
+    return [each for each in last if not each.is_over and each.by_main_thread]

@@ -1,0 +1,86 @@
+"""The collectives that this process has entered, as torch's flight recorder has them.
+
+That of the gloo backend, which torch has kept by itself since 2.8. Where it is switched off, or has no room for an
+entry any more (``TORCH_FR_BUFFER_SIZE``), a collective is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+# The sizes that are the same on every rank, by the name of a collective.
+SAME_SIZES = dict.fromkeys(("all_reduce", "all_gather", "broadcast", "gather", "reduce"), "input_sizes")
+SAME_SIZES["scatter"] = "output_sizes"
+
+
+class Collective(NamedTuple):
+    """A collective that this rank has entered: the ``number``-th of its process group, on every rank."""
+
+    group: str  # torch's name of the group, the same on all of its ranks
+    number: int
+    name: str  # as in all_reduce
+    sizes: str  # of its tensors, if they are the same on every rank
+    members: tuple[int, ...]
+    is_over: bool
+    by_main_thread: bool
+
+
+def collectives(first_group_id: int) -> list[Collective]:
+    """The last collectives of this process, the oldest first, in groups that exist and have at least this id."""
+    world, main = dist.distributed_c10d._world, str(threading.main_thread().ident)
+    members = {name: tuple(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())}
+    found = []
+    for entry in _dump(True).get("entries", []):
+        group, name = entry["process_group"][0], entry["profiling_name"].removeprefix("gloo:")
+        if entry["pg_id"] >= first_group_id and group in members:
+            sizes = str(entry[SAME_SIZES[name]]) if name in SAME_SIZES else ""
+            by_main_thread = entry.get("thread_id") == main
+            number, is_over = entry["collective_seq_id"], entry["retired"]
+            found.append(Collective(group, number, name, sizes, members[group], is_over, by_main_thread))
+    return found
+
+
+def progress(first_group_id: int) -> str:
+    """Changes whenever a collective begins or ends; empty if none is under way.
+
+    Takes microseconds, where `collectives` takes up to a tenth of a second.
+    """
+    statuses = {
+        group: (status["last_enqueued_collective"], status["last_completed_collective"])
+        for group, status in _dump(False).get("pg_status", {}).items()
+        if int(group) >= first_group_id
+    }
+    return str(statuses) if any(begun != ended for begun, ended in statuses.values()) else ""
+
+
+def entered(last: Sequence[Collective]) -> dict[str, int]:
+    """By the name of a process group, how many collectives this process has entered in it, at most.
+
+    Exactly, where the group is among ``last``. The sequence number of any other counts point-to-point operations too.
+    """
+    found: dict[str, int] = {}
+    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+        try:
+            backend = group._get_backend(torch.device("cpu"))
+        except RuntimeError:  # it has none
+            continue
+        if type(backend) is dist.ProcessGroupGloo:
+            found[name] = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]  # missing in the stubs
+    return found | {each.group: each.number for each in last if each.group in found}
+
+
+def next_group_id() -> int:
+    """More than the id of any process group that has been used so far."""
+    return 1 + max(map(int, _dump(False).get("pg_status", {})), default=-1)
+
+
+def _dump(entries: bool) -> dict[str, Any]:
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    found: dict[str, Any] = {} if dump is None else json.loads(dump(entries, False))
+    return found

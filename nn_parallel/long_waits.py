@@ -1,0 +1,61 @@
+"""What a rank does that waits for others for long: it says what for, and warns."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+
+from .deadlock import waiting_key, waits_for
+from .peers import ASKED_KEY, Peers, where_key
+from .rendezvous import WARN_AFTER_S
+from .reports import Call, Progress
+from .watcher import LOOK_EVERY_S
+from .world import Membership
+
+SAY_WHAT_FOR_AFTER_S = 1.0
+ANSWER_WITHIN_S = 2 * LOOK_EVERY_S  # where a rank stands
+RANKS_NAMED = 8
+logger = logging.getLogger("nn_parallel")
+
+
+class LongWaits:
+    """The long waits of one rank in calls of ours."""
+
+    def __init__(self, member: Membership, peers: Peers) -> None:
+        self._member, self._peers = member, peers
+        self._warned_of = set[Call]()
+
+    def steps(
+        self, call: Call, ranks: Sequence[int], until: Progress, says: str, warn_after_s: float | None
+    ) -> Iterator[float]:
+        """Do what is due in a wait for ``ranks`` to get as far as ``until``; after how many seconds more is.
+
+        The first step is due after `SAY_WHAT_FOR_AFTER_S`. It tells the other ranks, unless ``says``, with which that
+        begins, is empty. Then this rank warns, once for each place of the script.
+        """
+        me, warn_after_s = self._member.rank, warn_after_s or WARN_AFTER_S
+        if says:
+            said = waits_for(self._member, ranks, until, f"{says} {call}")
+            self._peers.tell(waiting_key(me), said.format())
+        if call in self._warned_of:
+            yield math.inf
+        yield warn_after_s
+        self._warned_of.add(call)
+        question = f"{me} {until}"
+        self._peers.tell(ASKED_KEY, question)
+        yield warn_after_s + ANSWER_WITHIN_S
+        missing = [rank for rank in ranks if self._peers.report(rank).progress < until]
+        where = [f"Rank {rank} {self._where(rank, question)}." for rank in missing[:RANKS_NAMED]]
+        if missing:
+            logger.warning(
+                "Rank %d has waited %.0f s in %s for rank %s. %s%s",
+                *(me, warn_after_s, call, ", ".join(map(str, missing)), " ".join(where)),
+                " ..." if len(missing) > RANKS_NAMED else "",
+            )
+        yield math.inf
+
+    def _where(self, rank: int, question: str) -> str:
+        """Where another rank stands: as it answers, or else as far as it has told."""
+        answered, _, where = (self._peers.text(where_key(rank)) or "").partition("\t")
+        return f"is {where}" if answered == question else self._peers.report(rank).describe()
