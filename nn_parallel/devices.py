@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import operator
 import os
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -118,15 +120,14 @@ def choose_devices(
     """The device of each worker of a `ParallelExecutor`.
 
     Raises:
-        TypeError: ``num_gpus`` together with ``devices``.
+        TypeError: ``num_gpus`` together with ``devices``; a count is no integer.
         ValueError: there are fewer devices, or none of that name.
     """
     if num_gpus is not None and devices is not None:
         raise TypeError(f"num_gpus={num_gpus} and devices={devices!r} both choose the devices: give one of them.")
     found = accelerators()
-    for name, value in (("num_gpus", num_gpus), ("num_workers", num_workers)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1; {what_exists(found)}.")
+    num_gpus = None if num_gpus is None else count("num_gpus", num_gpus, f"; {what_exists(found)}")
+    num_workers = None if num_workers is None else count("num_workers", num_workers, f"; {what_exists(found)}")
     cpu = torch.device("cpu")
     if devices is not None:
         chosen = parse_devices(devices)
@@ -139,6 +140,24 @@ def choose_devices(
     if num_workers is None:
         num_workers = cpu_count() if chosen == [cpu] and num_gpus is None else len(chosen)
     return [chosen[index % len(chosen)] for index in range(num_workers)]
+
+
+def count(name: str, value: SupportsIndex, what_exists: str = "") -> int:
+    """The argument ``name``, which says how many, as an int; ``what_exists`` ends the message if it is too small.
+
+    Raises:
+        TypeError: it is no integer; True and 2.0 are none.
+        ValueError: it is below one.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name}={value!r} must be an integer, not a {type(value).__name__}.")
+    if number < 1:
+        raise ValueError(f"{name}={value} must be at least 1{what_exists}.")
+    return number
 
 
 def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
@@ -183,10 +202,19 @@ def call_on_device(
 
     The caller's positional arguments fill the other parameters: ``def f(device, data)`` is called for ``f(data)``. A
     function without such a parameter, a caller that passed ``device=`` itself and ``device=None`` change nothing.
+
+    Raises:
+        TypeError: there are more positional arguments than other parameters; and whatever ``fn`` raises.
     """
     if device is None or "device" in kwargs or not (place := _device_parameter(fn)):
         return fn(*args, **kwargs)
-    parameter, before = place
+    parameter, before, most = place
+    if len(args) > most:
+        raise TypeError(
+            f"{getattr(fn, '__qualname__', type(fn).__qualname__)}() was given {len(args)} positional arguments and "
+            f"takes {most} beside 'device', which pass_device=True binds to the worker's device: leave the device out "
+            "of the call, or say pass_device=False and pass it yourself."
+        )
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY or len(args) < len(before):
         if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
             return fn(*args, **kwargs, device=device)
@@ -198,7 +226,10 @@ def call_on_device(
 
 
 def _device_parameter(fn: Callable[..., Any]) -> _Place:
-    """The parameter called ``device`` and those before it; None if there is none that could be passed."""
+    """The parameter called ``device``, those before it, and how many arguments by position there may be beside it.
+
+    None if there is no such parameter that could be passed.
+    """
     if isinstance(fn, types.FunctionType) and not fn.__dict__:
         if "device" not in fn.__code__.co_varnames:
             return None
@@ -227,7 +258,9 @@ def _find_device_parameter(fn: Callable[..., Any]) -> _Place:
             inspect.Parameter.VAR_POSITIONAL,
             inspect.Parameter.VAR_KEYWORD,
         ):
-            return parameter, parameters[:index]
+            kinds = [other.kind for other in parameters if other is not parameter]
+            most = sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
+            return parameter, parameters[:index], math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else most
     return None
 
 
@@ -268,7 +301,7 @@ def _warn_no_accelerator_once(wanted: str) -> None:
 _warned = False
 
 
-_Place = tuple[inspect.Parameter, list[inspect.Parameter]] | None
+_Place = tuple[inspect.Parameter, list[inspect.Parameter], float] | None
 _known_places: weakref.WeakKeyDictionary[Callable[..., Any], tuple[tuple[Any, ...], _Place]] = (
     weakref.WeakKeyDictionary()
 )

@@ -119,7 +119,8 @@ class _SharedPool(ParallelExecutor):
 
     def for_calls(self, pass_device: bool, timeout: timedelta | float | None) -> _SharedPool:
         """The same workers, called in another way."""
-        view = copy.copy(self)
+        view = _SharedPool.__new__(_SharedPool)
+        vars(view).update(vars(self))
         view._make_calls(pass_device, timeout)
         return view
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
 import io
 import operator
 import pickle
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import cloudpickle
 import torch
@@ -38,12 +39,28 @@ class Packed(NamedTuple):
     is_plain: bool = False  # nothing in it needs `loads`: ``pickle.loads`` does, in a tenth of the time
 
 
-def dumps(obj: Any, parts: Callable[[], Mapping[str, Any]] | None = None, *, share: bool = False) -> Packed:
+class ByValue(Protocol):
+    """How functions and classes are pickled that no import finds."""
+
+    def reduce(self, obj: Any, pickler: cloudpickle.Pickler) -> Any:
+        """As `pickle.Pickler.reducer_override`; None: in the usual way."""
+
+    def saw(self, pickler: cloudpickle.Pickler, storages: Sequence[torch.UntypedStorage]) -> None:
+        """All is pickled: the memo of ``pickler``, and these, are what was met on the way."""
+
+
+def dumps(
+    obj: Any,
+    parts: Callable[[], Mapping[str, Any]] | None = None,
+    *,
+    share: bool = False,
+    by_value: ByValue | None = None,
+) -> Packed:
     """Pickle ``obj``.
 
     The buffers are views of the memory of ``obj``: use them before anything writes to it. ``parts()`` names what
     ``obj`` is made of, for the error; ``{"the object": obj}`` if None. With ``share`` tensors in shared memory stay
-    shared: for another process of this machine.
+    shared: for another process of this machine. Without ``by_value`` functions take their globals along.
 
     Raises:
         TransferError: it cannot be pickled; the message gives the path to the part that cannot.
@@ -51,7 +68,7 @@ def dumps(obj: Any, parts: Callable[[], Mapping[str, Any]] | None = None, *, sha
     try:
         if _is_atomic(obj):
             return Packed(pickle.dumps(obj, protocol=5), is_plain=True)
-        return _dumps(obj, share)
+        return _dumps(obj, share, by_value)
     except Exception as error:
         path, culprit = find_culprit(parts() if parts else {"the object": obj}, _can_be_pickled)
         raise TransferError(
@@ -77,8 +94,8 @@ def loads(
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    def __init__(self, memory: _Memory) -> None:
-        self.file, self._memory = io.BytesIO(), memory
+    def __init__(self, memory: _Memory, by_value: ByValue | None) -> None:
+        self.file, self._memory, self._by_value = io.BytesIO(), memory, by_value
         buffers: list[memoryview] = []
         self.buffers = buffers
 
@@ -106,6 +123,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
             return _itself, (self._memory.whole(obj),)
         if kind is types.FunctionType and obj.__module__ == __name__:  # by name, without any looking
             return NotImplemented
+        if self._by_value is not None and (reduced := self._by_value.reduce(obj, self)) is not None:
+            return reduced
+        if kind is functools._lru_cache_wrapper and cloudpickle.cloudpickle._lookup_module_and_qualname(obj) is None:
+            return _cached, (obj.__wrapped__, obj.cache_parameters(), obj.__dict__)
         return super().reducer_override(obj)
 
 
@@ -187,6 +208,10 @@ class _Memory:
         self._used.pop(storage._cdata, None)
         return part if part.end - part.start == storage.nbytes() else _Part(storage, 0, storage.nbytes())
 
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Those in which the tensors lie."""
+        return [parts[0].storage for parts in self._parts.values()]
+
     def share(self, storage: torch.UntypedStorage) -> int:
         """The number under which the receiver finds the same memory."""
         self.shared.append(storage)
@@ -233,13 +258,17 @@ def _is_atomic(obj: Any) -> bool:
     return kind is dict and not obj
 
 
-def _dumps(obj: Any, share: bool) -> Packed:
+def _dumps(obj: Any, share: bool, by_value: ByValue | None = None) -> Packed:
     memory = _Memory(share)
-    pickler = _Pickler(memory)
+    pickler = _Pickler(memory, by_value)
     pickler.dump(obj)
+    if by_value is not None:
+        by_value.saw(pickler, memory.storages())
+    first = pickler
     if memory.narrow():
-        pickler = _Pickler(memory)
+        pickler = _Pickler(memory, by_value)
         pickler.dump(obj)
+    first._by_value = pickler._by_value = None  # which may refer to the pickler: all that it met would live in a cycle
     return Packed(pickler.file.getvalue(), pickler.buffers, memory.shared)
 
 
@@ -319,11 +348,20 @@ def _itself(obj: Any) -> Any:
     return obj
 
 
+def _cached(fn: Callable[..., Any], parameters: dict[str, Any], attributes: dict[str, Any]) -> Any:
+    """What `functools.cache` makes of ``fn``; it has cached nothing yet."""
+    made: Any = functools.lru_cache(**parameters)(fn)
+    made.__dict__.update(attributes)
+    return made
+
+
 def _adopt(cls: Any) -> Any:
     """Make a class that came by value findable where it says it lives, so that `torch.save` of one works."""
     main = sys.modules["__main__"]
-    if cls.__module__ == "__main__" and "." not in cls.__qualname__ and not hasattr(main, cls.__name__):
-        setattr(main, cls.__name__, cls)
+    if cls.__module__ == "__main__" and "." not in cls.__qualname__:
+        there = getattr(main, cls.__name__, None)
+        if there is None or (isinstance(there, type) and there.__module__ == "__main__"):  # an earlier definition
+            setattr(main, cls.__name__, cls)
     return cls
 
 

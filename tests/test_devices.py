@@ -334,10 +334,22 @@ def test_no_device_is_bound_where_there_is_none(fn: Callable[..., Any]) -> None:
     assert call_on_device(fn, (1,), {}, None) == (1, "b", None)
 
 
-def test_an_argument_too_many_is_pythons_own_error() -> None:
-    """A caller who also passes the device by position gets the TypeError of a plain call."""
-    with pytest.raises(TypeError, match=r"takes .* positional arguments but 4 were given"):
-        call_on_device(first, (DEVICE, 1, 2), {}, DEVICE)
+@pytest.mark.parametrize("fn", [first, middle, last, keyword_only, functools.partial(first)])
+def test_an_argument_too_many_is_told_that_the_device_is_bound(fn: Callable[..., Any]) -> None:
+    """As when the caller also passes the device by position."""
+    told = r"was given 3 positional arguments and takes 2 beside 'device', which pass_device=True binds to the worker's"
+    with pytest.raises(TypeError, match=f"{told} device: leave the device out .* or say pass_device=False"):
+        call_on_device(fn, (DEVICE, 1, 2), {}, DEVICE)
+
+
+def test_any_number_of_arguments_may_go_before_and_after_the_device() -> None:
+    """Where the function takes them."""
+
+    def fn(a: Any, device: Any, *rest: Any) -> Any:
+        return a, device, rest
+
+    assert call_on_device(fn, (1, 2, 3), {}, DEVICE) == (1, DEVICE, (2, 3))
+    assert call_on_device(lambda *rest, device: (rest, device), (1, 2), {}, DEVICE) == ((1, 2), DEVICE)
 
 
 def test_an_accelerator_may_have_no_properties() -> None:

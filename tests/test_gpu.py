@@ -78,6 +78,15 @@ def test_a_worker_has_the_device(pool: ParallelExecutor) -> None:
     assert tensor.tolist() == [0, 1, 2]
 
 
+def test_workers_on_one_gpu_draw_different_random_numbers() -> None:
+    """Also from the generator of the GPU, and other ones than the workers before them."""
+    draws = list[float]()
+    for _ in range(2):
+        with ParallelExecutor(devices=[0, 0]) as two:
+            draws += two.run(lambda device: torch.rand(1, device=device).item())
+    assert len(set(draws)) == 4
+
+
 def test_tensors_land_on_the_device_of_the_worker(pool: ParallelExecutor) -> None:
     """An accelerator tensor in an argument is on the worker's device; one on the CPU stays there."""
     here = torch.ones(1000, device=GPU)

@@ -65,7 +65,7 @@ def test_the_batch_is_split_over_threads_and_gathered_in_order(devices: int) -> 
     assert threading.active_count() == before
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(length=st.integers(0, 12), devices=st.integers(1, 6))
 def test_each_item_runs_exactly_once_in_its_place(length: int, devices: int) -> None:
     """Whatever the length and the number of devices, no item is lost, doubled or moved; no call is empty."""

@@ -98,7 +98,7 @@ def _indexed(tensor: torch.Tensor, where: tuple[Any, ...]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", PLAIN_DTYPES)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(made=shapes_and_views())
 def test_a_tensor_of_any_dtype_shape_and_stride_comes_out_the_same(
     name: str, made: tuple[list[int], list[Callable[[torch.Tensor], torch.Tensor]]]
@@ -317,7 +317,7 @@ def test_numpy_arrays_come_out_the_same_and_writable(array: np.ndarray) -> None:
     assert not np.shares_memory(result, array)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     nest=st.recursive(
         st.none() | st.booleans() | st.integers() | st.text() | st.binary(max_size=300).map(bytearray),
@@ -531,7 +531,6 @@ def test_a_cycle_does_not_hide_the_culprit() -> None:
         dumps(parent)
 
 
-@settings(deadline=None)
 @given(
     steps=st.lists(
         st.tuples(st.just("dict"), st.text() | st.integers() | st.tuples(st.text(), st.booleans()))

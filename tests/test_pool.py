@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from nn_parallel import (
     WorkerDiedError,
     current_world,
 )
-from nn_parallel.executor import evidence, segments, worker
+from nn_parallel.executor import evidence, namespaces, segments, worker
 from nn_parallel.executor.jobs import Job, Run
 from nn_parallel.executor.schedule import Schedule
 from nn_parallel.executor.supervisor import Supervisor
@@ -80,7 +81,7 @@ def test_workers_forget_with_the_last_reference(pools: ParallelExecutor) -> None
     deadline = time.monotonic() + 10
     del futures
     gc.collect()
-    while any(pools.run(lambda: number in worker._stored)):
+    while any(pools.run(lambda: number in namespaces.stored)):
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -206,9 +207,8 @@ def test_a_timeout_holds_the_stack_of_the_silent_worker_only() -> None:
         with pytest.raises(RankTimeoutError) as caught:
             pool.run(hang)
         assert caught.value.ranks == [1]
-        assert "in hang" in caught.value.stacks[1]
+        assert re.findall(r"line \d+ in (\w+)", caught.value.stacks[1]) == ["hang"]
         assert f"Worker 1 (pid {pids[1]}, cpu):" in str(caught.value)
-        assert "nn_parallel" not in caught.value.stacks[1]
         assert pool.run(os.getpid) == pids
         with pytest.raises(TimeoutError, match=r"hang\(\) did not end within timeout=0.5 s"):
             pool.run(hang)
@@ -341,8 +341,8 @@ def test_ctrl_c_keeps_the_workers(pools: ParallelExecutor) -> None:
     """A run that the caller stops is interrupted in the workers, which stay."""
     pids = pools.run(os.getpid)
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
+        timer.start()
         pools.run(time.sleep, 3600)
     timer.join()
     assert pools.run(os.getpid) == pids
@@ -371,8 +371,8 @@ def test_ctrl_c_lets_those_behind_a_waiting_run_go_on(pools: ParallelExecutor) -
 
     slow, later = pools.submit(time.sleep, 5), list[Future[int]]()
     timer = threading.Timer(0.2, interrupt)
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
+        timer.start()
         pools.run(int)
     timer.join()
     assert later[0].result(20) == 1
@@ -569,23 +569,24 @@ def test_the_kernel_s_out_of_memory_killer_is_named(
     assert "The kernel's out-of-memory killer counted 1 kill in this cgroup." in told
 
 
-def test_a_killed_process_leaves_no_shared_memory(pools: ParallelExecutor) -> None:
+def test_a_killed_process_leaves_no_shared_memory(pools: ParallelExecutor, tmp_path: Path) -> None:
     """A DataLoader process that is killed with its worker, just as it hands over a tensor: its file goes with it."""
 
     def leave_behind() -> None:
-        for pid in (os.fork(), os.getpid()):  # a grandchild, and the worker
-            if pid in (0, os.getpid()):
-                Path(f"/dev/shm/torch_{os.getpid()}_1_0").touch()
-            if pid == 0:
-                time.sleep(3600)
-        while len(list(Path("/dev/shm").glob("torch_*_1_0"))) < 2:
+        child = os.fork()
+        Path(f"/dev/shm/torch_{os.getpid()}_1_0").touch()  # the worker, and its child
+        if child == 0:
+            time.sleep(3600)
+        while not Path(f"/dev/shm/torch_{child}_1_0").exists():
             time.sleep(0.001)
+        (tmp_path / "pids").write_text(f"{os.getpid()} {child}")
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(WorkerDiedError):
         pools.submit(leave_behind).result()
-    deadline = time.monotonic() + 2
-    while list(Path("/dev/shm").glob("torch_*_1_0")):
+    worker, child = (Path(f"/dev/shm/torch_{pid}_1_0") for pid in (tmp_path / "pids").read_text().split())
+    deadline = time.monotonic() + 10
+    while worker.exists() or child.exists():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -747,8 +748,8 @@ def test_who_waits_hears_of_a_death_at_once(monkeypatch: pytest.MonkeyPatch, tmp
     slow = tmp_path / "slow"
 
     def set_up() -> None:
-        if slow.exists():
-            time.sleep(5)
+        while slow.exists():
+            time.sleep(0.01)
 
     def die(after_s: float) -> None:
         time.sleep(after_s)
@@ -757,13 +758,13 @@ def test_who_waits_hears_of_a_death_at_once(monkeypatch: pytest.MonkeyPatch, tmp
     with ParallelExecutor(num_workers=1, devices="cpu", initializer=set_up) as pool:
         pool.run(int)
         slow.touch()
-        results = pool.map(die, [0.2])
+        results = pool.map(die, [0.2], timeout=30)
         time.sleep(0.22)  # now the parent is learning of it, as a rule
-        begun = time.monotonic()
-        with pytest.raises(WorkerDiedError):
-            next(results)
-        assert time.monotonic() - begun < 2
-        slow.unlink()
+        try:
+            with pytest.raises(WorkerDiedError):
+                next(results)
+        finally:
+            slow.unlink()  # before, the one that replaces it is not ready
 
 
 def _learn_slowly_of_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -776,8 +777,110 @@ def _learn_slowly_of_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, "death", slowly)
 
 
+def test_a_callback_may_wait_for_its_pool(pools: ParallelExecutor) -> None:
+    """It is called in no thread that has to read answers, or to look after workers, as here after a death."""
+
+    def callback(future: Future[int]) -> None:
+        called.append(future.result())
+        called.append(pools.run(abs, -2))
+        called.append(list(pools.map(abs, range(-3, 0))))
+        with contextlib.suppress(WorkerDiedError):
+            pools.submit(os._exit, 1).result()
+        pools.resize(1)
+        called.append(pools.submit(len, "abc").result())
+        pools.resize(2)
+        is_over.set()
+
+    called, is_over = list[Any](), threading.Event()
+    future = pools.submit(lambda: time.sleep(0.1) or 1)
+    future.add_done_callback(lambda _: called.append("first"))
+    future.add_done_callback(callback)
+    assert list(pools.map(time.sleep, [0.3, 0.3])) == [None, None]  # which reads the answer of the other task, too
+    assert is_over.wait(20)
+    assert called == ["first", 1, [2, 2], [3, 2, 1], 3]
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("reader", ["nobody", "map"])
+def test_what_a_callback_raises_is_logged(
+    pools: ParallelExecutor, caplog: pytest.LogCaptureFixture, kind: type[BaseException], reader: str
+) -> None:
+    """As the standard library does, also what would end the thread; it is not the error of whoever reads answers."""
+
+    def callback(_: Future[None]) -> None:
+        raise kind("of a callback")
+
+    future, is_over = pools.submit(time.sleep, 0.1), threading.Event()
+    future.add_done_callback(callback)
+    future.add_done_callback(lambda _: is_over.set())
+    if reader == "map":
+        assert list(pools.map(time.sleep, [0.3, 0.3])) == [None, None]
+    assert is_over.wait(20)
+    assert future.result() is None
+    [record] = caplog.records
+    assert (record.name, record.getMessage()) == ("concurrent.futures", f"exception calling callback for {future!r}")
+    assert record.exc_info
+    assert isinstance(record.exc_info[1], kind)
+    assert pools.run(int) == [0, 0]
+
+
+def test_ctrl_c_is_raised_while_a_callback_runs(pools: ParallelExecutor, caplog: pytest.LogCaptureFixture) -> None:
+    """It is the main thread's, however long a callback takes, and no callback's."""
+    begun, go_on, is_over = threading.Event(), threading.Event(), threading.Event()
+    future = pools.submit(time.sleep, 0.1)
+    future.add_done_callback(lambda _: (begun.set(), go_on.wait(20), is_over.set()))
+
+    def interrupt() -> None:
+        begun.wait(20)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        interrupting.start()
+        pools.run(time.sleep, 3600)
+    interrupting.join()
+    assert not is_over.is_set()
+    assert pools.run(int) == [0, 0]  # while it still runs
+    go_on.set()
+    assert is_over.wait(20)
+    assert not caplog.records
+
+
+def test_the_end_of_a_pool_waits_for_its_callbacks() -> None:
+    """However long after the last task they end; what they submit is refused."""
+    refused = list[bool]()
+
+    def callback(_: Future[None]) -> None:
+        pool.shutdown(wait=False)
+        time.sleep(0.1)
+        with pytest.raises(ExecutorClosedError):
+            pool.submit(int)
+        refused.append(True)
+
+    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
+        for _ in range(3):
+            pool.submit(time.sleep, 0.1).add_done_callback(callback)
+    assert refused == [True] * 3
+
+
+_to_shut_down: list[ParallelExecutor] = []
+
+
+def _shut_down() -> None:
+    _to_shut_down.pop().shutdown()
+
+
+def test_a_pool_can_be_shut_down_by_what_it_answers() -> None:
+    """An object that is rebuilt from an answer does so in the very thread that reads them, which here leads."""
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        _to_shut_down.append(pool)
+        assert pool.run(lambda: _Made(_shut_down)) == [None]
+        with pytest.raises(ExecutorClosedError):
+            pool.run(int)
+
+
 def test_a_callback_that_takes_longer_than_the_timeout_harms_nobody() -> None:
-    """It is called in the thread that reads answers; the task itself was in time, and so was the one beside it."""
+    """The task itself was in time, and so was the one beside it."""
     with ParallelExecutor(num_workers=2, devices="cpu", timeout=0.5) as pool:
         pool.run(int)
         pids = pool.run(os.getpid)
@@ -789,7 +892,7 @@ def test_a_callback_that_takes_longer_than_the_timeout_harms_nobody() -> None:
 
 
 def test_a_pool_can_be_shut_down_in_a_callback() -> None:
-    """In whichever thread it is called: here in one that leads."""
+    """While another thread reads its answers; in the callback it does not wait for the end, which waits for that."""
     pool = ParallelExecutor(num_workers=2, devices="cpu")
     pool.run(int)
     quick = pool.submit(time.sleep, 0.1)
@@ -848,7 +951,7 @@ def test_a_map_whose_items_fail_begins_no_more() -> None:
     """An exception of the iterable: nobody can take the results."""
 
     def items() -> Iterator[float]:
-        yield from [0.2] * 20
+        yield from [1.0] * 20
         raise ZeroDivisionError
 
     with ParallelExecutor(num_workers=2, devices="cpu") as pool:
@@ -857,7 +960,7 @@ def test_a_map_whose_items_fail_begins_no_more() -> None:
             pool.map(time.sleep, items())
         begun = time.monotonic()
         pool.run(int)
-        assert time.monotonic() - begun < 1.5
+        assert time.monotonic() - begun < 5  # and not 10
 
 
 def test_ctrl_c_in_the_middle_of_sending_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

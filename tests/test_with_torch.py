@@ -45,12 +45,12 @@ def model_and_batch() -> tuple[nn.Module, torch.Tensor]:
 
 
 def test_uneven_inputs(two: ParallelExecutor) -> None:
-    """`Join` lets a rank that has run out of batches shadow the collectives of the others."""
+    """`Join` lets a rank that has run out of samples shadow the collectives of the others."""
 
     def scenario() -> tuple[int, list[float]]:
         model, _ = model_and_batch()
         model = prepare_model(model)
-        loader = prepare_dataloader(DataLoader(TensorDataset(torch.randn(5, 16)), batch_size=1), pad=False)
+        loader = prepare_dataloader(DataLoader(TensorDataset(torch.randn(5, 16)), batch_size=None), pad=False)
         assert isinstance(model, DistributedDataParallel)
         with Join([model]):
             for (x,) in loader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import pickle
 import signal
@@ -79,6 +80,7 @@ class Crew:
             path=list(sys.path),
             argv=list(sys.argv),
             main_file=getattr(sys.modules.get("__main__"), "__file__", None),
+            authkey=bytes(multiprocessing.current_process().authkey),
         )
         worker = self._fork(setup)
         self._unnamed.append(worker)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Never, NoReturn, Self, TypeVar
 
 import torch
 
 from ..channels import channel
 from ..collectives import all_gather_packed
 from ..ddp import as_timedelta, join_launched_world
-from ..devices import call_on_device, choose_devices, cpu_count, parse_devices
+from ..devices import call_on_device, choose_devices, count, cpu_count, parse_devices
 from ..errors import ExecutorClosedError, ParallelError, RankError, TransferError, rank_error, user_frames
 from ..pickling import dumps
 from ..reports import Call, call_name, place_of
@@ -28,6 +28,7 @@ from .crew import Settings
 from .jobs import Mapped, Resize, Run, Single
 from .packing import CallOptions
 from .supervisor import Supervisor
+from .worker import in_this_process
 
 UNINTERRUPTED = True  # see interrupt
 R = TypeVar("R")
@@ -59,7 +60,7 @@ class ParallelExecutor(Executor):
         prefix_output: begin each line that a worker prints with ``[rank 1]``.
 
     Raises:
-        TypeError: ``num_gpus`` together with ``devices``.
+        TypeError: ``num_gpus`` together with ``devices``; ``num_gpus`` or ``num_workers`` is no integer.
         ValueError: there are fewer devices, or none of that name; under a launcher, other workers than its ranks.
         TransferError: the initializer cannot be sent.
 
@@ -83,7 +84,11 @@ class ParallelExecutor(Executor):
         initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
         prefix_output: bool = False,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            hint = ": the number of workers is num_workers" if "max_workers" in unknown else ""
+            raise TypeError(f"ParallelExecutor() has no parameter {', '.join(map(repr, unknown))}{hint}.")
         self._make_calls(pass_device, timeout)
         self._closed = False
         self._supervisor: Supervisor | None = None
@@ -163,7 +168,7 @@ class ParallelExecutor(Executor):
                 "submit() hands a task to one free worker, but here every rank makes every call: use run() or map()."
             )
         try:
-            job = Single(self._supervisor.packer.pack(fn, args, kwargs, self._options))
+            job = Single(self._supervisor.packer.pack(fn, args, kwargs, self._options), self._supervisor.callbacks)
         except TransferError as error:
             unsent: Future[R] = Future()
             unsent.set_exception(error)
@@ -192,8 +197,7 @@ class ParallelExecutor(Executor):
 
             list(ex.map(lambda x, device: x * 2, range(4)))  # [0, 2, 4, 6]
         """
-        if chunksize < 1:
-            raise ValueError(f"chunksize={chunksize} must be at least 1.")
+        chunksize = count("chunksize", chunksize)
         items = zip(*iterables, strict=False)
         if self._supervisor is None:
             return iter(self._map_over_ranks(fn, list(items)))
@@ -240,9 +244,7 @@ class ParallelExecutor(Executor):
         if self._supervisor is None:
             assert self._member is not None
             raise ValueError(f"resize() does not apply here: the workers are the {self._member.world_size} ranks.")
-        if num_workers < 1:
-            raise ValueError(f"num_workers={num_workers} must be at least 1.")
-        job = Resize(self._devices_for(num_workers))
+        job = Resize(self._devices_for(num_workers), self._supervisor.callbacks)
         self._supervisor.submit(job)
         job.over.result()
 
@@ -275,6 +277,12 @@ class ParallelExecutor(Executor):
             self._supervisor.close(kill=error is not None)
         elif self._block is not None:
             self._block.__exit__(kind, error, traceback)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an executor belongs to the process that made it: make its calls there with what the function returns, or "
+            "make another executor in the function"
+        )
 
     def _make_calls(self, pass_device: bool, timeout: timedelta | float | None) -> None:
         limit = as_timedelta(timeout)
@@ -326,12 +334,12 @@ class ParallelExecutor(Executor):
         here = channel()
         if here is None:  # a world of one rank
             try:
-                return [call_on_device(fn, args, kwargs, device)]
+                return [in_this_process(call_on_device, fn, args, kwargs, device)]
             except Exception as error:
                 raise rank_error(name, 1, {0: error.with_traceback(user_frames(error))}) from None
         call, limit = Call(name, tuple(range(here.world_size)), place), as_timedelta(self._options.timeout_s)
         with here.block(call, limit):
-            result = call_on_device(fn, args, kwargs, device)
+            result = in_this_process(call_on_device, fn, args, kwargs, device)
             packed = dumps(result, lambda: {"the result": result})
         with here.block(call, limit):  # only now are all outcomes known to be good
             return all_gather_packed(packed)
@@ -349,8 +357,8 @@ def _check_choice_is_what_runs(member: Membership, num_gpus: int | None, devices
     wrong = [
         f"{name}={value!r}"
         for name, value, is_there in (
-            ("num_gpus", num_gpus, num_gpus == member.world_size),
-            ("num_workers", num_workers, num_workers == member.world_size),
+            ("num_gpus", num_gpus, num_gpus and count("num_gpus", num_gpus) == member.world_size),
+            ("num_workers", num_workers, num_workers and count("num_workers", num_workers) == member.world_size),
             ("devices", devices, devices is not None and member.world.device in parse_devices(devices)),
         )
         if value is not None and not is_there

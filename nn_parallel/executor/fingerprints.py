@@ -1,8 +1,7 @@
-"""Whether a function can be told from an earlier one: only then do the workers' copies of that still serve.
+"""Whether a function, and all that it refers to, can be told from an earlier one without pickling it.
 
-A function is pickled with all that it refers to, which takes ten to a hundred times as long as a call of it. So one is
-sent again only when something in it is another object than before; and always, when something in it could change and
-remain the same object.
+To pickle a function takes ten to a hundred times as long as a call of it. So that is done again only when something in
+it is another object than before; and for each call, when something in it could change and remain the same object.
 """
 
 from __future__ import annotations
@@ -26,13 +25,22 @@ import torch
 def fingerprint(fn: Callable[..., Any]) -> tuple[tuple[int, ...], list[object]] | None:
     """A key that is equal for two functions that do the same, and what to keep for as long as keys are compared.
 
-    None if there can be no telling: ``fn`` refers to something mutable, or changes its own globals or closure, or an
-    attribute of what they hold. What it does so by ``setattr`` or ``globals()`` is not seen.
+    None if there can be no telling: ``fn`` refers to something mutable, or changes what it closes over, or an attribute
+    of that: closures begin anew in each call. What it does so by ``setattr`` is not seen.
     """
     parts: list[object] = []
     if not _add(fn, parts, {}):
         return None
     return (len(sys.modules), *map(id, parts)), parts  # cloudpickle looks which submodules are imported
+
+
+def is_constant(value: Any) -> bool:
+    """Whether it stays what it is as long as it is the same object."""
+    if type(value) in (tuple, frozenset):
+        return all(map(is_constant, value))
+    if type(value) in (types.FunctionType, functools.partial):
+        return type(value) is types.FunctionType and _is_importable(value)
+    return _add(value, [], {})
 
 
 def _add(value: Any, parts: list[object], seen: dict[int, int]) -> bool:
@@ -47,7 +55,7 @@ def _add(value: Any, parts: list[object], seen: dict[int, int]) -> bool:
         return _add_again(value, parts, seen) or _add_partial(value, parts, seen)
     parts.append(value)
     if isinstance(value, types.ModuleType):
-        return sys.modules.get(value.__name__) is value and not _goes_by_value(value.__name__)
+        return sys.modules.get(value.__name__) is value and not goes_by_value(value.__name__)
     if kind in _IMMUTABLE:
         return True
     if kind is tuple or kind is frozenset:
@@ -102,7 +110,7 @@ def _add_partial(fn: functools.partial[Any], parts: list[object], seen: dict[int
 def _global_names(code: types.CodeType) -> tuple[str, ...] | None:
     """The globals that ``code`` and the functions in it read.
 
-    None if they write some, or what ``code`` closes over, or an attribute of one of these.
+    None if they write what ``code`` closes over, or an attribute of that.
     """
     names, pending = dict[str, None](), [code]
     while pending:
@@ -111,12 +119,12 @@ def _global_names(code: types.CodeType) -> tuple[str, ...] | None:
         last_is_outer = False
         for instruction in dis.get_instructions(inner):
             operation, _, scope = instruction.opname.partition("_")
-            is_outer = scope == "GLOBAL" or (scope == "DEREF" and instruction.argval in code.co_freevars)
+            is_outer = scope == "DEREF" and instruction.argval in code.co_freevars
             if is_outer and operation in ("STORE", "DELETE"):
                 return None
             if last_is_outer and instruction.opname in _CHANGES_ATTRIBUTE:
                 return None
-            if instruction.opname == "LOAD_GLOBAL":
+            if scope == "GLOBAL":
                 names[instruction.argval] = None
             last_is_outer = is_outer
     return tuple(names)
@@ -124,7 +132,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...] | None:
 
 def _is_importable(obj: types.FunctionType | type) -> bool:
     """Whether another process finds ``obj`` by its name."""
-    if obj.__module__ == "__main__" or _goes_by_value(obj.__module__):
+    if obj.__module__ == "__main__" or goes_by_value(obj.__module__):
         return False
     found: object = sys.modules.get(obj.__module__)
     for name in obj.__qualname__.split("."):
@@ -132,7 +140,7 @@ def _is_importable(obj: types.FunctionType | type) -> bool:
     return found is obj
 
 
-def _goes_by_value(module: str | None) -> bool:
+def goes_by_value(module: str | None) -> bool:
     """Whether the user has told cloudpickle so, of this module or of a package that it is in."""
     registered = cloudpickle.list_registry_pickle_by_value()
     return bool(registered) and any(f"{module}.".startswith(f"{name}.") for name in registered)

@@ -7,13 +7,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, InvalidStateError
+from concurrent.futures import CancelledError, InvalidStateError
 from typing import Any
 
 import torch
 
 from ..errors import ExecutorClosedError, RankError, TransferError, lost_connection, rank_error
-from ..interrupt import Condition
+from .futures import Callbacks, Future
 from .packing import PackedCall
 from .transport import Unpack
 from .worker import CANCELLED, FAILED, SUCCEEDED
@@ -39,9 +39,8 @@ def opened(unpack: Unpack, outcome: int, job: Job | None) -> tuple[int, Any]:
 class Single:
     """One task for whichever worker is free first."""
 
-    def __init__(self, call: PackedCall) -> None:
-        self.call = call
-        self.future: Future[Any] = _future()
+    def __init__(self, call: PackedCall, callbacks: Callbacks) -> None:
+        self.call, self.future = call, Future(callbacks)
 
     def begins(self) -> bool:
         """Whether it is still wanted; from here on it cannot be cancelled."""
@@ -223,22 +222,14 @@ class Run:
 class Resize:
     """Another number of workers, from when all jobs before it are over."""
 
-    def __init__(self, devices: list[torch.device]) -> None:
-        self.devices = devices
-        self.over: Future[None] = _future()
+    def __init__(self, devices: list[torch.device], callbacks: Callbacks) -> None:
+        self.devices, self.over = devices, Future(callbacks)
 
     def give_up(self, error: Exception) -> None:
         self.over.set_exception(error)
 
     def drop(self) -> None:
         self.give_up(ExecutorClosedError("The executor was shut down before it was resized."))
-
-
-def _future() -> Future[Any]:
-    """One that Ctrl-C in who waits for it does not leave locked: who ends it would wait for ever."""
-    future: Future[Any] = Future()
-    future._condition = Condition()
-    return future
 
 
 def _closed_while_running(call: PackedCall) -> ExecutorClosedError:

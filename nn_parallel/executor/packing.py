@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..pickling import ATOMS, Packed, dumps
 from ..reports import call_name
+from . import namespaces
 from .fingerprints import fingerprint
+from .modules import Modules, Watched
+from .names import Handle, Names, met
+from .script import Along, Script, Settled
 from .segments import Segments
 from .transport import Parcel
-from .worker import stored_object
 
 FUNCTIONS_KEPT = 128
 
 
-class Handle:
-    """Stands for an object that `ParallelExecutor.put` keeps in the workers; a task receives the object itself.
-
-    The workers let go of the object when the last reference to its handle is gone.
-    """
-
-    def __init__(self, parcel: Parcel, what: str, owner: object) -> None:
-        self.number, self.parcel, self._what, self._owner = next(_numbers), parcel, what, owner
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if getattr(_packing, "owner", None) is not self._owner:
-            raise TypeError("a handle is good for the calls of the executor that made it, and for nothing else")
-        _packing.handles.append(self)
-        return stored_object, (self.number,)
-
-    def __repr__(self) -> str:
-        return f"<Handle of a {self._what}>"
-
-
 ATOMS.add(Handle)
+
+
+class _Kept(NamedTuple):
+    """A function that the workers keep, and what they need for that."""
+
+    number: int  # under which they keep it
+    handles: list[Handle]
+    settled: Settled
+    version: int  # of all that had been sent then
 
 
 @dataclass
@@ -48,34 +40,54 @@ class _Known:
     """A function that has been called before: what it is made of, as `fingerprint` found it."""
 
     parts: list[object]
-    handle: Handle | None = None
+    watched: list[Watched]
+    kept: _Kept | None = None
 
 
 class Functions:
     """The functions that workers keep: those that have been called before, and cannot have changed since."""
 
-    def __init__(self, put: Callable[[Any, Callable[[], dict[str, Any]]], Handle]) -> None:
-        self._put = put
+    def __init__(self, script: Script, keep: Callable[[Packed, str], Handle]) -> None:
+        self._script, self._keep, self._modules = script, keep, Modules()
         self._known = OrderedDict[tuple[int, ...], _Known]()  # the one used last at the end
         self._lock = threading.RLock()  # the collector may run code that calls functions, too
 
-    def handle_of(self, fn: Callable[..., Any]) -> Handle | None:
+    def kept(self, fn: Callable[..., Any]) -> _Kept | None:
         """For the second and later calls of such a function; None if it must be sent with the call."""
         found = fingerprint(fn)
         if found is None:
+            self._modules.warn_of_changes(self._modules.watched(fn))
             return None
         key, parts = found
         with self._lock:
             known = self._known.get(key)
             if known is None:
-                self._known[key] = _Known(parts)
+                known = self._known[key] = _Known(parts, self._modules.watched(fn))
                 if len(self._known) > FUNCTIONS_KEPT:
                     self._known.popitem(last=False)
-                return None
-            self._known.move_to_end(key)
-        if known.handle is None:
-            known.handle = self._put(fn, lambda: {"the function": fn})
-        return known.handle
+                is_new = True
+            else:
+                self._known.move_to_end(key)
+                is_new = False
+        if known.watched:
+            self._modules.warn_of_changes(known.watched)
+        if is_new:
+            return None
+        kept = known.kept
+        if kept is None or kept.version != self._script.version:
+            known.kept = kept = self._kept_now(fn, kept)
+        return kept
+
+    def _kept_now(self, fn: Callable[..., Any], before: _Kept | None) -> _Kept:
+        if before is not None and self._script.is_current(before.settled):
+            return before._replace(version=self._script.version)
+        names = Names()
+        packed = dumps(fn, lambda: {"the function": fn}, by_value=names)
+        settled = self._script.settle(names)
+        kept = namespaces.Kept(settled.versions, packed.pickle)
+        handle = self._keep(dumps(kept), "function")
+        handles = [*(unit.handle for unit in settled.units), handle]
+        return _Kept(handle.number, handles, settled, self._script.version)
 
     def clear(self) -> None:
         self._known.clear()
@@ -93,34 +105,20 @@ class PackedCall:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        name: str,
         options: CallOptions,
-        segments: Segments,
-        owner: object = None,
-        function: Handle | None = None,
-        name: str = "",
+        parcel: Parcel,
+        handles: list[Handle],
+        function: int = 0,
+        classes: Iterable[type] = (),
     ) -> None:
-        self.name, self.function, self.options = name or call_name(fn), 0, options
-        self.handles: list[Handle] = []
-        if function is not None:
-            self.function, self.handles = function.number, [function]
-            if not args and not kwargs:
-                self.parcel = _NO_ARGUMENTS
-                return
-        _packing.owner, _packing.handles = owner, self.handles
-        try:
-            packed = dumps(
-                (None if function else fn, args, kwargs), functools.partial(_parts, fn, args, kwargs), share=True
-            )
-        finally:
-            _packing.owner = _packing.handles = None
-        self.parcel = Parcel(packed, segments)
+        """``function`` is the number under which the workers keep it, ``classes`` what results may be instances of."""
+        self.name, self.options, self.parcel, self.handles = name, options, parcel, handles
+        self.function, self._classes = function, classes
 
     def let_go(self) -> None:
         """It is over: what was sent with it is not needed any more."""
-        self.handles, self.parcel = [], _NOTHING
+        self.handles, self.parcel, self._classes = [], _NOTHING, ()
 
 
 def _parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +136,8 @@ class Packer:
         self.segments = Segments()
         self.forgotten = deque[int]()  # the numbers of handles that are gone: workers may forget their objects
         self._on_forgotten = on_forgotten
-        self._functions = Functions(self.put)
+        self._script = Script(self._keep)
+        self._functions = Functions(self._script, self._keep)
 
     def pack(
         self,
@@ -149,24 +148,56 @@ class Packer:
         name: str = "",
     ) -> PackedCall:
         """The call as it is sent: the function by a handle, if the workers can keep it; ``name`` is told in errors."""
-        return PackedCall(fn, args, kwargs, options, self.segments, self, self._functions.handle_of(fn), name)
+        name = name or call_name(fn)
+        kept, surroundings = self._functions.kept(fn), self._script.surroundings()
+        if kept and not args and not kwargs and surroundings is None:
+            return PackedCall(name, options, _NO_ARGUMENTS, kept.handles, kept.number)
+        names, sent = Names(), (None if kept else fn, args, kwargs)
+        parts = functools.partial(_parts, fn, args, kwargs)
+        handles: list[Handle] = []
+        met.owner, met.handles = self, handles
+        try:
+            packed = dumps(sent, parts, share=True, by_value=names)
+            for handle in handles:
+                names.update(handle.names)
+            if names or surroundings is not None:
+                settled = self._script.settle(names)
+                if settled.along:
+                    along = Names(part.key for part in settled.along)
+                    packed = dumps((Along(settled.along), *sent), parts, share=True, by_value=along)
+                packed = settled.before(packed, surroundings)
+                handles += [] if surroundings is None else [surroundings]
+                handles += (unit.handle for unit in settled.units)
+        finally:
+            met.owner = met.handles = None
+        parcel, classes = Parcel(packed, self.segments), list(names.classes)
+        if kept is None:
+            return PackedCall(name, options, parcel, handles, classes=classes)
+        return PackedCall(
+            name, options, parcel, [*kept.handles, *handles] if handles else kept.handles, kept.number, classes
+        )
 
-    def put(self, obj: Any, parts: Callable[[], dict[str, Any]] | None = None) -> Handle:
-        """Pack ``obj`` for the workers to keep as long as its handle lives; ``parts`` as in `dumps`."""
-        handle = Handle(Parcel(dumps(obj, parts, share=True), self.segments), type(obj).__qualname__, self)
-        weakref.finalize(handle, self._forget, handle.number).atexit = False
+    def put(self, obj: Any) -> Handle:
+        """Pack ``obj`` for the workers to keep as long as its handle lives."""
+        names = Names()
+        handle = self._keep(dumps(obj, share=True, by_value=names), type(obj).__qualname__)
+        handle.names.update(names)
         return handle
 
     def close(self) -> None:
         """The pool has ended."""
         self.segments.close()
         self._functions.clear()
+        self._script.clear()
+
+    def _keep(self, packed: Packed, what: str) -> Handle:
+        handle = Handle(Parcel(packed, self.segments), what, self)
+        weakref.finalize(handle, self._forget, handle.number).atexit = False
+        return handle
 
     def _forget(self, number: int) -> None:
         self.forgotten.append(number)
         self._on_forgotten()
 
 
-_packing = threading.local()  # while a call is packed in a thread: its owner, and the handles that are met
-_numbers = itertools.count(1)
 _NOTHING, _NO_ARGUMENTS = Parcel(Packed(b""), Segments()), Parcel(dumps((None, (), {})), Segments())

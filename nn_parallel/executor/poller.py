@@ -115,7 +115,7 @@ class Poller:
         self._read_at_once()
 
     def is_reading(self) -> bool:
-        """Whether it is this thread that reads answers: it is told of the end of a task just now."""
+        """Whether it is this thread that reads answers: an object in one of them is rebuilt just now, or collected."""
         return self._reader == threading.get_ident()
 
     def _stand_in(self) -> bool:

@@ -56,6 +56,10 @@ class Segment:
         self._return = weakref.finalize(self, give_back, file)
         self._return.atexit = False
 
+    def views(self) -> list[memoryview]:
+        """What it was filled with."""
+        return [self._file.memory[span.offset : span.offset + span.size] for span in self.spans]
+
     def spoil(self) -> None:
         """Never fill the file again: a map of it may live in a process that nobody hears of."""
         self._return.detach()

@@ -61,6 +61,8 @@ class _ForkServer:
             [sys.executable, *flags, boot.__file__, *arguments],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # it prints nothing, and each worker has a pipe of its own
+            stderr=subprocess.DEVNULL if sys.__stderr__ is None else 2,
             process_group=0,  # so that Ctrl-C is the parent's alone
         )
         theirs.close()
@@ -98,6 +100,16 @@ class _ForkServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def take_standard_descriptors() -> None:
+    """Open the null device where standard input, output or error is closed, before anything of ours is opened there.
+
+    As in a script started with ``>&-``: what C code prints would go into a connection to a worker.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
 
 
 def stop_fork_server() -> None:

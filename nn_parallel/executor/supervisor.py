@@ -18,10 +18,11 @@ from collections.abc import Callable
 from ..errors import ExecutorClosedError, ParallelError
 from ..interrupt import Delayed
 from .crew import Crew, End, Settings
+from .futures import Callbacks
 from .jobs import Job, Resize, Run, opened
-from .packing import CallOptions, PackedCall, Packer
+from .packing import CallOptions, Packer
 from .schedule import Schedule
-from .servers import PoolStore, stop_fork_server
+from .servers import PoolStore, stop_fork_server, take_standard_descriptors
 from .transport import Header, Unpack
 from .worker import CANCELLED, FAILED, STARTED, SUCCEEDED
 from .workers import LONG_S, Worker
@@ -33,17 +34,18 @@ class Supervisor:
     """The workers of one pool and the thread that looks after them."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        take_standard_descriptors()
+        self._settings, self._pid = settings, os.getpid()
         self._packer = Packer(self._wake)
         self._lock = threading.Lock()
         self._closing = self._orphaned = False
         self._broken: ParallelError | None = None
-        self._pid = os.getpid()
         self._store = PoolStore()
         self._schedule = Schedule(settings.devices, self._store.port, self._wake)
         self._failed_starts = 0  # in a row
         options = CallOptions(pass_device=False, timeout_s=settings.timeout_s)
-        initializer = PackedCall(settings.initializer, settings.initargs, {}, options, self._packer.segments)
+        initializer = self._packer.pack(settings.initializer, settings.initargs, {}, options)
+        self.callbacks = Callbacks()
         self._crew = Crew(settings, initializer, self._packer.segments, self._hear)
         try:
             self._schedule.workers += [self._start(index) for index in range(len(settings.devices))]
@@ -51,11 +53,9 @@ class Supervisor:
             self._release()
             raise
         self._thread = threading.Thread(target=self._loop, name="nn_parallel supervisor", daemon=True)
+        self.callbacks.thread.start()
         self._thread.start()
         _live.add(self)
-
-    def is_alive(self) -> bool:
-        return self._pid == os.getpid() and self._thread.is_alive()
 
     @property
     def has_ended(self) -> bool:
@@ -92,7 +92,8 @@ class Supervisor:
             for job in dropped:
                 job.drop()
             self._crew.poller.wake()
-        if wait and threading.current_thread() is not self._thread and not self._crew.poller.is_reading():
+        ours = self._thread, self.callbacks.thread
+        if wait and threading.current_thread() not in ours and not self._crew.poller.is_reading():
             self._thread.join()
 
     def orphan(self) -> None:
@@ -175,6 +176,7 @@ class Supervisor:
             self._break(ParallelError(f"The pool cannot go on: {error!r}"))
         finally:
             self._release()
+            self.callbacks.end()
 
     def _release(self) -> None:
         self._crew.close()
@@ -391,8 +393,7 @@ class Supervisor:
 @atexit.register
 def _end_everything() -> None:
     for supervisor in list(_live):
-        if supervisor.is_alive():
-            supervisor.close()
+        supervisor.close()
     stop_fork_server()
 
 

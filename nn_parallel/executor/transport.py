@@ -72,6 +72,18 @@ class Parcel:
                 self.copies = [bytes(buffer) for buffer in buffers]
                 self.spans = [Span(0, len(copy)) for copy in self.copies]
 
+    def holds(self, packed: Packed) -> bool:
+        """Whether it would be the same if it were made of ``packed``."""
+        buffers = list(packed.buffers)
+        if self.is_pickle_in_segment:
+            buffers.insert(0, memoryview(packed.pickle))
+        elif packed.pickle != self.pickle:
+            return False
+        held: Sequence[bytes | memoryview] = self.segment.views() if self.segment is not None else self.copies
+        if [storage._cdata for storage in packed.shared] != [storage._cdata for storage in self.shared]:
+            return False
+        return len(held) == len(buffers) and all(map(_is_equal, held, buffers))
+
     @property
     def fds(self) -> list[int]:
         """Those of the segment and of the shared memory."""
@@ -263,6 +275,14 @@ def receive_fds(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
     """
     message, ancillary, _, _ = sock.recvmsg(size, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
     return message, [fd for _, _, fds in ancillary for fd in array.array("i", fds)]
+
+
+def _is_equal(held: bytes | memoryview, buffer: memoryview) -> bool:
+    held = memoryview(held)
+    if held.readonly or buffer.readonly or not held.nbytes:
+        return held == buffer
+    here, there = (torch.frombuffer(each, dtype=torch.uint8) for each in (held, buffer))
+    return torch.equal(here, there)  # in a tenth of the time
 
 
 def _raise(error: OSError) -> NoReturn:

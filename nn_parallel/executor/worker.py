@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
+import multiprocessing
 import os
 import random
 import select
@@ -13,24 +13,32 @@ import socket
 import struct
 import sys
 import threading
+import traceback
 import types
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .. import world
+from ..channels import channel
+from ..deadlock import waits_for
 from ..devices import call_on_device
-from ..errors import Failure, RemoteError, TransferError, qualified_name
+from ..errors import Failure, ParallelError, RemoteError, TransferError, qualified_name, user_frames
 from ..groups import abort_collectives, close_group
 from ..interrupt import Interrupted, Interruptible, keep_handler
 from ..pickling import Packed, dumps, loads
+from ..reports import WAITING, Progress, call_name
+from ..watcher import Watcher, follows
 from ..world import DEFAULT_TIMEOUT, Membership, World
+from .namespaces import Answered, Stored, stored, stored_object, use_main
 from .segments import Segments
 from .transport import Link, Parcel, Unpack
 
 UNINTERRUPTED = True  # see interrupt
+R = TypeVar("R")
 NO_TASK, STARTED = -1, 0  # less than the number of any task; the number of the answer that says the worker is set up
 INTERRUPT_EVERY_S = 0.02
 SUCCEEDED, FAILED, CANCELLED = range(3)  # how a task ends
@@ -56,6 +64,7 @@ class Setup(NamedTuple):
     path: list[str]
     argv: list[str]
     main_file: str | None
+    authkey: bytes  # of `multiprocessing`: for its managers, listeners and queues
 
 
 class Task(NamedTuple):
@@ -96,7 +105,7 @@ def work(connection: socket.socket, descriptors: socket.socket, control: socket.
         header, unpack = message
         task = Task(*header)
         if not task.is_call:
-            _stored[task.number] = _Stored(unpack)
+            stored[task.number] = Stored(unpack)
             continue
         if task.is_ahead and not _take(tokens):
             continue
@@ -117,24 +126,6 @@ def work(connection: socket.socket, descriptors: socket.socket, control: socket.
     return 0
 
 
-def stored_object(number: int) -> Any:
-    """The object that a handle stands for; called as a task is unpickled."""
-    return _stored[number].object
-
-
-class _Stored:
-    """What was sent beside the tasks: rebuilt for the first of them that needs it, or, where that fails, the next."""
-
-    def __init__(self, unpack: Unpack) -> None:
-        self._unpack = unpack
-
-    @functools.cached_property
-    def object(self) -> Any:
-        rebuilt = self._unpack()
-        del self._unpack  # it holds the memory of the message
-        return rebuilt
-
-
 class _Worker:
     def __init__(self, setup: Setup) -> None:
         self._index = setup.rank
@@ -147,6 +138,8 @@ class _Worker:
         self._switching = threading.Lock()  # between the main thread, which changes tasks, and the one that cancels
         self._task = self._cancelled = NO_TASK
         self._block = Interruptible()  # what the main thread does for the task
+        self._watcher: Watcher | None = None  # of the last run that left a process group
+        self._deadlock: ParallelError | None = None  # why it was interrupted, if it was not cancelled
 
     def follow_orders(self, control: socket.socket) -> None:
         """Cancel and forget as the parent says, until it is gone."""
@@ -161,7 +154,7 @@ class _Worker:
                     return
                 kind, number = Order.unpack(order)
                 if kind == FORGET:
-                    _stored.pop(number, None)
+                    stored.pop(number, None)
                 else:
                     self._cancelled = number  # it may not have begun yet
                     interrupting = self._interrupt_cancelled()
@@ -177,16 +170,27 @@ class _Worker:
             self._block.interrupt()
             return True
 
+    def _end_deadlock(self, reason: ParallelError) -> None:
+        """Interrupt the task, which waits in a collective that cannot end."""
+        with self._switching:
+            if self._task != NO_TASK and self._rank is not None:
+                self._deadlock = reason
+                abort_collectives(self._rank)
+                self._block.interrupt()
+
     def perform(self, task: Task, unpack: Unpack) -> tuple[int, bool, Packed]:
         """How it ended, whether blocks failed inside, and what comes of it."""
         if task.cores != self._cores:
             self._cores = task.cores
             torch.set_num_threads(max(1, task.cores))  # OMP_NUM_THREADS is read when torch is loaded: too late here
-        term = task.number << 32  # the ranks count their calls anew; blocks that fail in it begin further terms
+        term = _term_of(task)
+        if self._watcher is not None:
+            self._watcher.has_returned = None
         member = self._enter(task, term) if task.world_size else self._alone
         world.join(member)
         with self._switching:
             self._task, self._block.interrupted = task.number, self._cancelled == task.number
+            self._deadlock = None
         try:
             try:
                 with self._block:
@@ -194,10 +198,13 @@ class _Worker:
             finally:
                 with self._switching:  # from here on nothing interrupts it
                     self._task = NO_TASK
-        except Interrupted:
-            outcome, packed = CANCELLED, _NOTHING
         except BaseException as error:
-            outcome, packed = FAILED, _pack_exception(error, self.where(task))
+            if self._deadlock is not None and follows(error):
+                error = self._deadlock.with_traceback(error.__traceback__)
+            if isinstance(error, Interrupted):
+                outcome, packed = CANCELLED, _NOTHING
+            else:
+                outcome, packed = FAILED, _pack_exception(error, self.where(task))
         if task.world_size and outcome != SUCCEEDED:
             # It frees the ranks that wait for this one in a collective: only once this cannot be cancelled any more,
             # or what they then raise could outrun the cause.
@@ -211,16 +218,32 @@ class _Worker:
         return f"{where} on {self.device}"
 
     def _call(self, task: Task, unpack: Unpack) -> Packed:
+        result = in_this_process(self._result, task, unpack)
+        return dumps(result, lambda: {"the result": result}, share=True, by_value=_ANSWERED)
+
+    def _result(self, task: Task, unpack: Unpack) -> Any:
         try:
-            fn, args, kwargs = unpack()
+            *_, fn, args, kwargs = unpack()
             if task.function:
-                fn = stored_object(task.function)
+                fn = stored_object(task.function).function()
         except Interrupted:
             raise
         except BaseException as error:
             raise TransferError(f"The call cannot be rebuilt in the worker: {error!r}") from error
         result = call_on_device(fn, args, kwargs, self.device if task.pass_device else None)
-        return dumps(result, lambda: {"the result": result}, share=True)
+        if task.world_size > 1 and dist.is_initialized():
+            self._say_returned(task, call_name(fn))
+        return result
+
+    def _say_returned(self, task: Task, name: str) -> None:
+        """For the ranks that are still in the run: this one enters no collective before all have ended it."""
+        others = [rank for rank in range(task.world_size) if rank != self._index]
+        next_run = Progress(_term_of(task) + (1 << 32), 0, WAITING)
+        member, here = self._rank, channel()
+        assert member is not None
+        assert here is not None
+        self._watcher = here.watch()
+        self._watcher.has_returned = lambda: waits_for(member, others, next_run, f"has returned from {name}")
 
     def _enter(self, task: Task, term: int) -> Membership:
         """This worker as a rank of a run."""
@@ -228,6 +251,7 @@ class _Worker:
             self._leave()
             self._epoch = task.epoch
             self._rank = Membership(self._world_of(task.world_size), lambda: self._open_store(task), DEFAULT_TIMEOUT)
+            self._rank.on_deadlock = self._end_deadlock
         self._rank.begin_term(term)
         return self._rank
 
@@ -245,6 +269,12 @@ class _Worker:
         if self._rank is not None:
             close_group(self._rank)
             self._rank.on_leave.close()
+            self._watcher = None
+
+
+def _term_of(task: Task) -> int:
+    """The ranks of each run count their calls anew; blocks that fail in it begin further terms."""
+    return task.number << 32
 
 
 def _take(tokens: int) -> bool:
@@ -252,6 +282,40 @@ def _take(tokens: int) -> bool:
         return bool(os.eventfd_read(tokens))
     except BlockingIOError:
         return False
+
+
+def in_this_process(call: Callable[..., R], /, *args: Any) -> R:
+    """What ``call(*args)`` returns in this process; a child that it forks ends as it comes out of the call.
+
+    The child would answer in the place of this process, or wait for a lock that another thread held as it was forked.
+    """
+    pid = os.getpid()
+    try:
+        result = call(*args)
+    except BaseException as error:
+        if os.getpid() != pid:
+            _end_as_a_script(error)
+        raise
+    if os.getpid() != pid:
+        _end_as_a_script()
+    return result
+
+
+def _end_as_a_script(error: BaseException | None = None) -> NoReturn:
+    code = 1
+    try:
+        match error:
+            case None | SystemExit(code=None):
+                code = 0
+            case SystemExit(code=int(status)):
+                code = status & 0xFF
+            case SystemExit():
+                print(error.code, file=sys.stderr)
+            case _:
+                traceback.print_exception(error.with_traceback(user_frames(error)))
+        _flush_output()
+    finally:
+        os._exit(code)
 
 
 def _flush_output() -> None:
@@ -274,7 +338,9 @@ def _become_like_the_parent(setup: Setup) -> None:
     if setup.main_file:
         main.__file__ = setup.main_file
     sys.modules["__main__"] = main
+    use_main(main)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    multiprocessing.current_process().authkey = setup.authkey
     _reseed()
     device = torch.device(setup.device)
     if device.type != "cpu":
@@ -282,8 +348,9 @@ def _become_like_the_parent(setup: Setup) -> None:
 
 
 def _reseed() -> None:
-    """Every fork of the server inherits the same random state."""
+    """Every fork of the server inherits the same random state. Accelerators' does not exist before they are used."""
     random.seed()
+    torch.default_generator.seed()  # `torch.seed` takes 7 ms and 1.5 MiB
     if numpy_random := sys.modules.get("numpy.random"):  # numpy loads it when it is first used
         numpy_random.seed()
 
@@ -293,12 +360,12 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
     failure = Failure.of(error, where)
     if isinstance(error, Exception):
         with contextlib.suppress(Exception):
-            packed = dumps((error, failure))
+            packed = dumps((error, failure), by_value=_ANSWERED)
             rebuilt, _ = loads(packed.pickle, [bytearray(buffer) for buffer in packed.buffers])
             if type(rebuilt) is type(error):
                 return packed
     return dumps((RemoteError(f"{qualified_name(type(error))}: {failure.message}"), failure))
 
 
-_stored: dict[int, _Stored] = {}
+_ANSWERED = Answered()
 _NOTHING = dumps(None)
