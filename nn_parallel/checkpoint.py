@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import io
 import logging
 import os
 import pickle
 import random
+import secrets
+import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from .channels import channel
 from .collectives import all_gather_object
@@ -23,10 +26,10 @@ from .ddp import initialize_ddp
 from .errors import first_line, qualified_name
 from .on_rank import on_rank
 from .reports import Call, place_of
+from .states import fitting, load_all_but_tensors, sharded, stored
 from .training import unwrap_model
 
 RANDOM_STATES = "random_states"  # the name in the file under which those of all ranks stand
-WRAPPERS = {"module", "_orig_mod"}  # what DDP, DataParallel, AveragedModel and torch.compile put into names
 logger = logging.getLogger("nn_parallel")
 
 
@@ -40,7 +43,7 @@ def save_checkpoint(path: str | os.PathLike[str], **state: Any) -> None:
         path: one file, that `torch.load` reads with ``weights_only=True`` as a dict of what is given here.
         state: anything with a ``state_dict`` (models, optimizers, schedulers, scalers, samplers); numbers, strings,
             tensors, and lists, tuples and dicts of them. Models are saved without their wrappers, and sharded ones
-            whole, with their optimizers.
+            whole, with their optimizers; NumPy's numbers as Python's.
 
     Raises:
         ValueError: a value is such that it could not be loaded.
@@ -56,8 +59,8 @@ def save_checkpoint(path: str | os.PathLike[str], **state: Any) -> None:
     initialize_ddp()
     here = channel()
     call = Call("save_checkpoint()", tuple(range(here.world_size)) if here else (0,), place_of(sys._getframe(1)))
-    with here.block(call) if here else contextlib.nullcontext():
-        whole = {name: _whole(_state_of(value)) for name, value in state.items()}
+    with here.block(call, begins_together=True) if here else contextlib.nullcontext():
+        whole = {name: stored(value) for name, value in state.items()}
         random_states = all_gather_object(_random_state())
     on_rank(0)(write_checkpoint)(Path(path).resolve(), whole | {RANDOM_STATES: random_states})
 
@@ -70,14 +73,15 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
 
     Args:
         path: the file; code in it is not executed.
-        targets: what to load into, under the names that were saved. If anything does not fit, nothing is loaded.
+        targets: what to load into, under the names that were saved. If one of them does not take its state, on
+            whichever rank, nothing is loaded: those that took theirs get back what they had.
 
     Returns:
         The rest of what was saved, by its names.
 
     Raises:
         ValueError: on every rank: the file is damaged, holds objects that are more than data, lacks a target, or is of
-            another model or optimizer.
+            another model or optimizer; or a ``load_state_dict`` raised, and what it raised is the cause.
         OSError: it cannot be read.
         RankError: where there are several ranks and rank 0 could not read it.
 
@@ -88,15 +92,17 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
     world = initialize_ddp()
     saved = on_rank(0, broadcast=True)(read_checkpoint)(Path(path))
     random_states = saved.pop(RANDOM_STATES, [])
-    loads, problem = [], ""
-    try:
-        loads = [_loading(name, target, saved) for name, target in targets.items()]
-    except (TypeError, ValueError) as error:
-        problem = f"{path} does not fit: {error}"
-    if problems := [told for told in all_gather_object(problem) if told]:
-        raise ValueError(problem or problems[0])
-    for load in loads:
-        load()
+    with contextlib.ExitStack() as undo:
+        with _raised_on_all(path):
+            states = {name: fitting(name, target, saved) for name, target in targets.items()}
+        states = {name: sharded(target, states[name]) for name, target in targets.items()}
+        with _raised_on_all(path):
+            for name, target in targets.items():
+                load_all_but_tensors(name, target, states[name], undo)
+        undo.pop_all()
+    for name, target in targets.items():
+        if isinstance(target, nn.Module):
+            unwrap_model(target).load_state_dict(states[name])
     if len(random_states) == world.world_size:
         _set_random_state(random_states[world.rank])
     elif random_states:
@@ -105,18 +111,16 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
     return {name: value for name, value in saved.items() if name not in targets}
 
 
-def _state_of(value: Any) -> Any:
-    if isinstance(value, nn.Module):
-        return unwrap_model(value).state_dict()
-    return value.state_dict() if hasattr(value, "state_dict") else value
-
-
 def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is there, and is no file.")
-    new = path.with_name(f".{path.name}.new")  # always the same, so that kills leave no more than one
+    file = _new_file(path)
+    new = Path(file.name)
     try:
-        with open(new, "wb") as file:
+        with file:
+            if path.exists():
+                with contextlib.suppress(OSError):  # a file system without modes
+                    os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             try:
                 torch.save(state, file)
             except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -125,11 +129,11 @@ def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
                 raise error.__context__ if isinstance(error.__context__, OSError) else error from None
             file.flush()
             os.fsync(file.fileno())
-        try:
-            torch.load(new, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError as error:
-            raise _unloadable(state, error) from None
-        os.replace(new, path)
+            try:
+                torch.load(new, map_location="cpu", weights_only=True, mmap=True)
+            except pickle.UnpicklingError as error:
+                raise _unloadable(state, error) from None
+            os.replace(new, path)
     except BaseException:
         with contextlib.suppress(OSError):
             new.unlink()
@@ -139,6 +143,37 @@ def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
         os.fsync(directory)  # the new name
     finally:
         os.close(directory)
+
+
+def _new_file(path: Path) -> IO[bytes]:
+    """A file beside ``path`` that nobody else writes, locked until it is closed.
+
+    Files that killed processes have left are removed: nobody holds their locks.
+    """
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.new"):
+        with contextlib.suppress(OSError), open(left, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
+    while True:
+        new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+        created = open(new, "xb")  # noqa: SIM115  # the caller closes it
+        with contextlib.suppress(OSError):  # a file system without locks, where none can be removed either
+            fcntl.flock(created, fcntl.LOCK_EX)
+        if new.exists():
+            return created
+        created.close()  # another process removed it before it was locked
+
+
+@contextlib.contextmanager
+def _raised_on_all(path: str | os.PathLike[str]) -> Iterator[None]:
+    """What does not fit on one rank is a ValueError on every rank. In the block no rank may wait for another."""
+    problem, cause = "", None
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        problem, cause = str(error), error.__cause__
+    if problems := [told for told in all_gather_object(problem) if told]:
+        raise ValueError(f"{path} does not fit: {problem or problems[0]}") from cause
 
 
 def _unloadable(state: dict[str, Any], error: Exception) -> ValueError:
@@ -175,102 +210,6 @@ def _why_unreadable(path: Path, error: Exception) -> str:
                 "or, if you trust the file, allow them by torch.serialization.add_safe_globals."
             )
     return f"{path} is damaged or no checkpoint ({qualified_name(type(error))}: {first_line(error)})."
-
-
-def _loading(name: str, target: Any, saved: Mapping[str, Any]) -> Callable[[], object]:
-    """What loads the state of that name into ``target``; raises if it does not fit."""
-    if name not in saved:
-        raise ValueError(f"it has no {name!r}, only {', '.join(map(repr, saved))}.")
-    state = saved[name]
-    if isinstance(target, nn.Module):
-        return _loading_model(name, unwrap_model(target), state)
-    if isinstance(target, Optimizer):
-        return _loading_optimizer(name, target, state)
-    if not hasattr(target, "load_state_dict"):
-        raise TypeError(
-            f"{name} is a {type(target).__name__} without load_state_dict: its value is in what is returned."
-        )
-    return lambda: target.load_state_dict(state)
-
-
-def _loading_model(name: str, model: nn.Module, state: Any) -> Callable[[], object]:
-    wanted = model.state_dict()
-    if not isinstance(state, dict):
-        raise ValueError(f"{name} in it is a {type(state).__name__}, not the state of a model.")
-    renamed = _renamed(state, wanted)
-    problems = [f"{key} is missing" for key in wanted if key not in renamed]
-    problems += [f"{key} is not part of the {type(model).__name__}" for key in renamed if key not in wanted]
-    for key, there in wanted.items():
-        shapes = [tuple(value.shape) for value in (there, renamed.get(key)) if isinstance(value, torch.Tensor)]
-        if len(set(shapes)) > 1:
-            problems.append(f"{key} is of shape {shapes[1]} in the file, {shapes[0]} in the model")
-    if problems:
-        more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise ValueError(f"{name} is another model: {'; '.join(problems[:3])}{more}.")
-    return lambda: model.load_state_dict({key: _like(value, wanted[key]) for key, value in renamed.items()})
-
-
-def _renamed(state: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` under the names that are ``wanted``: these may differ in what wrappers add to them."""
-    bare = {_bare(key): key for key in wanted}
-    if len(bare) < len(wanted) or len({_bare(key) for key in state}) < len(state):
-        return dict(state)  # somebody's own part is called "module"
-    return {bare.get(_bare(key), key): value for key, value in state.items()}
-
-
-def _bare(key: str) -> str:
-    return ".".join(part for part in key.split(".") if part not in WRAPPERS)
-
-
-def _loading_optimizer(name: str, optimizer: Optimizer, state: Any) -> Callable[[], object]:
-    try:
-        sizes = [len(group["params"]) for group in state["param_groups"]]
-        states = dict(state["state"])
-    except (TypeError, KeyError, ValueError):
-        raise ValueError(f"{name} in it is not the state of an optimizer.") from None
-    groups = optimizer.state_dict()["param_groups"]
-    if sizes != [len(group["params"]) for group in groups]:
-        raise ValueError(f"{name} is of other parameters: groups of {sizes}, not {[len(g['params']) for g in groups]}.")
-    numbers = [number for group in groups for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-    def load() -> None:
-        for number, parameter in zip(numbers, parameters, strict=True):
-            if number in states:
-                states[number] = {key: _like(value, parameter) for key, value in states[number].items()}
-        optimizer.load_state_dict({**state, "state": states})
-
-    return load
-
-
-def _whole(state: Any) -> Any:
-    """``state`` with whole tensors on the CPU in the place of sharded ones; otherwise the same object."""
-    if "torch.distributed.tensor" not in sys.modules or not _is_sharded(state):
-        return state
-    if isinstance(state, dict):
-        return {key: _whole(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(_whole(value) for value in state)
-    return state.full_tensor().cpu()
-
-
-def _is_sharded(state: Any) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(state, dict | list | tuple):
-        return any(_is_sharded(value) for value in (state.values() if isinstance(state, dict) else state))
-    return isinstance(state, DTensor)
-
-
-def _like(value: Any, wanted: Any) -> Any:
-    """``value`` sharded as ``wanted`` is, if that is a sharded tensor of its shape."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return value
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if not isinstance(wanted, DTensor) or not isinstance(value, torch.Tensor) or value.shape != wanted.shape:
-        return value
-    return distribute_tensor(value, wanted.device_mesh, wanted.placements)
 
 
 def _random_state() -> dict[str, Any]:

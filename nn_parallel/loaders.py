@@ -4,41 +4,53 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
+import math
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sized
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
 
+from .channels import channel
 from .ddp import join_launched_world
+from .on_rank import on_rank
 from .world import current_world
 
 T = TypeVar("T")
+logger = logging.getLogger("nn_parallel")
 
 
-def prepare_dataloader(loader: DataLoader[T], *, pad: bool = True, seed: int = 0) -> DataLoader[T]:
-    """A loader like this one, of which each rank draws its part. Alone, that is all.
+def prepare_dataloader(loader: DataLoader[T], *, pad: bool = True, seed: int | None = None) -> DataLoader[T]:
+    """A loader like this one, of which each rank draws its part. Alone, that is all. Every rank calls it.
 
     Everything else is as in ``loader``: the batch size, now that of each rank, workers, pinning, collation. All ranks
     draw what its sampler gives, with the same random numbers, and each takes every ``world_size``-th sample; of a batch
-    sampler that is not torch's own, every ``world_size``-th batch. The order depends on ``seed`` and the epoch alone,
-    not on the number of ranks, and every time that the loader is iterated over is a new epoch.
+    sampler that is not torch's own, every ``world_size``-th batch. The order depends on the seed and the epoch alone,
+    not on the number of ranks.
 
-    To go on in a later epoch, call ``loader.sampler.set_epoch(epoch)`` before, or pass ``loader.sampler`` to
-    `save_checkpoint` and `load_checkpoint`.
+    An epoch ends when its last batch is handed out, and the next iteration is the next epoch. One that is left before
+    begins again, so that a rank which looks at some batches still draws the same epoch as the others. To go to an
+    epoch, call ``loader.sampler.set_epoch(epoch)``, or pass ``loader.sampler`` to `save_checkpoint` and
+    `load_checkpoint`.
 
     Args:
         pad: give every rank the same number of samples, for training: the first ones are repeated, or the last ones
-            left out if ``loader`` has ``drop_last``. False, for evaluation: each sample is on exactly one rank, and one
-            rank may have a sample, or a batch, more than another.
-        seed: of the order, the same on all ranks.
+            left out if ``loader`` has ``drop_last``. False, for evaluation: each sample is on exactly one rank. Every
+            rank still has the same number of batches, so that there can be collectives in the loop: the last batch of
+            some ranks may hold one sample more than the batch size. One rank may have one more batch than another only
+            where that cannot be: the samples cannot be collated (images of several sizes), there are fewer than ranks,
+            or the loader has no batch size but a batch sampler of your own.
+        seed: of the order. If None: that of the loader's generator, else the one that `seed_everything` or
+            ``torch.manual_seed`` has set; on several ranks that of rank 0.
 
     Raises:
         TypeError: the dataset is iterable and there are several ranks: only it can say which samples are whose. The
             sampler has no length.
-        ValueError: the loader shares its samples out already.
+        ValueError: the loader shares its samples out already, or leaves some out (``drop_last``) with ``pad=False``.
 
     Example::
 
@@ -57,22 +69,73 @@ def prepare_dataloader(loader: DataLoader[T], *, pad: bool = True, seed: int = 0
             f"{world.world_size} ranks: have its __iter__ yield the samples of current_world().rank, and leave "
             "prepare_dataloader out."
         )
-    batches = loader.batch_sampler
-    source: Any = batches.sampler if type(batches) is BatchSampler else batches or loader.sampler
+    batches: Any = loader.batch_sampler
+    is_torchs = type(batches) in (BatchSampler, EvenBatches)
+    source: Any = batches.sampler if is_torchs else batches or loader.sampler
     if isinstance(source, DistributedSampler | RankSampler):
         raise ValueError(f"The loader shares its samples out already, by a {type(source).__name__}: pass one without.")
     if not isinstance(source, Sized):
         raise TypeError(f"{type(source).__name__} has no length, so it cannot be shared out evenly: give it a __len__.")
-    drops = pad and bool(getattr(batches, "drop_last", False))
-    sampler = RankSampler(source, world.rank, world.world_size, seed=seed, pad=pad and not drops, drop=drops)
-    if type(batches) is BatchSampler:
-        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+    collate = loader.collate_fn
+    drops = bool(getattr(batches, "drop_last", False))
+    if drops and is_torchs and not pad:
+        raise ValueError("drop_last=True leaves samples out, and pad=False none: give the loader drop_last=False.")
+    sampler = RankSampler(
+        source,
+        world.rank,
+        world.world_size,
+        seed=_agreed_seed(source) if seed is None else seed,
+        pad=pad and not drops,
+        drop=pad and drops,
+    )
+    if is_torchs and pad:
+        batches = BatchSampler(sampler, batches.batch_size, drops)
+    elif is_torchs:
+        collate = EvenCollate(collate, batches.batch_size)
+        batches = EvenBatches(sampler, batches.batch_size)
     elif batches is not None:
         batches = sampler
     prepared = copy.copy(loader)
+    kind = type(loader)
+    counting = CountingLoader if kind is DataLoader else type(kind.__name__, (CountingLoader, kind), {})
     # Past the setter, which forbids it for a loader that has been made.
-    vars(prepared).update(sampler=sampler, batch_sampler=batches, _iterator=None)
+    object.__setattr__(prepared, "__class__", counting)
+    vars(prepared).update(sampler=sampler, batch_sampler=batches, collate_fn=collate, _iterator=None)
     return prepared
+
+
+class CountingLoader(DataLoader[T]):
+    """A loader that tells its sampler how many batches of the epoch were handed out."""
+
+    sampler: RankSampler
+
+    def __iter__(self) -> Any:  # torch says: its own class
+        return _Batches(super().__iter__(), self.sampler, len(self))
+
+
+class _Batches(Iterator[T]):
+    """The batches of one iteration. Only here is it known which were handed out: workers draw ahead."""
+
+    def __init__(self, batches: Iterator[T], sampler: RankSampler, count: int) -> None:
+        self._batches, self._sampler, self._count = batches, sampler, count
+        self._taken = self._epoch = 0
+        self._rest: list[T] = []  # of a batch that came in parts
+
+    def __next__(self) -> T:
+        if self._rest:
+            return self._rest.pop()
+        if self._taken == 0:
+            self._epoch = self._sampler.epoch
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._sampler.note_taken(self._epoch, self._count, self._count)
+            raise
+        self._taken += 1
+        self._sampler.note_taken(self._epoch, self._taken, self._count)
+        if isinstance(batch, Parts):
+            self._rest, batch = [batch.last], batch.first
+        return batch
 
 
 class RankSampler(Sampler[Any]):
@@ -81,30 +144,56 @@ class RankSampler(Sampler[Any]):
     def __init__(self, source: Any, rank: int, world_size: int, *, seed: int, pad: bool, drop: bool) -> None:
         self._source, self._rank, self._world_size, self._seed = source, rank, world_size, seed
         self._pad, self._drop = pad, drop
-        self.epoch = 0  # the next one
+        self.epoch = 0  # of the next iteration
+        self._left_after = 0  # so many batches of this epoch, by an iteration that may not have ended
+        self._has_warned = type(source) is SequentialSampler  # there is nothing to warn of
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch, the one after it the next."""
-        self.epoch = epoch
+        """The next iteration is this epoch; when it has ended, the next one is the epoch after it."""
+        self.epoch, self._left_after = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch}
+        return {"epoch": self.epoch, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch = state["epoch"]
+        self.set_epoch(state["epoch"])
+        self._seed = state.get("seed", self._seed)
 
-    def __iter__(self) -> Iterator[Any]:
-        epoch, self.epoch = self.epoch, self.epoch + 1
+    def note_taken(self, epoch: int, taken: int, count: int) -> None:
+        """An iteration over ``epoch`` has handed out ``taken`` of ``count`` batches; with the last one it ends."""
+        if epoch != self.epoch:
+            return
+        if taken == 1 and self._left_after > 1 and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "Epoch %d of a loader begins again, in the same order, because it was left after %d of %d batches. If "
+                "it is over, call loader.sampler.set_epoch(%d) before the next iteration.",
+                *(epoch, self._left_after, count, epoch + 1),
+            )
+        self._left_after = taken
+        if taken >= count:
+            self.set_epoch(epoch + 1)
+
+    def draw(self) -> tuple[list[Any], int]:
+        """The samples of this rank, and how many the rank with the fewest has."""
         if set_epoch := getattr(self._source, "set_epoch", None):
-            set_epoch(epoch)
-        with _random_numbers_of(self._seed + epoch, self._source):
+            set_epoch(self.epoch)
+        with _random_numbers_of(self._seed + self.epoch, self._source):
             drawn = list(self._source)
         over = len(drawn) % self._world_size
         if over and self._drop:
             del drawn[-over:]
         elif over and self._pad:
             drawn += [drawn[index % len(drawn)] for index in range(self._world_size - over)]
-        return iter(drawn[self._rank :: self._world_size])
+        return drawn[self._rank :: self._world_size], len(drawn) // self._world_size
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.draw()[0])
+
+    @property
+    def fewest(self) -> int:
+        """How many samples the rank with the fewest has, if nothing is repeated."""
+        return len(self._source) // self._world_size
 
     def __len__(self) -> int:
         count, over = divmod(len(self._source), self._world_size)
@@ -113,11 +202,76 @@ class RankSampler(Sampler[Any]):
         return count + (over > 0 if self._pad else self._rank < over)
 
 
+class EvenBatches(BatchSampler):
+    """As many batches as each other rank has, of samples that are not shared out evenly.
+
+    A rank with a sample more puts it into its last batch, if it would be a batch of its own.
+    """
+
+    sampler: RankSampler
+
+    def __init__(self, sampler: RankSampler, batch_size: int) -> None:
+        super().__init__(sampler, batch_size, drop_last=False)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        samples, fewest = self.sampler.draw()
+        last = (self._count(len(samples), fewest) - 1) * self.batch_size
+        for start in range(0, last + 1, self.batch_size):
+            yield samples[start : start + self.batch_size if start < last else None]
+
+    def __len__(self) -> int:
+        return self._count(len(self.sampler), self.sampler.fewest)
+
+    def _count(self, samples: int, fewest: int) -> int:
+        return max(math.ceil(fewest / self.batch_size), min(samples, 1))
+
+
+class Parts(NamedTuple):
+    """A batch that could not be collated as one."""
+
+    first: Any
+    last: Any
+
+
+@dataclass
+class EvenCollate:
+    """The ``collate`` of a loader, for batches of which the last may have one sample too many."""
+
+    collate: Callable[[list[Any]], Any]
+    batch_size: int
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if len(samples) > self.batch_size:
+            try:
+                return self.collate(samples)
+            except Exception:  # of whatever does not go together; a sample that is bad by itself raises again
+                return Parts(self.collate(samples[:-1]), self.collate(samples[-1:]))
+        return self.collate(samples)
+
+
+def _agreed_seed(source: Any) -> int:
+    """The seed that ``source`` would draw with on rank 0; the ranks' own ones differ after `seed_everything`."""
+    here = channel()
+    if type(source) is SequentialSampler or (here is not None and here.nested_in):
+        return 0  # it draws no random numbers; not all ranks are here to agree
+    return on_rank(0, broadcast=True)(_seed_of)(source)
+
+
+def _seed_of(source: Any) -> int:
+    return (_generator_of(source) or torch.default_generator).initial_seed() % 2**62  # the epoch is added to it
+
+
+def _generator_of(source: Any) -> torch.Generator | None:
+    """The generator of a sampler, or of the sampler in a batch sampler, if it has one of its own."""
+    own = getattr(source, "generator", None) or getattr(getattr(source, "sampler", None), "generator", None)
+    return own if isinstance(own, torch.Generator) else None
+
+
 @contextlib.contextmanager
 def _random_numbers_of(seed: int, source: Iterable[Any]) -> Iterator[None]:
     """Whatever generator ``source`` draws from gives the numbers of ``seed``, and then goes on as if it had not."""
-    own = getattr(source, "generator", None) or getattr(getattr(source, "sampler", None), "generator", None)
-    generators = [torch.default_generator, *([own] if isinstance(own, torch.Generator) else [])]
+    own = _generator_of(source)
+    generators = [torch.default_generator, *([own] if own else [])]
     states = [generator.get_state() for generator in generators]
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None  # loaded now: ``source`` may be the first to use it

@@ -48,11 +48,11 @@ def prepare_model(
         ddp_options: for `DistributedDataParallel`, as ``find_unused_parameters=True``.
 
     Returns:
-        The model to call; `unwrap_model` gives the one inside. One with nothing to train is moved, and its parameters
-        and buffers become those of rank 0.
+        The model to call; `unwrap_model` gives the one inside. Its parameters and buffers are those of rank 0, unless
+        it is only moved. One with nothing to train is moved and not wrapped, and they are those of rank 0 too.
 
     Raises:
-        ValueError: there is no such strategy or compression, or they do not go together.
+        ValueError: there is no such strategy or compression, or they do not go together; the model is prepared already.
 
     Example::
 
@@ -66,6 +66,8 @@ def prepare_model(
     if strategy != "ddp" and (compression or ddp_options):
         options = ", ".join([*ddp_options, *["compression"] * bool(compression)])
         raise ValueError(f"{options}: for strategy='ddp', not for strategy={strategy!r}.")
+    if strategy != "none":
+        _check_unprepared(model)
     world = initialize_ddp()
     if strategy == "dp" and world.world_size > 1:
         raise ValueError(f"strategy='dp' is for one process, and there are {world.world_size} ranks: use 'ddp'.")
@@ -79,11 +81,13 @@ def prepare_model(
         return DataParallel(model)
     if strategy == "none" or world.world_size == 1:
         return model
-    if strategy == "fsdp":
-        return _shard(model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    if strategy == "fsdp" or not is_trained:  # DDP does it by itself
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             dist.broadcast(tensor.data, src=0)
+    if strategy == "fsdp":
+        return _shard(model)
+    if not is_trained:
         return model
     device_ids = None if world.device.type == "cpu" else [world.device.index]
     wrapped = DistributedDataParallel(model, **({"device_ids": device_ids} | ddp_options))
@@ -99,13 +103,17 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
         torch.save(unwrap_model(model).state_dict(), "model.pt")
     """
-    while True:
-        if isinstance(model, DistributedDataParallel | DataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
+    *_, inner = _layers(model)
+    return inner
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """``model``, and what is inside each wrapper, down to the model itself."""
+    inner: Any = model
+    while isinstance(inner, nn.Module):
+        yield inner
+        is_parallel = isinstance(inner, DistributedDataParallel | DataParallel)
+        inner = inner.module if is_parallel else getattr(inner, "_orig_mod", None)
 
 
 @contextlib.contextmanager
@@ -113,13 +121,13 @@ def accumulate(model: nn.Module, step: int, every: int, *, last: bool = False) -
     """Around forward and backward of micro-step ``step`` (from 0): gradients are sent once in ``every`` of them.
 
     They add up, so divide each loss by the number of micro-steps: ``every``, or those that are left at the end of an
-    epoch.
+    epoch. A model of ``strategy="fsdp"`` sends them each time: kept back they would be whole on every rank.
 
     Args:
         last: this is the last micro-step of the epoch; the gradients are sent, however few came together.
 
     Yields:
-        Whether they are sent with this one: after the block the optimizer makes its step.
+        Whether this is the last of its ``every``: after the block the optimizer makes its step.
 
     Raises:
         ValueError: ``every`` is below one.
@@ -136,11 +144,8 @@ def accumulate(model: nn.Module, step: int, every: int, *, last: bool = False) -
     if every < 1:
         raise ValueError(f"every={every} must be at least 1.")
     complete = last or (step + 1) % every == 0
-    with contextlib.ExitStack() as held_back:
-        if isinstance(model, DistributedDataParallel) and not complete:
-            held_back.enter_context(model.no_sync())
-        elif set_sync := getattr(model, "set_requires_gradient_sync", None):  # of a model that `fully_shard` has made
-            set_sync(complete)
+    wrapped = next((layer for layer in _layers(model) if isinstance(layer, DistributedDataParallel)), None)
+    with contextlib.nullcontext() if complete or wrapped is None else wrapped.no_sync():
         yield complete
 
 
@@ -221,6 +226,16 @@ def _compress(model: DistributedDataParallel, compression: str) -> None:
     else:
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         model.register_comm_hook(None, hooks[compression])
+
+
+def _check_unprepared(model: nn.Module) -> None:
+    """Raise if `prepare_model` has wrapped ``model`` or a part of it: its gradients would be averaged twice."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel | DataParallel):
+            name = type(module).__name__
+            raise ValueError(f"The model is prepared already, there is a {name} in it: pass unwrap_model(model).")
+    if hasattr(unwrap_model(model), "set_requires_gradient_sync"):
+        raise ValueError("The model is prepared already, it is sharded, and stays so: make another and load its state.")
 
 
 def _shard(model: nn.Module) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -282,6 +283,181 @@ def test_what_could_not_be_loaded_is_not_saved(two: ParallelExecutor, tmp_path: 
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    """Alone, in lists and dicts, and in the state of a scheduler, which takes what it is given."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    scheduler.step(np.mean([0.5, 0.7]))
+    state = {"best": np.float64(0.5), "history": [{"loss": np.float32(0.5)}, 1], "step": np.int64(3), "done": np.True_}
+    save_checkpoint(tmp_path / "a.pt", **state, scheduler=scheduler)
+    saved = load_checkpoint(tmp_path / "a.pt", scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    assert saved == {"best": 0.5, "history": [{"loss": 0.5}, 1], "step": 3, "done": True}
+    assert {type(saved[name]) for name in ("best", "step", "done")} == {float, int, bool}
+
+
+class Versioned(nn.Module):
+    """A module that reads old states in another way, and those without a version not at all."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        if metadata.get("version") not in (1, 2):
+            raise ValueError(f"version should be 1 or 2 instead of {metadata.get('version')}")
+        if metadata["version"] == 1:
+            state[prefix + "weight"] = -state[prefix + "weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in torch's own import of its compiler
+@pytest.mark.parametrize("saved_by", ["ddp", "fsdp", "by hand"])
+@pytest.mark.parametrize("loaded_by", ["ddp", "fsdp", "alone", "compiled"])
+def test_each_module_is_told_the_version_of_its_state(
+    two: ParallelExecutor, tmp_path: Path, saved_by: str, loaded_by: str
+) -> None:
+    """Whatever is, or was, around the model."""
+    path = tmp_path / "a.pt"
+
+    def save() -> None:
+        initialize_ddp()
+        save_checkpoint(path, model=prepare_model(nn.Sequential(Versioned(), Versioned()), strategy=saved_by))
+
+    def load(strategy: str) -> list[float]:
+        initialize_ddp()
+        model = nn.Sequential(Versioned(), Versioned())
+        wrapped = torch.compile(model) if strategy == "compiled" else prepare_model(model, strategy=strategy)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        load_checkpoint(path, model=wrapped)
+        return [getattr(p, "full_tensor", p.clone)().sum().item() for p in model.parameters()]
+
+    if saved_by == "by hand":
+        torch.save({"model": nn.DataParallel(nn.Sequential(Versioned(), Versioned())).state_dict()}, path)
+    else:
+        two.run(save)
+    if loaded_by in ("ddp", "fsdp"):
+        assert two.run(load, loaded_by) == [[4.0, 4.0]] * 2
+    else:
+        assert load("none" if loaded_by == "alone" else loaded_by) == [4.0, 4.0]
+
+
+def test_lazy_modules_take_their_shapes_from_the_checkpoint(tmp_path: Path) -> None:
+    """As by ``load_state_dict``; and if another target refuses its state, they have none yet."""
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    model(torch.ones(2, 5))
+    save_checkpoint(tmp_path / "a.pt", model=model, meter={})
+    again = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    with pytest.raises(ValueError, match="meter cannot be loaded: KeyError: 'count'"):
+        load_checkpoint(tmp_path / "a.pt", model=again, meter=Meter())
+    assert again[0].has_uninitialized_params()
+    load_checkpoint(tmp_path / "a.pt", model=again)
+    assert equal(again.state_dict(), model.state_dict())
+
+
+class Meter:
+    """What `load_checkpoint` can load into only if the state is its own; it overwrites what it shows."""
+
+    def __init__(self, count: int = 0) -> None:
+        self._state = {"count": [count]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state["count"].clear()
+        self._state["count"] += state["count"]
+
+
+class Stubborn(nn.Linear):
+    """A model that accepts nothing, though the names and shapes are right."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        raise LookupError("not mine")
+
+
+def stubborn(rank: int) -> dict[str, Any]:
+    return {"other": Stubborn(4, 4) if rank else nn.Linear(4, 4)}
+
+
+def adam_for_sgd(rank: int) -> dict[str, Any]:
+    return {"adam": torch.optim.SGD(nn.Linear(4, 4).parameters())}
+
+
+def sgd_for_adam(rank: int) -> dict[str, Any]:
+    return {"sgd": torch.optim.Adam(nn.Linear(4, 4).parameters())}
+
+
+def other_shapes(rank: int) -> dict[str, Any]:
+    return {"adam": torch.optim.Adam(nn.Linear(4, 4 + rank).parameters())}
+
+
+def other_meter(rank: int) -> dict[str, Any]:
+    return {"other": Meter()}
+
+
+@pytest.mark.parametrize(
+    ("refusing", "words"),
+    [
+        (stubborn, "other cannot be loaded: LookupError: not mine"),
+        (adam_for_sgd, "adam is of another optimizer: SGD needs 'momentum'"),
+        (sgd_for_adam, "sgd cannot be loaded: KeyError: 'step'"),
+        (other_shapes, "adam is of other parameters: number 0 is of shape (4, 4) in the file, (5, 4) in the Adam"),
+        (other_meter, "other cannot be loaded: KeyError: 'count'"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_if_one_target_refuses_its_state_nothing_is_loaded(
+    two: ParallelExecutor, tmp_path: Path, refusing: Any, words: str, strategy: str
+) -> None:
+    """On no rank, also where only one refuses: all raise, and models, optimizers and the rest are as they were."""
+    path = tmp_path / "a.pt"
+    source = nn.Linear(4, 4)
+    adam, sgd = torch.optim.Adam(source.parameters()), torch.optim.SGD(source.parameters(), momentum=0.9)
+    source(torch.ones(1, 4)).sum().backward()
+    for optimizer in (adam, sgd):
+        optimizer.step()
+    save_checkpoint(path, model=source, first=adam, meter=Meter(1), other=source, adam=adam, sgd=sgd)
+
+    def scenario() -> Any:
+        rank = initialize_ddp().rank
+        model = prepare_model(nn.Linear(4, 4), strategy=strategy)
+        optimizer, meter = torch.optim.Adam(model.parameters(), lr=0.5), Meter(7)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+        def state() -> dict[str, torch.Tensor]:
+            values = dict(unwrap_model(model).state_dict())
+            for number, parts in optimizer.state_dict()["state"].items():
+                values |= {f"{number}.{name}": value for name, value in parts.items()}
+            values |= {
+                "lr": torch.tensor(optimizer.param_groups[0]["lr"]),
+                "count": torch.tensor(meter.state_dict()["count"]),
+            }
+            return {name: getattr(value, "full_tensor", value.clone)().clone() for name, value in values.items()}
+
+        before = state()
+        try:
+            load_checkpoint(path, model=model, first=optimizer, meter=meter, **refusing(rank))
+        except ValueError as error:
+            unchanged = equal(before, state())
+            load_checkpoint(path, model=model, first=optimizer, meter=meter)  # the ranks go on, in step
+            return str(error), unchanged, meter.state_dict()["count"]
+        return "no error", False, []
+
+    for told, unchanged, count in two.run(scenario):
+        assert words in told
+        assert unchanged
+        assert count == [1]
+
+
 def test_a_link_stays_one(tmp_path: Path) -> None:
     """The file that it points to is the checkpoint."""
     (tmp_path / "run").mkdir()
@@ -374,10 +550,59 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
             saved = load_checkpoint(path)
             assert saved["step"] in (finished, finished + 1)
             assert torch.equal(saved["weights"], torch.full((100_000,), float(saved["step"])))
-            found.append((tmp_path / ".a.pt.new").exists())
+            found.append(len(os.listdir(tmp_path)) - 1)
         process.stdin.close()
-    assert any(found)  # kills struck while it was being written
-    assert set(os.listdir(tmp_path)) <= {"a.pt", ".a.pt.new"}
+    assert set(found) == {0, 1}  # kills struck while it was being written, and what they left did not stay
+    save_checkpoint(path, step=0)
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+# Saves again and again until told to stop, and prints how often.
+WRITER = """
+import select, sys, torch
+from nn_parallel import save_checkpoint
+
+torch.set_num_threads(1)
+step = 0
+while not select.select([sys.stdin], [], [], 0)[0]:
+    step += 1
+    save_checkpoint(sys.argv[1], step=step, weights=torch.full((500_000,), float(step)))
+print(step)
+"""
+
+
+def test_two_jobs_that_save_to_one_path_do_not_mix_their_files(tmp_path: Path) -> None:
+    """There is always the whole checkpoint of one of them, whoever comes last, and neither gets an error."""
+    path = tmp_path / "a.pt"
+    save_checkpoint(path, step=0, weights=torch.zeros(500_000))
+    command = [sys.executable, "-c", WRITER, str(path)]
+    with contextlib.ExitStack() as writers:
+        processes = [
+            writers.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            for _ in range(2)
+        ]
+        try:
+            versions = set[int]()
+            while len(versions) < 20:
+                saved = torch.load(path, weights_only=True)
+                assert torch.equal(saved["weights"], torch.full((500_000,), float(saved["step"])))
+                versions.add(os.stat(path).st_ino)
+                assert all(process.poll() is None for process in processes)
+        finally:
+            told = [process.communicate("stop\n")[0] for process in processes]
+    assert all(int(steps) > 1 for steps in told)
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_who_may_read_a_checkpoint_stays_as_it_was(tmp_path: Path) -> None:
+    """The mode of the file that is replaced is that of the new one; of a new file it is as for any other."""
+    path, other = tmp_path / "a.pt", tmp_path / "b"
+    save_checkpoint(path, step=0)
+    other.touch()
+    assert path.stat().st_mode == other.stat().st_mode
+    path.chmod(0o640)
+    save_checkpoint(path, step=1)
+    assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_called_on_one_rank_only_it_is_an_error_that_says_so(two: ParallelExecutor, tmp_path: Path) -> None:

@@ -26,8 +26,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from nn_parallel import current_world, initialize_ddp, prepare_dataloader, seed_everything
-from nn_parallel.loaders import RankSampler
+from nn_parallel import (
+    all_gather_tensor,
+    current_world,
+    initialize_ddp,
+    prepare_dataloader,
+    prepare_model,
+    seed_everything,
+)
+from nn_parallel.loaders import EvenBatches, RankSampler
 
 
 def numbers(n: int) -> TensorDataset:
@@ -137,6 +144,164 @@ def test_the_order_is_that_of_one_rank_shared_out(world: World) -> None:
     assert {length for _, length in results} == {2}
 
 
+def look(loader: DataLoader[Any], batches: int = 1) -> None:
+    for _ in zip(range(batches), loader, strict=False):
+        pass
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_rank_that_looks_at_some_batches_stays_in_step(world: World, workers: int) -> None:
+    """It alone begins an iteration, and leaves it: then all draw the same epoch, each sample once, and the next one.
+
+    Also where the workers of the loader had drawn all of the epoch ahead.
+    """
+
+    def scenario(how_many: int) -> Any:
+        rank = initialize_ddp().rank
+        options: Any = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+        loader = prepare_dataloader(DataLoader(numbers(24), batch_size=2, shuffle=True, **options))
+        if rank == 0:
+            look(loader, how_many)
+        return [list(itertools.chain(*drawn(loader))) for _ in range(2)], loader.sampler.state_dict()["epoch"]
+
+    for how_many in (1, 3):
+        results = world.run(scenario, how_many)
+        epochs = [sorted(itertools.chain(*(shares[epoch] for shares, _ in results))) for epoch in range(2)]
+        assert epochs == [list(range(24))] * 2
+        assert {epoch for _, epoch in results} == {2}
+        assert results[0][0][0] != results[0][0][1]
+
+
+def test_the_last_batch_ends_an_epoch() -> None:
+    """Also where nobody asks for one more; several iterations at a time over one epoch end it once."""
+    loader = prepare_dataloader(DataLoader(numbers(6), batch_size=2, shuffle=True))
+    look(loader, 2)
+    assert loader.sampler.epoch == 0
+    look(loader, 3)
+    assert loader.sampler.epoch == 1
+    for _ in zip(loader, loader, strict=True):
+        pass
+    assert loader.sampler.epoch == 2
+    loader.sampler.set_epoch(7)
+    assert len(drawn(loader)) == 3
+    assert loader.sampler.epoch == 8
+    empty = prepare_dataloader(DataLoader(numbers(0), batch_size=2))
+    assert (drawn(empty), empty.sampler.epoch) == ([], 1)
+
+
+def test_an_epoch_that_begins_again_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Who leaves each epoch early would draw the same samples for ever; a look at one batch is not worth a word."""
+    loader = prepare_dataloader(DataLoader(numbers(10), batch_size=2, shuffle=True))
+    for batches in (1, 3, 3, 3):
+        look(loader, batches)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        "Epoch 0 of a loader begins again, in the same order, because it was left after 3 of 5 batches. If it is over, "
+        "call loader.sampler.set_epoch(1) before the next iteration."
+    ]
+    caplog.clear()
+    in_order = prepare_dataloader(DataLoader(numbers(10), batch_size=2))
+    goes_on = prepare_dataloader(DataLoader(numbers(10), batch_size=2, shuffle=True))
+    for epoch in range(3):
+        goes_on.sampler.set_epoch(epoch)
+        look(in_order, 3)
+        look(goes_on, 3)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("how", ["seed_everything", "manual_seed", "generator", "seed"])
+def test_the_order_follows_the_seed_of_rank_0(world: World, how: str) -> None:
+    """Whichever way it is set: another one gives another order, the same one the same, and the ranks agree on it."""
+
+    def scenario(seed: int) -> Any:
+        rank = initialize_ddp().rank
+        seed_everything(seed if how == "seed_everything" else 5)
+        if how == "manual_seed":
+            torch.manual_seed(seed + 100 * rank)
+        generator = torch.Generator().manual_seed(seed + 100 * rank) if how == "generator" else None
+        options: dict[str, Any] = {"seed": seed} if how == "seed" else {}
+        loader = prepare_dataloader(DataLoader(numbers(24), shuffle=True, generator=generator), **options)
+        return [list(itertools.chain(*drawn(loader))) for _ in range(2)]
+
+    one, two, again = (world.run(scenario, seed) for seed in (1, 2, 1))
+    assert one == again
+    assert one[0][0] != two[0][0]
+    for epoch in range(2):
+        assert sorted(itertools.chain(*(shares[epoch] for shares in one))) == list(range(24))
+
+
+def test_the_state_of_the_sampler_holds_the_seed() -> None:
+    """Training that was not seeded goes on in its own order; a state without a seed leaves it as it is."""
+    torch.manual_seed(1)
+    loader = prepare_dataloader(DataLoader(numbers(20), shuffle=True))
+    state, order = loader.sampler.state_dict(), drawn(loader)
+    torch.manual_seed(2)
+    again = prepare_dataloader(DataLoader(numbers(20), shuffle=True))
+    assert drawn(again) != order
+    again.sampler.load_state_dict({"epoch": 0})
+    assert drawn(again) != order
+    again.sampler.load_state_dict(state)
+    assert drawn(again) == order
+
+
+@given(n=st.integers(0, 60), world_size=st.integers(1, 9), batch_size=st.integers(1, 8))
+def test_without_padding_all_ranks_draw_equally_many_batches(n: int, world_size: int, batch_size: int) -> None:
+    """Each sample is in one of them, and none has more than one sample beyond the batch size."""
+    loaders = []
+    for rank in range(world_size):
+        sampler = RankSampler(range(n), rank, world_size, seed=0, pad=False, drop=False)
+        loaders.append(EvenBatches(sampler, batch_size))
+    batches = [list(loader) for loader in loaders]
+    assert [len(loader) for loader in loaders] == [len(each) for each in batches]
+    assert sorted(x for each in batches for batch in each for x in batch) == list(range(n))
+    assert all(0 < len(batch) <= batch_size + 1 for each in batches for batch in each)
+    assert n < world_size or len(set(map(len, batches))) == 1
+
+
+@pytest.mark.parametrize("n", [9, 16, 17, 31])
+def test_collectives_in_a_loop_without_padding_come_to_an_end(world: World, n: int) -> None:
+    """A gather, and the forward of a sharded model, in which every rank must take part."""
+
+    def scenario() -> Any:
+        initialize_ddp()
+        blocks = [torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU()) for _ in range(2)]
+        model = prepare_model(torch.nn.Sequential(*blocks), strategy="fsdp").eval()
+        gathered = []
+        with torch.no_grad():
+            for (x,) in prepare_dataloader(DataLoader(numbers(n), batch_size=4), pad=False):
+                model(x[:, None].float())
+                gathered += all_gather_tensor(x).tolist()
+        return sorted(gathered)
+
+    assert world.run(scenario) == [list(range(n))] * len(world.run(int))
+
+
+class Growing(torch.utils.data.Dataset[torch.Tensor]):
+    """Samples no two of which can be collated."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((index + 1,), index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_cannot_be_collated_stay_batches_of_their_own(world: World, workers: int) -> None:
+    """One at a time they are no less a batch than before, each on one rank."""
+
+    def scenario() -> list[list[list[int]]]:
+        initialize_ddp()
+        options: Any = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+        loader = prepare_dataloader(DataLoader(Growing(), batch_size=1, **options), pad=False)
+        return [[batch.tolist() for batch in loader] for _ in range(2)]
+
+    results = world.run(scenario)
+    for epoch in range(2):
+        batches = [batch for epochs in results for batch in epochs[epoch]]
+        assert sorted(batches) == [[[index] * (index + 1)] for index in range(9)]
+
+
 def test_an_epoch_can_be_gone_back_to() -> None:
     """`set_epoch` and the sampler's state give the order of that epoch again; the next one follows by itself."""
     loader = prepare_dataloader(DataLoader(numbers(20), batch_size=5, shuffle=True))
@@ -172,7 +337,7 @@ def test_every_option_of_the_loader_is_kept() -> None:
     loader = Mine(numbers(8), **options, flavour="strange")
     sampler = loader.sampler
     prepared = prepare_dataloader(loader)
-    assert type(prepared) is Mine
+    assert isinstance(prepared, Mine)
     changed = {name for name, value in vars(loader).items() if vars(prepared)[name] is not value}
     assert changed == {"sampler", "batch_sampler"}
     assert loader.sampler is sampler
@@ -212,6 +377,7 @@ def test_a_sampler_is_drawn_alike_on_all_ranks(world: World, make: Callable[[], 
         return drawn(prepare_dataloader(DataLoader(numbers(25), sampler=make()), pad=False))
 
     results = world.run(scenario)
+    seed_everything(0)
     alone = drawn(prepare_dataloader(DataLoader(numbers(25), sampler=make()), pad=False))
     assert sorted(x for batches in results for batch in batches for x in batch) == sorted(
         x for batch in alone for x in batch
@@ -262,14 +428,15 @@ def test_what_cannot_be_shared_out_is_rejected_by_name(world: World) -> None:
             DataLoader(numbers(4), sampler=iter([1, 2])),  # type: ignore[arg-type]
             DataLoader(numbers(4), sampler=DistributedSampler(numbers(4), 2, 0)),
             prepare_dataloader(DataLoader(numbers(4))),
+            DataLoader(numbers(4), drop_last=True),
         ):
             try:
-                prepare_dataloader(loader)
+                prepare_dataloader(loader, pad=not loader.drop_last)
             except (TypeError, ValueError) as error:
                 told.append(f"{type(error).__name__}: {error}")
         return told
 
-    for endless, lengthless, sharded, twice in world.run(scenario):
+    for endless, lengthless, sharded, twice, dropping in world.run(scenario):
         assert endless.startswith("TypeError: Endless is an IterableDataset")
         assert "current_world().rank" in endless
         assert (
@@ -281,6 +448,9 @@ def test_what_cannot_be_shared_out_is_rejected_by_name(world: World) -> None:
             == "ValueError: The loader shares its samples out already, by a DistributedSampler: pass one without."
         )
         assert "by a RankSampler" in twice
+        assert dropping == (
+            "ValueError: drop_last=True leaves samples out, and pad=False none: give the loader drop_last=False."
+        )
 
 
 def test_alone_an_iterable_dataset_is_as_it_was() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -104,12 +106,24 @@ def test_accumulated_parts_train_like_the_whole(two: ParallelExecutor, strategy:
     assert_close([trained(8, every=4)], wanted, 1e-6)
 
 
-def test_gradients_are_sent_only_with_the_last_micro_step(two: ParallelExecutor) -> None:
-    """Until then the ranks have their own."""
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DDP": prepare_model,
+    "compiled DDP": lambda model: compiled(prepare_model(model)),
+    "DDP of a compiled model": lambda model: prepare_model(compiled(model)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED.keys())
+def test_gradients_are_sent_only_with_the_last_micro_step(two: ParallelExecutor, wrap: Any) -> None:
+    """Until then the ranks have their own, whatever is around the model."""
 
     def scenario() -> list[bool]:
         rank = initialize_ddp().rank
-        model = prepare_model(nn.Linear(2, 1))
+        model = wrap(nn.Linear(2, 1))
         alike = []
         for step in range(5):
             with accumulate(model, step, 3, last=step == 4) as complete:
@@ -122,6 +136,25 @@ def test_gradients_are_sent_only_with_the_last_micro_step(two: ParallelExecutor)
         return alike
 
     assert two.run(scenario) == [[True] * 5] * 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_zero_grad_ends_an_accumulation_that_is_not_complete(two: ParallelExecutor, strategy: str) -> None:
+    """What an epoch leaves over is in no later gradient, neither of `accumulate` nor of a plain step."""
+
+    def scenario() -> list[list[float]]:
+        initialize_ddp()
+        model = prepare_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), strategy=strategy)
+        head = list(model.parameters())[-1]
+        gradients = []
+        for step, scale in ((0, 100.0), (1, 1.0), (0, 100.0), (None, 1.0)):
+            with accumulate(model, step, 2) if step is not None else contextlib.nullcontext():
+                (scale * model(torch.ones(1, 2))).sum().backward()
+            gradients.append(whole(head.grad).tolist())
+            model.zero_grad()
+        return [gradients[1], gradients[3]]
+
+    assert two.run(scenario) == [[[1.0], [1.0]]] * 2
 
 
 def test_accumulate_needs_at_least_one() -> None:
@@ -198,6 +231,48 @@ def test_a_sharded_model_takes_half_the_memory(two: ParallelExecutor) -> None:
         assert sharded[0] <= 0.6 * whole_[0]
         assert sharded[1] <= 0.6 * whole_[1]
         assert (sharded[2], whole_[2]) == (5, 0)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_model_to_train_begins_as_that_of_rank_0(world: World, strategy: str) -> None:
+    """Parameters and buffers, however different they are on the other ranks."""
+
+    def scenario() -> Any:
+        rank = initialize_ddp().rank
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        for tensor in model.state_dict().values():
+            tensor.fill_(rank + 1)
+        prepared = unwrap_model(prepare_model(model, strategy=strategy))
+        return [whole(tensor).unique().tolist() for tensor in prepared.state_dict().values()]
+
+    assert world.run(scenario) == [[[1]] * 7] * len(world.run(int))
+
+
+def test_a_model_is_prepared_once(two: ParallelExecutor) -> None:
+    """DDP in DDP would average the gradients twice; what is inside can be prepared again."""
+
+    def scenario() -> list[str]:
+        initialize_ddp()
+        ddp = prepare_model(nn.Linear(2, 1))
+        assert prepare_model(ddp, strategy="none") is ddp
+        assert isinstance(prepare_model(unwrap_model(ddp)), DistributedDataParallel)
+        told = []
+        sharded = prepare_model(nn.Linear(2, 1), strategy="fsdp")
+        for model in (ddp, compiled(ddp), nn.Sequential(ddp, nn.Linear(1, 1)), sharded):
+            for strategy in ("ddp", "fsdp"):
+                try:
+                    prepare_model(model, strategy=strategy)
+                except ValueError as error:
+                    told.append(str(error))
+        return told
+
+    for told in two.run(scenario):
+        wrapped = "The model is prepared already, there is a DistributedDataParallel in it: pass unwrap_model(model)."
+        assert told[:6] == [wrapped] * 6
+        assert (
+            told[6:]
+            == ["The model is prepared already, it is sharded, and stays so: make another and load its state."] * 2
+        )
 
 
 def test_a_model_with_nothing_to_train_is_that_of_rank_0(world: World) -> None:

@@ -1,0 +1,213 @@
+"""The states of models, optimizers and others: as they are stored, whether they fit, and how they are loaded.
+
+A stored state is whole and without wrappers, whatever the strategy that a model is trained by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from .errors import qualified_name
+from .training import unwrap_model
+
+SHAPES = "param_shapes"  # of its parameters, beside "param_groups" in the stored state of an optimizer
+WRAPPERS = {"module", "_orig_mod"}  # what DDP, DataParallel, AveragedModel and torch.compile put into names
+
+
+def stored(value: Any) -> Any:
+    """The state of ``value``, or ``value`` itself, as `torch.load` can read it. A call of all ranks."""
+    if isinstance(value, nn.Module):
+        return _storable(unwrap_model(value).state_dict())
+    if isinstance(value, Optimizer):
+        return _storable(value.state_dict()) | {SHAPES: _shapes(value)}
+    return _storable(value.state_dict() if hasattr(value, "state_dict") else value)
+
+
+def fitting(name: str, target: Any, saved: Mapping[str, Any]) -> Any:
+    """The stored state of that name, as ``target`` takes it, if it fits.
+
+    Raises:
+        TypeError, ValueError: it does not.
+    """
+    if name not in saved:
+        raise ValueError(f"it has no {name!r}, only {', '.join(map(repr, saved))}.")
+    state = saved[name]
+    if isinstance(target, nn.Module):
+        return _fitting_model(name, unwrap_model(target), state)
+    if isinstance(target, Optimizer):
+        return _fitting_optimizer(name, target, state)
+    if not hasattr(target, "load_state_dict"):
+        raise TypeError(
+            f"{name} is a {type(target).__name__} without load_state_dict: its value is in what is returned."
+        )
+    return state
+
+
+def sharded(target: Any, state: Any) -> Any:
+    """``state`` with its tensors sharded as those of ``target`` are. A call of all ranks."""
+    if isinstance(target, nn.Module):
+        wanted = unwrap_model(target).state_dict()
+        state.update({key: _like(value, wanted[key]) for key, value in state.items()})
+    elif isinstance(target, Optimizer):
+        parameters = chain.from_iterable(group["params"] for group in target.param_groups)
+        numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
+        states = dict(state["state"])
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if number in states:
+                states[number] = {key: _like(value, parameter) for key, value in states[number].items()}
+        return {**state, "state": states}
+    return state
+
+
+def load_all_but_tensors(name: str, target: Any, state: Any, undo: contextlib.ExitStack) -> None:
+    """Load ``state``, but for the tensors of a model, which then loads its own; ``undo`` takes it back.
+
+    So what a model refuses, for instance the version of a module, is known while nothing has been overwritten.
+
+    Raises:
+        ValueError: ``target`` does not take it.
+    """
+    if isinstance(target, nn.Module):
+        model = unwrap_model(target)
+        own = model.state_dict(keep_vars=True)
+        undo.callback(_put_back, model, own)
+        trial = copy.copy(state)  # with the versions
+        is_tensor = {key for key, value in state.items() if isinstance(value, torch.Tensor)}
+        trial.update({key: value for key, value in own.items() if key in is_tensor})
+        _load(name, model, trial)
+    elif isinstance(target, Optimizer):
+        undo.callback(vars(target).update, dict(vars(target)))  # loading replaces what is in there
+        _load(name, target, state)
+        options = (option for option in target.defaults for group in target.param_groups if option not in group)
+        if missing := next(options, None):
+            raise ValueError(f"{name} is of another optimizer: {type(target).__name__} needs {missing!r}.")
+    else:
+        if hasattr(target, "state_dict"):
+            kept = target.state_dict()
+            with contextlib.suppress(Exception):  # what cannot be copied is kept as it is
+                kept = copy.deepcopy(kept)
+            undo.callback(_put_back, target, kept)
+        _load(name, target, state)
+
+
+def _load(name: str, target: Any, state: Any) -> None:
+    try:
+        target.load_state_dict(state)
+    except Exception as error:
+        raise ValueError(f"{name} cannot be loaded: {qualified_name(type(error))}: {error}") from error
+
+
+def _put_back(target: Any, state: Any) -> None:
+    with contextlib.suppress(Exception):  # the error to tell is what stopped the loading
+        target.load_state_dict(state)
+
+
+def _fitting_model(name: str, model: nn.Module, state: Any) -> OrderedDict[str, Any]:
+    wanted = model.state_dict()
+    if not isinstance(state, dict):
+        raise ValueError(f"{name} in it is a {type(state).__name__}, not the state of a model.")
+    renamed = _renamed(state, wanted)
+    problems = [f"{key} is missing" for key in wanted if key not in renamed]
+    problems += [f"{key} is not part of the {type(model).__name__}" for key in renamed if key not in wanted]
+    for key, there in wanted.items():
+        values = [value for value in (there, renamed.get(key)) if isinstance(value, torch.Tensor)]
+        shapes = [tuple(value.shape) for value in values if not is_lazy(value)]
+        if len(set(shapes)) > 1:
+            problems.append(f"{key} is of shape {shapes[1]} in the file, {shapes[0]} in the model")
+    if problems:
+        more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ValueError(f"{name} is another model: {'; '.join(problems[:3])}{more}.")
+    return renamed
+
+
+def _renamed(state: Mapping[str, Any], wanted: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """``state`` under the names that are ``wanted``: these may differ in what wrappers add to them.
+
+    With it go the versions of the modules, which tell each module how old its state is.
+    """
+    bare = {_bare(key): key for key in wanted}
+    if len(bare) < len(wanted) or len({_bare(key) for key in state}) < len(state):
+        bare = {}  # somebody's own part is called "module"
+    renamed = OrderedDict((bare.get(_bare(key), key), value) for key, value in state.items())
+    versions = getattr(state, "_metadata", None)
+    if versions is not None and list(renamed) != list(state):
+        innermost = {_bare(key): version for key, version in versions.items()}  # a wrapper comes before what is in it
+        names = [key for key in getattr(wanted, "_metadata", ()) if _bare(key) in innermost]
+        versions = {key: innermost[_bare(key)] for key in names}
+    if versions is not None:
+        renamed._metadata = versions  # type: ignore[attr-defined]  # where torch keeps them
+    return renamed
+
+
+def _bare(key: str) -> str:
+    return ".".join(part for part in key.split(".") if part not in WRAPPERS)
+
+
+def _fitting_optimizer(name: str, optimizer: Optimizer, state: Any) -> dict[str, Any]:
+    try:
+        sizes = [len(group["params"]) for group in state["param_groups"]]
+        dict(state["state"])
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(f"{name} in it is not the state of an optimizer.") from None
+    shapes = _shapes(optimizer)
+    if sizes != [len(group) for group in shapes]:
+        raise ValueError(f"{name} is of other parameters: groups of {sizes}, not {[len(group) for group in shapes]}.")
+    there = state.get(SHAPES, shapes)  # a file that save_checkpoint has not written does not say
+    for number, (saved, own) in enumerate(zip(chain(*there), chain(*shapes), strict=True)):
+        if saved != own and None not in (saved, own):
+            raise ValueError(
+                f"{name} is of other parameters: number {number} is of shape {saved} in the file, {own} in the "
+                f"{type(optimizer).__name__}."
+            )
+    return {key: value for key, value in state.items() if key != SHAPES}
+
+
+def _shapes(optimizer: Optimizer) -> list[list[tuple[int, ...] | None]]:
+    groups = [group["params"] for group in optimizer.param_groups]
+    return [[None if is_lazy(parameter) else tuple(parameter.shape) for parameter in group] for group in groups]
+
+
+def _storable(value: Any) -> Any:
+    """``value`` with whole tensors on the CPU for sharded ones, and Python's numbers for NumPy's.
+
+    The same object, if it holds none of these.
+    """
+    if isinstance(value, dict):
+        changed = {key: new for key, part in value.items() if (new := _storable(part)) is not part}
+        if not changed:
+            return value
+        copied = copy.copy(value)  # with the versions of the modules
+        copied.update(changed)
+        return copied
+    if type(value) in (list, tuple):
+        parts = [_storable(part) for part in value]
+        is_same = all(new is part for new, part in zip(parts, value, strict=True))
+        return value if is_same else type(value)(parts)
+    if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.generic):
+        return value.item()
+    return value.full_tensor().cpu() if _is_sharded(value) else value
+
+
+def _like(value: Any, wanted: Any) -> Any:
+    """``value`` sharded as ``wanted`` is, if that is a sharded tensor of its shape."""
+    if not _is_sharded(wanted) or not isinstance(value, torch.Tensor) or value.shape != wanted.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, wanted.device_mesh, wanted.placements)
+
+
+def _is_sharded(value: Any) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
