@@ -9,11 +9,14 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="BSD-3-Clause",
+    # Said, though it is the default: `pip install -e` then puts this folder on the path. Else it installs an import
+    # hook. Mypy does not know that, and it is asked too late where this folder, itself no package, is found by name.
+    package_dir={"": "."},
     packages=find_packages(include=["nn_parallel", "nn_parallel.*"]),
     entry_points={"console_scripts": ["nn-parallel = nn_parallel.__main__:main"]},
     package_data={"nn_parallel": ["py.typed"]},
     python_requires=">=3.11",
-    install_requires=["torch>=2.6", "cloudpickle>=3.0", "nvidia-ml-py>=12"],
+    install_requires=["torch>=2.8", "cloudpickle>=3.0", "nvidia-ml-py>=12"],
     extras_require={
         "examples": ["matplotlib", "pyyaml", "scikit-learn", "tqdm"],
         "peers": ["joblib", "loky", "matplotlib", "ray", "torchrunx"],
@@ -28,6 +31,7 @@ setup(
             "pyyaml",
             "ruff",
             "scikit-learn",
+            "setuptools>=70.1",
             "tqdm",
             "matplotlib",
         ],

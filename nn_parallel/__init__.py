@@ -8,21 +8,27 @@ The files, from the bottom up; each knows only those before it in this list::
     culprits, pickling      which part of an object cannot be pickled; objects to bytes and back
     interrupt, spinning     what is raised in the main thread from outside; the core is offered to others
     sockets, world, nodes   connections of this process; who am I among the ranks; whether other nodes are there
+    flight_recorder         the collectives that this process has entered, as torch records them
     rendezvous, groups      the ranks find each other; the process group that connects them
-    ddp                     initialize_ddp, cleanup_ddp
     reports                 the words in which ranks tell of outcomes
     peers, positions        what a rank reads of another one; where the main thread stands
-    watcher                 free this rank from what cannot come to an end
+    deadlock, watcher       whether a collective can end; free this rank from what cannot
+    long_waits              what a rank does that waits for others for long
     sections, outcomes      calls of all ranks: post and await their outcomes through the store; blocks of such calls
     channels                the one of this process
+    ddp                     initialize_ddp, cleanup_ddp
     collectives             reduce_metrics, any_rank, all_gather_object, ...
     on_rank                 code for one rank
     training, loaders, logs the model, the data and the log lines of each rank
+    states                  what of them is stored in a checkpoint, and whether it fits
     checkpoint, profiling   save_checkpoint, load_checkpoint; profile_ranks
         segments, transport             memory files for what is large; messages
+        namespaces                      what functions and classes that travel by value find in a worker
         evidence, poller, worker        why a process died; waiting for many; a worker process
-        fingerprints, packing           whether a function is still the same; what is sent, and what workers keep
+        fingerprints, modules           whether a function is still the same, and the modules that workers import
+        names, script, packing          what functions refer to by names, and when that is sent; what is sent in all
         forkserver, boot, servers       the process that forks them; its first lines; as the parent sees it
+        futures                         what a pool will have done, and who is called then
         jobs, workers, crew             what is to be done; who does it, one by one and all together
         schedule, supervisor, executor  which job goes where; the parent's thread; the class itself
     executor                ParallelExecutor

@@ -103,11 +103,7 @@ def _run(arguments: list[str]) -> int:
 
 def _doctor() -> int:
     report = verify_ddp_setup()
-    try:
-        speaks_for_all = current_world().is_main
-    except LaunchError:
-        speaks_for_all = True
-    if speaks_for_all or not dist.is_initialized():
+    if not dist.is_initialized() or current_world().is_main:  # else another rank prints it
         print(report)
     return 0 if report else 1
 

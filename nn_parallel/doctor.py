@@ -31,7 +31,7 @@ TENSOR_BYTES = 16 << 20
 FILES_NEEDED = 1024
 SHARED_MEMORY_NEEDED = 1 << 30
 SLOW_LOOKUP_S = 0.5
-OLDEST_TORCH, OLDEST_LINUX = (2, 6), (5, 3)
+OLDEST_TORCH, OLDEST_LINUX = (2, 8), (5, 3)
 
 
 class Finding(NamedTuple):
@@ -76,9 +76,12 @@ def verify_ddp_setup() -> Report:
     launch = _launch()
     if launch.status == FAILED:
         return Report((launch,))
+    software = _software()
+    if software.status == FAILED:  # an older torch raises as it is asked for what it lacks
+        return Report((launch, software))
     member = membership()
     is_launched = detect_launch(os.environ) is not None if member is None else member.open_store is not None
-    own = [launch, *_software(), *_devices(), *_limits(), *_network()]
+    own = [launch, software, _system(), *_devices(), *_limits(), *_network()]
     if is_launched:
         return Report(tuple(_of_all_ranks(own)))
     kinds = dict.fromkeys(["cpu", "all" if accelerators() else "cpu"])
@@ -97,7 +100,7 @@ def _launch() -> Finding:
     return Finding(OK, "launch", found)
 
 
-def _software() -> Iterator[Finding]:
+def _software() -> Finding:
     parts = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     parts.append(f"nn_parallel {metadata('nn_parallel')['Version']}")
     if torch.version.cuda:
@@ -105,12 +108,15 @@ def _software() -> Iterator[Finding]:
     if torch.cuda.is_available() and dist.is_nccl_available():
         parts.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")  # type: ignore[no-untyped-call]
     is_old = _number(torch.__version__) < OLDEST_TORCH
-    yield Finding(FAILED if is_old else OK, "software", ", ".join(parts), "install torch >= 2.6" if is_old else "")
+    advice = f"install torch >= {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}" if is_old else ""
+    return Finding(FAILED if is_old else OK, "software", ", ".join(parts), advice)
+
+
+def _system() -> Finding:
     system, can_pool = f"{platform.system()} {platform.release()}", sys.platform == "linux"
     if can_pool and _number(platform.release()) >= OLDEST_LINUX:
-        yield Finding(OK, "system", f"{system}, {cpu_count()} cores for this process")
-    else:
-        yield Finding(WARNING, "system", system, "ParallelExecutor starts workers on Linux >= 5.3 only (WSL counts)")
+        return Finding(OK, "system", f"{system}, {cpu_count()} cores for this process")
+    return Finding(WARNING, "system", system, "ParallelExecutor starts workers on Linux >= 5.3 only (WSL counts)")
 
 
 def _devices() -> Iterator[Finding]:

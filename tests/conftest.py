@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 # Every store connection looks its peer up in reverse DNS: where a resolver drops that, each would stall for 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+import hypothesis
 import pytest
 from ranks import launched
 
@@ -24,7 +26,10 @@ from nn_parallel.executor import servers
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A shell without job control has what it starts in the background ignore Ctrl-C; the tests of that must not."""
+    """Examples may take their time, and Ctrl-C works."""
+    hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is nobody's fault
+    hypothesis.settings.load_profile("untimed")
+    # A shell without job control has what it starts in the background ignore Ctrl-C; the tests of that must not.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -50,6 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 SETTLE_WITHIN_S = 5.0
 SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # the latter with torch's first optimizer
+TORCH_MADE = re.compile(r"torch_(\d+)_")  # in /dev/shm, by the process of this number
 LASTING = ("world", "pools", "shared_ranks", "two", "three", "cluster")  # fixtures that outlive a test
 
 
@@ -97,7 +103,7 @@ def world(request: pytest.FixtureRequest) -> World:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No child process but the fork server, the same open files and threads, nothing new in /dev/shm.
+    """No child process but the fork server, the same open files and threads, nothing new of ours in /dev/shm.
 
     The stores that `initialize_ddp` keeps for the life of a process are dropped: here many tests share one.
     """
@@ -105,14 +111,15 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     lasting += [pool for fixture in lasting if isinstance(fixture, dict) for pool in fixture.values()]
     pools = [fixture for fixture in lasting if isinstance(fixture, ParallelExecutor)]
     _settle(pools)
-    before = _state()
+    before, abandoned = _state(), abandoned_in_shared_memory()
     yield
     rendezvous._stores.clear()
     _settle(pools)
     deadline = time.monotonic() + SETTLE_WITHIN_S
-    while _state() != before and time.monotonic() < deadline:
+    while (_state() != before or abandoned_in_shared_memory() - abandoned) and time.monotonic() < deadline:
         time.sleep(0.01)  # a store closes the connection of a rank that has ended when it gets to it
     assert _state() == before
+    assert abandoned_in_shared_memory() <= abandoned
 
 
 def _settle(pools: list[ParallelExecutor]) -> None:
@@ -134,9 +141,17 @@ def _state() -> dict[str, object]:
         "children": _children() - {servers.fork_server_pid()},
         "files": Counter(_open_files()),
         "environment": {name: value for name, value in os.environ.items() if name not in SET_BY_OTHERS},
-        "/dev/shm": sorted(os.listdir("/dev/shm")),
         "threads": sorted(thread.name for thread in threading.enumerate()),
     }
+
+
+def abandoned_in_shared_memory() -> set[str]:
+    """The files in /dev/shm of processes that were killed as they sent a tensor: torch names each after its process.
+
+    All else there belongs to other programs, or to a process that lives and is about to remove it.
+    """
+    names = os.listdir("/dev/shm")
+    return {name for name in names if (made := TORCH_MADE.match(name)) and not os.path.exists(f"/proc/{made[1]}")}
 
 
 def _children() -> set[int]:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from ranks import free_port
 
+from nn_parallel import doctor
+
 HERE = Path(__file__).parent
 FAKE = """
 import sys
@@ -195,6 +197,36 @@ def test_the_doctor_says_what_is_wrong() -> None:
     wrong = _command("doctor", GLOO_SOCKET_IFNAME="nowhere0")
     assert wrong.returncode == 1
     assert re.search(r"^failed +workers on cpu .*", wrong.stdout, re.MULTILINE)
+
+
+OLD_TORCH = """
+import torch
+
+def refuse(*_):
+    raise RuntimeError("Cannot access accelerator device when none is available.")
+
+torch.__version__ = "2.7.1+cu126"
+torch.accelerator.current_accelerator = refuse
+"""
+
+
+def test_the_doctor_of_an_old_torch(tmp_path: Path) -> None:
+    """It says which one is needed, and tries nothing with it; a stand-in for 2.7 where there is no accelerator."""
+    (tmp_path / "sitecustomize.py").write_text(OLD_TORCH)
+    done = _command("doctor", PYTHONPATH=os.pathsep.join([str(tmp_path), str(HERE.parent)]))
+    assert (done.returncode, done.stderr) == (1, "")
+    launch, software, advice = done.stdout.splitlines()
+    assert launch.startswith("ok ")
+    assert re.match(r"failed +software +Python .*, torch 2\.7\.1\+cu126, nn_parallel ", software)
+    assert advice.strip() == "-> install torch >= 2.8"
+
+
+def test_the_oldest_torch_is_the_same_everywhere() -> None:
+    """What pip installs, the doctor accepts and the README promises."""
+    oldest = ".".join(map(str, doctor.OLDEST_TORCH))
+    root = HERE.parent
+    assert re.findall(r'"torch([^a-z].*?)"', (root / "setup.py").read_text()) == [f">={oldest}"]
+    assert re.findall(r"torch ≥ ([\d.]*\d)", (root / "README.md").read_text()) == [oldest]
 
 
 def test_the_doctor_under_a_launcher() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import conftest
 import pytest
 
 import nn_parallel
@@ -119,3 +121,20 @@ def test_examples_in_docstrings(module: str) -> None:
 def test_files_stay_small() -> None:
     """No file of more than 400 lines."""
     assert {name: count for name, path in MODULES.items() if (count := len(path.read_text().splitlines())) > 400} == {}
+
+
+def test_tests_mind_their_own_shared_memory() -> None:
+    """What a process left in /dev/shm that was killed as it sent a tensor counts; what others have there does not."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    abandoned, others = f"torch_{ended.pid}_1_0", [f"torch_{os.getpid()}_1_0", f"x_{ended.pid}"]
+    paths = [Path("/dev/shm", name) for name in (abandoned, *others)]
+    try:
+        for path in paths:
+            path.touch()
+        found = conftest.abandoned_in_shared_memory()
+    finally:
+        for path in paths:
+            path.unlink()
+    assert abandoned in found
+    assert found.isdisjoint(others)
