@@ -31,7 +31,7 @@ from nn_parallel import (
     WorkerDiedError,
     current_world,
 )
-from nn_parallel.executor import evidence, namespaces, segments, worker
+from nn_parallel.executor import evidence, namespaces, segments, worker, workers
 from nn_parallel.executor.jobs import Job, Run
 from nn_parallel.executor.schedule import Schedule
 from nn_parallel.executor.supervisor import Supervisor
@@ -711,14 +711,16 @@ def test_results_are_those_of_their_items_where_short_and_long_tasks_mix() -> No
             assert list(pool.map(task, range(200))) == list(range(200))
 
 
-def test_an_object_that_a_busy_worker_lacks_is_not_sent_ahead() -> None:
+def test_an_object_that_a_busy_worker_lacks_is_not_sent_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """It might not fit into the buffer of a socket that the worker does not read, and is not taken back."""
+    monkeypatch.setattr(workers, "QUICK_S", 100.0)  # so that its tasks are short on a busy machine, too
+    monkeypatch.setattr(workers, "LONG_S", 200.0)
     with ParallelExecutor(num_workers=1, devices="cpu") as pool:
         handle = pool.put("an object")
         assert pool._supervisor is not None
         (only,) = pool._supervisor._schedule.workers
         call = pool._supervisor.packer.pack(len, (handle,), {}, pool._options)
-        assert list(pool.map(abs, range(50))) == list(range(50))  # from here on its tasks are known to be short
+        assert list(pool.map(abs, range(50))) == list(range(50))
         assert not only.takes_another(call)
         pool.run(len, handle)
         assert only.takes_another(call)
