@@ -25,6 +25,10 @@ dist.group.WORLD = _present
 del _present
 
 
+ONLY_OURS = 2  # references: of a list, and of the argument of `getrefcount`
+_closed: list[dist.ProcessGroup] = []
+
+
 def make_group(member: Membership, backend: str | None, timeout: timedelta) -> None:
     """Make the default process group on the kept store, under a prefix that no earlier group used."""
     world = member.world
@@ -68,7 +72,8 @@ def make_group(member: Membership, backend: str | None, timeout: timedelta) -> N
     member.group_sockets = connected_since(before, member.store)
     member.groups_found = set(dist.distributed_c10d._world.pg_names.values())
     member.end_if_unanswered(member.group_sockets)
-    member.group, member.is_group_closed = dist.group.WORLD, False
+    member.group = dist.group.WORLD
+    _drop_closed_groups()
     meet(store, member, timeout, "its process group")  # or a rank that fails now would break another's init
     *old, _ = member.group_names
     del member.group_names[:-1]
@@ -79,17 +84,25 @@ def make_group(member: Membership, backend: str | None, timeout: timedelta) -> N
 def close_group(member: Membership) -> None:
     """Close the process group of ``member``, without waiting for any peer; `initialize_ddp` makes it anew.
 
-    ``member.group`` keeps the closed group until then. Otherwise the last `DistributedDataParallel` model would destroy
-    it, with the GIL held, and wait for gloo's threads, which wait for the GIL to drop the last asynchronous operations.
+    The closed groups are kept as long as anybody uses them. Otherwise the last `DistributedDataParallel` model of one
+    would destroy it, with the GIL held, and wait for gloo's threads, which wait for the GIL to drop the last
+    asynchronous operations. Where Python drops the last reference to a group, torch releases the GIL.
     """
     if dist.is_initialized():
-        if not member.group_sockets:  # of a group that other code has made: these end with the group alone
-            member.group = None
+        names = dist.distributed_c10d._world.pg_names.items()  # connections that we do not know end with a group alone
+        _closed.extend(group for group, name in names if name in member.groups_found)
         abort_collectives(member)
         dist.destroy_process_group()
-        member.is_group_closed = True
+        member.group = None
     member.group_sockets, member.interrupted = {}, False
     member.groups_found.clear()
+
+
+def _drop_closed_groups() -> None:
+    """Destroy the closed groups that nobody else refers to any more."""
+    for index in reversed(range(len(_closed))):
+        if sys.getrefcount(_closed[index]) == ONLY_OURS:
+            del _closed[index]
 
 
 def abort_collectives(member: Membership) -> None:

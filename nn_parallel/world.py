@@ -108,8 +108,7 @@ class Membership:
     group_store: dist.Store | None = None  # through which the ranks of a group find each other
     group_store_sockets: dict[int, int] = field(default_factory=dict)  # its connection, until that is ended
     lingering: list[socket.socket] = field(default_factory=list)  # of a closed group, whose other ranks may still write
-    group: Any = None  # the default process group, also when we have closed it, until the next one stands
-    is_group_closed: bool = False  # by us
+    group: Any = None  # the default process group, until we close it
     first_group_id: int = 0  # of the present groups, in torch's flight recorder
     on_deadlock: Callable[[ParallelError], None] | None = None  # where no block raises the error of one on this rank
     interrupted: bool = False  # another rank has failed in what this one takes part in; until the group is closed
@@ -239,7 +238,7 @@ def membership() -> Membership | None:
         return _joined
     if dist.is_initialized():
         return _external_membership()
-    return _external if _external is not None and _external.is_group_closed else None
+    return _external if _external is not None and _external.group is None else None  # closed by us
 
 
 def join(member: Membership | None) -> None:

@@ -37,7 +37,7 @@ from faults import (
     table,
     work,
 )
-from ranks import Ranks, launched
+from ranks import AT_ONCE_S, Ranks, launched
 
 from nn_parallel import (
     ParallelError,
@@ -50,21 +50,22 @@ from nn_parallel import (
 from nn_parallel.executor import servers
 from nn_parallel.executor.supervisor import Supervisor
 
-WITHIN_S = 1.0
-PROVEN_WITHIN_S = 3.0  # that a rank waits in vain: ranks look now and then
-
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[str, ParallelExecutor]]:
-    """One that waits for ever, and one that ends hangs."""
-    with (
-        ParallelExecutor(num_workers=2, devices="cpu") as patient,
-        ParallelExecutor(num_workers=2, devices="cpu") as impatient,
-    ):
-        for pool in (patient, impatient):  # connect the ranks to their store: what lives for long is there from now on
-            pool.run(go_on)
-        impatient._make_calls(pass_device=True, timeout=TIMEOUT_S)  # the first call imports, and may take long
-        yield {"patient": patient, "impatient": impatient}
+def pools() -> Iterator[ParallelExecutor]:
+    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
+        pool.run(go_on)  # connects the ranks to their store: what lives for long is there from now on
+        yield pool
+
+
+@contextlib.contextmanager
+def ending_hangs(pool: ParallelExecutor, cell: Cell) -> Iterator[None]:
+    """The calls in here have a timeout if they hang; what comes before and after may take long on a busy machine."""
+    pool._make_calls(pass_device=True, timeout=TIMEOUT_S if is_hang(cell) else None)
+    try:
+        yield
+    finally:
+        pool._make_calls(pass_device=True, timeout=None)
 
 
 @pytest.fixture
@@ -87,8 +88,7 @@ def is_hang(cell: Cell) -> bool:
 
 
 def told_within_s(cell: Cell) -> float:
-    is_deadlock = cell.fault == "collective that a peer never enters"
-    return WITHIN_S + TIMEOUT_S * is_hang(cell) + PROVEN_WITHIN_S * is_deadlock
+    return AT_ONCE_S + TIMEOUT_S * is_hang(cell)
 
 
 def call(pool: ParallelExecutor, cell: Cell) -> Any:
@@ -126,7 +126,7 @@ def check(cell: Cell, error: BaseException | None, seconds: float) -> str:
     if wanted is None:
         if error is not None:
             raise error
-        assert seconds < WITHIN_S
+        assert seconds < AT_ONCE_S
         return "no error"
     assert error is not None, "no error"
     kind, words = wanted
@@ -145,48 +145,48 @@ POOL_CELLS = [cell for cell in table() if cell.mode in POOL_MODES]
 @pytest.mark.parametrize(
     "cell", [c for c in POOL_CELLS if c.phase not in ("idle", "at start", "at shutdown")], ids=lambda cell: cell.id
 )
-def test_during_a_call(cell: Cell, pools: dict[str, ParallelExecutor], record: Any) -> None:
+def test_during_a_call(cell: Cell, pools: ParallelExecutor, record: Any) -> None:
     """The error names the cause, comes at once, and the pool goes on."""
-    pool = pools["impatient" if is_hang(cell) else "patient"]
-    assert pool.run(go_on) == [2, 2]  # whole, after the last cell
+    assert pools.run(go_on) == [2, 2]  # whole, after the last cell
     start, error = time.monotonic(), None
     try:
-        result = call(pool, cell)
+        with ending_hangs(pools, cell):
+            result = call(pools, cell)
     except BaseException as raised:
         error = raised
     else:
         assert str(result if cell.mode == "submit" else result[-1]) in ("tensor([1., 1., 1.])", "0")
     told = check(cell, error, seconds := time.monotonic() - start)
     start = time.monotonic()
-    assert pool.run(go_on) == [2, 2]
-    assert time.monotonic() - start < WITHIN_S
+    assert pools.run(go_on) == [2, 2]
+    assert time.monotonic() - start < AT_ONCE_S
     record(cell, told, seconds)
 
 
 @pytest.mark.parametrize("cell", [c for c in POOL_CELLS if c.phase == "idle"], ids=lambda cell: cell.id)
-def test_idle(cell: Cell, pools: dict[str, ParallelExecutor], record: Any) -> None:
+def test_idle(cell: Cell, pools: ParallelExecutor, record: Any) -> None:
     """A worker that dies while it has nothing to do is replaced; one that is stopped is a hang of the next call."""
-    pool = pools["impatient"]
-    pids, before = pool.run(os.getpid), workers()
+    pids, before = pools.run(os.getpid), workers()
     if cell.fault == "os._exit(3)":
-        pool.run(leave_soon)
+        pools.run(leave_soon)
     else:
         os.kill(pids[1], getattr(signal, cell.fault))
     if FAULTS[cell.fault].kind == "death":
         wait_for_replacement(pids[1], before)
     start, error = time.monotonic(), None
     try:
-        for _ in range(2):  # a single task takes the worker that is free first: both must be asked
-            results = {
-                "submit": lambda: [future.result() for future in [pool.submit(pause, 0.05) for _ in range(2)]],
-                "map": lambda: list(pool.map(pause, [0.05] * 2)),
-                "run": lambda: pool.run(pause, 0.05),
-            }[cell.mode]()
-            assert results == [0.05, 0.05]
+        with ending_hangs(pools, cell):
+            for _ in range(2):  # a single task takes the worker that is free first: both must be asked
+                results = {
+                    "submit": lambda: [future.result() for future in [pools.submit(pause, 0.05) for _ in range(2)]],
+                    "map": lambda: list(pools.map(pause, [0.05] * 2)),
+                    "run": lambda: pools.run(pause, 0.05),
+                }[cell.mode]()
+                assert results == [0.05, 0.05]
     except BaseException as raised:
         error = raised
     told = check(cell, error, seconds := time.monotonic() - start)
-    assert pool.run(go_on) == [2, 2]
+    assert pools.run(go_on) == [2, 2]
     record(cell, told, seconds)
 
 
@@ -231,7 +231,7 @@ def test_at_start(cell: Cell, record: Any) -> None:
     kind, words = fault.error if fault.kind in ("hang", "death") else ("ParallelError", "The initializer failed in")
     assert type(caught.value).__name__ == kind
     assert words in str(caught.value)
-    assert seconds < WITHIN_S + TIMEOUT_S * (fault.kind == "hang")
+    assert seconds < AT_ONCE_S + TIMEOUT_S * (fault.kind == "hang")
     record(cell, kind, seconds)
 
 

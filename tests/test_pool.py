@@ -299,13 +299,19 @@ def test_cancelled_tasks_leave_the_workers_as_they_were(pools: ParallelExecutor)
     assert pools.run(os.getpid) == pids
 
 
-def test_a_task_that_swallows_its_interruption_is_killed(pools: ParallelExecutor) -> None:
+def test_a_task_that_swallows_its_interruption_is_killed(pools: ParallelExecutor, tmp_path: Path) -> None:
     """`except BaseException` does not keep a worker."""
+    swallows = tmp_path / "swallows"
 
     def body() -> None:
         while current_world().rank == 0:
             with contextlib.suppress(BaseException):
-                time.sleep(3600)
+                swallows.touch()
+                while True:  # within the other loop, in which an interruption may hit what is not guarded
+                    with contextlib.suppress(BaseException):
+                        time.sleep(3600)
+        while not swallows.exists():
+            time.sleep(0.001)
         raise ValueError
 
     pids = pools.run(os.getpid)
