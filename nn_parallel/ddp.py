@@ -16,7 +16,7 @@ from . import world as _world
 from .channels import channel
 from .devices import named_device, resolve_device
 from .errors import LaunchError
-from .groups import close_group, make_group
+from .groups import close_group, leave, make_group
 from .launchers import Launch, detect_launch, with_arguments
 from .rendezvous import join_launch
 from .world import DEFAULT_TIMEOUT, Membership, World, current_world, membership, world_of
@@ -115,9 +115,10 @@ def cleanup_ddp() -> None:
     member = membership()
     if member is None or member.world.launcher == "external":
         return
-    close_group(member)
-    if member.world.launcher != "executor":
-        member.on_leave.close()
+    if member.world.launcher == "executor":
+        close_group(member)
+    else:
+        leave(member)
         _world.join(None)
         os.environ.pop(TAKEN, None)
 

@@ -98,6 +98,13 @@ def close_group(member: Membership) -> None:
     member.groups_found.clear()
 
 
+def leave(member: Membership) -> None:
+    """Close the process group of ``member``, and for good all that was opened for its place among the ranks."""
+    close_group(member)
+    member.on_leave.close()
+    _drop_closed_groups()
+
+
 def _drop_closed_groups() -> None:
     """Destroy the closed groups that nobody else refers to any more."""
     for index in reversed(range(len(_closed))):

@@ -27,7 +27,7 @@ from ..channels import channel
 from ..deadlock import waits_for
 from ..devices import call_on_device
 from ..errors import Failure, ParallelError, RemoteError, TransferError, qualified_name, user_frames
-from ..groups import abort_collectives, close_group
+from ..groups import abort_collectives, close_group, leave
 from ..interrupt import Interrupted, Interruptible, keep_handler
 from ..pickling import Packed, dumps, loads
 from ..reports import WAITING, Progress, call_name
@@ -267,8 +267,7 @@ class _Worker:
 
     def _leave(self) -> None:
         if self._rank is not None:
-            close_group(self._rank)
-            self._rank.on_leave.close()
+            leave(self._rank)
             self._watcher = None
 
 
