@@ -3,7 +3,8 @@
 `Interruptible` is a block that another thread can end, by a signal that raises in it. SIGURG serves because nothing
 else uses it: its default action is to be ignored. Nothing is raised in the few lines that enter and leave blocks, where
 it would leave them half done: a module that has such lines says so by ``UNINTERRUPTED = True``; the signal that comes
-there is passed over, the next one counts.
+there is passed over, the next one counts. Nor is it raised in an import that the block has begun: many a module that
+has run by half cannot be imported again.
 
 `Delayed` is the opposite: a block that neither this nor Ctrl-C leaves half done.
 """
@@ -28,6 +29,7 @@ else:
 
 UNINTERRUPTED = True
 PATIENCE_S = 1.0
+IMPORT_PATIENCE_S = 30.0  # a whole program may run in an import
 
 
 class Interrupted(BaseException):
@@ -43,11 +45,14 @@ class Interruptible:
     def __init__(self) -> None:
         self.interrupted = False
         self._before: Any = _raise_in_the_outermost  # the handler to put back at the end
+        self._imports_around = _imports(sys._getframe())  # here, and not on entry: a task of a pool takes 50 us
+        self._import_seen_at: float | None = None  # when another one was first to be interrupted
 
     def __enter__(self) -> None:
         """From here on, and never after the end, `Interrupted` may be raised, at most once."""
         if threading.get_ident() != _main:
             return
+        self._import_seen_at = None
         if not _is_handler_kept and signal.getsignal(signal.SIGURG) is not _raise_in_the_outermost:
             self._before = signal.signal(signal.SIGURG, _raise_in_the_outermost)
         _running.append(self)
@@ -68,6 +73,15 @@ class Interruptible:
         """
         self.interrupted = True
         signal.pthread_kill(_main, signal.SIGURG)
+
+    def is_importing(self, frame: FrameType | None) -> bool:
+        """Whether the main thread, which is in ``frame``, is in an import that began in here, and that may end soon."""
+        if _imports(frame) <= self._imports_around:
+            return False
+        now = time.monotonic()
+        if self._import_seen_at is None:
+            self._import_seen_at = now
+        return now - self._import_seen_at < IMPORT_PATIENCE_S
 
 
 class Delayed:
@@ -149,6 +163,8 @@ def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
         return
     for index, block in enumerate(_running):
         if block.interrupted:
+            if block.is_importing(frame):
+                return
             del _running[index:]  # first: nothing is raised twice
             raise Interrupted
 
@@ -159,6 +175,15 @@ def _must_finish(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename == threading.__file__:
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("UNINTERRUPTED", False)
+
+
+def _imports(frame: FrameType | None) -> int:
+    """How many frames on the stack are those of the import system."""
+    count = 0
+    while frame is not None:
+        count += frame.f_code.co_filename == "<frozen importlib._bootstrap>"
+        frame = frame.f_back
+    return count
 
 
 def keep_handler() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import random
 import resource
 import signal
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -665,3 +668,34 @@ def test_a_closed_group_outlives_its_models(two: Ranks) -> None:
 
     for is_kept in two.run(scenario):
         assert is_kept == [True, False] * 2
+
+
+def test_an_import_is_not_interrupted(two: Ranks, tmp_path: Path) -> None:
+    """A module of which half has run could not be imported again, as mpmath, which torch imports, cannot."""
+    (tmp_path / "slow_module.py").write_text(
+        """
+import pathlib, time
+times = pathlib.Path(__file__).with_name("times")
+times.open("a").write("x")
+end = time.monotonic() + 0.5
+while time.monotonic() < end:
+    time.sleep(0.01)
+"""
+    )
+
+    def scenario() -> tuple[list[int], str]:
+        rank, times = initialize_ddp().rank, tmp_path / "times"
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            if rank == 1:
+                while not times.exists():
+                    time.sleep(0.001)
+                raise ValueError("bad batch")
+            sys.path.insert(0, str(tmp_path))
+            importlib.import_module("slow_module")
+            time.sleep(3600)
+        if rank == 0:
+            del sys.modules["slow_module"], sys.path[0]  # it is there
+        return list(caught.value.failures), times.read_text()
+
+    assert two.run(scenario) == [([1], "x")] * 2
+    (tmp_path / "times").unlink()
