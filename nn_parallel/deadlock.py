@@ -63,18 +63,14 @@ def waiting_key(rank: int) -> str:
 
 def waits_for(member: Membership, ranks: Sequence[int], until: Progress, where: str) -> Waiting:
     """What this rank says when it waits in a call of ours for ``ranks`` to get as far as ``until``."""
-    counts = entered(collectives(member.first_group_id))
-    return Waiting(where, counts, groups_begun(member), tuple(ranks), until, {}, {})
+    last = collectives(member.first_group_id)
+    return Waiting(where, entered(last), groups_begun(member), tuple(ranks), until, _names(last), {})
 
 
 def waits_in(member: Membership, last: Sequence[Collective], where: str) -> Waiting:
     """What this rank says when it is held up in some of the ``last`` collectives."""
-    names: dict[str, dict[str, str]] = {}
-    for each in last:
-        names.setdefault(each.group, {})[str(each.number)] = each.name + (each.sizes and f" of {each.sizes}")
-    names = {group: dict(list(numbers.items())[-LAST_COLLECTIVES:]) for group, numbers in names.items()}
     held_up_in = {each.group: each.number for each in reversed(_held_up_in(last))}
-    return Waiting(where, entered(last), groups_begun(member), (), NOWHERE, names, held_up_in)
+    return Waiting(where, entered(last), groups_begun(member), (), NOWHERE, _names(last), held_up_in)
 
 
 class Standstill(NamedTuple):
@@ -115,6 +111,14 @@ class Standstill(NamedTuple):
 def groups_begun(member: Membership) -> tuple[int, ...]:
     """Grows with every default group that this rank begins to make, alike on all ranks."""
     return member.term, member.after_call, member.groups_made
+
+
+def _names(last: Sequence[Collective]) -> dict[str, dict[str, str]]:
+    """The names of the last collectives of each group, by their numbers."""
+    names: dict[str, dict[str, str]] = {}
+    for each in last:
+        names.setdefault(each.group, {})[str(each.number)] = each.name + (each.sizes and f" of {each.sizes}")
+    return {group: dict(list(numbers.items())[-LAST_COLLECTIVES:]) for group, numbers in names.items()}
 
 
 def _held_up_in(last: Sequence[Collective]) -> list[Collective]:

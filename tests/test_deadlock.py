@@ -163,6 +163,26 @@ def test_ranks_in_different_collectives(two: Ranks) -> None:
         assert "all_reduce" in told
 
 
+def test_a_rank_that_waits_in_a_call_has_entered_another_collective(two: Ranks) -> None:
+    """Asynchronously, under the number of the one that the other rank is in: the call comes after it on both."""
+
+    def scenario() -> str:
+        rank = initialize_ddp().rank
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            if rank == 0:
+                work = dist.all_reduce(torch.ones(1), async_op=True)
+            else:
+                dist.barrier()
+            on_rank(1)(int)()
+            work.wait()
+        return str(caught.value)
+
+    for told in two.run(scenario):
+        assert "Rank 1 is in barrier()" in told
+        assert "rank 0 waits in int() on rank 1 at " in told
+        assert "it entered all_reduce" in told
+
+
 def test_ranks_that_wait_for_each_other_in_two_groups(two: Ranks) -> None:
     """Each is in a collective of another group: both end."""
 
