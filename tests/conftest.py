@@ -47,10 +47,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cells of the table of faults that are recorded already."""
+    """Leave out the cells of the table of faults that are recorded already; give the slow tests their time."""
     name = config.getoption("--fault-results")
     done = json.loads(Path(name).read_text()) if name and os.path.exists(name) else {}
     items[:] = [item for item in items if getattr(item, "callspec", None) is None or item.callspec.id not in done]
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(600))  # they train, which takes a busy machine long
 
 
 SETTLE_WITHIN_S = 5.0

@@ -37,7 +37,7 @@ def test_digits(start: object, ranks: int, tmp_path: Path) -> None:
     assert callable(start)
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(
-        start(), capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environ | {"OMP_NUM_THREADS": "1"}
+        start(), capture_output=True, text=True, timeout=250, cwd=tmp_path, env=environ | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr
     said = re.fullmatch(r"(\d+) of (\d+) held-out digits are right: .* trained on (\d+) ranks\n", done.stdout)
@@ -59,7 +59,7 @@ def test_digits_notices_ranks_that_disagree(tmp_path: Path) -> None:
     assert spoilt != code
     (tmp_path / "spoilt.py").write_text(spoilt)
     command = [sys.executable, "spoilt.py", "--ranks=2", "--epochs=1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path)
     assert done.returncode == 1
     assert "RankError: train() failed on rank" in done.stderr
     assert "The parameters differ between the ranks" in done.stderr
@@ -68,7 +68,7 @@ def test_digits_notices_ranks_that_disagree(tmp_path: Path) -> None:
 def accuracy(command: list[str], folder: Path) -> tuple[float, str]:
     """What an example says that it has reached, and all that it printed."""
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=250, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr
     (reached,) = re.findall(r"^(?:best )?accuracy ([\d.]+)%", done.stdout, re.MULTILINE)  # once, from rank 0
