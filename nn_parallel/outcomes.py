@@ -100,7 +100,7 @@ class Channel(Sections):
             if failed is None:
                 failures = self._failures_of_block(watched, error)
                 described = self._described(failures)
-                ended = self._peers.fail_block(watched.number, self._calls, described)
+                ended = self._peers.fail_block(watched.number, self._calls, watched.call.function, described)
                 known = {
                     rank: e for rank, e in exceptions_in(failures).items() if ended.failures[rank] == described[rank]
                 }

@@ -32,7 +32,6 @@ class Peer:
         self.rank = rank
         self.failures: list[Failed] = []  # those that this rank has not raised
         self.failures_seen = 0
-        self.settled = (0, 0)  # term and call: what failed up to here has been answered for on this rank
         self.forgotten = (0, 0)  # term and call: what failed before is no longer known
         self._pid, self._host_name = 0, ""
         self._pidfd: int | None = None
@@ -97,6 +96,9 @@ class Peers:
         self._member, self._store = member, store
         self._names_host = lost_store_names_its_host(member)
         self._peers = {rank: Peer(rank) for rank in range(member.world_size)}
+        # By rank, the calls of this term for which this rank did not wait, until their outcomes are known.
+        self.unwaited: dict[int, set[int]] = {}
+        self.late: list[Failed] = []  # failures of such calls that this rank has not raised
 
     def __getitem__(self, rank: int) -> Peer:
         return self._peers[rank]
@@ -152,9 +154,9 @@ class Peers:
             term += 1
         return failed
 
-    def fail_block(self, block: int, calls: int, failures: dict[int, Failure]) -> Failed:
+    def fail_block(self, block: int, calls: int, function: str, failures: dict[int, Failure]) -> Failed:
         """Fail ``block`` with ``failures``, or add them to the failure that ends it already."""
-        mine, instead_of = Failed(self._member.term, calls, block, failures), ""
+        mine, instead_of = Failed(self._member.term, calls, block, function, failures), ""
         while True:
             key = ended_key(mine.term)
             with self._names_host:
@@ -192,19 +194,38 @@ class Peers:
         return None if text is None else _parsed(ended_key(term), text)._replace(term=term)
 
     def failures_of(self, rank: int, report: Report, section: int) -> dict[int, Exception]:
-        """What ``rank`` reports up to ``section`` of this term and this rank has not raised; the oldest."""
+        """What ``rank`` reports of ``section`` of this term and this rank has not raised.
+
+        What it reports of unwaited calls is kept in ``late``.
+        """
+        own = [failed for failed in self._take_failures(rank, report, section) if failed.call == section]
+        if not own and (self._member.term, section) < self._peers[rank].forgotten:
+            raise ParallelError(
+                f"Rank {rank} has failed more than {FAILURES_KEPT} times since call {section}: whether that one failed "
+                "is no longer known here."
+            )
+        return own[0].rebuild() if own else {}
+
+    def look_for_late_failures(self, section: int) -> None:
+        """Read what ranks report of unwaited calls, before ``section``."""
+        for rank, calls in list(self.unwaited.items()):
+            report = self.report(rank)
+            self._take_failures(rank, report, section - 1)
+            unknown = {call for call in calls if report.progress < Progress(self._member.term, call, FINISHED)}
+            if unknown:
+                self.unwaited[rank] = unknown
+            else:
+                del self.unwaited[rank]
+
+    def _take_failures(self, rank: int, report: Report, section: int) -> list[Failed]:
+        """What ``rank`` reports up to ``section`` of this term, each failure once."""
         peer, term = self._peers[rank], self._member.term
         if report.failures_made > peer.failures_seen:
             peer.take_failures(self.text(f"failed/{rank}") or "")
         due = [f for f in peer.failures if f.term == term and f.call <= section]
         peer.failures = [f for f in peer.failures if f.term >= term and f not in due]
-        unsettled = [f for f in due if (f.term, f.call) > peer.settled]
-        if not unsettled and (term, section) < peer.forgotten:
-            raise ParallelError(
-                f"Rank {rank} has failed more than {FAILURES_KEPT} times since call {section}: whether that one failed "
-                "is no longer known here."
-            )
-        return unsettled[0].rebuild() if unsettled else {}
+        self.late += [f for f in due if f.call in self.unwaited.get(rank, ())]
+        return due
 
     def collect(self, call: Call, section: int, failures: dict[int, Exception], seek_s: float) -> None:
         """Add what others have reported; with nothing but lost connections, wait for the cause up to ``seek_s``."""

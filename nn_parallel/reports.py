@@ -116,25 +116,28 @@ NO_REPORT = Report(Progress(-1, -1, WAITING), 0)
 class Failed(NamedTuple):
     """A failed section, or with a negative ``block`` a failed block; ``call`` counts those that the rank had made.
 
-    ``failures`` are by rank, the cause first: a rank that fails because another did passes on what it knows.
+    ``function`` is what was called. ``failures`` are by rank, the cause first: a rank that fails because another did
+    passes on what it knows.
     """
 
     term: int
     call: int
     block: int
+    function: str
     failures: dict[int, Failure]
 
     def format(self) -> str:
         failures = {str(rank): asdict(failure) for rank, failure in self.failures.items()}
-        return json.dumps([self.term, self.call, self.block, failures])
+        return json.dumps([self.term, self.call, self.block, self.function, failures])
 
     @classmethod
     def parse(cls, text: str | bytes) -> Failed:
         """Raises an error of any builtin type if ``text`` is none of ours."""
-        term, call, block, failures = json.loads(text)
+        term, call, block, function, failures = json.loads(text)
         if not failures:
             raise ValueError("nobody has failed")
-        return cls(int(term), int(call), int(block), {int(rank): _checked(fields) for rank, fields in failures.items()})
+        checked = {int(rank): _checked(fields) for rank, fields in failures.items()}
+        return cls(int(term), int(call), int(block), str(function), checked)
 
     def rebuild(self) -> dict[int, Exception]:
         rebuilt = {rank: failure.rebuild(known_exceptions()) for rank, failure in self.failures.items()}

@@ -59,7 +59,6 @@ class Sections:
         self._kept: deque[Failed] = deque(maxlen=FAILURES_KEPT)  # of the failed sections
         self._failures_made = 0
         self._failed_at = (0, 0)  # term and call
-        self._late: RankError | None = None  # the failure of a call that this rank did not wait for
         self._long_waits = LongWaits(member, self._peers)
         self._blocks: list[Watched] = []  # that this rank is in, the innermost last
         self.begin_term(member.term)
@@ -73,7 +72,7 @@ class Sections:
         self._calls, self._phase, self._announced_in_call = 0, WAITING, 0
         self._last_call: Call | None = None
         self._history: deque[str] = deque(maxlen=CALLS_KEPT)
-        self._unwaited: dict[int, tuple[int, str]] = {}  # rank -> its last call that this rank did not wait for
+        self._peers.unwaited.clear()
 
     @contextlib.contextmanager
     def section(
@@ -95,48 +94,46 @@ class Sections:
         """
         self._raise_if_doomed()
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        if self._unwaited:
-            self._late = self._late or self._late_failure()
+        if self._peers.unwaited:
+            self._peers.look_for_late_failures(self._calls + 1)
         self._begin(call)
-        try:
-            if self.rank in call.ranks:
-                watched = Watched(call, self._calls) if call.together else None
-                outer, self.nested_in = self.nested_in, call.ranks  # as `nested` does, without another generator
-                try:
-                    if watched is None:
+        if self.rank in call.ranks:
+            watched = Watched(call, self._calls) if call.together else None
+            outer, self.nested_in = self.nested_in, call.ranks  # as `nested` does, without another generator
+            try:
+                if watched is None:
+                    yield True
+                else:
+                    watcher = self.watch()
+                    with watcher.entered(watched), watcher.watching(watched):
                         yield True
-                    else:
-                        watcher = self.watch()
-                        with watcher.entered(watched), watcher.watching(watched):
-                            yield True
-                except BaseException as error:
-                    self._fail_section(call, watched.cause(error) if watched else error, watched)
-                    raise  # as it is: that is no failure of this call, or this rank's own way out
-                finally:
-                    self.nested_in = outer
-                self._post(FINISHED)
-            else:
-                yield False
-            says = "waits in" if timeout is None else ""
-            if call.wait:
-                self._await_outcomes(call, deadline, says)
-            else:
-                self._unwaited.update({rank: (self._calls, call.function) for rank in call.ranks if rank != self.rank})
-            if barrier:
-                self._barrier(call, deadline, says)
-        except ParallelError:
-            for rank in call.ranks:  # what they still report of this call is answered by this error
-                self._peers[rank].settled = (self.term, self._calls)
-            raise
+            except BaseException as error:
+                self._fail_section(call, watched.cause(error) if watched else error, watched)
+                raise  # as it is: that is no failure of this call, or this rank's own way out
+            finally:
+                self.nested_in = outer
+            self._post(FINISHED)
+        else:
+            yield False
+        says = "waits in" if timeout is None else ""
+        if call.wait:
+            self._await_outcomes(call, deadline, says)
+        else:
+            for rank in call.ranks:
+                if rank != self.rank:
+                    self._peers.unwaited.setdefault(rank, set()).add(self._calls)
+        if barrier:
+            self._barrier(call, deadline, says)
 
     def raise_late_failure(self) -> None:
         """Raise what was reported of an earlier call, which this rank did not wait for.
 
         To be called when this rank has done its part of the present call, or it would fall out of step.
         """
-        late, self._late = self._late, None
-        if late is not None:
-            raise late
+        if self._peers.late:
+            oldest, self._peers.late = self._peers.late[0], []
+            function = f"{oldest.function}, for which nobody waited,"
+            raise rank_error(function, self.world_size, oldest.rebuild())
 
     def watch(self) -> Watcher:
         """From now on free this rank from collectives that cannot end, and tell others where it stands."""
@@ -181,7 +178,7 @@ class Sections:
             self._raise_if_block_failed()
             self._peers.collect(call, self._calls, found, SEEK_CAUSE_S)
         failures = found or self._failures_in(error)
-        self._post_failure(failures)
+        self._post_failure(call, failures)
         if freed or isinstance(error, Exception):
             failed = self._rank_error(call, exceptions_in(failures), 0.0 if freed else SEEK_CAUSE_S)
             try:
@@ -215,9 +212,9 @@ class Sections:
         with self._names_host:
             self.store.set(self._report_key, report.format())
 
-    def _post_failure(self, failures: Mapping[int, BaseException]) -> None:
+    def _post_failure(self, call: Call, failures: Mapping[int, BaseException]) -> None:
         """Make the failure of a section known: its description first, so that whoever sees the report finds it."""
-        self._kept.append(Failed(self.term, self._calls, 0, self._described(failures)))
+        self._kept.append(Failed(self.term, self._calls, 0, call.function, self._described(failures)))
         self._failures_made += 1
         self._failed_at = (self.term, self._calls)
         with self._names_host:
@@ -257,7 +254,6 @@ class Sections:
         for rank in call.ranks:
             if rank != self.rank:
                 report = self._await(rank, FINISHED, call, deadline, says)
-                self._unwaited.pop(rank, None)
                 if failures := self._peers.failures_of(rank, report, self._calls):
                     raise self._rank_error(call, failures)
 
@@ -352,16 +348,6 @@ class Sections:
         if theirs is not None and theirs[0] != call.what:
             self._post(self._phase)  # where this rank is, before it goes: the other may wait for it and must see it too
             raise not_in_step(self.rank, rank, theirs, call, self._calls)
-
-    def _late_failure(self) -> RankError | None:
-        """The failure of an earlier call that this rank did not wait for, if one has been reported."""
-        for rank, (number, function) in list(self._unwaited.items()):
-            report = self._peers.report(rank)
-            if report.progress >= Progress(self.term, number, FINISHED):
-                del self._unwaited[rank]
-            if failures := self._peers.failures_of(rank, report, self._calls):
-                return rank_error(f"{function}, for which nobody waited,", self.world_size, failures)
-        return None
 
     def _rank_error(self, call: Call, failures: dict[int, Exception], seek_s: float = SEEK_CAUSE_S) -> ParallelError:
         """All known failures of the present section, the cause first; closes the group if several ranks ran."""
