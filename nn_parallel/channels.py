@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import time
 
 from .outcomes import Channel
@@ -24,6 +25,12 @@ def channel() -> Channel | None:
     if _channel.term != member.term:
         _channel.begin_term(member.term)
     return _channel
+
+
+def block(function: str, place: str, *, begins_together: bool = False) -> contextlib.AbstractContextManager[None]:
+    """A block that all ranks run, see `Channel.block`; plain code where this is the only rank."""
+    here = channel()
+    return contextlib.nullcontext() if here is None else here.block(function, place, begins_together=begins_together)
 
 
 @atexit.register

@@ -13,19 +13,19 @@ import random
 import secrets
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import nn
 
-from .channels import channel
+from .channels import block
 from .collectives import all_gather_object
 from .ddp import initialize_ddp
 from .errors import first_line, qualified_name
 from .on_rank import on_rank
-from .reports import Call, place_of
+from .reports import place_of
 from .states import fitting, load_all_but_tensors, sharded, stored
 from .training import unwrap_model
 
@@ -57,9 +57,7 @@ def save_checkpoint(path: str | os.PathLike[str], **state: Any) -> None:
     if RANDOM_STATES in state:
         raise ValueError(f"{RANDOM_STATES!r} is the name of what save_checkpoint adds itself.")
     initialize_ddp()
-    here = channel()
-    call = Call("save_checkpoint()", tuple(range(here.world_size)) if here else (0,), place_of(sys._getframe(1)))
-    with here.block(call, begins_together=True) if here else contextlib.nullcontext():
+    with block("save_checkpoint()", place_of(sys._getframe(1)), begins_together=True):
         whole = {name: stored(value) for name, value in state.items()}
         random_states = all_gather_object(_random_state())
     on_rank(0)(write_checkpoint)(Path(path).resolve(), whole | {RANDOM_STATES: random_states})
@@ -83,7 +81,7 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
         ValueError: on every rank: the file is damaged, holds objects that are more than data, lacks a target, or is of
             another model or optimizer; or a ``load_state_dict`` raised, and what it raised is the cause.
         OSError: it cannot be read.
-        RankError: where there are several ranks and rank 0 could not read it.
+        RankError: on every rank, where there are several: rank 0 could not read it, or one failed in another way.
 
     Example::
 
@@ -92,17 +90,27 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
     world = initialize_ddp()
     saved = on_rank(0, broadcast=True)(read_checkpoint)(Path(path))
     random_states = saved.pop(RANDOM_STATES, [])
-    with contextlib.ExitStack() as undo:
-        with _raised_on_all(path):
-            states = {name: fitting(name, target, saved) for name, target in targets.items()}
-        states = {name: sharded(target, states[name]) for name, target in targets.items()}
-        with _raised_on_all(path):
+    states: dict[str, Any] = {}
+
+    def choose() -> None:
+        states.update((name, fitting(name, target, saved)) for name, target in targets.items())
+
+    def load_what_may_refuse() -> None:
+        for name, target in targets.items():
+            load_all_but_tensors(name, target, states[name], undo)
+
+    with block("load_checkpoint()", place_of(sys._getframe(1))), contextlib.ExitStack() as undo:
+        misfit = _first_misfit(choose)
+        if misfit is None:
+            states.update((name, sharded(target, states[name])) for name, target in targets.items())
+            misfit = _first_misfit(load_what_may_refuse)
+        if misfit is None:
+            undo.pop_all()
             for name, target in targets.items():
-                load_all_but_tensors(name, target, states[name], undo)
-        undo.pop_all()
-    for name, target in targets.items():
-        if isinstance(target, nn.Module):
-            unwrap_model(target).load_state_dict(states[name])
+                if isinstance(target, nn.Module):
+                    unwrap_model(target).load_state_dict(states[name])
+    if misfit is not None:  # raised in the block, it would close the process group
+        raise ValueError(f"{path} does not fit: {misfit}") from misfit.__cause__
     if len(random_states) == world.world_size:
         _set_random_state(random_states[world.rank])
     elif random_states:
@@ -164,16 +172,15 @@ def _new_file(path: Path) -> IO[bytes]:
         created.close()  # another process removed it before it was locked
 
 
-@contextlib.contextmanager
-def _raised_on_all(path: str | os.PathLike[str]) -> Iterator[None]:
-    """What does not fit on one rank is a ValueError on every rank. In the block no rank may wait for another."""
-    problem, cause = "", None
+def _first_misfit(load: Callable[[], None]) -> Exception | None:
+    """What does not fit: the TypeError or ValueError of ``load`` on this rank, or else on the first that has one."""
+    own: Exception | None = None
     try:
-        yield
+        load()
     except (TypeError, ValueError) as error:
-        problem, cause = str(error), error.__cause__
-    if problems := [told for told in all_gather_object(problem) if told]:
-        raise ValueError(f"{path} does not fit: {problem or problems[0]}") from cause
+        own = error
+    told = all_gather_object("" if own is None else str(own))
+    return own or next((ValueError(text) for text in told if text), None)
 
 
 def _unloadable(state: dict[str, Any], error: Exception) -> ValueError:

@@ -216,7 +216,7 @@ def _decorator(
                         if broadcast and here.rank == ranks[0]:
                             packed = dumps(result, lambda: {"the result": result})
                 if broadcast:
-                    with here.block(call._replace(ranks=tuple(range(here.world_size)))):  # a failure here frees all
+                    with here.block(name, call.place):  # a failure here frees all
                         received: R = broadcast_packed(packed, ranks[0])
                     result = received if packed is None else result
                 here.raise_late_failure()

@@ -40,12 +40,19 @@ class Channel(Sections):
 
     @contextlib.contextmanager
     def block(
-        self, call: Call, timeout: timedelta | None = None, *, from_end: bool = False, begins_together: bool = False
+        self,
+        function: str,
+        place: str,
+        timeout: timedelta | None = None,
+        *,
+        from_end: bool = False,
+        begins_together: bool = False,
     ) -> Iterator[None]:
         """A block that all ranks run, sections in it included, and leave together; a failure on one is raised on all.
 
-        A failure frees the others from what they sit in, closes the process group and begins a new term. With
-        ``begins_together`` a rank runs it once all have come, and soon warns of those that do not.
+        ``function`` and ``place`` are what errors name it by. A failure frees the others from what they sit in, closes
+        the process group and begins a new term. With ``begins_together`` a rank runs it once all have come, and soon
+        warns of those that do not.
 
         Raises:
             RankError: on every rank, when the block raised on one, or a process ended before its end.
@@ -53,6 +60,7 @@ class Channel(Sections):
                 ``from_end`` from when the first rank was through. Or one did not come in the time that collectives
                 have, to a block that ``begins_together``.
         """
+        call = Call(function, tuple(range(self.world_size)), place)
         if self.nested_in:
             raise ParallelError(
                 f"{call} is a call of all ranks, inside the body of a function of rank "

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,9 +17,11 @@ from typing import Any
 
 import torch
 
+from .channels import block
 from .collectives import all_gather_object
 from .ddp import initialize_ddp
 from .on_rank import on_rank
+from .reports import place_of
 
 COMMUNICATION = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|nccl(Dev)?Kernel")  # as torch calls it, and as NCCL does
 logger = logging.getLogger("nn_parallel")
@@ -54,6 +57,7 @@ def profile_ranks(path: str | os.PathLike[str]) -> Iterator[RankProfile]:
 
     Raises:
         OSError: the file cannot be written; where there are several ranks, as a `RankError` on each.
+        RankError: on every rank, where there are several: one failed in the block.
 
     Example::
 
@@ -66,15 +70,16 @@ def profile_ranks(path: str | os.PathLike[str]) -> Iterator[RankProfile]:
     target = Path(path)
     on_rank(0)(check_writable)(target)
     profile = RankProfile()
-    start = time.perf_counter()
-    with torch.profiler.profile() as profiler:
-        yield profile
-        if world.device.type != "cpu":
-            torch.accelerator.synchronize()
-    seconds = time.perf_counter() - start
-    trace = _exported(profiler)
-    mine = seconds, _communication_s(trace["traceEvents"]) / seconds, gzip.compress(_encoded(trace), 1)
-    profile.seconds, profile.communication, traces = map(list, zip(*all_gather_object(mine), strict=True))
+    with block("profile_ranks()", place_of(sys._getframe(2))):
+        start = time.perf_counter()
+        with torch.profiler.profile() as profiler:
+            yield profile
+            if world.device.type != "cpu":
+                torch.accelerator.synchronize()
+        seconds = time.perf_counter() - start
+        trace = _exported(profiler)
+        mine = seconds, _communication_s(trace["traceEvents"]) / seconds, gzip.compress(_encoded(trace), 1)
+        profile.seconds, profile.communication, traces = map(list, zip(*all_gather_object(mine), strict=True))
     on_rank(0)(write_trace)(traces, target)
     if world.is_main:
         logger.info("%s; the trace is %s.", profile, target)

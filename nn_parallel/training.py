@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from .channels import block
 from .collectives import weighted_mean
 from .ddp import initialize_ddp, join_launched_world
+from .reports import place_of
 from .world import current_world
 
 STRATEGIES = ("ddp", "fsdp", "dp", "none")
@@ -53,6 +55,7 @@ def prepare_model(
 
     Raises:
         ValueError: there is no such strategy or compression, or they do not go together; the model is prepared already.
+        RankError: on every rank, where there are several: one failed.
 
     Example::
 
@@ -76,24 +79,25 @@ def prepare_model(
             logger.info("sync_batchnorm: torch has none on the CPU, so each rank normalises over its own batch.")
         else:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    model = model.to(world.device)
     if strategy == "dp":
-        return DataParallel(model)
+        return DataParallel(model.to(world.device))
     if strategy == "none" or world.world_size == 1:
-        return model
+        return model.to(world.device)
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    if strategy == "fsdp" or not is_trained:  # DDP does it by itself
-        for tensor in itertools.chain(model.parameters(), model.buffers()):
-            dist.broadcast(tensor.data, src=0)
-    if strategy == "fsdp":
-        return _shard(model)
-    if not is_trained:
-        return model
-    device_ids = None if world.device.type == "cpu" else [world.device.index]
-    wrapped = DistributedDataParallel(model, **({"device_ids": device_ids} | ddp_options))
-    if compression is not None:
-        _compress(wrapped, compression)
-    return wrapped
+    with block("prepare_model()", place_of(sys._getframe(1))):
+        model = model.to(world.device)
+        if strategy == "fsdp" or not is_trained:  # DDP does it by itself
+            for tensor in itertools.chain(model.parameters(), model.buffers()):
+                dist.broadcast(tensor.data, src=0)
+        if strategy == "fsdp":
+            return _shard(model)
+        if not is_trained:
+            return model
+        device_ids = None if world.device.type == "cpu" else [world.device.index]
+        wrapped = DistributedDataParallel(model, **({"device_ids": device_ids} | ddp_options))
+        if compression is not None:
+            _compress(wrapped, compression)
+        return wrapped
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -241,8 +245,8 @@ def _check_unprepared(model: nn.Module) -> None:
 def _shard(model: nn.Module) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
-    for block in _repeated_blocks(model):
-        fully_shard(block)
+    for part in _repeated_blocks(model):
+        fully_shard(part)
     fully_shard(model)
     return model
 

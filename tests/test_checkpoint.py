@@ -621,3 +621,28 @@ def test_called_on_one_rank_only_it_is_an_error_that_says_so(two: ParallelExecut
         assert "save_checkpoint() on rank 0, 1 at" in told
         assert "is a call of all ranks, inside the body of a function of rank 0" in told
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("where", ["state_dict", "distribute_tensor"])
+def test_one_rank_fails_in_loading(two: ParallelExecutor, tmp_path: Path, where: str) -> None:
+    """As by want of memory, alone, while the other one is about to send it its part: both raise, and go on."""
+    path = tmp_path / "a.pt"
+    save_checkpoint(path, model=nn.Linear(4, 4))
+
+    def scenario() -> tuple[list[int], str]:
+        rank = initialize_ddp().rank
+        model = prepare_model(nn.Linear(4, 4), strategy="fsdp")
+
+        def out_of_memory(*args: Any, **kwargs: Any) -> None:
+            raise torch.OutOfMemoryError("no room")
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RankError, match="load_checkpoint") as caught:
+            if rank == 1:
+                patch.setattr(torch.distributed.tensor if where == "distribute_tensor" else model, where, out_of_memory)
+            load_checkpoint(path, model=model)
+        load_checkpoint(path, model=prepare_model(nn.Linear(4, 4), strategy="fsdp"))
+        return list(caught.value.failures), str(caught.value)
+
+    for failed, told in two.run(scenario):
+        assert failed == [1]
+        assert "OutOfMemoryError: no room" in told

@@ -83,3 +83,16 @@ def test_alone_it_is_the_trace_of_one(tmp_path: Path) -> None:
         torch.ones(10).sum()
     assert profile.communication == [0.0]
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_one_rank_fails_in_the_block(world: World, tmp_path: Path) -> None:
+    """The others, which may be at its end already, raise too."""
+
+    def scenario() -> list[int]:
+        rank = initialize_ddp().rank
+        with pytest.raises(RankError, match="bad batch") as caught, profile_ranks(tmp_path / "trace.json"):
+            if rank == 1:
+                raise ValueError("bad batch")
+        return list(caught.value.failures)
+
+    assert all(failed == [1] for failed in world.run(scenario))

@@ -472,3 +472,21 @@ def test_alone_the_average_is_the_model() -> None:
     assert torch.equal(model.weight, before)
     with pytest.raises(ValueError, match="weight=-1 is not a number from 0 up"):
         average_parameters(model, weight=-1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_one_rank_has_no_room_for_the_model(two: ParallelExecutor, strategy: str) -> None:
+    """While the other one sends it its parameters: both raise."""
+
+    class Large(nn.Linear):
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            if initialize_ddp().rank == 1:
+                raise torch.OutOfMemoryError("no room")
+            return super().to(*args, **kwargs)
+
+    def scenario() -> list[int]:
+        with pytest.raises(RankError, match=r"prepare_model\(\) failed on rank 1 of 2: OutOfMemoryError") as caught:
+            prepare_model(Large(4, 4), strategy=strategy)
+        return list(caught.value.failures)
+
+    assert two.run(scenario) == [[1], [1]]

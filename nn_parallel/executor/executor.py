@@ -22,7 +22,7 @@ from ..ddp import as_timedelta, join_launched_world
 from ..devices import call_on_device, choose_devices, count, cpu_count, parse_devices
 from ..errors import ExecutorClosedError, ParallelError, RankError, TransferError, rank_error, user_frames
 from ..pickling import dumps
-from ..reports import Call, call_name, place_of
+from ..reports import call_name, place_of
 from ..world import Membership
 from .crew import Settings
 from .jobs import Mapped, Resize, Run, Single
@@ -263,9 +263,8 @@ class ParallelExecutor(Executor):
         if self._supervisor is None:
             self._raise_if_closed()
             if here := channel():
-                place = place_of(sys._getframe(1))
-                call = Call("with ParallelExecutor()", tuple(range(here.world_size)), place)
-                self._block = here.block(call, as_timedelta(self._options.timeout_s), from_end=True)
+                limit = as_timedelta(self._options.timeout_s)
+                self._block = here.block("with ParallelExecutor()", place_of(sys._getframe(1)), limit, from_end=True)
                 self._block.__enter__()
         return self
 
@@ -337,11 +336,11 @@ class ParallelExecutor(Executor):
                 return [in_this_process(call_on_device, fn, args, kwargs, device)]
             except Exception as error:
                 raise rank_error(name, 1, {0: error.with_traceback(user_frames(error))}) from None
-        call, limit = Call(name, tuple(range(here.world_size)), place), as_timedelta(self._options.timeout_s)
-        with here.block(call, limit):
+        limit = as_timedelta(self._options.timeout_s)
+        with here.block(name, place, limit):
             result = in_this_process(call_on_device, fn, args, kwargs, device)
             packed = dumps(result, lambda: {"the result": result})
-        with here.block(call, limit):  # only now are all outcomes known to be good
+        with here.block(name, place, limit):  # only now are all outcomes known to be good
             return all_gather_packed(packed)
 
     def _map_over_ranks(self, fn: Callable[..., R], items: list[tuple[Any, ...]]) -> list[R]:
