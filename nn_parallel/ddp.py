@@ -116,7 +116,7 @@ def cleanup_ddp() -> None:
     if member is None or member.world.launcher == "external":
         return
     if member.world.launcher == "executor":
-        close_group(member)
+        close_group(member, abort=False)
     else:
         leave(member)
         _world.join(None)

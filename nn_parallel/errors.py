@@ -221,7 +221,8 @@ def user_frames(error: BaseException) -> TracebackType | None:
 def lost_connection(error: BaseException) -> bool:
     """Whether ``error`` is what a rank sees when a peer of its process group goes away.
 
-    Gloo raises plain `RuntimeError`, so its own source file in the message is the only mark there is.
+    Gloo raises plain `RuntimeError`, so its own source file in the message is the only mark there is. NCCL's errors are
+    of one type, whatever they tell.
     """
     return isinstance(error, RuntimeError) and any(mark in _text_of(error) for mark in _LOST_CONNECTION_MARKS)
 
@@ -273,5 +274,7 @@ _LOST_CONNECTION_MARKS = (
     "gloo/transport",
     "Connection closed by peer",
     "Connection reset by peer",
+    "NCCL communicator was aborted",
+    "ncclRemoteError",
     "Another rank failed while",  # our own, of a rank that waits for the others to make a group
 )

@@ -81,8 +81,10 @@ def make_group(member: Membership, backend: str | None, timeout: timedelta) -> N
         _delete_groups(member.store, old)
 
 
-def close_group(member: Membership) -> None:
+def close_group(member: Membership, *, abort: bool = True) -> None:
     """Close the process group of ``member``, without waiting for any peer; `initialize_ddp` makes it anew.
+
+    Unless ``abort``, what is under way on accelerators comes to its end first.
 
     The closed groups are kept as long as anybody uses them. Otherwise the last `DistributedDataParallel` model of one
     would destroy it, with the GIL held, and wait for gloo's threads, which wait for the GIL to drop the last
@@ -91,16 +93,20 @@ def close_group(member: Membership) -> None:
     if dist.is_initialized():
         names = dist.distributed_c10d._world.pg_names.items()  # connections that we do not know end with a group alone
         _closed.extend(group for group, name in names if name in member.groups_found)
-        abort_collectives(member)
+        if abort:
+            abort_collectives(member)
+        else:
+            _end_connections(member)
         dist.destroy_process_group()
         member.group = None
     member.group_sockets, member.interrupted = {}, False
     member.groups_found.clear()
+    member.groups_aborted.clear()
 
 
 def leave(member: Membership) -> None:
     """Close the process group of ``member``, and for good all that was opened for its place among the ranks."""
-    close_group(member)
+    close_group(member, abort=False)
     member.on_leave.close()
     _drop_closed_groups()
 
@@ -115,14 +121,25 @@ def _drop_closed_groups() -> None:
 def abort_collectives(member: Membership) -> None:
     """Free this rank from the collective that it sits in; called again, from making a group. Any thread may call this.
 
-    Gloo has no abort: what frees a rank at once is the end of its own connections. `shutdown` ends them for every
-    thread that uses them and leaves the closing to gloo. A descriptor is touched only while it is still the same socket
-    (its inode), and never a listening one, whose loss ends the process.
+    Backends that have an abort of their own, as NCCL, end their collectives by it. Gloo has none: what frees a rank at
+    once is the end of its own connections. `shutdown` ends them for every thread that uses them and leaves the closing
+    to gloo. A descriptor is touched only while it is still the same socket (its inode), and never a listening one,
+    whose loss ends the process.
 
     It ends the reading alone, and a duplicate keeps the connection open until all ranks are out of the group: where
     gloo's write fails before gloo has seen the end of the connection, it never wakes the one who waits for that write
     (`Pair::signalException` passes over unbound buffers that are being sent), and a peer may only now begin to write.
     """
+    _end_connections(member)
+    names = dist.distributed_c10d._world.pg_names
+    for group, name in sorted(names.items(), key=lambda item: item[1], reverse=True):  # in torch's order
+        if name not in member.groups_aborted:
+            member.groups_aborted.add(name)
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+
+
+def _end_connections(member: Membership) -> None:
     member.interrupted = True
     sockets = member.group_sockets or member.group_store_sockets
     for fd in list(sockets):

@@ -105,6 +105,7 @@ class Membership:
     group_names: list[str] = field(default_factory=list)
     group_sockets: dict[int, int] = field(default_factory=dict)  # fd -> inode
     groups_found: set[str] = field(default_factory=set)  # the names of those whose connections these are
+    groups_aborted: set[str] = field(default_factory=set)  # the names of those that have been, as far as they can be
     group_store: dist.Store | None = None  # through which the ranks of a group find each other
     group_store_sockets: dict[int, int] = field(default_factory=dict)  # its connection, until that is ended
     lingering: list[socket.socket] = field(default_factory=list)  # of a closed group, whose other ranks may still write

@@ -12,6 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from nn_parallel import (
     RankError,
     RankTimeoutError,
     WorkerDiedError,
+    cleanup_ddp,
     initialize_ddp,
     on_rank,
 )
@@ -699,3 +701,45 @@ while time.monotonic() < end:
 
     assert two.run(scenario) == [([1], "x")] * 2
     (tmp_path / "times").unlink()
+
+
+def test_a_rank_is_freed_by_its_backend_s_own_abort() -> None:
+    """As NCCL has one. A stand-in for it, whose collectives are deaf to signals until somebody aborts their group."""
+
+    def scenario() -> tuple[dict[int, str], list[int]]:
+        class Collective(dist.Work):
+            def __init__(self, aborted: dist.Store) -> None:
+                super().__init__()
+                self._aborted = aborted
+
+            def wait(self, timeout: object = None) -> bool:
+                self._aborted.wait(["aborted"])
+                raise dist.DistBackendError("NCCL communicator was aborted on rank 0.")
+
+        class StandIn(dist.ProcessGroup):
+            def __init__(self, rank: int, size: int) -> None:
+                super().__init__(rank, size)
+                self._aborted = dist.HashStore()
+                self._aborted.set_timeout(timedelta(hours=1))
+
+            def allreduce(self, tensors: object, options: object = None) -> dist.Work:
+                return Collective(self._aborted)
+
+            def abort(self) -> None:
+                aborts.append(self.rank())
+                self._aborted.set("aborted", "")
+
+        aborts: list[int] = []
+        make: Any = lambda store, rank, size, timeout: StandIn(rank, size)  # noqa: E731
+        dist.Backend.register_backend("stand_in", make, devices="cpu")
+        rank = initialize_ddp(backend="stand_in").rank
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            if rank == 1:
+                raise ValueError("bad batch")
+            dist.all_reduce(torch.ones(1))
+        initialize_ddp(backend="stand_in")
+        cleanup_ddp()  # which is no failure
+        return {failed: repr(error) for failed, error in caught.value.failures.items()}, aborts
+
+    with launched(2) as ranks:
+        assert ranks.run(scenario) == [({1: "ValueError('bad batch')"}, [rank]) for rank in range(2)]

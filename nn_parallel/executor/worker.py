@@ -267,6 +267,7 @@ class _Worker:
 
     def _leave(self) -> None:
         if self._rank is not None:
+            close_group(self._rank)
             leave(self._rank)
             self._watcher = None
 
