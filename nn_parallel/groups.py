@@ -13,7 +13,7 @@ import torch.distributed as dist
 from .errors import LaunchError, first_line
 from .flight_recorder import next_group_id
 from .rendezvous import meet, raise_if_interrupted
-from .sockets import bottom, connected_at, connected_since, duplicate, open_sockets
+from .sockets import bottom, connected_at, duplicate
 from .world import Membership, stop_lingering
 
 # Its default arguments keep the group that exists when it is first imported, as by an optimizer: so import it now, as
@@ -46,7 +46,7 @@ def make_group(member: Membership, backend: str | None, timeout: timedelta) -> N
     meet(dist.PrefixStore("before", store), member, timeout, "its process group")
     stop_lingering(member.lingering)
     rendezvous = dist.PrefixStore(name, _group_store(member))
-    before, hook, member.first_group_id = open_sockets(), sys.excepthook, next_group_id()
+    hook, member.first_group_id = sys.excepthook, next_group_id()
     # An init that failed leaves torch's count of groups raised, and ranks that differ in it never find each other.
     dist.distributed_c10d._world.group_count = 0
     try:
@@ -58,6 +58,7 @@ def make_group(member: Membership, backend: str | None, timeout: timedelta) -> N
             timeout=timeout,
             device_id=None if on_cpu else world.device,
         )
+        member.group_sockets = connected_at(_gloo_addresses(dist.distributed_c10d._get_default_group()))
     except (RuntimeError, ValueError) as error:
         member.group_store_sockets.clear()  # it may be in the middle of a request
         if isinstance(error, ValueError) and "backend" not in str(error).lower():
@@ -69,7 +70,6 @@ def make_group(member: Membership, backend: str | None, timeout: timedelta) -> N
         ) from error
     finally:
         sys.excepthook = hook  # each init chains one more
-    member.group_sockets = connected_since(before, member.store)
     member.groups_found = set(dist.distributed_c10d._world.pg_names.values())
     member.end_if_unanswered(member.group_sockets)
     member.group = dist.group.WORLD
@@ -174,14 +174,12 @@ def _gloo_addresses(group: dist.ProcessGroup) -> set[tuple[str, int]]:
     its size, which begins with a C `sockaddr`.
     """
     store, found = group.get_group_store(), set()
-    for rank in range(group.size()):
-        key = f"cpu//0/{rank}"
-        if store.check([key]):
-            value = store.get(key)
-            socket_address = value[16 + int.from_bytes(value[:8], sys.byteorder) :]
-            family, port = int.from_bytes(socket_address[:2], sys.byteorder), int.from_bytes(socket_address[2:4], "big")
-            host = socket_address[4:8] if family == socket.AF_INET else socket_address[8:24]
-            found.add((socket.inet_ntop(family, host), port))
+    keys = [f"cpu//0/{rank}" for rank in range(group.size())]
+    for value in store.multi_get(keys) if store is not None and store.check(keys) else ():
+        socket_address = value[16 + int.from_bytes(value[:8], sys.byteorder) :]
+        family, port = int.from_bytes(socket_address[:2], sys.byteorder), int.from_bytes(socket_address[2:4], "big")
+        host = socket_address[4:8] if family == socket.AF_INET else socket_address[8:24]
+        found.add((socket.inet_ntop(family, host), port))
     return found
 
 

@@ -24,14 +24,13 @@ def open_sockets() -> dict[int, int]:
 
 
 def connected_since(before: dict[int, int], store: dist.Store) -> dict[int, int]:
-    """What this process has connected since; not what others have connected to the store that it may host."""
+    """The connections of this process to ``store`` that were not there before; not those of others, if it hosts it."""
     port, found = getattr(bottom(store), "port", None), {}
     for fd, inode in open_sockets().items():
-        with contextlib.suppress(OSError):
-            if before.get(fd) != inode:
-                with socket.socket(fileno=os.dup(fd)) as connection:
-                    if connection.family != socket.AF_UNIX and connection.getsockname()[1] != port:
-                        found[fd] = inode
+        if before.get(fd) != inode:
+            with contextlib.suppress(OSError), _duplicate(fd) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
+                    found[fd] = inode
     return found
 
 
@@ -39,7 +38,7 @@ def connected_at(addresses: set[tuple[str, int]]) -> dict[int, int]:
     """The connections of this process of which one end has one of these addresses."""
     found = {}
     for fd, inode in open_sockets().items():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+        with contextlib.suppress(OSError), _duplicate(fd) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 ends = connection.getsockname(), connection.getpeername()  # the second is an OSError where it listens
                 if addresses & {(host.removeprefix("::ffff:"), port) for host, port, *_ in ends}:
@@ -57,12 +56,22 @@ def still_open(sockets: dict[int, int]) -> Iterator[socket.socket]:
 def duplicate(fd: int, inode: int | None) -> socket.socket | None:
     """The connection ``fd``, for the caller to close; None if it is another file by now, or a socket that listens."""
     with contextlib.suppress(OSError):
-        connection = socket.socket(fileno=os.dup(fd))
+        connection = _duplicate(fd)
         is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if os.fstat(connection.fileno()).st_ino == inode and not is_listening:
             return connection
         connection.close()
     return None
+
+
+def _duplicate(fd: int) -> socket.socket:
+    """Raises OSError where ``fd`` is no socket any more."""
+    copy = os.dup(fd)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
 
 
 def end_if_unanswered(connection: socket.socket, within_s: float) -> None:
