@@ -43,7 +43,11 @@ def make_group(member: Membership, backend: str | None, timeout: timedelta) -> N
         member.on_leave.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
     name = member.next_group_name()
     store = dist.PrefixStore(name, member.store)
-    meet(dist.PrefixStore("before", store), member, timeout, "its process group")
+    try:
+        meet(dist.PrefixStore("before", store), member, timeout, "its process group")
+    except LaunchError:
+        member.take_back_group_name()  # under which a late rank waits
+        raise
     stop_lingering(member.lingering)
     rendezvous = dist.PrefixStore(name, _group_store(member))
     hook, member.first_group_id = sys.excepthook, next_group_id()

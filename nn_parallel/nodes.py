@@ -44,6 +44,7 @@ class Line:
     """A rank's connection to rank 0."""
 
     def __init__(self, member: Membership, host: str) -> None:
+        member.await_keys(["switchboard"])
         where = json.loads(member.store.get("switchboard"))
         if where is None:
             raise OSError("rank 0 has no switchboard")

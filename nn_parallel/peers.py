@@ -321,6 +321,6 @@ class lost_store_names_its_host:  # a context manager, and no generator: it stan
 def local_places(member: Membership) -> list[tuple[int, int]]:
     """The local rank and the local world size of every rank, once all of them have announced themselves."""
     keys = [f"member/{rank}" for rank in range(member.world_size)]
-    member.store.wait(keys, member.timeout)
+    member.await_keys(keys)
     facts = [json.loads(member.store.get(key)) for key in keys]
     return [(int(fact["local_rank"]), int(fact["local_world_size"])) for fact in facts]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -21,7 +20,7 @@ from .interrupt import Delayed
 from .launchers import Launch, is_loopback
 from .nodes import connect_nodes
 from .sockets import connected_since, open_sockets
-from .world import Membership, world_of
+from .world import Membership, World, world_of
 
 RANKS_SHOWN = 64
 WARN_AFTER_S = 30.0  # of waiting for others
@@ -49,9 +48,9 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         torch.accelerator.set_device_index(world.device.index)  # before anything can open a context on device 0
     before, address = open_sockets(), (launch.master_addr, launch.master_port)
     if address not in _stores:  # kept for the life of the process: a second one could not listen on the same port
-        _stores[address] = _open_store(launch, timeout), itertools.count(1)
-    store, joins = _stores[address]
-    own_keys = dist.PrefixStore(f"nn_parallel/{launch.attempt}.{next(joins)}", store)
+        _stores[address] = _KeptStore(_open_store(launch, timeout))
+    kept = _stores[address]
+    store, own_keys = kept.store, dist.PrefixStore(f"nn_parallel/{launch.attempt}.{kept.joins + 1}", kept.store)
     member = Membership(
         world,
         lambda: own_keys,
@@ -65,6 +64,7 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
     if refusal:
         member.store.compare_set("refusal", "", refusal)
     meet(member.store, member, timeout, f"{launch.master_addr}:{launch.master_port}")
+    kept.joins += 1
     if member.store.check(["refusal"]):
         refused = LaunchError(f"{member.store.get('refusal').decode()}\n{_device_table(member)}")
         with contextlib.suppress(LaunchError):  # else the host of the store could be gone before all know
@@ -76,7 +76,10 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
 
 
 def meet(store: dist.Store, member: Membership, timeout: timedelta, where: str) -> None:
-    """Return once every rank has called this with the same store; name those that do not come."""
+    """Return once every rank has called this with the same store; name those that do not come.
+
+    A rank that gives up has not been there: it may come again.
+    """
     world = member.world
     start, pause, has_warned = time.monotonic(), 0.0001, False
     try:
@@ -91,8 +94,11 @@ def meet(store: dist.Store, member: Membership, timeout: timedelta, where: str) 
             raise_if_interrupted(member, where)
             waited = time.monotonic() - start
             if waited > timeout.total_seconds():
+                missing = _missing(store, world.world_size)
+                if not _withdraw(store, world):
+                    return
                 raise LaunchError(
-                    f"{_missing(store, world.world_size)} did not come to {where} within {timeout.total_seconds():g} "
+                    f"{missing} did not come to {where} within {timeout.total_seconds():g} "
                     "s. Does every rank run, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
                 )
             if waited > WARN_AFTER_S and not has_warned:
@@ -104,6 +110,15 @@ def meet(store: dist.Store, member: Membership, timeout: timedelta, where: str) 
     except dist.DistError as error:
         raise_if_interrupted(member, where)
         raise LaunchError(f"The store was lost while the ranks met at {where}: its host has ended.") from error
+
+
+def _withdraw(store: dist.Store, world: World) -> bool:
+    """Take back that this rank has arrived; False if the last one has come meanwhile."""
+    if store.add("arrived", -1) == world.world_size - 1:
+        store.add("arrived", 1)
+        return False
+    store.delete_key(f"arrived/{world.rank}")
+    return True
 
 
 def _missing(store: dist.Store, world_size: int) -> str:
@@ -204,4 +219,10 @@ def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:
         time.sleep(min(max(waited * RETRY_SHARE, RETRY_MIN_S), RETRY_MAX_S))
 
 
-_stores: dict[tuple[str, int], tuple[dist.Store, Iterator[int]]] = {}  # and how often each was joined
+@dataclass
+class _KeptStore:
+    store: dist.Store
+    joins: int = 0  # how often the ranks have met there
+
+
+_stores: dict[tuple[str, int], _KeptStore] = {}  # by address

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -169,6 +170,25 @@ class Membership:
         self.groups_made += 1
         self.group_names.append(f"group{self.term}.{self.after_call}.{self.groups_made}")
         return self.group_names[-1]
+
+    def take_back_group_name(self) -> None:
+        """No group has been made under the last name: the next one gets it."""
+        self.groups_made -= 1
+        self.group_names.pop()
+
+    def await_keys(self, keys: list[str]) -> None:
+        """Return once all of these stand in the store, whose own wait would be deaf to Ctrl-C.
+
+        Raises:
+            ParallelError: one did not come within the timeout of the ranks.
+        """
+        start, pause = time.monotonic(), 0.0001
+        while not self.store.check(keys):
+            if time.monotonic() - start > self.timeout.total_seconds():
+                missing = ", ".join(key for key in keys if not self.store.check([key]))
+                raise ParallelError(f"Rank {self.rank} waited {self.timeout} for other ranks to tell {missing}.")
+            time.sleep(pause)
+            pause = min(pause * 1.2, 0.05)
 
     def current(self) -> World:
         """The world as it is now: connected by a process group or not."""

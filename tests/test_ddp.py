@@ -428,6 +428,31 @@ def test_should_use_distributed(world: Ranks) -> None:
     assert all(answer == [True, False, True] for answer in answers)
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_rank_that_gave_up_meets_the_late_one_when_it_tries_again(tmp_path: Path, joined: bool) -> None:
+    """Both when it joins the others and when it makes a group with them."""
+
+    def scenario() -> int:
+        has_given_up = tmp_path / "has given up"
+        if joined:
+            initialize_ddp()
+            with pytest.raises(RankError), ParallelExecutor():
+                raise ValueError
+        if os.environ["RANK"] == "0":
+            with pytest.raises(LaunchError, match="Rank 1 of 2 did not come to .* within 1 s"):
+                initialize_ddp(timeout=1)
+            has_given_up.touch()
+        while not has_given_up.exists():
+            time.sleep(0.001)
+        initialize_ddp(timeout=20)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return int(total)
+
+    with launched(2) as ranks:
+        assert ranks.run(scenario) == [2, 2]
+
+
 @pytest.mark.parametrize("timeout", [0, -1])
 def test_a_timeout_must_be_above_zero(timeout: float) -> None:
     """A timeout that cannot be waited is a ValueError."""

@@ -20,6 +20,7 @@ from conftest import World
 
 from nn_parallel import (
     ParallelError,
+    ParallelExecutor,
     RankError,
     RankTimeoutError,
     RemoteError,
@@ -783,3 +784,22 @@ def test_a_late_failure_is_told_as_that_of_its_own_call(world: World, is_known_b
             others = [text for text in told if text and text not in late]
             assert len(others) == (told is failed)
             assert all("save() failed on rank 1 of" in text and "ValueError: save" in text for text in others)
+
+
+def test_a_rank_that_waits_for_the_places_of_all_can_be_interrupted(tmp_path: Path) -> None:
+    """Another rank fails before it has said where it is: the run ends, and no worker has to be killed."""
+    waits = tmp_path / "waits"
+
+    def scenario() -> None:
+        if current_world().rank == 1:
+            while not waits.exists():
+                time.sleep(0.001)
+            raise ValueError("bad batch")
+        waits.touch()
+        on_local_rank(0)(int)()
+
+    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
+        pids = pool.run(os.getpid)
+        with pytest.raises(RankError, match="failed on rank 1 of 2: ValueError: bad batch"):
+            pool.run(scenario)
+        assert pool.run(os.getpid) == pids
