@@ -56,9 +56,9 @@ def save_checkpoint(path: str | os.PathLike[str], **state: Any) -> None:
     """
     if RANDOM_STATES in state:
         raise ValueError(f"{RANDOM_STATES!r} is the name of what save_checkpoint adds itself.")
-    initialize_ddp()
+    world = initialize_ddp()
     with block("save_checkpoint()", place_of(sys._getframe(1)), begins_together=True):
-        whole = {name: stored(value) for name, value in state.items()}
+        whole = {name: stored(value, keeps=world.is_main) for name, value in state.items()}
         random_states = all_gather_object(_random_state())
     on_rank(0)(write_checkpoint)(Path(path).resolve(), whole | {RANDOM_STATES: random_states})
 

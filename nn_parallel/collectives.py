@@ -156,7 +156,8 @@ def all_gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = No
     if initialize_ddp().world_size == 1 and mine is not None:
         return mine
     described = (len(mine), tuple(mine.shape[1:]), mine.dtype) if mine is not None else (0, type(tensor).__name__, None)
-    counts, *rows = zip(*all_gather_object(described, group), strict=True)
+    device_type = mine.device.type if mine is not None else ""
+    device_types, counts, *rows = zip(*all_gather_object((device_type, *described), group), strict=True)
     if mine is None or len(set(zip(*rows, strict=True))) > 1:
         told = [
             f"{(count, *row)} of {dtype} on rank {rank}" if dtype else f"a {row} on rank {rank}"
@@ -164,13 +165,22 @@ def all_gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = No
         ]
         raise ValueError(f"Only dim 0 of the tensors may differ between the ranks, but they are {', '.join(told)}.")
     row_bytes = mine.element_size() * math.prod(mine.shape[1:])
-    device = _message_device(group)
+    device = mine.device if can_gather(set(device_types), dist.get_backend_config(group)) else _message_device(group)
     sent = torch.zeros(max(counts) * row_bytes, dtype=torch.uint8, device=device)
     sent[: len(mine) * row_bytes] = mine.contiguous().flatten().view(torch.uint8).to(device)
     received = [torch.empty_like(sent) for _ in counts]
     dist.all_gather(received, sent, group=group)
     parts = [part[: count * row_bytes] for part, count in zip(received, counts, strict=True)]
     return torch.cat(parts).to(mine.device).view(mine.dtype).view(sum(counts), *mine.shape[1:])
+
+
+def can_gather(device_types: set[str], backends: str) -> bool:
+    """Whether tensors on such devices are gathered where they lie; ``backends`` as ``cpu:gloo,cuda:nccl``.
+
+    Gloo would copy them to the CPU.
+    """
+    backend_of = dict(pair.split(":") for pair in backends.split(","))
+    return len(device_types) == 1 and backend_of.get(min(device_types), "gloo") != "gloo"
 
 
 def weighted_mean(

@@ -25,13 +25,16 @@ SHAPES = "param_shapes"  # of its parameters, beside "param_groups" in the store
 WRAPPERS = {"module", "_orig_mod"}  # what DDP, DataParallel, AveragedModel and torch.compile put into names
 
 
-def stored(value: Any) -> Any:
-    """The state of ``value``, or ``value`` itself, as `torch.load` can read it. A call of all ranks."""
+def stored(value: Any, *, keeps: bool) -> Any:
+    """The state of ``value``, or ``value`` itself, as `torch.load` can read it. A call of all ranks.
+
+    Unless this rank ``keeps`` it, None stands for each sharded tensor.
+    """
     if isinstance(value, nn.Module):
-        return _storable(unwrap_model(value).state_dict())
+        return _storable(unwrap_model(value).state_dict(), keeps)
     if isinstance(value, Optimizer):
-        return _storable(value.state_dict()) | {SHAPES: _shapes(value)}
-    return _storable(value.state_dict() if hasattr(value, "state_dict") else value)
+        return _storable(value.state_dict(), keeps) | {SHAPES: _shapes(value)}
+    return _storable(value.state_dict() if hasattr(value, "state_dict") else value, keeps)
 
 
 def fitting(name: str, target: Any, saved: Mapping[str, Any]) -> Any:
@@ -178,25 +181,28 @@ def _shapes(optimizer: Optimizer) -> list[list[tuple[int, ...] | None]]:
     return [[None if is_lazy(parameter) else tuple(parameter.shape) for parameter in group] for group in groups]
 
 
-def _storable(value: Any) -> Any:
-    """``value`` with whole tensors on the CPU for sharded ones, and Python's numbers for NumPy's.
+def _storable(value: Any, keeps: bool) -> Any:
+    """``value`` with whole tensors on the CPU for sharded ones, if this rank ``keeps`` them, and numbers for NumPy's.
 
     The same object, if it holds none of these.
     """
     if isinstance(value, dict):
-        changed = {key: new for key, part in value.items() if (new := _storable(part)) is not part}
+        changed = {key: new for key, part in value.items() if (new := _storable(part, keeps)) is not part}
         if not changed:
             return value
         copied = copy.copy(value)  # with the versions of the modules
         copied.update(changed)
         return copied
     if type(value) in (list, tuple):
-        parts = [_storable(part) for part in value]
+        parts = [_storable(part, keeps) for part in value]
         is_same = all(new is part for new, part in zip(parts, value, strict=True))
         return value if is_same else type(value)(parts)
     if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.generic):
         return value.item()
-    return value.full_tensor().cpu() if _is_sharded(value) else value
+    if _is_sharded(value):
+        whole = value.full_tensor()
+        return whole.cpu() if keeps else None
+    return value
 
 
 def _like(value: Any, wanted: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -646,3 +647,25 @@ def test_one_rank_fails_in_loading(two: ParallelExecutor, tmp_path: Path, where:
     for failed, told in two.run(scenario):
         assert failed == [1]
         assert "OutOfMemoryError: no room" in told
+
+
+def test_rank_0_alone_holds_the_whole_of_a_sharded_model(two: ParallelExecutor, tmp_path: Path) -> None:
+    """The other ranks help to gather it, one tensor at a time."""
+
+    def scenario() -> list[int]:
+        initialize_ddp()
+        model, whole = prepare_model(nn.Sequential(*[nn.Linear(33, 33) for _ in range(8)]), strategy="fsdp"), []
+
+        class LastToBeStored:
+            def state_dict(self) -> dict[str, int]:
+                alive = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape == (33, 33)]
+                whole.append(len({each.untyped_storage().data_ptr() for each in alive}))
+                return {}
+
+        gc.collect()
+        save_checkpoint(tmp_path / "a.pt", model=model, last=LastToBeStored())
+        return whole
+
+    (kept,), (others,) = two.run(scenario)
+    assert kept >= 8
+    assert others <= 1

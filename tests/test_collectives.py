@@ -21,7 +21,7 @@ from nn_parallel import (
     initialize_ddp,
     reduce_metrics,
 )
-from nn_parallel.collectives import SLOTS
+from nn_parallel.collectives import SLOTS, can_gather
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -295,3 +295,19 @@ def test_alone_they_are_the_plain_thing() -> None:
     assert current_world().world_size == 1
     with pytest.raises(ValueError, match="the metric 'x' is None"):
         reduce_metrics({"x": None})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("device_types", "backends", "where_they_lie"),
+    [
+        ({"cuda"}, "cpu:gloo,cuda:nccl", True),
+        ({"cpu"}, "cpu:gloo,cuda:nccl", False),  # there it is the same
+        ({"cuda"}, "cpu:gloo,cuda:gloo", False),
+        ({"cpu", "cuda"}, "cpu:gloo,cuda:nccl", False),
+        ({"xpu"}, "cpu:gloo,cuda:nccl", False),
+        ({"cuda"}, "cuda:nccl", True),
+    ],
+)
+def test_tensors_are_gathered_where_they_lie(device_types: set[str], backends: str, where_they_lie: bool) -> None:
+    """By the accelerator's own backend, where all of them are on accelerators."""
+    assert can_gather(device_types, backends) is where_they_lie
