@@ -21,6 +21,7 @@ from .sockets import end_if_unanswered
 from .world import Membership
 
 HELLO_BYTES = 64
+GONE_KEY = "gone"  # the ranks that are lost: one key for all, as every rank that waits reads it now and then
 logger = logging.getLogger("nn_parallel")
 
 
@@ -68,6 +69,7 @@ class Switchboard:
     def __init__(self, member: Membership, host: str) -> None:
         self._world_size, self._within_s = member.world_size, member.gone_after_s
         self._store, _ = member.clone_store()
+        self._gone: list[int] = []
         self._token = secrets.token_hex(16)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, backlog=member.world_size)
@@ -109,8 +111,9 @@ class Switchboard:
     def _end(self, end: _End) -> None:
         end.connection.close()
         if end.rank is not None and end.rank < self._world_size:
+            self._gone.append(end.rank)
             with contextlib.suppress(RuntimeError):  # the store is gone with its host, of which all hear anyway
-                self._store.set(f"gone/{end.rank}", "1")
+                self._store.set(GONE_KEY, " ".join(map(str, self._gone)))
 
 
 class _End:

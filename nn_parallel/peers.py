@@ -14,12 +14,13 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from .errors import Failure, ParallelError, WorkerDiedError, lost_connection, rank_error
+from .nodes import GONE_KEY
 from .reports import FINISHED, NO_REPORT, Call, Failed, Progress, Report, foreign_value
 from .world import Membership, host_identity
 
 FAILURES_KEPT = 64
 SEEK_EVERY_S = 0.002
-GONE_EVERY_S = 0.1
+ASK_EVERY_S = 0.1  # who is gone, or where one lives who has not said so
 FIRST_KEY = "first"  # which rank failed first in which section
 LEFT_KEY = "left"  # which block a rank is through
 ASKED_KEY = "asked"  # who has asked last where the others stand, in which call
@@ -36,8 +37,7 @@ class Peer:
         self._pid, self._host_name = 0, ""
         self._pidfd: int | None = None
         self.is_looked_up = self._has_ended = False
-        self.is_gone = False  # ended, or out of reach
-        self.look_again_at = 0.0
+        self.look_up_at = 0.0
 
     def take_failures(self, text: str) -> None:
         """Add what is new in the peer's list."""
@@ -98,6 +98,8 @@ class Peers:
         self._peers = {rank: Peer(rank) for rank in range(member.world_size)}
         # By rank, the calls of this term for which this rank did not wait, until their outcomes are known.
         self.unwaited: dict[int, set[int]] = {}
+        self._gone: set[int] = set()  # ended, or out of reach
+        self._look_for_gone_at = 0.0
         self.late: list[Failed] = []  # failures of such calls that this rank has not raised
 
     def __getitem__(self, rank: int) -> Peer:
@@ -173,20 +175,22 @@ class Peers:
     def is_dead(self, rank: int) -> bool:
         """Whether the process of ``rank`` is known to have ended, or its node to be out of reach."""
         peer = self._peers[rank]
-        if not peer.is_looked_up and (text := self.text(f"member/{rank}")) is not None:
-            peer.look_up(text)
-        return peer.is_dead() or self._is_gone(peer)
+        if not peer.is_looked_up and time.monotonic() > peer.look_up_at:
+            peer.look_up_at = time.monotonic() + ASK_EVERY_S
+            if (text := self.text(f"member/{rank}")) is not None:
+                peer.look_up(text)
+        return peer.is_dead() or self._is_gone(rank)
 
-    def _is_gone(self, peer: Peer) -> bool:
+    def _is_gone(self, rank: int) -> bool:
         """What `nodes` knows of it, where ranks may be on several nodes."""
         if (rank_0_is_gone := self._member.rank_0_is_gone) is None:
             return False
-        if peer.rank == 0:
+        if rank == 0:
             return rank_0_is_gone()
-        if not peer.is_gone and time.monotonic() > peer.look_again_at:
-            peer.is_gone = self.text(f"gone/{peer.rank}") is not None
-            peer.look_again_at = time.monotonic() + GONE_EVERY_S
-        return peer.is_gone
+        if time.monotonic() > self._look_for_gone_at:
+            self._look_for_gone_at = time.monotonic() + ASK_EVERY_S
+            self._gone = {int(gone) for gone in (self.text(GONE_KEY) or "").split() if gone.isdecimal()}
+        return rank in self._gone
 
     def ended(self, term: int) -> Failed | None:
         """How ``term`` ended; None if it has not."""

@@ -7,13 +7,15 @@ import json
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from nn_parallel.nodes import connect_nodes
+from nn_parallel.nodes import GONE_KEY, connect_nodes
+from nn_parallel.peers import Peers
 from nn_parallel.world import Membership, World
 
 HOST = "127.0.0.1"
@@ -37,14 +39,12 @@ class Ranks:
         connect_nodes(member, HOST)
         return member
 
-    def has(self, key: str) -> bool:
-        return self.store.check([f"world/{key}"])
-
-    def comes(self, key: str) -> bool:
-        deadline = time.monotonic() + 10
-        while not self.has(key) and time.monotonic() < deadline:
+    def gone(self) -> str:
+        """Which ranks are told to be gone, once one is."""
+        key, deadline = f"world/{GONE_KEY}", time.monotonic() + 10
+        while not self.store.check([key]) and time.monotonic() < deadline:
             time.sleep(0.01)  # between two looks
-        return self.has(key)
+        return self.store.get(key).decode()
 
     def close(self) -> None:
         for member in self._members:
@@ -69,8 +69,7 @@ def test_rank_0_tells_whom_it_has_lost(ranks: Ranks) -> None:
     """The end of a rank's connection is known of that rank alone."""
     _, one, two = ranks.join(0), ranks.join(1), ranks.join(2)
     one.on_leave.close()
-    assert ranks.comes("gone/1")
-    assert not ranks.has("gone/2")
+    assert ranks.gone() == "1"
     assert two.rank_0_is_gone is not None
     assert not two.rank_0_is_gone()
 
@@ -99,8 +98,7 @@ def test_what_others_connect_is_no_death(hello: bytes, ranks: Ranks) -> None:
         stranger.shutdown(socket.SHUT_WR)
         stranger.recv(1)  # until it is closed over there
     one.on_leave.close()
-    assert ranks.comes("gone/1")
-    assert [rank for rank in (2, 7) if ranks.has(f"gone/{rank}")] == []
+    assert ranks.gone() == "1"
 
 
 @pytest.mark.parametrize("value", ["null", "", "[]", "{}", '{"port": "x", "token": 1}', "\udc80pickle"])
@@ -111,3 +109,23 @@ def test_a_rank_without_a_line_goes_on(value: str, ranks: Ranks, caplog: pytest.
         one = ranks.join(1)
     assert one.rank_0_is_gone is None
     assert "Rank 1 cannot tell whether ranks on other nodes live" in caplog.text
+
+
+def test_who_is_gone_is_asked_for_all_ranks_at_once() -> None:
+    """What a waiting rank asks of the store, which has one thread, does not grow with the number of ranks."""
+    store, asked = dist.HashStore(), Counter[str]()
+    for rank in range(64):
+        store.set(f"member/{rank}", json.dumps({"host": "another one", "host_name": "", "pid": 1}))
+    store.set(GONE_KEY, "7 63")
+    world = World(False, 0, 0, 64, torch.device("cpu"))
+    peers = Peers(Membership(world, lambda: store, one_node=False, rank_0_is_gone=lambda: False), store)
+
+    def counted(key: str) -> str | None:
+        asked[key] += 1
+        return text(key)
+
+    text, peers.text = peers.text, counted  # type: ignore[method-assign]
+    for _ in range(3):
+        assert [rank for rank in range(64) if peers.is_dead(rank)] == [7, 63]
+    assert asked == dict.fromkeys([f"member/{rank}" for rank in range(64)], 1) | {GONE_KEY: asked[GONE_KEY]}
+    assert asked[GONE_KEY] <= 3
