@@ -3,7 +3,7 @@
 The files, from the bottom up; each knows only those before it in this list::
 
     errors, collector       every error; Python's garbage collector
-    hostlists, launchers    SLURM's notation for hosts; environment -> launch facts
+    launchers               environment -> launch facts
     devices, gpus           which devices there are; what NVML tells of GPUs
     culprits, pickling      which part of an object cannot be pickled; objects to bytes and back
     interrupt, spinning     what is raised in the main thread from outside; the core is offered to others

@@ -7,6 +7,7 @@ MPI's ``mpirun`` and MPICH's Hydra for real; MVAPICH2 and jsrun are known from t
 from __future__ import annotations
 
 import os
+import re
 import socket
 import zlib
 from collections.abc import Callable, Mapping
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from .errors import LaunchError
-from .hostlists import expand_hostlist, expand_task_counts
 
 T = TypeVar("T")
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -24,6 +24,8 @@ _PORTS = range(10_000, 30_000)  # for a store where nobody said a port: below th
 # What says that there are several nodes, and what, that each of them may have but one rank in the launcher's eyes.
 _NODE_COUNTS = ("NNODES", "NUM_NODES", "PET_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 _PROCESSES_PER_NODE = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
+
+_HOST = r"(?:[^][,\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"  # one or several, as SLURM writes them: a[1-2,07]-ib
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class _Told:
         self.names[name] = None
         return self._environ[name]
 
-    def parsed(self, name: str, parse: Callable[[str], list[T]]) -> list[T]:
+    def parsed(self, name: str, parse: Callable[[str], T]) -> T:
         """What ``parse`` makes of it. Raises LaunchError if it is not there, or ``parse`` raises a ValueError."""
         text = self.text(name)
         try:
@@ -276,19 +278,36 @@ def _by_slurm(told: _Told) -> Launch | None:
     rank, world_size = told.world(names)
     if world_size == 1:
         return None
-    hosts = told.parsed("SLURM_STEP_NODELIST", expand_hostlist)
-    tasks = told.parsed(names.local_world_size, expand_task_counts)
-    if len(hosts) != len(tasks) or sum(tasks) != world_size:
+    host = told.parsed("SLURM_STEP_NODELIST", first_host)
+    tasks = told.parsed(names.local_world_size, task_counts)
+    if sum(tasks) != world_size:
         raise LaunchError(
-            f"SLURM_STEP_NODELIST={told.text('SLURM_STEP_NODELIST')} names {len(hosts)} nodes, and "
-            f"SLURM_STEP_TASKS_PER_NODE={told.text(names.local_world_size)} {sum(tasks)} tasks on {len(tasks)} of the "
+            f"SLURM_STEP_TASKS_PER_NODE={told.text(names.local_world_size)} counts {sum(tasks)} tasks, and "
             f"SLURM_STEP_NUM_TASKS={world_size}: they contradict each other."
         )
-    node_rank = told.number("SLURM_NODEID", below=len(hosts), because=f"the step has {len(hosts)} nodes")
+    node_rank = told.number("SLURM_NODEID", below=len(tasks), because=f"the step has {len(tasks)} nodes")
     local_rank = told.local_rank(names, tasks[node_rank])
     # Two steps of one job may run at the same time.
     job = "slurm " + ".".join(told.text(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if told.has(name))
-    return _launch(told, "slurm", rank, world_size, local_rank, tasks[node_rank], node_rank, hosts[0], job)
+    return _launch(told, "slurm", rank, world_size, local_rank, tasks[node_rank], node_rank, host, job)
+
+
+def first_host(text: str) -> str:
+    """The first host of a list in SLURM's notation: ``a01-ib`` of ``a[01-02,07]-ib,b3``; a ValueError if it is none."""
+    if not re.fullmatch(f"{_HOST}(?:,{_HOST})*", text):
+        raise ValueError(f"{text!r} is not a list of hosts in SLURM's notation, which is like a[1-2,07]-ib,b3.")
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", re.findall(_HOST, text)[0])
+
+
+def task_counts(text: str) -> list[int]:
+    """How many tasks run on each node: 2, 2, 2 and 1 of SLURM's ``2(x3),1``; a ValueError if it is not its notation."""
+    counts = list[int]()
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
+        if match is None:
+            raise ValueError(f"{text!r} does not count the tasks of nodes in SLURM's notation, which is like 2(x3),1.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
 
 def _launch(
