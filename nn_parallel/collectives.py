@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -21,8 +21,8 @@ from .pickling import Packed, dumps, loads
 from .world import current_world
 
 T = TypeVar("T")
-SLOTS = 64  # of the first message of `all_reduce_values`: what it is about and the first values
-HASH_BITS = 20  # of each of two hashes: their squares, summed over thousands of ranks, are exact in float64
+SLOTS = 64  # of the first message of `gather_numbers`: what it is about and the first numbers
+HASH_BYTES = 6  # of what a message is about: an integer of so many is exact in float64
 WHOLE_UP_TO = 2**53  # float64 holds every integer up to this one
 
 
@@ -33,7 +33,7 @@ def reduce_metrics(
     op: str = "mean",
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """Each metric over all ranks, by one all_reduce for all of them, in float64.
+    """Each metric over all ranks, by one all_gather for all of them, in float64.
 
     Args:
         metrics: numbers or tensors of one element, under the same names on every rank.
@@ -47,8 +47,8 @@ def reduce_metrics(
         max and min. A metric that is NaN on one rank is NaN.
 
     Raises:
-        ValueError: on every rank: the names differ, a metric is no number, the weights add up to nothing, or integers
-            are too large to be exact. There is no such ``op``.
+        ValueError: on every rank: the names differ, a metric is no number or an integer beyond 2**53, or the weights
+            add up to nothing. There is no such ``op``.
 
     Example::
 
@@ -59,7 +59,7 @@ def reduce_metrics(
         raise ValueError(f"op={op!r} is none of mean, sum, max, min.")
     if op != "mean" and weight != 1.0:
         raise ValueError(f"weight={weight} is for op='mean': op={op!r} counts every rank alike.")
-    names, values, problem = sorted(metrics), list[float](), ""
+    names, values, problem = sorted(metrics), list[float](), _problem_of(weight)
     is_float = [float(not isinstance(_plain(metrics[name]), numbers.Integral)) for name in names]
     for name in names:
         try:
@@ -68,19 +68,20 @@ def reduce_metrics(
             values.append(0.0)
             problem = problem or f"the metric {name!r} {error}"
     about = f"reduce_metrics(op={op!r}) of {', '.join(names) or 'nothing'}"
-    if op == "mean":
-        reduced, _ = weighted_mean(values, weight, about, problem, group)
-    elif op == "sum":
-        reduced = all_reduce_values([*values, *is_float], about, problem, group=group)
-    else:
-        reduced = _largest(values, is_float, 1 if op == "max" else -1, about, problem, group)
-    result = dict(zip(names, reduced[: len(names)], strict=True))
-    for name, has_floats in zip(names, reduced[len(names) :], strict=False):  # a mean is one in any case
-        if not has_floats:
-            if abs(result[name]) > WHOLE_UP_TO:
-                raise ValueError(f"The {op} of {name!r} is beyond 2**53, where float64 skips integers.")
-            result[name] = int(result[name])
-    return {name: result[name] for name in metrics}
+    rows = gather_numbers([*values, *is_float, 0.0 if problem else weight], about, problem, group)
+    *columns, weights = zip(*rows, strict=True)
+    of_ranks = dict(zip(names, zip(columns[: len(names)], columns[len(names) :], strict=True), strict=True))
+    total = _total(weights, about) if op == "mean" else 0.0
+    reduced = dict[str, float]()
+    for name in metrics:
+        column, floats = of_ranks[name]
+        if op == "mean":
+            weighted = zip(column, weights, strict=True)
+            reduced[name] = sum(value * weight for value, weight in weighted if weight) / total
+        else:
+            values = [float(value) if any(floats) else int(value) for value in column]
+            reduced[name] = sum(values) if op == "sum" else _largest(values) if op == "max" else _least(values)
+    return reduced
 
 
 def any_rank(flag: object) -> bool:
@@ -183,37 +184,25 @@ def can_gather(device_types: set[str], backends: str) -> bool:
     return len(device_types) == 1 and backend_of.get(min(device_types), "gloo") != "gloo"
 
 
-def weighted_mean(
-    values: Sequence[float], weight: float, about: str, problem: str, group: dist.ProcessGroup | None
-) -> tuple[list[float], float]:
-    """The means of ``values`` over the ranks, and the sum of the weights; for the rest see `all_reduce_values`.
+def sum_of_weights(weight: float, about: str, group: dist.ProcessGroup | None) -> float:
+    """The sum of the weights of all ranks; for ``about`` see `gather_numbers`.
 
     Raises:
         ValueError: on every rank: a weight is negative or no number, or all are 0.
     """
-    if not isinstance(weight, numbers.Real) or not 0 <= weight < math.inf:
-        problem, weight = problem or f"weight={weight!r} is not a number from 0 up", 0.0
-    weighted = (weight * value if weight else 0.0 for value in values)
-    *sums, total = all_reduce_values([*weighted, weight], about, problem, group=group)
-    if total == 0:
-        raise ValueError(f"{about}: the weights of all ranks are 0, so there is no mean.")
-    return [summed / total for summed in sums], total
+    problem = _problem_of(weight)
+    ((*weights,),) = zip(*gather_numbers([0.0 if problem else weight], about, problem, group), strict=True)
+    return _total(weights, about)
 
 
-def all_reduce_values(
-    values: Sequence[float],
-    about: str,
-    problem: str = "",
-    *,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
-) -> list[float]:
-    """The ``values`` of all ranks reduced in float64: one all_reduce, two where there are more than fit into the first.
+def gather_numbers(
+    values: Sequence[float], about: str, problem: str = "", group: dist.ProcessGroup | None = None
+) -> list[list[float]]:
+    """The ``values`` of every rank, in rank order: one all_gather, two where there are more than fit into the first.
 
     Args:
         about: what the values are, which must be the same on all ranks; of another text they may differ in number.
         problem: why the values of this rank must not be used.
-        op: ``SUM`` or ``MAX``.
 
     Raises:
         ValueError: on every rank: there is a ``problem`` on one, or ``about`` differs.
@@ -221,22 +210,17 @@ def all_reduce_values(
     if initialize_ddp().world_size == 1:
         if problem:
             raise ValueError(f"{about}: {problem}.")
-        return list(values)
+        return [list(values)]
     digest = hashlib.sha256(f"{len(values)} {about}".encode()).digest()
-    hashes = [int.from_bytes(digest[at : at + 4], "little") >> (32 - HASH_BITS) for at in (0, 4)]
-    # Numbers are equal on all ranks if their maximum is their minimum; with sums, if their squares add up to no more
-    # than they must by the inequality of Cauchy and Schwarz.
-    twins = [-number if op == dist.ReduceOp.MAX else number * number for number in hashes]
-    header = [float(bool(problem)), *hashes, *twins]
+    header = [float(bool(problem)), float(int.from_bytes(digest[:HASH_BYTES], "little"))]
     first, rest = values[: SLOTS - len(header)], values[SLOTS - len(header) :]
-    reduced = _all_reduce([*header, *first, *[0.0] * (SLOTS - len(header) - len(first))], op, group)
-    count = dist.get_world_size(group)
-    is_good = reduced[0] == 0
-    for number, twin in zip(reduced[1:3], reduced[3:5], strict=True):
-        is_good &= number == -twin if op == dist.ReduceOp.MAX else int(number) ** 2 == count * int(twin)
-    if not is_good:
+    rows = _all_gather([*header, *first, *[0.0] * (SLOTS - len(header) - len(first))], group)
+    if any(row[: len(header)] != [0.0, *header[1:]] for row in rows):
         _raise_what_differs(about, problem, group)
-    return [*reduced[len(header) : len(header) + len(first)], *(_all_reduce(rest, op, group) if rest else ())]
+    gathered = [row[len(header) : len(header) + len(first)] for row in rows]
+    if rest:
+        gathered = [row + more for row, more in zip(gathered, _all_gather(rest, group), strict=True)]
+    return gathered
 
 
 def broadcast_packed(packed: Packed | None, src: int) -> Any:
@@ -272,11 +256,11 @@ def _raise_what_differs(about: str, problem: str, group: dist.ProcessGroup | Non
     raise ValueError(f"The ranks did not make the same call:{listed}")
 
 
-def _all_reduce(values: Sequence[float], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[float]:
-    tensor = torch.tensor(values, dtype=torch.float64, device=_message_device(group))
-    dist.all_reduce(tensor, op, group=group)
-    reduced: list[float] = tensor.tolist()
-    return reduced
+def _all_gather(values: Sequence[float], group: dist.ProcessGroup | None) -> list[list[float]]:
+    sent = torch.tensor(values, dtype=torch.float64, device=_message_device(group))
+    received = [torch.empty_like(sent) for _ in _ranks(group)]
+    dist.all_gather(received, sent, group=group)
+    return [row.tolist() for row in received]
 
 
 def _message_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -289,24 +273,26 @@ def _ranks(group: dist.ProcessGroup | None) -> list[int]:
     return dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
 
 
-def _largest(
-    values: Sequence[float],
-    is_float: Sequence[float],
-    sign: int,
-    about: str,
-    problem: str,
-    group: dist.ProcessGroup | None,
-) -> list[float]:
-    """The maxima, with a negative ``sign`` the minima, and then those of ``is_float``.
+def _largest(values: Iterable[float]) -> float:
+    """NaN, if one of them is."""
+    return max(values, key=lambda value: (math.isnan(value), value))
 
-    NaN travels beside: what is its maximum, libraries disagree.
-    """
-    signed = [-math.inf if math.isnan(value) else sign * value for value in values]
-    flags = [float(math.isnan(value)) for value in values]
-    reduced = all_reduce_values([*signed, *flags, *is_float], about, problem, op=dist.ReduceOp.MAX, group=group)
-    count = len(values)
-    pairs = zip(reduced[:count], reduced[count : 2 * count], strict=True)
-    return [*(math.nan if is_nan else sign * value for value, is_nan in pairs), *reduced[2 * count :]]
+
+def _least(values: Iterable[float]) -> float:
+    """NaN, if one of them is."""
+    return min(values, key=lambda value: (not math.isnan(value), value))
+
+
+def _problem_of(weight: float) -> str:
+    """Why it is no weight; empty if it is one."""
+    is_weight = isinstance(weight, numbers.Real) and 0 <= weight < math.inf
+    return "" if is_weight else f"weight={weight!r} is not a number from 0 up"
+
+
+def _total(weights: Sequence[float], about: str) -> float:
+    if total := sum(weights):
+        return total
+    raise ValueError(f"{about}: the weights of all ranks are 0, so there is no mean.")
 
 
 def _plain(value: Any) -> Any:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .channels import block
-from .collectives import weighted_mean
+from .collectives import sum_of_weights
 from .ddp import initialize_ddp, join_launched_world
 from .reports import place_of
 from .world import current_world
@@ -203,7 +203,7 @@ def average_parameters(model: nn.Module, *, weight: float = 1.0, group: dist.Pro
     layout = repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
     size = sum(tensor.numel() for tensor in tensors)
     about = f"average_parameters of {size} numbers in {len(tensors)} tensors ({zlib.crc32(layout.encode()):08x})"
-    _, total = weighted_mean([], weight, about, "", group)
+    total = sum_of_weights(weight, about, group)
     if current_world().world_size == 1:
         return
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
