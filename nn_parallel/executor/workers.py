@@ -323,4 +323,4 @@ class Outputs:
         self._epoll.close()
 
 
-_FIRST_FRAME_OF_OURS = f'  File "{devices.__file__}", line'
+_FIRST_FRAME_OF_OURS = f'  File "{devices.__file__}", line'.encode("ascii", "backslashreplace").decode()
