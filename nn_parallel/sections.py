@@ -73,6 +73,7 @@ class Sections:
         self._last_call: Call | None = None
         self._history: deque[str] = deque(maxlen=CALLS_KEPT)
         self._peers.unwaited.clear()
+        self._peers.late.clear()
 
     @contextlib.contextmanager
     def section(
