@@ -179,8 +179,8 @@ def _first_misfit(load: Callable[[], None]) -> Exception | None:
         load()
     except (TypeError, ValueError) as error:
         own = error
-    told = all_gather_object("" if own is None else str(own))
-    return own or next((ValueError(text) for text in told if text), None)
+    told = all_gather_object(None if own is None else str(own))
+    return own or next((ValueError(text) for text in told if text is not None), None)
 
 
 def _unloadable(state: dict[str, Any], error: Exception) -> ValueError:
