@@ -117,7 +117,7 @@ def _names(last: Sequence[Collective]) -> dict[str, dict[str, str]]:
     """The names of the last collectives of each group, by their numbers."""
     names: dict[str, dict[str, str]] = {}
     for each in last:
-        names.setdefault(each.group, {})[str(each.number)] = each.name + (each.sizes and f" of {each.sizes}")
+        names.setdefault(each.group, {})[str(each.number)] = each.name + (each.tensors and f" of {each.tensors}")
     return {group: dict(list(numbers.items())[-LAST_COLLECTIVES:]) for group, numbers in names.items()}
 
 

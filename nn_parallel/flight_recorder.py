@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# The sizes that are the same on every rank, by the name of a collective.
-SAME_SIZES = dict.fromkeys(("all_reduce", "all_gather", "broadcast", "gather", "reduce"), "input_sizes")
-SAME_SIZES["scatter"] = "output_sizes"
+# Of which tensors the sizes are the same on every rank, by the name of a collective.
+ALIKE = dict.fromkeys(("all_reduce", "all_gather", "broadcast", "gather", "reduce"), "input") | {"scatter": "output"}
 
 
 class Collective(NamedTuple):
@@ -25,7 +24,7 @@ class Collective(NamedTuple):
     group: str  # torch's name of the group, the same on all of its ranks
     number: int
     name: str  # as in all_reduce
-    sizes: str  # of its tensors, if they are the same on every rank
+    tensors: str  # their types and sizes, if these are the same on every rank
     members: tuple[int, ...]
     is_over: bool
     by_main_thread: bool
@@ -39,10 +38,11 @@ def collectives(first_group_id: int) -> list[Collective]:
     for entry in _dump(True).get("entries", []):
         group, name = entry["process_group"][0], entry["profiling_name"].removeprefix("gloo:")
         if entry["pg_id"] >= first_group_id and group in members:
-            sizes = str(entry[SAME_SIZES[name]]) if name in SAME_SIZES else ""
+            which = ALIKE.get(name)
+            tensors = f"{', '.join(entry[f'{which}_dtypes'])} {entry[f'{which}_sizes']}" if which else ""
             by_main_thread = entry.get("thread_id") == main
             number, is_over = entry["collective_seq_id"], entry["retired"]
-            found.append(Collective(group, number, name, sizes, members[group], is_over, by_main_thread))
+            found.append(Collective(group, number, name, tensors, members[group], is_over, by_main_thread))
     return found
 
 

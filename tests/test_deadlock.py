@@ -183,6 +183,23 @@ def test_a_rank_that_waits_in_a_call_has_entered_another_collective(two: Ranks) 
         assert "it entered all_reduce" in told
 
 
+def test_ranks_in_collectives_of_other_types(two: Ranks) -> None:
+    """The name and the sizes are the same, the types of the numbers are not."""
+
+    def scenario() -> str:
+        rank = initialize_ddp().rank
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            if rank == 0:
+                dist.broadcast(torch.ones(1, dtype=torch.int64), 1)
+            else:
+                dist.broadcast(torch.ones(1), 0)
+        return str(caught.value)
+
+    for told in two.run(scenario):
+        assert "broadcast of Long [[1]]" in told
+        assert "broadcast of Float [[1]]" in told
+
+
 def test_ranks_that_wait_for_each_other_in_two_groups(two: Ranks) -> None:
     """Each is in a collective of another group: both end."""
 
