@@ -191,8 +191,8 @@ def sum_of_weights(weight: float, about: str, group: dist.ProcessGroup | None) -
         ValueError: on every rank: a weight is negative or no number, or all are 0.
     """
     problem = _problem_of(weight)
-    ((*weights,),) = zip(*gather_numbers([0.0 if problem else weight], about, problem, group), strict=True)
-    return _total(weights, about)
+    rows = gather_numbers([0.0 if problem else weight], about, problem, group)
+    return _total([weight for (weight,) in rows], about)
 
 
 def gather_numbers(

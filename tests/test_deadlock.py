@@ -98,6 +98,14 @@ def test_random_programs(number: int, leave_out: bool, monkeypatch: pytest.Monke
         assert not told[0].startswith(random_programs.HANGS), (what, told)
 
 
+def told_of_a_block(body: Callable[[int], object]) -> str:
+    """As a rank: the error of a block that runs ``body(rank)``."""
+    rank = initialize_ddp().rank
+    with pytest.raises(RankError) as caught, ParallelExecutor():
+        body(rank)
+    return str(caught.value)
+
+
 def _skip(wait: Callable[[], None]) -> None:
     if initialize_ddp().rank == 0:
         wait()
@@ -151,13 +159,7 @@ def test_a_rank_whose_gradients_another_one_never_sends() -> None:
 def test_ranks_in_different_collectives(two: Ranks) -> None:
     """Under one number of a group, one rank entered another collective: the message names both."""
 
-    def scenario() -> str:
-        rank = initialize_ddp().rank
-        with pytest.raises(RankError) as caught, ParallelExecutor():
-            dist.barrier() if rank else all_reduce()
-        return str(caught.value)
-
-    for told in two.run(scenario):
+    for told in two.run(told_of_a_block, lambda rank: dist.barrier() if rank else all_reduce()):
         assert "of process group 0 it entered " in told
         assert "barrier" in told
         assert "all_reduce" in told
@@ -166,18 +168,15 @@ def test_ranks_in_different_collectives(two: Ranks) -> None:
 def test_a_rank_that_waits_in_a_call_has_entered_another_collective(two: Ranks) -> None:
     """Asynchronously, under the number of the one that the other rank is in: the call comes after it on both."""
 
-    def scenario() -> str:
-        rank = initialize_ddp().rank
-        with pytest.raises(RankError) as caught, ParallelExecutor():
-            if rank == 0:
-                work = dist.all_reduce(torch.ones(1), async_op=True)
-            else:
-                dist.barrier()
-            on_rank(1)(int)()
-            work.wait()
-        return str(caught.value)
+    def body(rank: int) -> None:
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(1), async_op=True)
+        else:
+            dist.barrier()
+        on_rank(1)(int)()
+        work.wait()
 
-    for told in two.run(scenario):
+    for told in two.run(told_of_a_block, body):
         assert "Rank 1 is in barrier()" in told
         assert "rank 0 waits in int() on rank 1 at " in told
         assert "it entered all_reduce" in told
@@ -186,16 +185,13 @@ def test_a_rank_that_waits_in_a_call_has_entered_another_collective(two: Ranks) 
 def test_ranks_in_collectives_of_other_types(two: Ranks) -> None:
     """The name and the sizes are the same, the types of the numbers are not."""
 
-    def scenario() -> str:
-        rank = initialize_ddp().rank
-        with pytest.raises(RankError) as caught, ParallelExecutor():
-            if rank == 0:
-                dist.broadcast(torch.ones(1, dtype=torch.int64), 1)
-            else:
-                dist.broadcast(torch.ones(1), 0)
-        return str(caught.value)
+    def body(rank: int) -> None:
+        if rank == 0:
+            dist.broadcast(torch.ones(1, dtype=torch.int64), 1)
+        else:
+            dist.broadcast(torch.ones(1), 0)
 
-    for told in two.run(scenario):
+    for told in two.run(told_of_a_block, body):
         assert "broadcast of Long [[1]]" in told
         assert "broadcast of Float [[1]]" in told
 
@@ -216,13 +212,7 @@ def test_ranks_that_wait_for_each_other_in_two_groups(two: Ranks) -> None:
 def test_a_collective_inside_a_call_for_one_rank(two: Ranks) -> None:
     """The others wait for the end of the call, and never enter the collective."""
 
-    def scenario() -> str:
-        initialize_ddp()
-        with pytest.raises(RankError) as caught, ParallelExecutor():
-            on_rank(0)(all_reduce)()
-        return str(caught.value)
-
-    for told in two.run(scenario):
+    for told in two.run(told_of_a_block, lambda rank: on_rank(0)(all_reduce)()):
         assert "Rank 0 is in all_reduce()" in told
         assert "rank 1 waits in all_reduce() on rank 0 at " in told
 
