@@ -2,38 +2,48 @@
 
 The files, from the bottom up; each knows only those before it in this list::
 
-    errors, collector       every error; Python's garbage collector
-    launchers               environment -> launch facts
-    devices, gpus           which devices there are; what NVML tells of GPUs
-    culprits, pickling      which part of an object cannot be pickled; objects to bytes and back
-    interrupt, spinning     what is raised in the main thread from outside; the core is offered to others
-    sockets, world, nodes   connections of this process; who am I among the ranks; whether other nodes are there
-    flight_recorder         the collectives that this process has entered, as torch records them
-    rendezvous, groups      the ranks find each other; the process group that connects them
-    reports                 the words in which ranks tell of outcomes
-    peers, positions        what a rank reads of another one; where the main thread stands
-    deadlock, watcher       whether a collective can end; free this rank from what cannot
-    long_waits              what a rank does that waits for others for long
-    sections, outcomes      calls of all ranks: post and await their outcomes through the store; blocks of such calls
-    channels                the one of this process
-    ddp                     initialize_ddp, cleanup_ddp
-    collectives             reduce_metrics, any_rank, all_gather_object, ...
-    on_rank                 code for one rank
-    training, loaders, logs the model, the data and the log lines of each rank
-    states                  what of them is stored in a checkpoint, and whether it fits
-    checkpoint, profiling   save_checkpoint, load_checkpoint; profile_ranks
-        segments, transport             memory files for what is large; messages
-        namespaces                      what functions and classes that travel by value find in a worker
-        evidence, poller, worker        why a process died; waiting for many; a worker process
-        fingerprints, modules           whether a function is still the same, and the modules that workers import
-        names, script, packing          what functions refer to by names, and when that is sent; what is sent in all
-        forkserver, boot, servers       the process that forks them; its first lines; as the parent sees it
-        futures                         what a pool will have done, and who is called then
-        jobs, workers, crew             what is to be done; who does it, one by one and all together
-        schedule, supervisor, executor  which job goes where; the parent's thread; the class itself
-    executor                ParallelExecutor
-    parallelize, doctor     code for every device; verify_ddp_setup
-    __main__                the command line
+    errors, collector           every error; Python's garbage collector
+    devices, gpus               which devices there are; what NVML tells of GPUs
+    culprits, pickling          which part of an object cannot be pickled; objects to bytes and back
+    signals, spinning           what is raised in the main thread from outside; the core is offered to others
+    launch                      how the ranks are started, find each other, are connected, and know who is dead:
+        environment             launcher's variables -> launch facts
+        sockets                 connections of this process
+        context                 the place of this process among the ranks
+        flight_recorder         the collectives that this process has entered, as torch records them
+        liveness                whether other nodes are there
+        rendezvous, group       the ranks find each other; the process group that connects them
+    world                       who am I among the ranks
+    calls                       what ranks do together, and how a failure reaches all of them:
+        records                 the words in which ranks tell of outcomes
+        peers, stacks           what a rank reads of another one; where the main thread stands
+        deadlock, watcher       whether a collective can end; free this rank from what cannot
+        long_waits              what a rank does that waits for others for long
+        calls, blocks           a call that one rank runs and the others wait for; a block that all ranks run
+        channels                the one of this process
+    ddp                         initialize_ddp, cleanup_ddp
+    exchange                    objects from rank to rank
+    on_rank                     code for one rank
+    training                    an existing loop on every rank:
+        collectives             reduce_metrics, any_rank, all_gather_object, ...
+        model, data, logs       the model, the data and the log lines of each rank
+        states                  what of them is stored in a checkpoint, and whether it fits
+        checkpoint, profiling   save_checkpoint, load_checkpoint; profile_ranks
+    executor                    ParallelExecutor:
+        segments, transport     memory files for what is large; messages
+        namespaces              what functions and classes that travel by value find in a worker
+        evidence, poller        why a process died; waiting for many
+        worker                  a worker process
+        fingerprints, modules   whether a function is still the same, and the modules that workers import
+        names, script, packing  what functions refer to by names, and when that is sent; what is sent in all
+        forkserver, boot        the process that forks workers; its first lines
+        servers, futures        that process as the parent sees it; what a pool will have done, and who is called then
+        jobs, workers, crew     what is to be done; who does it, one by one and all together
+        schedule, supervisor    which job goes where; the parent's thread
+        executor                the class itself
+    shared_pool, data_parallel  parallelize_on_gpus; parallel_on_all_devices
+    doctor                      verify_ddp_setup
+    __main__                    the command line
 
 Importing it starts nothing: no process, no thread, no GPU.
 """
@@ -43,8 +53,7 @@ import torch  # noqa: F401  # first: what its import leaves behind is collected 
 from . import collector
 
 with collector.paused():
-    from .checkpoint import load_checkpoint, save_checkpoint
-    from .collectives import all_gather_object, all_gather_tensor, all_ranks, any_rank, reduce_metrics
+    from .data_parallel import parallel_on_all_devices
     from .ddp import cleanup_ddp, initialize_ddp, should_use_distributed
     from .devices import resolve_device
     from .doctor import Report, verify_ddp_setup
@@ -60,13 +69,16 @@ with collector.paused():
     )
     from .executor import ParallelExecutor
     from .gpus import GPU, list_gpus, parse_gpu_selection, select_gpus
-    from .loaders import prepare_dataloader
-    from .logs import setup_logging
+    from .launch.context import World
     from .on_rank import on_local_rank, on_rank, rank_first
-    from .parallelize import parallel_on_all_devices, parallelize_on_gpus
-    from .profiling import profile_ranks
-    from .training import accumulate, average_parameters, prepare_model, seed_everything, unwrap_model
-    from .world import World, current_world
+    from .shared_pool import parallelize_on_gpus
+    from .training.checkpoint import load_checkpoint, save_checkpoint
+    from .training.collectives import all_gather_object, all_gather_tensor, all_ranks, any_rank, reduce_metrics
+    from .training.data import prepare_dataloader
+    from .training.logs import setup_logging
+    from .training.model import accumulate, average_parameters, prepare_model, seed_everything, unwrap_model
+    from .training.profiling import profile_ranks
+    from .world import current_world
 
 __all__ = [
     "GPU",

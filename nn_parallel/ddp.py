@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from . import world as _world
-from .channels import channel
+from .calls.channels import channel
 from .devices import named_device, resolve_device
 from .errors import LaunchError
-from .groups import close_group, leave, make_group
-from .launchers import Launch, detect_launch, with_arguments
-from .rendezvous import join_launch
-from .world import DEFAULT_TIMEOUT, Membership, World, current_world, membership, world_of
+from .launch.context import DEFAULT_TIMEOUT, RankContext, World, world_of
+from .launch.environment import Launch, detect_launch, with_arguments
+from .launch.group import close_group, leave, make_group
+from .launch.rendezvous import join_launch
+from .world import current_world, rank_context
 
 TAKEN = "NN_PARALLEL_TAKEN"  # tells child processes who has taken the place that the launcher's variables describe
 logger = logging.getLogger("nn_parallel")
@@ -69,9 +70,9 @@ def initialize_ddp(
             model = DistributedDataParallel(model)
     """
     limit = as_timedelta(timeout) or DEFAULT_TIMEOUT
-    member = membership()
+    context = rank_context()
     try:
-        if member is None:
+        if context is None:
             environ = with_arguments(
                 os.environ,
                 rank=rank,
@@ -85,17 +86,17 @@ def initialize_ddp(
                 return current_world() if device is None else _alone(device)
             if _is_started_by_rank(launch):
                 return world_of(launch, named_device(device))
-            member = join_launch(launch, named_device(device), limit)
-            _world.join(member)
+            context = join_launch(launch, named_device(device), limit)
+            _world.join(context)
             os.environ[TAKEN] = f"{os.getpid()} {_place(launch)}"
             atexit.register(cleanup_ddp)
-            world, told_by = member.world, ", ".join(launch.told_by)
+            world, told_by = context.world, ", ".join(launch.told_by)
             place = world.rank, world.world_size, world.device
             logger.info("Rank %d of %d on %s, started by %s (%s).", *place, world.launcher, told_by)
-        elif member.world.launcher == "none" and device is not None:
+        elif context.world.launcher == "none" and device is not None:
             return _alone(device)
-        if member.open_store is not None and not dist.is_initialized():
-            make_group(member, backend, as_timedelta(timeout) or member.timeout)
+        if context.open_store is not None and not dist.is_initialized():
+            make_group(context, backend, as_timedelta(timeout) or context.timeout)
         if here := channel():
             here.watch()
     except LaunchError as error:
@@ -104,7 +105,7 @@ def initialize_ddp(
         cleanup_ddp()
         warnings.warn(f"Running alone, not distributed. {error}", stacklevel=2)
         return _alone(device or "cpu")
-    return member.current()
+    return context.current()
 
 
 def cleanup_ddp() -> None:
@@ -112,13 +113,13 @@ def cleanup_ddp() -> None:
 
     Runs by itself at the end of the program. Inside `ParallelExecutor.run` it closes the group; the rank stays a rank.
     """
-    member = membership()
-    if member is None or member.world.launcher == "external":
+    context = rank_context()
+    if context is None or context.world.launcher == "external":
         return
-    if member.world.launcher == "executor":
-        close_group(member, abort=False)
+    if context.world.launcher == "executor":
+        close_group(context, abort=False)
     else:
-        leave(member)
+        leave(context)
         _world.join(None)
         os.environ.pop(TAKEN, None)
 
@@ -126,7 +127,7 @@ def cleanup_ddp() -> None:
 def _alone(device: torch.device | str) -> World:
     """The world of one rank from now on, with this device."""
     world = World(False, 0, 0, 1, resolve_device(device))
-    _world.join(Membership(world))
+    _world.join(RankContext(world))
     return world
 
 
@@ -140,19 +141,19 @@ def _place(launch: Launch) -> str:
     return f"{launch.rank}/{launch.world_size} {launch.master_addr}:{launch.master_port}"
 
 
-def join_launched_world() -> Membership | None:
+def join_launched_world() -> RankContext | None:
     """The place of this process among other ranks, or None if it is alone.
 
     It is taken now if a launcher started this process and `initialize_ddp` has not been called.
     Without this, every rank of a script that forgot to call it would take itself for rank 0 and write the checkpoint.
     """
-    member = membership()
-    launch = detect_launch(os.environ) if member is None else None
+    context = rank_context()
+    launch = detect_launch(os.environ) if context is None else None
     if launch is not None and not _is_started_by_rank(launch):
         world = initialize_ddp()
         logger.info("initialize_ddp() was called for you: rank %d of %d (%s).", *world[1:4:2], world.launcher)
-        member = membership()
-    return member if member is not None and member.open_store is not None else None
+        context = rank_context()
+    return context if context is not None and context.open_store is not None else None
 
 
 def should_use_distributed(flag: bool | None = None) -> bool:

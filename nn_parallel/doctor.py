@@ -22,8 +22,8 @@ from .devices import accelerators, cpu_count, device_properties
 from .errors import LaunchError, ParallelError
 from .executor import ParallelExecutor
 from .gpus import list_gpus
-from .launchers import detect_launch, is_loopback
-from .world import membership
+from .launch.environment import detect_launch, is_loopback
+from .world import rank_context
 
 TIMEOUT_S = 60.0
 OK, WARNING, FAILED = "ok", "warning", "failed"
@@ -79,8 +79,8 @@ def verify_ddp_setup() -> Report:
     software = _software()
     if software.status == FAILED:  # an older torch raises as it is asked for what it lacks
         return Report((launch, software))
-    member = membership()
-    is_launched = detect_launch(os.environ) is not None if member is None else member.open_store is not None
+    context = rank_context()
+    is_launched = detect_launch(os.environ) is not None if context is None else context.open_store is not None
     own = [launch, software, _system(), *_devices(), *_limits(), *_network()]
     if is_launched:
         return Report(tuple(_of_all_ranks(own)))

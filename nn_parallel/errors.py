@@ -213,7 +213,7 @@ def format_traceback(error: BaseException) -> str:
 def user_frames(error: BaseException) -> TracebackType | None:
     """The traceback of ``error`` from the first frame that is not ours; ours alone if there is no other."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
         frames = frames.tb_next
     return frames or error.__traceback__
 
@@ -264,7 +264,7 @@ def _leaves(error: BaseException) -> set[int]:
 
 
 MAX_TRACEBACK_CHARS = 20_000
-_PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PLAIN_REDUCE = (BaseException.__reduce__, OSError.__reduce__, ImportError.__reduce__)
 _NO_GROUP = "Default process group has not been initialized"  # torch's words
 _CALL_INITIALIZE_DDP = (

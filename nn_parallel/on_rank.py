@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
-from .channels import channel
-from .collectives import broadcast_packed
+from .calls.blocks import Channel
+from .calls.channels import channel
+from .calls.peers import local_places
+from .calls.records import Call, call_name, place_of
 from .ddp import as_timedelta, join_launched_world
 from .errors import ParallelError
-from .outcomes import Channel
-from .peers import local_places
+from .exchange import broadcast_packed
 from .pickling import Packed, dumps
-from .reports import Call, call_name, place_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -261,11 +261,11 @@ def _ranks_in_world(caller: str, ranks: Sequence[int], world_size: int) -> tuple
 def _local_ranks_in_world(caller: str, local_rank: int, here: Channel) -> tuple[int, ...]:
     ranks = tuple(
         rank
-        for rank, (local, count) in enumerate(local_places(here.member))
+        for rank, (local, count) in enumerate(local_places(here.context))
         if local == (local_rank + count if local_rank < 0 else local_rank)
     )
     if not ranks:
-        count = here.member.world.local_world_size
+        count = here.context.world.local_world_size
         raise ValueError(
             f"{caller}({local_rank}) cannot run: {count} ranks run on this node, so a local rank is 0..{count - 1} (or "
             f"-{count}..-1 from the end)."

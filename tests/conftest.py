@@ -21,8 +21,9 @@ import hypothesis
 import pytest
 from ranks import launched
 
-from nn_parallel import ParallelExecutor, initialize_ddp, on_rank, rendezvous
+from nn_parallel import ParallelExecutor, initialize_ddp, on_rank
 from nn_parallel.executor import servers
+from nn_parallel.launch import rendezvous
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -21,7 +21,7 @@ from nn_parallel import (
     initialize_ddp,
     reduce_metrics,
 )
-from nn_parallel.collectives import SLOTS, can_gather
+from nn_parallel.training.collectives import SLOTS, can_gather
 
 
 def rank_and_size() -> tuple[int, int]:

@@ -23,10 +23,10 @@ from nn_parallel import (
     RankError,
     RankTimeoutError,
     initialize_ddp,
-    long_waits,
     on_rank,
     save_checkpoint,
 )
+from nn_parallel.calls import long_waits
 
 LATE_S = 1.6  # more than any interval at which a rank looks
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import nn_parallel
 from nn_parallel import errors
+from nn_parallel.calls.records import known_exceptions
 from nn_parallel.devices import call_on_device
 from nn_parallel.errors import (
     MAX_TRACEBACK_CHARS,
@@ -40,8 +41,7 @@ from nn_parallel.errors import (
     rank_error,
     summary,
 )
-from nn_parallel.launchers import detect_launch
-from nn_parallel.reports import known_exceptions
+from nn_parallel.launch.environment import detect_launch
 
 
 def _raised(error: BaseException) -> BaseException:

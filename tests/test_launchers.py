@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nn_parallel import launchers
 from nn_parallel.errors import LaunchError
-from nn_parallel.launchers import Launch, detect_launch, with_arguments
+from nn_parallel.launch import environment
+from nn_parallel.launch.environment import Launch, detect_launch, with_arguments
 
 HOST = socket.gethostname()
 BY_HAND = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -89,10 +89,10 @@ def test_what_is_no_launch(environ: dict[str, str]) -> None:
 def test_an_interactive_shell_in_a_step_is_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs at its terminal is alone; a step that is started there inherits the variable, and no terminal."""
     in_shell = SLURM | {"SLURM_PTY_PORT": "40123"}
-    monkeypatch.setattr(launchers, "has_terminal", lambda: True)
+    monkeypatch.setattr(environment, "has_terminal", lambda: True)
     assert detect_launch(in_shell) is None
     assert _detect(SLURM).launcher == "slurm"
-    monkeypatch.setattr(launchers, "has_terminal", lambda: False)
+    monkeypatch.setattr(environment, "has_terminal", lambda: False)
     assert _detect(in_shell) == _detect(SLURM)
 
 

@@ -34,7 +34,7 @@ from nn_parallel import (
     prepare_model,
     seed_everything,
 )
-from nn_parallel.loaders import EvenBatches, RankSampler
+from nn_parallel.training.data import EvenBatches, RankSampler
 
 
 def numbers(n: int) -> TensorDataset:
@@ -72,7 +72,7 @@ class Shuffled(Sampler[int]):
 
 FIRST_USE_OF_NUMPY = """
 import sys
-from nn_parallel.loaders import RankSampler
+from nn_parallel.training.data import RankSampler
 
 class Shuffled:
     def __iter__(self):

@@ -11,7 +11,7 @@ import pytest
 from conftest import World
 
 from nn_parallel import current_world, initialize_ddp, setup_logging
-from nn_parallel.logs import _RankHandler
+from nn_parallel.training.logs import _RankHandler
 
 
 def said(level: int | str = "INFO", times: int = 1) -> list[str]:

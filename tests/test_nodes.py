@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nn_parallel.nodes import GONE_KEY, connect_nodes
-from nn_parallel.peers import Peers
-from nn_parallel.world import Membership, World
+from nn_parallel.calls.peers import Peers
+from nn_parallel.launch.context import RankContext, World
+from nn_parallel.launch.liveness import GONE_KEY, connect_nodes
 
 HOST = "127.0.0.1"
 
@@ -30,14 +30,14 @@ class Ranks:
         self.store = dist.TCPStore(
             HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        self._members = list[Membership]()
+        self._members = list[RankContext]()
 
-    def join(self, rank: int) -> Membership:
+    def join(self, rank: int) -> RankContext:
         world = World(False, rank, rank, 3, torch.device("cpu"))
-        member = Membership(world, lambda: dist.PrefixStore("world", self.store), one_node=False)
-        self._members.append(member)
-        connect_nodes(member, HOST)
-        return member
+        context = RankContext(world, lambda: dist.PrefixStore("world", self.store), one_node=False)
+        self._members.append(context)
+        connect_nodes(context, HOST)
+        return context
 
     def gone(self) -> str:
         """Which ranks are told to be gone, once one is."""
@@ -47,8 +47,8 @@ class Ranks:
         return self.store.get(key).decode()
 
     def close(self) -> None:
-        for member in self._members:
-            member.on_leave.close()
+        for context in self._members:
+            context.on_leave.close()
         self._members.clear()
         del self.store
 
@@ -60,8 +60,8 @@ def ranks() -> Iterator[Ranks]:
     three.close()
 
 
-def _address(member: Membership) -> tuple[int, str]:
-    where = json.loads(member.store.get("switchboard"))
+def _address(context: RankContext) -> tuple[int, str]:
+    where = json.loads(context.store.get("switchboard"))
     return where["port"], where["token"]
 
 
@@ -118,7 +118,7 @@ def test_who_is_gone_is_asked_for_all_ranks_at_once() -> None:
         store.set(f"member/{rank}", json.dumps({"host": "another one", "host_name": "", "pid": 1}))
     store.set(GONE_KEY, "7 63")
     world = World(False, 0, 0, 64, torch.device("cpu"))
-    peers = Peers(Membership(world, lambda: store, one_node=False, rank_0_is_gone=lambda: False), store)
+    peers = Peers(RankContext(world, lambda: store, one_node=False, rank_0_is_gone=lambda: False), store)
 
     def counted(key: str) -> str | None:
         asked[key] += 1

@@ -30,8 +30,8 @@ from nn_parallel import (
     on_rank,
     rank_first,
 )
-from nn_parallel.channels import channel
-from nn_parallel.peers import FAILURES_KEPT
+from nn_parallel.calls.channels import channel
+from nn_parallel.calls.peers import FAILURES_KEPT
 
 
 def _cause(error: BaseException) -> str:
@@ -297,7 +297,7 @@ def test_ranks_in_different_calls_get_both_call_sites(world: World) -> None:
             with pytest.raises(ParallelError) as caught:
                 report()
             text = str(caught.value)
-        start.begin_term(start.term + 1)  # in step again for the next test
+        start.begin_generation(start.generation + 1)  # in step again for the next test
         return text
 
     for text in world.run(scenario)[1:]:
@@ -324,7 +324,7 @@ def test_two_ranks_that_wait_for_each_other_learn_so(world: World) -> None:
             with pytest.raises(ParallelError) as caught:
                 second() if here.rank == 0 else first()
             text = str(caught.value)
-        here.begin_term(here.term + 1)  # in step again for the next test
+        here.begin_generation(here.generation + 1)  # in step again for the next test
         return text
 
     for text in world.run(scenario)[:2]:

@@ -24,8 +24,8 @@ from nn_parallel import (
     initialize_ddp,
     on_rank,
     parallel_on_all_devices,
-    parallelize,
     parallelize_on_gpus,
+    shared_pool,
 )
 from nn_parallel.devices import cpu_count
 from nn_parallel.executor import servers
@@ -35,8 +35,8 @@ from nn_parallel.executor import servers
 def _no_shared_pool_is_left(_nothing_left_behind: None) -> Iterator[None]:
     """The shared pools, which would live for another minute, end with each test."""
     yield
-    while parallelize._pools:
-        parallelize._pools.popitem()[1].shutdown()
+    while shared_pool._pools:
+        shared_pool._pools.popitem()[1].shutdown()
 
 
 def test_every_device_runs_it() -> None:
@@ -97,7 +97,7 @@ def test_functions_that_are_called_in_other_ways_share_them_too() -> None:
         time.sleep(1)
 
     assert slow() == [None, None]
-    assert len(parallelize._pools) == 1
+    assert len(shared_pool._pools) == 1
 
 
 def test_a_device_may_be_given_itself() -> None:
@@ -127,25 +127,25 @@ def test_a_pool_that_cannot_go_on_is_replaced_at_the_next_call(monkeypatch: pyte
         with pytest.raises(ParallelError, match="fork server has ended"):
             sleep(3600)
         assert sleep(0) == [None]
-        (pool,) = parallelize._pools.values()
+        (pool,) = shared_pool._pools.values()
         os.kill(servers.fork_server_pid() or 0, signal.SIGKILL)
         pool._supervisor._thread.join(10)  # type: ignore[union-attr]
         assert sleep(0) == [None]  # nothing was lost
     finally:
-        parallelize._pools.popitem()[1].shutdown()
+        shared_pool._pools.popitem()[1].shutdown()
         servers.stop_fork_server()
 
 
 def test_an_idle_pool_ends_and_the_next_call_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """After its idle time the processes are gone; a call finds new ones."""
-    monkeypatch.setattr(parallelize._SharedPool, "_idle_limit_s", 0.1)
+    monkeypatch.setattr(shared_pool._SharedPool, "_idle_limit_s", 0.1)
 
     @parallelize_on_gpus(num_gpus=1)
     def pid() -> int:
         return os.getpid()
 
     (first,) = pid()
-    pool = next(iter(parallelize._pools.values()))
+    pool = next(iter(shared_pool._pools.values()))
     pool._supervisor._thread.join(10)  # type: ignore[union-attr]
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from nn_parallel import data_parallel as module
 from nn_parallel import parallel_on_all_devices
-from nn_parallel import parallelize as module
-from nn_parallel.world import Membership, World, join
+from nn_parallel.launch.context import RankContext, World
+from nn_parallel.world import join
 
 Use = Callable[[int], None]
 
@@ -110,7 +111,7 @@ def test_under_a_launcher_it_is_a_plain_call(devices: int, monkeypatch: pytest.M
 
 def test_a_process_that_is_alone_after_a_fallback_uses_its_devices(devices: int) -> None:
     """They are nobody else's."""
-    join(Membership(World(False, 0, 0, 1, torch.device("cpu"))))
+    join(RankContext(World(False, 0, 0, 1, torch.device("cpu"))))
     try:
         seen = Seen()
         parallel_on_all_devices(seen)(torch.ones(4))

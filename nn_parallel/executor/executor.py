@@ -16,14 +16,14 @@ from typing import Any, Never, NoReturn, Self, TypeVar
 
 import torch
 
-from ..channels import channel
-from ..collectives import all_gather_packed
+from ..calls.channels import channel
+from ..calls.records import call_name, place_of
 from ..ddp import as_timedelta, join_launched_world
 from ..devices import call_on_device, choose_devices, count, cpu_count, parse_devices
 from ..errors import ExecutorClosedError, ParallelError, RankError, TransferError, rank_error, user_frames
+from ..exchange import all_gather_packed
+from ..launch.context import RankContext
 from ..pickling import dumps
-from ..reports import call_name, place_of
-from ..world import Membership
 from .crew import Settings
 from .jobs import Mapped, Resize, Run, Single
 from .packing import CallOptions
@@ -93,14 +93,14 @@ class ParallelExecutor(Executor):
         self._closed = False
         self._supervisor: Supervisor | None = None
         self._block: contextlib.AbstractContextManager[None] | None = None
-        member = join_launched_world()
-        if member is not None:
-            _check_choice_is_what_runs(member, num_gpus, devices, num_workers)
-            self._member: Membership | None = member
+        context = join_launched_world()
+        if context is not None:
+            _check_choice_is_what_runs(context, num_gpus, devices, num_workers)
+            self._context: RankContext | None = context
             if initializer is not None:
                 initializer(*initargs)
             return
-        self._member = None
+        self._context = None
         if sys.platform != "linux":
             raise ParallelError("ParallelExecutor starts worker processes on Linux only: use WSL, Linux or torchrun.")
         self._devices_for = functools.partial(choose_devices, num_gpus, devices)
@@ -242,8 +242,8 @@ class ParallelExecutor(Executor):
             len(ex.run(str))  # 4
         """
         if self._supervisor is None:
-            assert self._member is not None
-            raise ValueError(f"resize() does not apply here: the workers are the {self._member.world_size} ranks.")
+            assert self._context is not None
+            raise ValueError(f"resize() does not apply here: the workers are the {self._context.world_size} ranks.")
         job = Resize(self._devices_for(num_workers), self._supervisor.callbacks)
         self._supervisor.submit(job)
         job.over.result()
@@ -328,8 +328,8 @@ class ParallelExecutor(Executor):
     def _run_on_ranks(self, fn: Callable[..., R], args: Any, kwargs: Any, name: str, place: str) -> list[R]:
         """`run` where the workers are the ranks that all make this call."""
         self._raise_if_closed()
-        assert self._member is not None
-        device = self._member.world.device if self._options.pass_device else None
+        assert self._context is not None
+        device = self._context.world.device if self._options.pass_device else None
         here = channel()
         if here is None:  # a world of one rank
             try:
@@ -344,28 +344,30 @@ class ParallelExecutor(Executor):
             return all_gather_packed(packed)
 
     def _map_over_ranks(self, fn: Callable[..., R], items: list[tuple[Any, ...]]) -> list[R]:
-        assert self._member is not None
-        rank, count = self._member.rank, self._member.world_size
+        assert self._context is not None
+        rank, count = self._context.rank, self._context.world_size
         share = functools.partial(_call_each, fn, items[rank::count])
         shares = self._run_on_ranks(share, (), {}, call_name(fn), "map()")
         return [shares[index % count][index // count] for index in range(len(items))]
 
 
-def _check_choice_is_what_runs(member: Membership, num_gpus: int | None, devices: Any, num_workers: int | None) -> None:
+def _check_choice_is_what_runs(
+    context: RankContext, num_gpus: int | None, devices: Any, num_workers: int | None
+) -> None:
     """Under a launcher nothing is chosen: what is asked for must be what is there, so that one file runs both ways."""
     wrong = [
         f"{name}={value!r}"
         for name, value, is_there in (
-            ("num_gpus", num_gpus, num_gpus and count("num_gpus", num_gpus) == member.world_size),
-            ("num_workers", num_workers, num_workers and count("num_workers", num_workers) == member.world_size),
-            ("devices", devices, devices is not None and member.world.device in parse_devices(devices)),
+            ("num_gpus", num_gpus, num_gpus and count("num_gpus", num_gpus) == context.world_size),
+            ("num_workers", num_workers, num_workers and count("num_workers", num_workers) == context.world_size),
+            ("devices", devices, devices is not None and context.world.device in parse_devices(devices)),
         )
         if value is not None and not is_there
     ]
     if wrong:
         raise ValueError(
-            f"{wrong[0]} does not apply here: the workers are the {member.world_size} ranks that run already, this one "
-            f"on {member.world.device}."
+            f"{wrong[0]} does not apply here: the workers are the {context.world_size} ranks that run already, this "
+            f"one on {context.world.device}."
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
-from ..interrupt import Condition
+from ..signals import Condition
 
 logger = logging.getLogger("concurrent.futures")  # where the standard library tells of callbacks that raise
 Callback = Callable[[concurrent.futures.Future[Any]], object]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..calls.records import call_name
 from ..pickling import ATOMS, Packed, dumps
-from ..reports import call_name
 from . import namespaces
 from .fingerprints import fingerprint
 from .modules import Modules, Watched

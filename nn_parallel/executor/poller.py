@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from ..interrupt import Delayed
+from ..signals import Delayed
 from ..spinning import Spin
 
 STAND_BACK_S = 5e-4

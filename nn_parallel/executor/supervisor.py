@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 
 from ..errors import ExecutorClosedError, ParallelError
-from ..interrupt import Delayed
+from ..signals import Delayed
 from .crew import Crew, End, Settings
 from .futures import Callbacks
 from .jobs import Job, Resize, Run, opened

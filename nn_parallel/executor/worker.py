@@ -23,16 +23,16 @@ import torch
 import torch.distributed as dist
 
 from .. import world
-from ..channels import channel
-from ..deadlock import waits_for
+from ..calls.channels import channel
+from ..calls.deadlock import waits_for
+from ..calls.records import WAITING, Progress, call_name
+from ..calls.watcher import Watcher, follows
 from ..devices import call_on_device
 from ..errors import Failure, ParallelError, RemoteError, TransferError, qualified_name, user_frames
-from ..groups import abort_collectives, close_group, leave
-from ..interrupt import Interrupted, Interruptible, keep_handler
+from ..launch.context import DEFAULT_TIMEOUT, RankContext, World
+from ..launch.group import abort_collectives, close_group, leave
 from ..pickling import Packed, dumps, loads
-from ..reports import WAITING, Progress, call_name
-from ..watcher import Watcher, follows
-from ..world import DEFAULT_TIMEOUT, Membership, World
+from ..signals import Interrupted, Interruptible, keep_handler
 from .namespaces import Answered, Stored, stored, stored_object, use_main
 from .segments import Segments
 from .transport import Link, Parcel, Unpack
@@ -130,8 +130,8 @@ class _Worker:
     def __init__(self, setup: Setup) -> None:
         self._index = setup.rank
         self.device = torch.device(setup.device)
-        self._alone = Membership(World(False, 0, 0, 1, self.device, launcher="executor"))
-        self._rank: Membership | None = None  # as a rank of the present epoch
+        self._alone = RankContext(World(False, 0, 0, 1, self.device, launcher="executor"))
+        self._rank: RankContext | None = None  # as a rank of the present epoch
         self._epoch = 0
         self._store: dist.Store | None = None
         self._cores = -1  # not known yet
@@ -164,9 +164,9 @@ class _Worker:
         with self._switching:
             if self._task != self._cancelled:
                 return False
-            member = world.membership()
-            if member is not None and member.open_store is not None:
-                abort_collectives(member)
+            context = world.rank_context()
+            if context is not None and context.open_store is not None:
+                abort_collectives(context)
             self._block.interrupt()
             return True
 
@@ -183,11 +183,11 @@ class _Worker:
         if task.cores != self._cores:
             self._cores = task.cores
             torch.set_num_threads(max(1, task.cores))  # OMP_NUM_THREADS is read when torch is loaded: too late here
-        term = _term_of(task)
+        generation = _generation_of(task)
         if self._watcher is not None:
             self._watcher.has_returned = None
-        member = self._enter(task, term) if task.world_size else self._alone
-        world.join(member)
+        context = self._enter(task, generation) if task.world_size else self._alone
+        world.join(context)
         with self._switching:
             self._task, self._block.interrupted = task.number, self._cancelled == task.number
             self._deadlock = None
@@ -208,9 +208,9 @@ class _Worker:
         if task.world_size and outcome != SUCCEEDED:
             # It frees the ranks that wait for this one in a collective: only once this cannot be cancelled any more,
             # or what they then raise could outrun the cause.
-            close_group(member)
+            close_group(context)
         world.join(self._alone)
-        return outcome, task.world_size > 0 and member.term != term, packed
+        return outcome, task.world_size > 0 and context.generation != generation, packed
 
     def where(self, task: Task) -> str:
         """Where a task runs, for the description of its failure."""
@@ -238,21 +238,21 @@ class _Worker:
     def _say_returned(self, task: Task, name: str) -> None:
         """For the ranks that are still in the run: this one enters no collective before all have ended it."""
         others = [rank for rank in range(task.world_size) if rank != self._index]
-        next_run = Progress(_term_of(task) + (1 << 32), 0, WAITING)
-        member, here = self._rank, channel()
-        assert member is not None
+        next_run = Progress(_generation_of(task) + (1 << 32), 0, WAITING)
+        context, here = self._rank, channel()
+        assert context is not None
         assert here is not None
         self._watcher = here.watch()
-        self._watcher.has_returned = lambda: waits_for(member, others, next_run, f"has returned from {name}")
+        self._watcher.has_returned = lambda: waits_for(context, others, next_run, f"has returned from {name}")
 
-    def _enter(self, task: Task, term: int) -> Membership:
+    def _enter(self, task: Task, generation: int) -> RankContext:
         """This worker as a rank of a run."""
         if self._rank is None or self._epoch != task.epoch:
             self._leave()
             self._epoch = task.epoch
-            self._rank = Membership(self._world_of(task.world_size), lambda: self._open_store(task), DEFAULT_TIMEOUT)
+            self._rank = RankContext(self._world_of(task.world_size), lambda: self._open_store(task), DEFAULT_TIMEOUT)
             self._rank.on_deadlock = self._end_deadlock
-        self._rank.begin_term(term)
+        self._rank.begin_generation(generation)
         return self._rank
 
     def _world_of(self, n: int) -> World:
@@ -272,8 +272,8 @@ class _Worker:
             self._watcher = None
 
 
-def _term_of(task: Task) -> int:
-    """The ranks of each run count their calls anew; blocks that fail in it begin further terms."""
+def _generation_of(task: Task) -> int:
+    """The ranks of each run count their calls anew; blocks that fail in it begin further generations."""
     return task.number << 32
 
 

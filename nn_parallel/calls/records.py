@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .errors import (
+from ..errors import (
     ExecutorClosedError,
     Failure,
     LaunchError,
@@ -68,7 +68,7 @@ def place_of(frame: FrameType) -> str:
 class Progress(NamedTuple):
     """How far a rank has got; ``a >= b`` means at least as far."""
 
-    term: int
+    generation: int
     call: int
     phase: int
 
@@ -85,14 +85,14 @@ class Report(NamedTuple):
     history: str = ""
 
     def format(self) -> str:
-        term, call, phase = self.progress
-        return f"{term} {call} {phase} {self.failures_made}{self.history}"
+        generation, call, phase = self.progress
+        return f"{generation} {call} {phase} {self.failures_made}{self.history}"
 
     @classmethod
     def parse(cls, text: str) -> Report:
         head, _, history = text.partition("\n")
-        term, call, phase, failures = map(int, head.split())
-        return cls(Progress(term, call, phase), failures, history)
+        generation, call, phase, failures = map(int, head.split())
+        return cls(Progress(generation, call, phase), failures, history)
 
     def made_as(self, number: int) -> tuple[str, str] | None:
         """What this rank called under ``number``, and where; None if that is no longer known."""
@@ -120,7 +120,7 @@ class Failed(NamedTuple):
     passes on what it knows.
     """
 
-    term: int
+    generation: int
     call: int
     block: int
     function: str
@@ -128,16 +128,16 @@ class Failed(NamedTuple):
 
     def format(self) -> str:
         failures = {str(rank): asdict(failure) for rank, failure in self.failures.items()}
-        return json.dumps([self.term, self.call, self.block, self.function, failures])
+        return json.dumps([self.generation, self.call, self.block, self.function, failures])
 
     @classmethod
     def parse(cls, text: str | bytes) -> Failed:
         """Raises an error of any builtin type if ``text`` is none of ours."""
-        term, call, block, function, failures = json.loads(text)
+        generation, call, block, function, failures = json.loads(text)
         if not failures:
             raise ValueError("nobody has failed")
         checked = {int(rank): _checked(fields) for rank, fields in failures.items()}
-        return cls(int(term), int(call), int(block), str(function), checked)
+        return cls(int(generation), int(call), int(block), str(function), checked)
 
     def rebuild(self) -> dict[int, Exception]:
         rebuilt = {rank: failure.rebuild(known_exceptions()) for rank, failure in self.failures.items()}

@@ -20,14 +20,14 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-from .channels import block
+from ..calls.channels import block
+from ..calls.records import place_of
+from ..ddp import initialize_ddp
+from ..errors import first_line, qualified_name
+from ..on_rank import on_rank
 from .collectives import all_gather_object
-from .ddp import initialize_ddp
-from .errors import first_line, qualified_name
-from .on_rank import on_rank
-from .reports import place_of
+from .model import unwrap_model
 from .states import fitting, load_all_but_tensors, sharded, stored
-from .training import unwrap_model
 
 RANDOM_STATES = "random_states"  # the name in the file under which those of all ranks stand
 logger = logging.getLogger("nn_parallel")

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .groups import make_group
-from .reports import place_of
+from ..errors import PACKAGE_FOLDER
+from ..launch.group import make_group
+from .records import place_of
 
 
 class Position(NamedTuple):
@@ -73,5 +74,5 @@ def _may_wait(frame: FrameType) -> bool:
 
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_LIBRARIES = os.path.dirname(os.path.abspath(__file__)) + os.sep, _TORCH
+_LIBRARIES = PACKAGE_FOLDER, _TORCH
 _WAITING = tuple(os.path.join(_TORCH, *folder) for folder in (["distributed"], ["nn", "parallel"], ["autograd"]))

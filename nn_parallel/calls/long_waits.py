@@ -6,12 +6,12 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 
+from ..launch.context import RankContext
+from ..launch.rendezvous import WARN_AFTER_S
 from .deadlock import waiting_key, waits_for
 from .peers import ASKED_KEY, Peers, where_key
-from .rendezvous import WARN_AFTER_S
-from .reports import Call, Progress
+from .records import Call, Progress
 from .watcher import LOOK_EVERY_S
-from .world import Membership
 
 SAY_WHAT_FOR_AFTER_S = 1.0
 ANSWER_WITHIN_S = 2 * LOOK_EVERY_S  # where a rank stands
@@ -22,8 +22,8 @@ logger = logging.getLogger("nn_parallel")
 class LongWaits:
     """The long waits of one rank in calls of ours."""
 
-    def __init__(self, member: Membership, peers: Peers) -> None:
-        self._member, self._peers = member, peers
+    def __init__(self, context: RankContext, peers: Peers) -> None:
+        self._context, self._peers = context, peers
         self._warned_of = set[Call]()
 
     def steps(
@@ -34,9 +34,9 @@ class LongWaits:
         The first step is due after `SAY_WHAT_FOR_AFTER_S`. It tells the other ranks, unless ``says``, with which that
         begins, is empty. Then this rank warns, once for each place of the script.
         """
-        me, warn_after_s = self._member.rank, warn_after_s or WARN_AFTER_S
+        me, warn_after_s = self._context.rank, warn_after_s or WARN_AFTER_S
         if says:
-            said = waits_for(self._member, ranks, until, f"{says} {call}")
+            said = waits_for(self._context, ranks, until, f"{says} {call}")
             self._peers.tell(waiting_key(me), said.format())
         if call in self._warned_of:
             yield math.inf

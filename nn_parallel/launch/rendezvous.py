@@ -14,13 +14,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .devices import as_table, hardware_id
-from .errors import LaunchError, first_line
-from .interrupt import Delayed
-from .launchers import Launch, is_loopback
-from .nodes import connect_nodes
+from ..devices import as_table, hardware_id
+from ..errors import LaunchError, first_line
+from ..signals import Delayed
+from .context import RankContext, World, world_of
+from .environment import Launch, is_loopback
+from .liveness import connect_nodes
 from .sockets import connected_since, open_sockets
-from .world import Membership, World, world_of
 
 RANKS_SHOWN = 64
 WARN_AFTER_S = 30.0  # of waiting for others
@@ -32,7 +32,7 @@ REFUSAL_KNOWN_WITHIN = timedelta(seconds=1)
 logger = logging.getLogger("nn_parallel")
 
 
-def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta) -> Membership:
+def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta) -> RankContext:
     """This process's place among the ranks of ``launch``, once all of them have come.
 
     Raises:
@@ -51,39 +51,39 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         _stores[address] = _KeptStore(_open_store(launch, timeout))
     kept = _stores[address]
     store, own_keys = kept.store, dist.PrefixStore(f"nn_parallel/{launch.attempt}.{kept.joins + 1}", kept.store)
-    member = Membership(
+    context = RankContext(
         world,
         lambda: own_keys,
         timeout,
         store_host=None if launch.launcher_hosts_store else 0,
         one_node=launch.one_node,
     )
-    member.end_if_unanswered(connected_since(before, store))
+    context.end_if_unanswered(connected_since(before, store))
     if device is None and not refusal:
-        refusal = _claim_device(member)
+        refusal = _claim_device(context)
     if refusal:
-        member.store.compare_set("refusal", "", refusal)
-    meet(member.store, member, timeout, f"{launch.master_addr}:{launch.master_port}")
+        context.store.compare_set("refusal", "", refusal)
+    meet(context.store, context, timeout, f"{launch.master_addr}:{launch.master_port}")
     kept.joins += 1
-    if member.store.check(["refusal"]):
-        refused = LaunchError(f"{member.store.get('refusal').decode()}\n{_device_table(member)}")
+    if context.store.check(["refusal"]):
+        refused = LaunchError(f"{context.store.get('refusal').decode()}\n{_device_table(context)}")
         with contextlib.suppress(LaunchError):  # else the host of the store could be gone before all know
-            meet(dist.PrefixStore("refused", member.store), member, REFUSAL_KNOWN_WITHIN, "")
+            meet(dist.PrefixStore("refused", context.store), context, REFUSAL_KNOWN_WITHIN, "")
         raise refused
     if not launch.one_node:
-        connect_nodes(member, launch.master_addr)
-    return member
+        connect_nodes(context, launch.master_addr)
+    return context
 
 
-def meet(store: dist.Store, member: Membership, timeout: timedelta, where: str) -> None:
+def meet(store: dist.Store, context: RankContext, timeout: timedelta, where: str) -> None:
     """Return once every rank has called this with the same store; name those that do not come.
 
     A rank that gives up has not been there: it may come again.
     """
-    world = member.world
+    world = context.world
     start, pause, has_warned = time.monotonic(), 0.0001, False
     try:
-        raise_if_interrupted(member, where)  # before anything of it stands in the store
+        raise_if_interrupted(context, where)  # before anything of it stands in the store
         if store.add(f"arrived/{world.rank}", 1) > 1:
             raise LaunchError(
                 f"There are two ranks {world.rank} at {where}: another job uses the same address, or two processes "
@@ -91,7 +91,7 @@ def meet(store: dist.Store, member: Membership, timeout: timedelta, where: str) 
             )
         arrived = store.add("arrived", 1)  # one counter to poll, however many ranks; the keys name the missing
         while arrived < world.world_size:
-            raise_if_interrupted(member, where)
+            raise_if_interrupted(context, where)
             waited = time.monotonic() - start
             if waited > timeout.total_seconds():
                 missing = _missing(store, world.world_size)
@@ -108,7 +108,7 @@ def meet(store: dist.Store, member: Membership, timeout: timedelta, where: str) 
             pause = min(pause * 1.2, 0.05)
             arrived = store.add("arrived", 0)
     except dist.DistError as error:
-        raise_if_interrupted(member, where)
+        raise_if_interrupted(context, where)
         raise LaunchError(f"The store was lost while the ranks met at {where}: its host has ended.") from error
 
 
@@ -127,36 +127,36 @@ def _missing(store: dist.Store, world_size: int) -> str:
     return f"Rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {world_size}"
 
 
-def raise_if_interrupted(member: Membership, where: str) -> None:
-    if member.interrupted:
-        raise LaunchError(f"Another rank failed while rank {member.rank} waited for it at {where}.")
+def raise_if_interrupted(context: RankContext, where: str) -> None:
+    if context.interrupted:
+        raise LaunchError(f"Another rank failed while rank {context.rank} waited for it at {where}.")
 
 
-def _claim_device(member: Membership) -> str:
+def _claim_device(context: RankContext) -> str:
     """Why this rank cannot have its device: another one has taken it."""
-    if (name := hardware_id(member.world.device)) is None:
+    if (name := hardware_id(context.world.device)) is None:
         return ""
-    owner = member.store.compare_set(f"owner/{name}", "", str(member.rank)).decode(errors="replace")
-    if owner == str(member.rank):
+    owner = context.store.compare_set(f"owner/{name}", "", str(context.rank)).decode(errors="replace")
+    if owner == str(context.rank):
         return ""
     return (
-        f"Ranks {owner} and {member.rank} both have the device {name}, which the collectives cannot share. Show each "
+        f"Ranks {owner} and {context.rank} both have the device {name}, which the collectives cannot share. Show each "
         "rank another one (CUDA_VISIBLE_DEVICES, --gpus-per-task, --nproc-per-node), or pass device= to share it on "
         "purpose."
     )
 
 
-def _device_table(member: Membership) -> str:
+def _device_table(context: RankContext) -> str:
     """Which rank has which device, for a person to read; of the first ranks only, if there are many."""
-    shown = range(min(member.world_size, RANKS_SHOWN))
+    shown = range(min(context.world_size, RANKS_SHOWN))
     rows = [("rank", "host", "device")]
     for rank in shown:
         told = "?", "?"
         with contextlib.suppress(ValueError, KeyError, TypeError):  # somebody else has written there
-            facts = json.loads(member.store.get(f"member/{rank}"))
+            facts = json.loads(context.store.get(f"member/{rank}"))
             told = str(facts["host_name"]), str(facts["device"])
         rows.append((str(rank), *told))
-    more = member.world_size - len(shown)
+    more = context.world_size - len(shown)
     return as_table(rows) + (f"\n... and {more} more" if more else "")
 
 

@@ -17,12 +17,14 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
-from .errors import Failure, ParallelError, RankError, RankTimeoutError, rank_error, user_frames
-from .groups import close_group
-from .interrupt import Interrupted
+from ..errors import Failure, ParallelError, RankError, RankTimeoutError, rank_error, user_frames
+from ..launch.context import RankContext
+from ..launch.group import close_group
+from ..signals import Interrupted
+from ..spinning import Spin
 from .long_waits import SAY_WHAT_FOR_AFTER_S, LongWaits
 from .peers import FAILURES_KEPT, Peers, format_list, lost_store_names_its_host
-from .reports import (
+from .records import (
     FINISHED,
     GONE,
     WAITING,
@@ -34,9 +36,7 @@ from .reports import (
     not_in_step,
     timed_out,
 )
-from .spinning import Spin
 from .watcher import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, Watched, Watcher, follows
-from .world import Membership
 
 CALLS_KEPT = 16
 ANNOUNCE_AFTER_S = 0.05
@@ -48,27 +48,27 @@ LINGER_AFTER_FAILURE_S = 1.0
 class Sections:
     """One rank's end of the calls that all ranks make together."""
 
-    def __init__(self, member: Membership) -> None:
-        self.member, self.store = member, member.store
-        self.rank, self.world_size = member.rank, member.world_size
+    def __init__(self, context: RankContext) -> None:
+        self.context, self.store = context, context.store
+        self.rank, self.world_size = context.rank, context.world_size
         self.nested_in: tuple[int, ...] = ()  # the ranks of the section whose body runs now on this rank
-        self._peers = Peers(member, member.store)
-        self._report_key, self._names_host = f"report/{member.rank}", lost_store_names_its_host(member)
+        self._peers = Peers(context, context.store)
+        self._report_key, self._names_host = f"report/{context.rank}", lost_store_names_its_host(context)
         self._watching: Watcher | None = None
         self._spin = Spin()
         self._kept: deque[Failed] = deque(maxlen=FAILURES_KEPT)  # of the failed sections
         self._failures_made = 0
-        self._failed_at = (0, 0)  # term and call
-        self._long_waits = LongWaits(member, self._peers)
+        self._failed_at = (0, 0)  # generation and call
+        self._long_waits = LongWaits(context, self._peers)
         self._blocks: list[Watched] = []  # that this rank is in, the innermost last
-        self.begin_term(member.term)
-        member.on_leave.callback(self._leave)
+        self.begin_generation(context.generation)
+        context.on_leave.callback(self._leave)
 
-    def begin_term(self, term: int) -> None:
+    def begin_generation(self, generation: int) -> None:
         """Forget the calls so far: all ranks count from one again."""
-        if term != self.member.term:
-            self.member.begin_term(term)
-        self.term = term
+        if generation != self.context.generation:
+            self.context.begin_generation(generation)
+        self.generation = generation
         self._calls, self._phase, self._announced_in_call = 0, WAITING, 0
         self._last_call: Call | None = None
         self._history: deque[str] = deque(maxlen=CALLS_KEPT)
@@ -140,7 +140,7 @@ class Sections:
         """From now on free this rank from collectives that cannot end, and tell others where it stands."""
         if self._watching is None:
             with self._names_host:
-                self._watching = Watcher(self.member, self._progress)
+                self._watching = Watcher(self.context, self._progress)
         return self._watching
 
     def _raise_if_doomed(self) -> None:
@@ -199,25 +199,25 @@ class Sections:
 
     def _close_group(self) -> None:
         """After a failed section: some ranks may have made a group in it that others have not."""
-        close_group(self.member)
-        self.member.begin_groups(after_call=self._calls)
+        close_group(self.context)
+        self.context.begin_groups(after_call=self._calls)
 
     def _progress(self) -> Progress:
-        if self.term != self.member.term:  # a task of a pool has begun, and made no call yet
-            return Progress(self.member.term, 0, WAITING)
-        return Progress(self.term, self._calls, self._phase)
+        if self.generation != self.context.generation:  # a task of a pool has begun, and made no call yet
+            return Progress(self.context.generation, 0, WAITING)
+        return Progress(self.generation, self._calls, self._phase)
 
     def _post(self, phase: int) -> None:
         self._phase = phase
-        report = Report(Progress(self.term, self._calls, phase), self._failures_made, "".join(self._history))
+        report = Report(Progress(self.generation, self._calls, phase), self._failures_made, "".join(self._history))
         with self._names_host:
             self.store.set(self._report_key, report.format())
 
     def _post_failure(self, call: Call, failures: Mapping[int, BaseException]) -> None:
         """Make the failure of a section known: its description first, so that whoever sees the report finds it."""
-        self._kept.append(Failed(self.term, self._calls, 0, call.function, self._described(failures)))
+        self._kept.append(Failed(self.generation, self._calls, 0, call.function, self._described(failures)))
         self._failures_made += 1
-        self._failed_at = (self.term, self._calls)
+        self._failed_at = (self.generation, self._calls)
         with self._names_host:
             self.store.set(f"failed/{self.rank}", format_list(self._failures_made, self._kept))
         self._post(FINISHED)
@@ -237,8 +237,8 @@ class Sections:
 
     def outlive_readers(self, deadline: float) -> None:
         """At the end of the process that holds the store: stay until the others have read what they wait for."""
-        self.member.on_leave.close()
-        if self._failed_at == (self.term, self._calls):
+        self.context.on_leave.close()
+        if self._failed_at == (self.generation, self._calls):
             deadline = min(deadline, time.monotonic() + LINGER_AFTER_FAILURE_S)
         for rank in range(self.world_size):
             with contextlib.suppress(RuntimeError, ValueError):
@@ -280,17 +280,17 @@ class Sections:
         Polls, sleeping 5 % of the time waited so far: a thread blocked in the store would see neither Ctrl-C nor a
         death. ``says`` begins what this rank tells of its wait; it is empty where the rank may give up and go on.
         """
-        goal = Progress(self.term, self._calls, phase)
+        goal = Progress(self.generation, self._calls, phase)
         # In a barrier a rank waits, by way of others, for all.
         needed = [rank] if phase == FINISHED else [r for r in range(self.world_size) if r != self.rank]
         dead: list[int] = []
         start, polls, failed = time.perf_counter(), 0, False
-        until = Progress(self.term, self._calls, min(phase, FINISHED + 1))  # of a barrier, its beginning
+        until = Progress(self.generation, self._calls, min(phase, FINISHED + 1))  # of a barrier, its beginning
         steps, step_at = self._long_waits.steps(call, needed, until, says, warn_after_s), SAY_WHAT_FOR_AFTER_S
         self._spin.offer_core()  # where ranks share cores, it may be the one that is waited for who needs this one
         while True:
             report = self._peers.report(rank)
-            if report.progress.term > self.term:  # it has failed in a block
+            if report.progress.generation > self.generation:  # it has failed in a block
                 self._raise_if_block_failed()
                 return report  # in one that comes after this call: it was here
             self._check_same_call(rank, report, call)
@@ -325,7 +325,7 @@ class Sections:
 
     @property
     def _end_of_barrier(self) -> Progress:
-        return Progress(self.term, self._calls, FINISHED + (self.world_size - 1).bit_length())
+        return Progress(self.generation, self._calls, FINISHED + (self.world_size - 1).bit_length())
 
     @property
     def _is_freed(self) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from nn_parallel import interrupt
-from nn_parallel.interrupt import Condition, Delayed, Interrupted, Interruptible
+from nn_parallel import signals
+from nn_parallel.signals import Condition, Delayed, Interrupted, Interruptible
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _same_handler() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     yield
     assert signal.getsignal(signal.SIGINT) is before
-    assert not interrupt._delayed
+    assert not signals._delayed
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def test_one_more_is_raised_at_once_where_the_block_does_not_end(monkeypatch: py
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         done.append("done")
-        monkeypatch.setattr(interrupt, "PATIENCE_S", 0.0)
+        monkeypatch.setattr(signals, "PATIENCE_S", 0.0)
         signal.raise_signal(signal.SIGINT)
         done.append("never")
     assert done == ["done"]
@@ -79,7 +79,7 @@ def test_a_block_that_another_signal_has_ended_holds_nothing_back() -> None:
     """Whatever the handler of that has raised, in the middle of the end."""
     delayed = Delayed(pytest.fail)
     delayed.__enter__()
-    interrupt._delayed.clear()  # as if it had been raised in the next step
+    signals._delayed.clear()  # as if it had been raised in the next step
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
@@ -148,7 +148,7 @@ def test_what_ends_a_block_around_it_waits_as_well() -> None:
 
 def test_ctrl_c_is_not_forgotten_for_what_comes_later() -> None:
     """A late signal of `Interruptible`, which has nothing to end, must not take its place."""
-    late = _handled(signal.SIGURG, interrupt._raise_in_the_outermost)
+    late = _handled(signal.SIGURG, signals._raise_in_the_outermost)
     with late, pytest.raises(KeyboardInterrupt), Delayed(lambda: None):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGURG)

@@ -15,10 +15,11 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from .ddp import initialize_ddp
-from .errors import TransferError
-from .pickling import Packed, dumps, loads
-from .world import current_world
+from ..ddp import initialize_ddp
+from ..errors import TransferError
+from ..exchange import all_gather_packed, ranks_of
+from ..pickling import dumps
+from ..world import current_world
 
 T = TypeVar("T")
 SLOTS = 64  # of the first message of `gather_numbers`: what it is about and the first numbers
@@ -127,7 +128,7 @@ def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]
     except TransferError as error:
         packed = dumps((None, str(error)))
     gathered = all_gather_packed(packed, group)
-    told = zip(_ranks(group), gathered, strict=True)
+    told = zip(ranks_of(group), gathered, strict=True)
     if problems := [f"Rank {rank}: {problem}" for rank, (_, problem) in told if problem]:
         raise TransferError("\n".join(problems))
     return [obj for obj, _ in gathered]
@@ -162,7 +163,7 @@ def all_gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = No
     if mine is None or len(set(zip(*rows, strict=True))) > 1:
         told = [
             f"{(count, *row)} of {dtype} on rank {rank}" if dtype else f"a {row} on rank {rank}"
-            for rank, count, row, dtype in zip(_ranks(group), counts, *rows, strict=True)
+            for rank, count, row, dtype in zip(ranks_of(group), counts, *rows, strict=True)
         ]
         raise ValueError(f"Only dim 0 of the tensors may differ between the ranks, but they are {', '.join(told)}.")
     row_bytes = mine.element_size() * math.prod(mine.shape[1:])
@@ -223,33 +224,8 @@ def gather_numbers(
     return gathered
 
 
-def broadcast_packed(packed: Packed | None, src: int) -> Any:
-    """What rank ``src`` packed, rebuilt on the others, which pass None. Makes the process group if there is none.
-
-    Raises:
-        TransferError: it cannot be unpickled here.
-    """
-    initialize_ddp()
-    box = [_sendable(packed) if packed is not None else None]
-    dist.broadcast_object_list(box, src=src)
-    return _rebuilt(box[0], src) if packed is None else None
-
-
-def all_gather_packed(packed: Packed, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What every rank packed, rebuilt on every rank, in rank order. Makes the process group if there is none.
-
-    Raises:
-        TransferError: one of them cannot be unpickled here.
-    """
-    initialize_ddp()
-    ranks = _ranks(group)
-    boxes: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(boxes, _sendable(packed), group=group)
-    return [_rebuilt(box, rank) for rank, box in zip(ranks, boxes, strict=True)]
-
-
 def _raise_what_differs(about: str, problem: str, group: dist.ProcessGroup | None) -> NoReturn:
-    told = dict(zip(_ranks(group), all_gather_object((about, problem), group), strict=True))
+    told = dict(zip(ranks_of(group), all_gather_object((about, problem), group), strict=True))
     if problems := [f"{about}: {problem} on rank {rank}." for rank, (about, problem) in told.items() if problem]:
         raise ValueError("\n".join(problems))
     listed = "".join(f"\n  rank {rank}: {about}" for rank, (about, _) in told.items())
@@ -258,7 +234,7 @@ def _raise_what_differs(about: str, problem: str, group: dist.ProcessGroup | Non
 
 def _all_gather(values: Sequence[float], group: dist.ProcessGroup | None) -> list[list[float]]:
     sent = torch.tensor(values, dtype=torch.float64, device=_message_device(group))
-    received = [torch.empty_like(sent) for _ in _ranks(group)]
+    received = [torch.empty_like(sent) for _ in ranks_of(group)]
     dist.all_gather(received, sent, group=group)
     return [row.tolist() for row in received]
 
@@ -267,10 +243,6 @@ def _message_device(group: dist.ProcessGroup | None) -> torch.device:
     """Where a message of a few bytes has to lie for ``group``: on the CPU, if that is one of its backends."""
     on_cpu = "cpu" in dist.get_backend_config(group)
     return torch.device("cpu") if on_cpu else current_world().device
-
-
-def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    return dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
 
 
 def _largest(values: Iterable[float]) -> float:
@@ -309,17 +281,3 @@ def _number(value: Any) -> float:
     if isinstance(plain, numbers.Integral) and abs(int(plain)) > WHOLE_UP_TO:
         raise ValueError(f"is {plain}: beyond 2**53, float64 skips integers")
     return float(plain)
-
-
-def _sendable(packed: Packed) -> tuple[bytes, list[bytes]]:
-    return packed.pickle, [bytes(buffer) for buffer in packed.buffers]
-
-
-def _rebuilt(box: Any, src: int) -> Any:
-    pickled, buffers = box
-    try:
-        return loads(pickled, [bytearray(buffer) for buffer in buffers])
-    except (Exception, SystemExit) as error:  # a KeyboardInterrupt may be the user's
-        raise TransferError(
-            f"The result of rank {src} cannot be rebuilt here: {type(error).__name__}: {error}"
-        ) from error

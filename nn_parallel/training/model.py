@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from .channels import block
+from ..calls.channels import block
+from ..calls.records import place_of
+from ..ddp import initialize_ddp, join_launched_world
+from ..world import current_world
 from .collectives import sum_of_weights
-from .ddp import initialize_ddp, join_launched_world
-from .reports import place_of
-from .world import current_world
 
 STRATEGIES = ("ddp", "fsdp", "dp", "none")
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")

@@ -16,42 +16,42 @@ import selectors
 import socket
 import threading
 
-from .errors import first_line
+from ..errors import first_line
+from .context import RankContext
 from .sockets import end_if_unanswered
-from .world import Membership
 
 HELLO_BYTES = 64
 GONE_KEY = "gone"  # the ranks that are lost: one key for all, as every rank that waits reads it now and then
 logger = logging.getLogger("nn_parallel")
 
 
-def connect_nodes(member: Membership, host: str) -> None:
+def connect_nodes(context: RankContext, host: str) -> None:
     """Let this rank know when another one is gone; ``host`` is that of rank 0. Called by all ranks.
 
     Where that fails, a warning says so: then a death is found when the launcher ends the job, or a timeout is over.
     """
     try:
-        line = Switchboard(member, host) if member.rank == 0 else Line(member, host)
+        line = Switchboard(context, host) if context.rank == 0 else Line(context, host)
     except (OSError, ValueError, KeyError, TypeError) as error:  # a firewall; a value that is not ours
-        if member.rank == 0:
-            member.store.set("switchboard", "null")
-        logger.warning("Rank %d cannot tell whether ranks on other nodes live: %s", member.rank, first_line(error))
+        if context.rank == 0:
+            context.store.set("switchboard", "null")
+        logger.warning("Rank %d cannot tell whether ranks on other nodes live: %s", context.rank, first_line(error))
         return
-    member.rank_0_is_gone = line.is_lost
-    member.on_leave.callback(line.close)
+    context.rank_0_is_gone = line.is_lost
+    context.on_leave.callback(line.close)
 
 
 class Line:
     """A rank's connection to rank 0."""
 
-    def __init__(self, member: Membership, host: str) -> None:
-        member.await_keys(["switchboard"])
-        where = json.loads(member.store.get("switchboard"))
+    def __init__(self, context: RankContext, host: str) -> None:
+        context.await_keys(["switchboard"])
+        where = json.loads(context.store.get("switchboard"))
         if where is None:
             raise OSError("rank 0 has no switchboard")
-        self._connection = socket.create_connection((host, where["port"]), member.gone_after_s)
-        end_if_unanswered(self._connection, member.gone_after_s)
-        self._connection.sendall(f"{where['token']} {member.rank}\n".encode())
+        self._connection = socket.create_connection((host, where["port"]), context.gone_after_s)
+        end_if_unanswered(self._connection, context.gone_after_s)
+        self._connection.sendall(f"{where['token']} {context.rank}\n".encode())
 
     def is_lost(self) -> bool:
         """Whether rank 0 has ended, or cannot be reached any more."""
@@ -66,18 +66,18 @@ class Line:
 class Switchboard:
     """Where rank 0 holds its ends of the lines, in a thread that waits for them to end."""
 
-    def __init__(self, member: Membership, host: str) -> None:
-        self._world_size, self._within_s = member.world_size, member.gone_after_s
-        self._store, _ = member.clone_store()
+    def __init__(self, context: RankContext, host: str) -> None:
+        self._world_size, self._within_s = context.world_size, context.gone_after_s
+        self._store, _ = context.clone_store()
         self._gone: list[int] = []
         self._token = secrets.token_hex(16)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server(("", 0), family=family, backlog=member.world_size)
+        self._listener = socket.create_server(("", 0), family=family, backlog=context.world_size)
         self._woken, self._wake = socket.socketpair()
         self._thread = threading.Thread(target=self._loop, name="nn_parallel switchboard", daemon=True)
         self._thread.start()
         where = {"port": self._listener.getsockname()[1], "token": self._token}
-        member.store.set("switchboard", json.dumps(where))
+        context.store.set("switchboard", json.dumps(where))
 
     def is_lost(self) -> bool:
         """Rank 0 is not lost to itself."""

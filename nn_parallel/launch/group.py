@@ -10,11 +10,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .errors import LaunchError, first_line
+from ..errors import LaunchError, first_line
+from .context import RankContext, stop_lingering
 from .flight_recorder import next_group_id
 from .rendezvous import meet, raise_if_interrupted
 from .sockets import bottom, connected_at, duplicate
-from .world import Membership, stop_lingering
 
 # Its default arguments keep the group that exists when it is first imported, as by an optimizer: so import it now, as
 # if there were none.
@@ -29,28 +29,28 @@ ONLY_OURS = 2  # references: of a list, and of the argument of `getrefcount`
 _closed: list[dist.ProcessGroup] = []
 
 
-def make_group(member: Membership, backend: str | None, timeout: timedelta) -> None:
+def make_group(context: RankContext, backend: str | None, timeout: timedelta) -> None:
     """Make the default process group on the kept store, under a prefix that no earlier group used."""
-    world = member.world
+    world = context.world
     on_cpu = world.device.type == "cpu"
     if backend is None:
         backend = (
             "gloo" if on_cpu else f"cpu:gloo,{world.device.type}:{dist.get_default_backend_for_device(world.device)}"
         )
-    if member.one_node and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if context.one_node and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
         # Gloo listens on the address of the host name otherwise. It stays set for the subgroups that users make later.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        member.on_leave.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
-    name = member.next_group_name()
-    store = dist.PrefixStore(name, member.store)
+        context.on_leave.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
+    name = context.next_group_name()
+    store = dist.PrefixStore(name, context.store)
     try:
-        meet(dist.PrefixStore("before", store), member, timeout, "its process group")
+        meet(dist.PrefixStore("before", store), context, timeout, "its process group")
     except LaunchError:
-        member.take_back_group_name()  # under which a late rank waits
+        context.take_back_group_name()  # under which a late rank waits
         raise
-    stop_lingering(member.lingering)
-    rendezvous = dist.PrefixStore(name, _group_store(member))
-    hook, member.first_group_id = sys.excepthook, next_group_id()
+    stop_lingering(context.lingering)
+    rendezvous = dist.PrefixStore(name, _group_store(context))
+    hook, context.first_group_id = sys.excepthook, next_group_id()
     # An init that failed leaves torch's count of groups raised, and ranks that differ in it never find each other.
     dist.distributed_c10d._world.group_count = 0
     try:
@@ -62,31 +62,31 @@ def make_group(member: Membership, backend: str | None, timeout: timedelta) -> N
             timeout=timeout,
             device_id=None if on_cpu else world.device,
         )
-        member.group_sockets = connected_at(_gloo_addresses(dist.distributed_c10d._get_default_group()))
+        context.group_sockets = connected_at(_gloo_addresses(dist.distributed_c10d._get_default_group()))
     except (RuntimeError, ValueError) as error:
-        member.group_store_sockets.clear()  # it may be in the middle of a request
+        context.group_store_sockets.clear()  # it may be in the middle of a request
         if isinstance(error, ValueError) and "backend" not in str(error).lower():
             raise
-        raise_if_interrupted(member, "its process group")
+        raise_if_interrupted(context, "its process group")
         raise LaunchError(
             f"Rank {world.rank} of {world.world_size} could not make a {backend} group within "
             f"{timeout.total_seconds():g} s: {first_line(error)}"
         ) from error
     finally:
         sys.excepthook = hook  # each init chains one more
-    member.groups_found = set(dist.distributed_c10d._world.pg_names.values())
-    member.end_if_unanswered(member.group_sockets)
-    member.group = dist.group.WORLD
+    context.groups_found = set(dist.distributed_c10d._world.pg_names.values())
+    context.end_if_unanswered(context.group_sockets)
+    context.group = dist.group.WORLD
     _drop_closed_groups()
-    meet(store, member, timeout, "its process group")  # or a rank that fails now would break another's init
-    *old, _ = member.group_names
-    del member.group_names[:-1]
+    meet(store, context, timeout, "its process group")  # or a rank that fails now would break another's init
+    *old, _ = context.group_names
+    del context.group_names[:-1]
     if world.rank == 0 and old:
-        _delete_groups(member.store, old)
+        _delete_groups(context.store, old)
 
 
-def close_group(member: Membership, *, abort: bool = True) -> None:
-    """Close the process group of ``member``, without waiting for any peer; `initialize_ddp` makes it anew.
+def close_group(context: RankContext, *, abort: bool = True) -> None:
+    """Close the process group of ``context``, without waiting for any peer; `initialize_ddp` makes it anew.
 
     Unless ``abort``, what is under way on accelerators comes to its end first.
 
@@ -96,22 +96,22 @@ def close_group(member: Membership, *, abort: bool = True) -> None:
     """
     if dist.is_initialized():
         names = dist.distributed_c10d._world.pg_names.items()  # connections that we do not know end with a group alone
-        _closed.extend(group for group, name in names if name in member.groups_found)
+        _closed.extend(group for group, name in names if name in context.groups_found)
         if abort:
-            abort_collectives(member)
+            abort_collectives(context)
         else:
-            _end_connections(member)
+            _end_connections(context)
         dist.destroy_process_group()
-        member.group = None
-    member.group_sockets, member.interrupted = {}, False
-    member.groups_found.clear()
-    member.groups_aborted.clear()
+        context.group = None
+    context.group_sockets, context.interrupted = {}, False
+    context.groups_found.clear()
+    context.groups_aborted.clear()
 
 
-def leave(member: Membership) -> None:
-    """Close the process group of ``member``, and for good all that was opened for its place among the ranks."""
-    close_group(member, abort=False)
-    member.on_leave.close()
+def leave(context: RankContext) -> None:
+    """Close the process group of ``context``, and for good all that was opened for its place among the ranks."""
+    close_group(context, abort=False)
+    context.on_leave.close()
     _drop_closed_groups()
 
 
@@ -122,7 +122,7 @@ def _drop_closed_groups() -> None:
             del _closed[index]
 
 
-def abort_collectives(member: Membership) -> None:
+def abort_collectives(context: RankContext) -> None:
     """Free this rank from the collective that it sits in; called again, from making a group. Any thread may call this.
 
     Backends that have an abort of their own, as NCCL, end their collectives by it. Gloo has none: what frees a rank at
@@ -134,41 +134,41 @@ def abort_collectives(member: Membership) -> None:
     gloo's write fails before gloo has seen the end of the connection, it never wakes the one who waits for that write
     (`Pair::signalException` passes over unbound buffers that are being sent), and a peer may only now begin to write.
     """
-    _end_connections(member)
+    _end_connections(context)
     names = dist.distributed_c10d._world.pg_names
     for group, name in sorted(names.items(), key=lambda item: item[1], reverse=True):  # in torch's order
-        if name not in member.groups_aborted:
-            member.groups_aborted.add(name)
+        if name not in context.groups_aborted:
+            context.groups_aborted.add(name)
             with contextlib.suppress(RuntimeError):
                 group.abort()
 
 
-def _end_connections(member: Membership) -> None:
-    member.interrupted = True
-    sockets = member.group_sockets or member.group_store_sockets
+def _end_connections(context: RankContext) -> None:
+    context.interrupted = True
+    sockets = context.group_sockets or context.group_store_sockets
     for fd in list(sockets):
         inode = sockets.pop(fd, None)  # None: another thread has taken it
         if (connection := duplicate(fd, inode)) is not None:
-            member.lingering.append(connection)  # first: it is closed in the end, also if it is no longer connected
+            context.lingering.append(connection)  # first: it is closed in the end, also if it is no longer connected
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RD)
 
 
-def has_unknown_connections(member: Membership) -> bool:
+def has_unknown_connections(context: RankContext) -> bool:
     """Whether there are process groups that `find_connections` could find the connections of."""
-    return not member.groups_found.issuperset(dist.distributed_c10d._world.pg_names.values())
+    return not context.groups_found.issuperset(dist.distributed_c10d._world.pg_names.values())
 
 
-def find_connections(member: Membership, names: set[str]) -> None:
+def find_connections(context: RankContext, names: set[str]) -> None:
     """Let `abort_collectives` end those of process groups of these names as well, whoever has made them.
 
     This rank must sit in a collective: else it may use the store of the groups, which serves one request at a time.
     """
     for group, name in list(dist.distributed_c10d._world.pg_names.items()):
-        if name in names and name not in member.groups_found:
-            member.groups_found.add(name)
+        if name in names and name not in context.groups_found:
+            context.groups_found.add(name)
             with contextlib.suppress(RuntimeError):  # the connection to that store has been ended already
-                member.group_sockets |= connected_at(_gloo_addresses(group))
+                context.group_sockets |= connected_at(_gloo_addresses(group))
 
 
 def _gloo_addresses(group: dist.ProcessGroup) -> set[tuple[str, int]]:
@@ -187,12 +187,12 @@ def _gloo_addresses(group: dist.ProcessGroup) -> set[tuple[str, int]]:
     return found
 
 
-def _group_store(member: Membership) -> dist.Store:
+def _group_store(context: RankContext) -> dist.Store:
     """A connection to the store of its own, kept for the next group: ended, it frees a rank that makes a group."""
-    if member.group_store is None or not member.group_store_sockets:
-        member.group_store, connection = member.clone_store()
-        member.group_store_sockets.update(connection)
-    return member.group_store
+    if context.group_store is None or not context.group_store_sockets:
+        context.group_store, connection = context.clone_store()
+        context.group_store_sockets.update(connection)
+    return context.group_store
 
 
 def _delete_groups(store: dist.Store, names: list[str]) -> None:

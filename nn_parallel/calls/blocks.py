@@ -1,9 +1,10 @@
 """Blocks of calls that all ranks go through together: a failure on one rank ends the block on all.
 
 A *block* holds any number of sections and of blocks, and is run by all ranks. Blocks are numbered -1, -2, ... as they
-are entered. When one fails on one rank, all leave it, close their group and begin a new *term*, counting their calls
-from one again and their blocks from the failed one on. How a term ends is decided once for all, by the first rank that
-writes it into the store: so the ranks go through the same failures in the same order, however far behind one is.
+are entered. When one fails on one rank, all leave it, close their group and begin a new *generation*, counting their
+calls from one again and their blocks from the failed one on. How a generation ends is decided once for all, by the
+first rank that writes it into the store: so the ranks go through the same failures in the same order, however far
+behind one is.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
-from .errors import ParallelError, rank_error
-from .groups import close_group
-from .interrupt import Interrupted
+from ..errors import ParallelError, rank_error
+from ..launch.context import RankContext
+from ..launch.group import close_group
+from ..signals import Interrupted
+from .calls import SEEK_CAUSE_S, Sections, exceptions_in
 from .peers import LEFT_KEY, ended_key
-from .reports import WAITING, Call
-from .sections import SEEK_CAUSE_S, Sections, exceptions_in
+from .records import WAITING, Call
 from .watcher import Watched, follows
-from .world import Membership
 
 UNINTERRUPTED = True  # see interrupt
 WARN_OF_MISSING_AFTER_S = 3.0
@@ -30,12 +31,12 @@ TIMEOUT_MARGIN_S = 0.5  # for the silent rank to tell where it stands, before th
 class Channel(Sections):
     """One rank's end of the outcomes: sections, and blocks of them."""
 
-    def __init__(self, member: Membership) -> None:
-        super().__init__(member)
-        self._ended: list[int] = []  # the terms whose end stands in the store
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        self._ended: list[int] = []  # the generations whose end stands in the store
 
-    def begin_term(self, term: int) -> None:
-        super().begin_term(term)
+    def begin_generation(self, generation: int) -> None:
+        super().begin_generation(generation)
         self._blocks_entered = 0
 
     @contextlib.contextmanager
@@ -51,8 +52,8 @@ class Channel(Sections):
         """A block that all ranks run, sections in it included, and leave together; a failure on one is raised on all.
 
         ``function`` and ``place`` are what errors name it by. A failure frees the others from what they sit in, closes
-        the process group and begins a new term. With ``begins_together`` a rank runs it once all have come, and soon
-        warns of those that do not.
+        the process group and begins a new generation. With ``begins_together`` a rank runs it once all have come, and
+        soon warns of those that do not.
 
         Raises:
             RankError: on every rank, when the block raised on one, or a process ended before its end.
@@ -70,14 +71,16 @@ class Channel(Sections):
         self._blocks_entered += 1
         number = -self._blocks_entered
         timeout_s = None if timeout is None else timeout.total_seconds()
-        watched = Watched(call, number, f"{self.term} {number}", timeout_s, None if from_end else time.monotonic())
+        watched = Watched(
+            call, number, f"{self.generation} {number}", timeout_s, None if from_end else time.monotonic()
+        )
         watcher = self.watch()
         self._blocks.append(watched)
         with watcher.entered(watched):
             try:
                 if begins_together:
                     self._begin(call)
-                    come_by = time.monotonic() + self.member.timeout.total_seconds()
+                    come_by = time.monotonic() + self.context.timeout.total_seconds()
                     self._barrier(call, come_by, "waits in", WARN_OF_MISSING_AFTER_S)
                 with watcher.watching(watched):
                     yield
@@ -116,14 +119,14 @@ class Channel(Sections):
                 for block in self._blocks[:-1]:
                     if block.number <= ended.block:  # user code must not catch this error in there and go on
                         block.doom = failed
-                self._ended += range(self.term, ended.term + 1)
-                self.begin_term(ended.term + 1)
+                self._ended += range(self.generation, ended.generation + 1)
+                self.begin_generation(ended.generation + 1)
                 self._blocks_entered = -ended.block
-                self._failed_at = (self.term, 0)
+                self._failed_at = (self.generation, 0)
                 self._post(WAITING)
         finally:
-            close_group(self.member)
-            self.member.interrupted = len(self._blocks) > 1 and self._blocks[-2].doom is not None
+            close_group(self.context)
+            self.context.interrupted = len(self._blocks) > 1 and self._blocks[-2].doom is not None
         return failed if isinstance(error, Exception) or (isinstance(error, Interrupted) and freed) else None
 
     def _failures_of_block(self, watched: Watched, error: BaseException) -> Mapping[int, BaseException]:
@@ -137,7 +140,7 @@ class Channel(Sections):
 
     def _raise_if_others_failed_inside(self, call: Call, number: int) -> None:
         """At the end of a block: another rank has failed in a block inside, which this one never entered."""
-        ended = self._peers.ended(self.term)
+        ended = self._peers.ended(self.generation)
         if ended is not None and ended.block >= number:
             self._raise_if_block_failed()
         if ended is not None and ended.call < self._calls:  # or it was here, and has failed in what comes next
@@ -146,6 +149,6 @@ class Channel(Sections):
             )
             raise rank_error(call.function, self.world_size, ended.rebuild() | {self.rank: never})
         while self._ended:
-            term = self._ended.pop()
+            generation = self._ended.pop()
             if self.rank == 0:  # every rank is through it
-                self.store.delete_key(ended_key(term))
+                self.store.delete_key(ended_key(generation))

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from .channels import block
+from ..calls.channels import block
+from ..calls.records import place_of
+from ..ddp import initialize_ddp
+from ..on_rank import on_rank
 from .collectives import all_gather_object
-from .ddp import initialize_ddp
-from .on_rank import on_rank
-from .reports import place_of
 
 COMMUNICATION = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|nccl(Dev)?Kernel")  # as torch calls it, and as NCCL does
 logger = logging.getLogger("nn_parallel")

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from .errors import qualified_name
-from .training import unwrap_model
+from ..errors import qualified_name
+from .model import unwrap_model
 
 SHAPES = "param_shapes"  # of its parameters, beside "param_groups" in the stored state of an optimizer
 WRAPPERS = {"module", "_orig_mod"}  # what DDP, DataParallel, AveragedModel and torch.compile put into names

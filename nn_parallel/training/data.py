@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
 
-from .channels import channel
-from .ddp import join_launched_world
-from .on_rank import on_rank
-from .world import current_world
+from ..calls.channels import channel
+from ..ddp import join_launched_world
+from ..on_rank import on_rank
+from ..world import current_world
 
 T = TypeVar("T")
 logger = logging.getLogger("nn_parallel")

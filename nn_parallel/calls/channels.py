@@ -6,8 +6,8 @@ import atexit
 import contextlib
 import time
 
-from .outcomes import Channel
-from .world import membership
+from ..world import rank_context
+from .blocks import Channel
 
 LINGER_S = 30.0
 
@@ -15,15 +15,15 @@ LINGER_S = 30.0
 def channel() -> Channel | None:
     """The channel of the world that this process is in; None when it is the only rank."""
     global _channel
-    member = membership()
-    if member is None or member.world_size == 1:
+    context = rank_context()
+    if context is None or context.world_size == 1:
         return None
-    if _channel is None or _channel.member is not member:
-        _channel = Channel(member)
-        if member.store_host == member.rank:
+    if _channel is None or _channel.context is not context:
+        _channel = Channel(context)
+        if context.store_host == context.rank:
             _hosted.append(_channel)
-    if _channel.term != member.term:
-        _channel.begin_term(member.term)
+    if _channel.generation != context.generation:
+        _channel.begin_generation(context.generation)
     return _channel
 
 

@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from . import flight_recorder
+from ..errors import ParallelError, RankTimeoutError, lost_connection
+from ..launch import flight_recorder
+from ..launch.context import RankContext
+from ..launch.flight_recorder import Collective
+from ..launch.group import abort_collectives, find_connections, has_unknown_connections
+from ..signals import Condition, Interrupted, Interruptible
 from .deadlock import Standstill, Waiting, waiting_key, waits_in
-from .errors import ParallelError, RankTimeoutError, lost_connection
-from .flight_recorder import Collective
-from .groups import abort_collectives, find_connections, has_unknown_connections
-from .interrupt import Condition, Interrupted, Interruptible
 from .peers import ASKED_KEY, LEFT_KEY, Peers, where_key
-from .positions import Position, position, stack
-from .reports import Call, Progress
-from .world import Membership
+from .records import Call, Progress
+from .stacks import Position, position, stack
 
 logger = logging.getLogger("nn_parallel")
 
@@ -61,11 +61,11 @@ class Watcher:
     It has a connection of its own: a store connection serves one request at a time.
     """
 
-    def __init__(self, member: Membership, progress: Callable[[], Progress]) -> None:
+    def __init__(self, context: RankContext, progress: Callable[[], Progress]) -> None:
         """``progress`` tells how far this rank has got."""
-        self._member, self._progress = member, progress
-        store, _ = member.clone_store()
-        self._peers = Peers(member, store)
+        self._context, self._progress = context, progress
+        store, _ = context.clone_store()
+        self._peers = Peers(context, store)
         self._entered: list[Watched] = []  # the innermost last
         self._changed = Condition()
         self._stopped = False
@@ -138,7 +138,7 @@ class Watcher:
             with self._changed:
                 for each in self._innermost():  # what is around a block that was entered meanwhile is not touched
                     if each in hopeless:
-                        abort_collectives(self._member)  # again and again: a group may just be made, a wait begin
+                        abort_collectives(self._context)  # again and again: a group may just be made, a wait begin
                         each.freed = True
                         each.block.interrupt()
                 if watched and not self._stopped:
@@ -156,14 +156,14 @@ class Watcher:
 
     def _is_hopeless(self, watched: Watched) -> bool:
         """Whether this rank must be freed from ``watched``; sets the reason if it is this rank's own."""
-        me, call = self._member.rank, watched.call
+        me, call = self._context.rank, watched.call
         if watched.freed or watched.reason is not None:
             return True
         if watched.number > 0:
             return self._peers.first_failed(watched.number) not in (None, me)
         if watched.doom is not None or self._peers.failed_block(watched.number) is not None:
             return True
-        neighbour = (me + 1) % self._member.world_size  # one for each rank: whoever sees a death tells the others
+        neighbour = (me + 1) % self._context.world_size  # one for each rank: whoever sees a death tells the others
         if self._peers.is_dead(neighbour):
             return True
         if watched.timeout_s is None:
@@ -182,47 +182,47 @@ class Watcher:
         self._look_at = time.monotonic() + LOOK_EVERY_S
         if (says := self.has_returned) is not None and says is self._had_returned:  # and no other run has begun since
             self.has_returned = None
-            self._peers.tell(waiting_key(self._member.rank), says().format())
+            self._peers.tell(waiting_key(self._context.rank), says().format())
         self._had_returned = says
         asked = self._peers.text(ASKED_KEY)
         if asked is not None and asked != self._answered:
             self._answered = asked
-            self._peers.tell(where_key(self._member.rank), f"{asked}\t{position()}")
+            self._peers.tell(where_key(self._context.rank), f"{asked}\t{position()}")
         if (reason := self._deadlock()) is None:
             return
         for each in watched:
             each.reason = each.reason or reason
         if not watched:
             self._find_connections()
-            (self._member.on_deadlock or self._end_it)(reason)
+            (self._context.on_deadlock or self._end_it)(reason)
 
     def _find_connections(self) -> None:
         """Have `abort_collectives` end those of all groups in whose collectives the main thread sits."""
-        if not has_unknown_connections(self._member):
+        if not has_unknown_connections(self._context):
             return
-        stands, first_group_id = position(), self._member.first_group_id
+        stands, first_group_id = position(), self._context.first_group_id
         uses_store = stands.makes_group or "group" in (stands.function or "")  # as new_group: it may wait there
         if stands.may_wait and not uses_store and flight_recorder.progress(first_group_id):
             last = flight_recorder.collectives(first_group_id)
-            find_connections(self._member, {each.group for each in last if not each.is_over})
+            find_connections(self._context, {each.group for each in last if not each.is_over})
 
     def _end_it(self, reason: ParallelError) -> None:
         """Outside all blocks: the collective raises, in torch's words, so the cause is told before."""
         logger.error("%s", reason)
-        abort_collectives(self._member)
+        abort_collectives(self._context)
 
     def _deadlock(self) -> ParallelError | None:
         """The error of a rank that is held up in what cannot end; None if there is no telling."""
-        member, me, progress, stands = self._member, self._member.rank, self._progress(), position()
+        context, me, progress, stands = self._context, self._context.rank, self._progress(), position()
         last = [] if stands.makes_group else self._last_collectives(stands)
         if not last and not stands.makes_group:
             return None
-        mine = waits_in(member, last, f"is {stands}")
+        mine = waits_in(context, last, f"is {stands}")
         if mine != self._said:
             self._said = mine
             self._peers.tell(waiting_key(me), mine.format())
-        members = {rank for each in last if not each.is_over for rank in each.members} or set(range(member.world_size))
-        self._look_at += len(members) * member.world_size / LOOKS_PER_S
+        members = {rank for each in last if not each.is_over for rank in each.members} or set(range(context.world_size))
+        self._look_at += len(members) * context.world_size / LOOKS_PER_S
         others = {}
         for rank in members - {me}:
             if text := self._peers.text(waiting_key(rank)):
@@ -236,7 +236,7 @@ class Watcher:
 
     def _last_collectives(self, stands: Position) -> list[Collective]:
         """Those up to the ones that this rank has been held up in since it looked last; none if it goes on."""
-        first_group_id = self._member.first_group_id
+        first_group_id = self._context.first_group_id
         under_way = flight_recorder.progress(first_group_id)
         if under_way != self._under_way:
             self._under_way, self._last = under_way, []

@@ -18,9 +18,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .flight_recorder import Collective, collectives, entered
-from .reports import Progress, foreign_value
-from .world import Membership
+from ..launch.context import RankContext
+from ..launch.flight_recorder import Collective, collectives, entered
+from .records import Progress, foreign_value
 
 LAST_COLLECTIVES = 16  # that a rank tells of, of each group
 NOWHERE = Progress(-1, -1, -1)
@@ -61,16 +61,16 @@ def waiting_key(rank: int) -> str:
     return f"waiting/{rank}"
 
 
-def waits_for(member: Membership, ranks: Sequence[int], until: Progress, where: str) -> Waiting:
+def waits_for(context: RankContext, ranks: Sequence[int], until: Progress, where: str) -> Waiting:
     """What this rank says when it waits in a call of ours for ``ranks`` to get as far as ``until``."""
-    last = collectives(member.first_group_id)
-    return Waiting(where, entered(last), groups_begun(member), tuple(ranks), until, _names(last), {})
+    last = collectives(context.first_group_id)
+    return Waiting(where, entered(last), groups_begun(context), tuple(ranks), until, _names(last), {})
 
 
-def waits_in(member: Membership, last: Sequence[Collective], where: str) -> Waiting:
+def waits_in(context: RankContext, last: Sequence[Collective], where: str) -> Waiting:
     """What this rank says when it is held up in some of the ``last`` collectives."""
     held_up_in = {each.group: each.number for each in reversed(_held_up_in(last))}
-    return Waiting(where, entered(last), groups_begun(member), (), NOWHERE, _names(last), held_up_in)
+    return Waiting(where, entered(last), groups_begun(context), (), NOWHERE, _names(last), held_up_in)
 
 
 class Standstill(NamedTuple):
@@ -108,9 +108,9 @@ class Standstill(NamedTuple):
         return ""
 
 
-def groups_begun(member: Membership) -> tuple[int, ...]:
+def groups_begun(context: RankContext) -> tuple[int, ...]:
     """Grows with every default group that this rank begins to make, alike on all ranks."""
-    return member.term, member.after_call, member.groups_made
+    return context.generation, context.after_call, context.groups_made
 
 
 def _names(last: Sequence[Collective]) -> dict[str, dict[str, str]]:

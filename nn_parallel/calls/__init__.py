@@ -1,0 +1,1 @@
+"""What ranks do together: calls of one rank, blocks of all; a failure reaches every rank."""

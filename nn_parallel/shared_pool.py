@@ -1,0 +1,98 @@
+"""`parallelize_on_gpus`: a function on every device, in processes that all such functions share."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from .ddp import join_launched_world
+from .devices import choose_devices
+from .errors import ExecutorClosedError
+from .executor import ParallelExecutor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+IDLE_LIMIT_S = 60.0
+
+
+def parallelize_on_gpus(
+    num_gpus: int | None = None,
+    pass_device: bool = True,
+    *,
+    devices: str | torch.device | Sequence[str | torch.device | int] | None = None,
+    timeout: timedelta | float | None = None,
+) -> Callable[[Callable[..., R]], Callable[..., list[R]]]:
+    """Make a function run on every device at once and return the list of its results, one per device.
+
+    The processes are started at the first call, shared by all functions with the same devices, and let go after an idle
+    minute. Under a launcher it is a collective call on the ranks already there, and the devices are theirs. See
+    `ParallelExecutor.run` for how the function is called and what it raises.
+
+    Args:
+        num_gpus: the first so many accelerators; on a machine without any, so many CPU workers. If None: all.
+        pass_device: bind each worker's device to the parameter called ``device``.
+        devices: instead of ``num_gpus``; see `ParallelExecutor`.
+        timeout: seconds (or a timedelta) that a call may take.
+
+    Raises:
+        TypeError, ValueError: at the call, as `ParallelExecutor`.
+        RankError, RankTimeoutError, TransferError: at the call, as `ParallelExecutor.run`.
+
+    Example::
+
+        @parallelize_on_gpus(num_gpus=2)
+        def double(device, data):
+            return data.to(device) * 2
+
+        double(torch.tensor([1, 2]))  # [tensor([2, 4]), tensor([2, 4])]
+    """
+
+    def decorate(fn: Callable[..., R]) -> Callable[..., list[R]]:
+        @functools.wraps(fn)
+        def wrapper(*args: Any, **kwargs: Any) -> list[R]:
+            while True:
+                pool = _shared_pool(num_gpus, pass_device, devices, timeout)
+                try:
+                    return pool.run(fn, *args, **kwargs)
+                except ExecutorClosedError:  # its idle minute ended just now
+                    continue
+
+        return wrapper
+
+    return decorate
+
+
+class _SharedPool(ParallelExecutor):
+    _idle_limit_s = IDLE_LIMIT_S
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was idle for so long, could not go on, or is that of a process of which this is a fork."""
+        return self._supervisor is None or self._supervisor.has_ended
+
+    def for_calls(self, pass_device: bool, timeout: timedelta | float | None) -> _SharedPool:
+        """The same workers, called in another way."""
+        view = _SharedPool.__new__(_SharedPool)
+        vars(view).update(vars(self))
+        view._make_calls(pass_device, timeout)
+        return view
+
+
+def _shared_pool(num_gpus: int | None, pass_device: bool, devices: Any, timeout: Any) -> ParallelExecutor:
+    """The pool of these devices; under a launcher the ranks, where there is nothing to start or to keep."""
+    if join_launched_world() is not None:
+        return ParallelExecutor(num_gpus, pass_device, devices=devices, timeout=timeout)
+    key = tuple(choose_devices(num_gpus, devices))
+    with _pools_lock:
+        if key not in _pools or _pools[key].has_ended:
+            _pools[key] = _SharedPool(num_gpus, devices=devices, timeout=timeout)
+        return _pools[key].for_calls(pass_device, timeout)
+
+
+_pools: dict[tuple[torch.device, ...], _SharedPool] = {}
+_pools_lock = threading.Lock()

@@ -1,0 +1,1 @@
+"""An existing training loop on every rank."""
