@@ -6,21 +6,18 @@ The files, from the bottom up; each knows only those before it in this list::
     devices, gpus               which devices there are; what NVML tells of GPUs
     culprits, pickling          which part of an object cannot be pickled; objects to bytes and back
     signals, spinning           what is raised in the main thread from outside; the core is offered to others
+    world                       who a process is among the ranks
     launch                      how the ranks are started, find each other, are connected, and know who is dead:
         environment             launcher's variables -> launch facts
-        sockets                 connections of this process
-        context                 the place of this process among the ranks
+        sockets, store          connections of this process; all that ranks tell each other, and by which keys
         flight_recorder         the collectives that this process has entered, as torch records them
-        liveness                whether other nodes are there
-        rendezvous, group       the ranks find each other; the process group that connects them
-    world                       who am I among the ranks
+        group, context          the process group of a world; the place of this process in it
+        liveness, rendezvous    who is dead; the ranks find each other
     calls                       what ranks do together, and how a failure reaches all of them:
-        records                 the words in which ranks tell of outcomes
-        peers, stacks           what a rank reads of another one; where the main thread stands
-        deadlock, watcher       whether a collective can end; free this rank from what cannot
-        long_waits              what a rank does that waits for others for long
-        calls, blocks           a call that one rank runs and the others wait for; a block that all ranks run
-        channels                the one of this process
+        records, failures       what they tell each other; what this rank knows of failures on others
+        stacks, deadlock        where the main thread stands; whether a collective can still end
+        watcher, long_waits     frees this rank from what cannot end; what a rank does that waits for long
+        calls, blocks           one rank runs, the others wait for it; all ranks run
     ddp                         initialize_ddp, cleanup_ddp
     exchange                    objects from rank to rank
     on_rank                     code for one rank
@@ -69,7 +66,7 @@ with collector.paused():
     )
     from .executor import ParallelExecutor
     from .gpus import GPU, list_gpus, parse_gpu_selection, select_gpus
-    from .launch.context import World
+    from .launch.context import current_world
     from .on_rank import on_local_rank, on_rank, rank_first
     from .shared_pool import parallelize_on_gpus
     from .training.checkpoint import load_checkpoint, save_checkpoint
@@ -78,7 +75,7 @@ with collector.paused():
     from .training.logs import setup_logging
     from .training.model import accumulate, average_parameters, prepare_model, seed_everything, unwrap_model
     from .training.profiling import profile_ranks
-    from .world import current_world
+    from .world import World
 
 __all__ = [
     "GPU",

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from .calls.records import call_name
 from .ddp import join_launched_world
 from .devices import accelerators
-from .world import current_world
+from .launch.context import current_world
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -12,15 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
-from . import world as _world
-from .calls.channels import channel
+from .calls.blocks import blocks_of
 from .devices import named_device, resolve_device
 from .errors import LaunchError
-from .launch.context import DEFAULT_TIMEOUT, RankContext, World, world_of
+from .launch.context import DEFAULT_TIMEOUT, RankContext, current_world, join, rank_context, world_of
 from .launch.environment import Launch, detect_launch, with_arguments
-from .launch.group import close_group, leave, make_group
 from .launch.rendezvous import join_launch
-from .world import current_world, rank_context
+from .world import World
 
 TAKEN = "NN_PARALLEL_TAKEN"  # tells child processes who has taken the place that the launcher's variables describe
 logger = logging.getLogger("nn_parallel")
@@ -87,7 +85,7 @@ def initialize_ddp(
             if _is_started_by_rank(launch):
                 return world_of(launch, named_device(device))
             context = join_launch(launch, named_device(device), limit)
-            _world.join(context)
+            join(context)
             os.environ[TAKEN] = f"{os.getpid()} {_place(launch)}"
             atexit.register(cleanup_ddp)
             world, told_by = context.world, ", ".join(launch.told_by)
@@ -96,8 +94,8 @@ def initialize_ddp(
         elif context.world.launcher == "none" and device is not None:
             return _alone(device)
         if context.open_store is not None and not dist.is_initialized():
-            make_group(context, backend, as_timedelta(timeout) or context.timeout)
-        if here := channel():
+            context.group.make(context.store, backend, as_timedelta(timeout) or context.timeout)
+        if here := blocks_of(context):
             here.watch()
     except LaunchError as error:
         if not fallback:
@@ -117,17 +115,17 @@ def cleanup_ddp() -> None:
     if context is None or context.world.launcher == "external":
         return
     if context.world.launcher == "executor":
-        close_group(context, abort=False)
+        context.group.close(abort=False)
     else:
-        leave(context)
-        _world.join(None)
+        context.leave()
+        join(None)
         os.environ.pop(TAKEN, None)
 
 
 def _alone(device: torch.device | str) -> World:
     """The world of one rank from now on, with this device."""
     world = World(False, 0, 0, 1, resolve_device(device))
-    _world.join(RankContext(world))
+    join(RankContext(world))
     return world
 
 

@@ -22,8 +22,8 @@ from .devices import accelerators, cpu_count, device_properties
 from .errors import LaunchError, ParallelError
 from .executor import ParallelExecutor
 from .gpus import list_gpus
+from .launch.context import rank_context
 from .launch.environment import detect_launch, is_loopback
-from .world import rank_context
 
 TIMEOUT_S = 60.0
 OK, WARNING, FAILED = "ok", "warning", "failed"

@@ -20,9 +20,8 @@ import signal
 import socket
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 
 class ParallelError(RuntimeError):
@@ -140,12 +139,11 @@ class RemoteTraceback(Exception):
         return f"raised by {self.args[0]}"
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """An exception as plain data: all of it that may cross a network."""
 
     type_name: str
-    args: list[Any] | None  # what its constructor takes, where that is all plain scalars
+    args: list[str | float | int | None] | None  # what its constructor takes, where that is all plain scalars
     message: str
     where: str  # for instance "rank 1 of 2 (pid 8123 on node7)"
     traceback: str

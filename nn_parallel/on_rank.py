@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
-from .calls.blocks import Channel
-from .calls.channels import channel
-from .calls.peers import local_places
+from .calls.blocks import Blocks, block, blocks_of
 from .calls.records import Call, call_name, place_of
 from .ddp import as_timedelta, join_launched_world
 from .errors import ParallelError
 from .exchange import broadcast_packed
+from .launch.liveness import local_places
 from .pickling import Packed, dumps
 
 P = ParamSpec("P")
@@ -157,7 +156,7 @@ def rank_first(rank: int = 0, *, local: bool = False, timeout: timedelta | float
     """
     (wanted,) = _checked_ranks("rank_first", (rank,))
     limit = as_timedelta(timeout)
-    here = _channel()
+    here = _blocks()
     if here is None or here.nested_in:
         yield
         return
@@ -166,7 +165,7 @@ def rank_first(rank: int = 0, *, local: bool = False, timeout: timedelta | float
     else:
         first = _ranks_in_world("rank_first", (wanted,), here.world_size)
     call = Call("rank_first()", first, place_of(sys._getframe(2)))
-    with here.section(call, timeout=limit) as goes_first:
+    with _together(here, call, False, limit) as goes_first:
         if goes_first:
             yield
     here.raise_late_failure()
@@ -176,7 +175,7 @@ def rank_first(rank: int = 0, *, local: bool = False, timeout: timedelta | float
 
 
 def _decorator(
-    choose: Callable[[Channel], tuple[int, ...]],
+    choose: Callable[[Blocks], tuple[int, ...]],
     barrier: bool,
     broadcast: bool,
     wait: bool,
@@ -195,7 +194,7 @@ def _decorator(
 
         @functools.wraps(fn)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            here = _channel()
+            here = _blocks()
             if here is None:
                 return fn(*args, **kwargs)
             ranks = choose(here)
@@ -210,13 +209,13 @@ def _decorator(
             result: R | None = None
             packed: Packed | None = None
             try:
-                with here.section(call, barrier=barrier, timeout=timeout) as runs:
+                with _together(here, call, barrier, timeout) as runs:
                     if runs:
                         result = fn(*args, **kwargs)
                         if broadcast and here.rank == ranks[0]:
                             packed = dumps(result, lambda: {"the result": result})
                 if broadcast:
-                    with here.block(name, call.place):  # a failure here frees all
+                    with block(name, call.place):  # a failure here frees all
                         received: R = broadcast_packed(packed, ranks[0])
                     result = received if packed is None else result
                 here.raise_late_failure()
@@ -229,9 +228,24 @@ def _decorator(
     return decorate
 
 
-def _channel() -> Channel | None:
-    join_launched_world()
-    return channel()
+def _blocks() -> Blocks | None:
+    return blocks_of(join_launched_world())
+
+
+def _together(
+    here: Blocks, call: Call, barrier: bool, timeout: timedelta | None
+) -> contextlib.AbstractContextManager[bool]:
+    """A call, or a block if several ranks run it: one may wait for another in a collective."""
+    if len(call.ranks) == 1 or not call.wait:
+        return here.call(call, barrier=barrier, timeout=timeout)
+    return _block_of_some(here, call, timeout)
+
+
+@contextlib.contextmanager
+def _block_of_some(here: Blocks, call: Call, timeout: timedelta | None) -> Iterator[bool]:
+    """A block that only some ranks run. Yields whether this one does."""
+    with here.block(call, timeout, from_end=True), here.nested(call.ranks):
+        yield here.rank in call.ranks
 
 
 def _checked_ranks(caller: str, rank: Any) -> tuple[int, ...]:
@@ -258,7 +272,7 @@ def _ranks_in_world(caller: str, ranks: Sequence[int], world_size: int) -> tuple
     return tuple(dict.fromkeys(rank % world_size for rank in ranks))
 
 
-def _local_ranks_in_world(caller: str, local_rank: int, here: Channel) -> tuple[int, ...]:
+def _local_ranks_in_world(caller: str, local_rank: int, here: Blocks) -> tuple[int, ...]:
     ranks = tuple(
         rank
         for rank, (local, count) in enumerate(local_places(here.context))

@@ -689,7 +689,7 @@ while time.monotonic() < end:
         rank, times = initialize_ddp().rank, tmp_path / "times"
         with pytest.raises(RankError) as caught, ParallelExecutor():
             if rank == 1:
-                while not times.exists():
+                while not times.exists() or not times.read_text():
                     time.sleep(0.001)
                 raise ValueError("bad batch")
             sys.path.insert(0, str(tmp_path))

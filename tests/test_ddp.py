@@ -274,7 +274,7 @@ def test_two_ranks_with_the_same_gpu_are_refused_before_the_first_collective() -
         uuid = f"GPU-{int(os.environ['RANK']) % 2}"
         with (
             mock.patch("nn_parallel.launch.rendezvous.hardware_id", return_value=uuid),
-            mock.patch("nn_parallel.world.hardware_id", return_value=uuid),
+            mock.patch("nn_parallel.launch.context.hardware_id", return_value=uuid),
         ):
             try:
                 return f"{initialize_ddp(device=device).world_size} ranks"

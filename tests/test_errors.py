@@ -11,7 +11,6 @@ import signal
 import socket
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -42,6 +41,7 @@ from nn_parallel.errors import (
     summary,
 )
 from nn_parallel.launch.environment import detect_launch
+from nn_parallel.launch.store import decode, encode
 
 
 def _raised(error: BaseException) -> BaseException:
@@ -54,7 +54,7 @@ def _raised(error: BaseException) -> BaseException:
 
 def _sent(error: BaseException) -> Exception:
     """``error`` as another rank gets it: through JSON, rebuilt from the list of known types."""
-    failure = Failure(**json.loads(json.dumps(asdict(Failure.of(_raised(error), "Rank 1 of 2")))))
+    failure = decode(Failure, "key", encode(Failure.of(_raised(error), "Rank 1 of 2")))
     return failure.rebuild(known_exceptions())
 
 

@@ -30,8 +30,9 @@ from nn_parallel import (
     on_rank,
     rank_first,
 )
-from nn_parallel.calls.channels import channel
-from nn_parallel.calls.peers import FAILURES_KEPT
+from nn_parallel.calls.blocks import blocks_of
+from nn_parallel.calls.failures import FAILURES_KEPT
+from nn_parallel.launch.context import rank_context
 
 
 def _cause(error: BaseException) -> str:
@@ -278,7 +279,7 @@ def test_ranks_in_different_calls_get_both_call_sites(world: World) -> None:
 
     def scenario() -> Any:
         me = current_world().rank
-        start = channel()
+        start = blocks_of(rank_context())
         assert start is not None
 
         @on_rank(0)
@@ -310,7 +311,7 @@ def test_two_ranks_that_wait_for_each_other_learn_so(world: World) -> None:
     """A deadlock by different orders of calls ends in an error on both ranks."""
 
     def scenario() -> Any:
-        here = channel()
+        here = blocks_of(rank_context())
         assert here is not None
         text = ""
 
@@ -497,11 +498,11 @@ def test_the_store_stays_bounded(world: World) -> None:
 
     def scenario() -> Any:
         initialize_ddp()
-        here = channel()
+        here = blocks_of(rank_context())
         assert here is not None
 
         def keys() -> int:
-            store = here.store
+            store = here.connection.store
             while isinstance(store, dist.PrefixStore):
                 store = store.underlying_store
             return len(store.list_keys())
@@ -554,13 +555,13 @@ def test_a_hostile_value_in_the_store_is_an_error_and_never_runs(world: World, t
             def __reduce__(self) -> Any:
                 return os.mkdir, (trap,)
 
-        here = channel()
+        here = blocks_of(rank_context())
         assert here is not None
         me = here.rank
         initialize_ddp()
         dist.barrier()
         if me == 0:
-            here.store.set("report/0", pickle.dumps(Trap()))
+            here.connection.store.set("report/0", pickle.dumps(Trap()))
         dist.barrier()
         text = ""
         if me != 0:
@@ -571,7 +572,7 @@ def test_a_hostile_value_in_the_store_is_an_error_and_never_runs(world: World, t
             with pytest.raises(ParallelError) as caught:
                 never()
             text = str(caught.value)
-            here._calls -= 1
+            here._number -= 1
         dist.barrier()
         if me == 0:
             here._post(here._phase)

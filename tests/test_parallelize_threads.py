@@ -15,8 +15,8 @@ from torch import nn
 
 from nn_parallel import data_parallel as module
 from nn_parallel import parallel_on_all_devices
-from nn_parallel.launch.context import RankContext, World
-from nn_parallel.world import join
+from nn_parallel.launch.context import RankContext, join
+from nn_parallel.world import World
 
 Use = Callable[[int], None]
 

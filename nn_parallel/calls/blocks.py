@@ -1,35 +1,35 @@
-"""Blocks of calls that all ranks go through together: a failure on one rank ends the block on all.
+"""Blocks that all ranks go through together: a failure on one rank ends the block on all.
 
-A *block* holds any number of sections and of blocks, and is run by all ranks. Blocks are numbered -1, -2, ... as they
-are entered. When one fails on one rank, all leave it, close their group and begin a new *generation*, counting their
-calls from one again and their blocks from the failed one on. How a generation ends is decided once for all, by the
-first rank that writes it into the store: so the ranks go through the same failures in the same order, however far
-behind one is.
+A *block* holds any number of calls and of blocks, and every rank enters it. Blocks are numbered -1, -2, ... as they are
+entered. When one fails on one rank, all leave it, close their group and begin a new *generation*, counting their calls
+from one again and their blocks from the failed one on. How a generation ends is decided once for all, by the first rank
+that writes it into the store: so the ranks go through the same failures in the same order, however far behind one is.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 
 from ..errors import ParallelError, rank_error
-from ..launch.context import RankContext
-from ..launch.group import close_group
+from ..launch.context import RankContext, rank_context
 from ..signals import Interrupted
-from .calls import SEEK_CAUSE_S, Sections, exceptions_in
-from .peers import LEFT_KEY, ended_key
-from .records import WAITING, Call
-from .watcher import Watched, follows
+from .calls import Calls, Wait, exceptions_in, failures_in
+from .records import LEFT_KEY, WAITING, Call, FailedBlock, ended_key, rebuilt
+from .watcher import Block, is_consequence
 
-UNINTERRUPTED = True  # see interrupt
+UNINTERRUPTED = True  # see signals
 WARN_OF_MISSING_AFTER_S = 3.0
 TIMEOUT_MARGIN_S = 0.5  # for the silent rank to tell where it stands, before those that wait say that it is silent
+SEEK_CAUSE_S, SEEK_EVERY_S = 0.5, 0.002
+LINGER_S = 30.0
 
 
-class Channel(Sections):
-    """One rank's end of the outcomes: sections, and blocks of them."""
+class Blocks(Calls):
+    """One rank's end of the blocks that all ranks run, and of the calls in them."""
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
@@ -42,18 +42,17 @@ class Channel(Sections):
     @contextlib.contextmanager
     def block(
         self,
-        function: str,
-        place: str,
+        call: Call,
         timeout: timedelta | None = None,
         *,
         from_end: bool = False,
         begins_together: bool = False,
     ) -> Iterator[None]:
-        """A block that all ranks run, sections in it included, and leave together; a failure on one is raised on all.
+        """A block that all ranks enter, the calls in it included, and leave together; a failure is raised on all.
 
-        ``function`` and ``place`` are what errors name it by. A failure frees the others from what they sit in, closes
-        the process group and begins a new generation. With ``begins_together`` a rank runs it once all have come, and
-        soon warns of those that do not.
+        ``call`` is what errors name it by. A failure frees the others from what they sit in, closes the process group
+        and begins a new generation. With ``begins_together`` a rank runs it once all have come, and soon warns of those
+        that do not.
 
         Raises:
             RankError: on every rank, when the block raised on one, or a process ended before its end.
@@ -61,94 +60,138 @@ class Channel(Sections):
                 ``from_end`` from when the first rank was through. Or one did not come in the time that collectives
                 have, to a block that ``begins_together``.
         """
-        call = Call(function, tuple(range(self.world_size)), place)
         if self.nested_in:
             raise ParallelError(
                 f"{call} is a call of all ranks, inside the body of a function of rank "
                 f"{', '.join(map(str, self.nested_in))}: the others are not there. Make it outside."
             )
-        self._raise_if_doomed()
+        self._raise_if_block_failed()
         self._blocks_entered += 1
-        number = -self._blocks_entered
-        timeout_s = None if timeout is None else timeout.total_seconds()
-        watched = Watched(
-            call, number, f"{self.generation} {number}", timeout_s, None if from_end else time.monotonic()
-        )
-        watcher = self.watch()
-        self._blocks.append(watched)
-        with watcher.entered(watched):
+        number, timeout_s = -self._blocks_entered, None if timeout is None else timeout.total_seconds()
+        began, left_value = None if from_end else time.monotonic(), f"{self.generation} {number}"
+        block, watcher = Block(call, number, timeout_s, began, left_value), self.watch()
+        with watcher.entered(block):
             try:
                 if begins_together:
                     self._begin(call)
                     come_by = time.monotonic() + self.context.timeout.total_seconds()
-                    self._barrier(call, come_by, "waits in", WARN_OF_MISSING_AFTER_S)
-                with watcher.watching(watched):
+                    self._barrier(Wait(call, come_by, "waits in", WARN_OF_MISSING_AFTER_S))
+                with watcher.watching(block):
                     yield
-                if timeout_s is not None:
-                    self._peers.tell(LEFT_KEY, watched.left_value)
-                self._begin(call)
-                began = watched.began or time.monotonic()
-                self._barrier(call, None if timeout_s is None else began + timeout_s + TIMEOUT_MARGIN_S, "has left")
-                self._raise_if_others_failed_inside(call, number)
+                self._leave_together(block)
             except BaseException as error:
-                failed = self._fail_block(watched, watched.cause(error))
+                failed = self._fail(block, block.cause(error))
                 if failed is None:
                     raise
                 try:
                     raise failed from None
                 finally:
                     del failed  # it would live in a cycle with its traceback, and all that the frames there hold
-            finally:
-                self._blocks.remove(watched)
 
-    def _fail_block(self, watched: Watched, error: BaseException) -> ParallelError | None:
-        """Fail the innermost block, and go on from where all ranks do; what to raise.
-
-        None for a SystemExit, a KeyboardInterrupt or what interrupts the code around it: they have their own way out.
-        """
-        failed, freed = watched.doom, watched.freed or watched.doom is not None
-        try:
-            if failed is None:
-                failures = self._failures_of_block(watched, error)
-                described = self._described(failures)
-                ended = self._peers.fail_block(watched.number, self._calls, watched.call.function, described)
-                known = {
-                    rank: e for rank, e in exceptions_in(failures).items() if ended.failures[rank] == described[rank]
-                }
-                failed = self._error(watched.call, ended.rebuild() | known)
-                for block in self._blocks[:-1]:
-                    if block.number <= ended.block:  # user code must not catch this error in there and go on
-                        block.doom = failed
-                self._ended += range(self.generation, ended.generation + 1)
-                self.begin_generation(ended.generation + 1)
-                self._blocks_entered = -ended.block
-                self._failed_at = (self.generation, 0)
-                self._post(WAITING)
-        finally:
-            close_group(self.context)
-            self.context.interrupted = len(self._blocks) > 1 and self._blocks[-2].doom is not None
-        return failed if isinstance(error, Exception) or (isinstance(error, Interrupted) and freed) else None
-
-    def _failures_of_block(self, watched: Watched, error: BaseException) -> Mapping[int, BaseException]:
-        """What this rank has to tell of; nothing if it only follows from the failure that others know already."""
-        if not follows(error) or (isinstance(error, Interrupted) and not watched.freed):
-            return self._failures_in(error)
-        deaths = self._peers.seek_cause(watched.call, watched.number, SEEK_CAUSE_S)
-        if deaths or self._peers.failed_block(watched.number) is not None:
-            return deaths
-        return self._failures_in(error)
-
-    def _raise_if_others_failed_inside(self, call: Call, number: int) -> None:
-        """At the end of a block: another rank has failed in a block inside, which this one never entered."""
-        ended = self._peers.ended(self.generation)
-        if ended is not None and ended.block >= number:
-            self._raise_if_block_failed()
-        if ended is not None and ended.call < self._calls:  # or it was here, and has failed in what comes next
+    def _leave_together(self, block: Block) -> None:
+        if block.timeout_s is not None:
+            self.connection.set(LEFT_KEY, block.left_value)
+        self._begin(block.call)
+        began = block.began or time.monotonic()
+        leave_by = None if block.timeout_s is None else began + block.timeout_s + TIMEOUT_MARGIN_S
+        self._barrier(Wait(block.call, leave_by, "has left"))
+        ended = self._block_failures.end_of(self.generation)
+        if ended is not None and ended.number >= block.number:
+            self._raise_if_block_failed_elsewhere()
+        if ended is not None and ended.calls < self._number:  # or it was here, and has failed in what comes next
             never = ParallelError(
-                f"Rank {self.rank} is at the end of {call}, and never entered a block inside that failed."
+                f"Rank {self.rank} is at the end of {block.call}, and never entered a block inside that failed."
             )
-            raise rank_error(call.function, self.world_size, ended.rebuild() | {self.rank: never})
+            raise rank_error(block.call.function, self.world_size, rebuilt(ended.failures) | {self.rank: never})
         while self._ended:
             generation = self._ended.pop()
             if self.rank == 0:  # every rank is through it
-                self.store.delete_key(ended_key(generation))
+                self.connection.delete(ended_key(generation))
+
+    def _fail(self, block: Block, error: BaseException) -> BaseException | None:
+        """Fail the innermost block with ``error``, and go on from where all ranks do; what to raise in its place.
+
+        None for a SystemExit, a KeyboardInterrupt or what interrupts the code around it: they have their own way out.
+        """
+        is_failure = isinstance(error, Exception) or (isinstance(error, Interrupted) and block.has_failed)
+        try:
+            failures = self._failures_of(block, error)
+            described = self._described(failures)
+            mine = FailedBlock(block.number, self._number, block.call.function, described)
+            generation, ended = self._block_failures.add(mine)
+            failed: BaseException = Interrupted()  # of a block around: user code must not catch it in there and go on
+            for each in self._blocks[:-1]:
+                each.has_failed = each.has_failed or each.number <= ended.number
+            if ended.number == block.number:
+                errors = exceptions_in(failures)
+                known = {rank: error for rank, error in errors.items() if ended.failures[rank] == described[rank]}
+                failed = self._error(block.call, rebuilt(ended.failures) | known)
+                late = self._failures.take_late(self._number, self._report_of)  # for the next call to tell
+                self._ended += range(self.generation, generation + 1)
+                self.begin_generation(generation + 1)
+                self._failures.begin_generation(late)
+                self._blocks_entered = -ended.number
+                self._failed_at = (self.generation, 0)
+                self._post(WAITING)
+        finally:
+            self.context.group.close()
+        return failed if is_failure else None
+
+    def _failures_of(self, block: Block, error: BaseException) -> dict[int, BaseException]:
+        """What this rank has to tell of; nothing if it only follows from the failure that others know already."""
+        if is_consequence(error) and (block.has_failed or not isinstance(error, Interrupted)):
+            deaths = self._seek_deaths(block)
+            if deaths or self._block_failures.of(block.number) is not None:
+                return deaths
+        return failures_in(error, self.rank)
+
+    def _seek_deaths(self, block: Block) -> dict[int, BaseException]:
+        """The deaths for which ``block`` has to fail; none if it has failed already, or nothing is found in time."""
+        deadline = time.monotonic() + SEEK_CAUSE_S
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        while self._block_failures.of(block.number) is None and time.monotonic() < deadline:
+            if dead := [rank for rank in others if self._liveness.is_dead(rank)]:
+                return {rank: self._liveness.death(rank, block.call) for rank in dead}
+            time.sleep(SEEK_EVERY_S)
+        return {}
+
+
+def blocks_of(context: RankContext | None) -> Blocks | None:
+    """Those of the world that this process is in; None when it is the only rank."""
+    global _blocks
+    if context is None or context.world_size == 1:
+        return None
+    if _blocks is None or _blocks.context is not context:
+        _blocks = Blocks(context)
+        if context.store_host == context.rank:
+            _hosted.append(_blocks)
+    if _blocks.generation != context.generation:
+        _blocks.begin_generation(context.generation)
+    return _blocks
+
+
+def block(
+    function: str,
+    place: str,
+    timeout: timedelta | None = None,
+    *,
+    from_end: bool = False,
+    begins_together: bool = False,
+) -> contextlib.AbstractContextManager[None]:
+    """A block that all ranks run, see `Blocks.block`; plain code where this is the only rank."""
+    if (here := blocks_of(rank_context())) is None:
+        return contextlib.nullcontext()
+    call = Call(function, tuple(range(here.world_size)), place)
+    return here.block(call, timeout, from_end=from_end, begins_together=begins_together)
+
+
+@atexit.register
+def _outlive_readers() -> None:
+    """The store ends with the process that holds it: stay while another rank may still have to read an outcome."""
+    deadline = time.monotonic() + LINGER_S
+    for hosted in _hosted:
+        hosted.outlive_readers(deadline)
+
+
+_blocks: Blocks | None = None
+_hosted: list[Blocks] = []  # those whose store lives in this process

@@ -1,84 +1,48 @@
 """Whether what this rank waits in can still end: told by what the ranks have entered, never by how long it takes.
 
 A rank may be late for hours and still come. But all ranks enter their collectives and our calls in the same order. So
-one that this rank waits for never enters the collective that this rank is held up in
+one that this rank waits for never enters the collective that this rank is stuck in
 
 - if it waits for this rank in one of our calls that comes after that collective;
 - if it has entered another collective under the same number of the same process group;
-- if it is held up in a collective of another group that this rank has not entered.
+- if it is stuck in a collective of another group that this rank has not entered.
 
-A rank that waits says so in the store (`Waiting`), and a rank that is held up compares. What is said may be old: it
+A rank that waits says so in the store (`Waiting`), and a rank that is stuck compares. What is said may be old: it
 serves as long as it tells of what has been entered, and of a wait that only this rank can end. Where something is not
 known for certain, nothing is said.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..launch.context import RankContext
 from ..launch.flight_recorder import Collective, collectives, entered
-from .records import Progress, foreign_value
+from .records import Progress, Waiting
 
 LAST_COLLECTIVES = 16  # that a rank tells of, of each group
 NOWHERE = Progress(-1, -1, -1)
 
 
-class Waiting(NamedTuple):
-    """What a rank says that waits; one key of the store."""
-
-    where: str  # for a person to read
-    entered: dict[str, int]  # by process group, how many collectives, at most
-    groups_begun: tuple[int, ...]  # see `groups_begun`
-    ranks: tuple[int, ...]  # in a call of ours, it waits for all of these
-    until: Progress  # to get that far
-    names: dict[str, dict[str, str]]  # by process group, the last collectives by their numbers
-    held_up_in: dict[str, int]  # by process group, the number of the first collective that has not ended
-
-    def format(self) -> str:
-        return json.dumps(self)
-
-    @classmethod
-    def parse(cls, key: str, text: str) -> Waiting:
-        try:
-            where, counts, begun, ranks, until, names, held_up_in = json.loads(text)
-            return cls(
-                str(where),
-                {group: int(count) for group, count in counts.items()},
-                tuple(map(int, begun)),
-                tuple(map(int, ranks)),
-                Progress(*map(int, until)),
-                {group: dict(last) for group, last in names.items()},
-                {group: int(number) for group, number in held_up_in.items()},
-            )
-        except (TypeError, ValueError, AttributeError):
-            raise foreign_value(key, text) from None
-
-
-def waiting_key(rank: int) -> str:
-    return f"waiting/{rank}"
-
-
 def waits_for(context: RankContext, ranks: Sequence[int], until: Progress, where: str) -> Waiting:
     """What this rank says when it waits in a call of ours for ``ranks`` to get as far as ``until``."""
-    last = collectives(context.first_group_id)
-    return Waiting(where, entered(last), groups_begun(context), tuple(ranks), until, _names(last), {})
+    last = collectives(context.group.first_id)
+    return Waiting(where, entered(last), context.group.begun, tuple(ranks), until, _names(last), {})
 
 
 def waits_in(context: RankContext, last: Sequence[Collective], where: str) -> Waiting:
-    """What this rank says when it is held up in some of the ``last`` collectives."""
-    held_up_in = {each.group: each.number for each in reversed(_held_up_in(last))}
-    return Waiting(where, entered(last), groups_begun(context), (), NOWHERE, _names(last), held_up_in)
+    """What this rank says when it is stuck in some of the ``last`` collectives."""
+    stuck_in = {each.group: each.number for each in reversed(_stuck_in(last))}
+    return Waiting(where, entered(last), context.group.begun, (), NOWHERE, _names(last), stuck_in)
 
 
 class Standstill(NamedTuple):
-    """What a rank knows that is held up."""
+    """What a rank knows that is stuck."""
 
     rank: int
     progress: Progress  # how far it has got in our calls
-    makes_group: bool  # it is held up in initialize_ddp,
+    makes_group: bool  # it is stuck in initialize_ddp,
     last: Sequence[Collective]  # or in one of these
     said: Waiting
     others: Mapping[int, Waiting]  # what the other ranks say
@@ -92,11 +56,9 @@ class Standstill(NamedTuple):
             if theirs.groups_begun != self.said.groups_begun:  # it tells of other groups, perhaps of the same names
                 continue
             has_not_entered = any(
-                theirs.entered.get(each.group, each.number) < each.number for each in _held_up_in(self.last)
+                theirs.entered.get(each.group, each.number) < each.number for each in _stuck_in(self.last)
             )
-            needs_this = any(
-                self.said.entered.get(group, number) < number for group, number in theirs.held_up_in.items()
-            )
+            needs_this = any(self.said.entered.get(group, number) < number for group, number in theirs.stuck_in.items())
             if has_not_entered and (waits_for_this or needs_this):
                 return f"rank {other} {theirs.where} without it"
             for group, names in self.said.names.items():
@@ -108,11 +70,6 @@ class Standstill(NamedTuple):
         return ""
 
 
-def groups_begun(context: RankContext) -> tuple[int, ...]:
-    """Grows with every default group that this rank begins to make, alike on all ranks."""
-    return context.generation, context.after_call, context.groups_made
-
-
 def _names(last: Sequence[Collective]) -> dict[str, dict[str, str]]:
     """The names of the last collectives of each group, by their numbers."""
     names: dict[str, dict[str, str]] = {}
@@ -121,5 +78,5 @@ def _names(last: Sequence[Collective]) -> dict[str, dict[str, str]]:
     return {group: dict(list(numbers.items())[-LAST_COLLECTIVES:]) for group, numbers in names.items()}
 
 
-def _held_up_in(last: Sequence[Collective]) -> list[Collective]:
+def _stuck_in(last: Sequence[Collective]) -> list[Collective]:
     return [each for each in last if not each.is_over and each.by_main_thread]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..launch.context import RankContext
-from ..launch.rendezvous import WARN_AFTER_S
-from .deadlock import waiting_key, waits_for
-from .peers import ASKED_KEY, Peers, where_key
-from .records import Call, Progress
+from ..launch.store import WARN_AFTER_S
+from .deadlock import waits_for
+from .records import ASKED_KEY, Call, Progress, Report, Where, waiting_key, where_key
 from .watcher import LOOK_EVERY_S
 
 SAY_WHAT_FOR_AFTER_S = 1.0
@@ -22,8 +21,8 @@ logger = logging.getLogger("nn_parallel")
 class LongWaits:
     """The long waits of one rank in calls of ours."""
 
-    def __init__(self, context: RankContext, peers: Peers) -> None:
-        self._context, self._peers = context, peers
+    def __init__(self, context: RankContext, report_of: Callable[[int], Report]) -> None:
+        self._context, self._report_of = context, report_of
         self._warned_of = set[Call]()
 
     def steps(
@@ -34,18 +33,17 @@ class LongWaits:
         The first step is due after `SAY_WHAT_FOR_AFTER_S`. It tells the other ranks, unless ``says``, with which that
         begins, is empty. Then this rank warns, once for each place of the script.
         """
-        me, warn_after_s = self._context.rank, warn_after_s or WARN_AFTER_S
+        me, warn_after_s, connection = self._context.rank, warn_after_s or WARN_AFTER_S, self._context.connection
         if says:
-            said = waits_for(self._context, ranks, until, f"{says} {call}")
-            self._peers.tell(waiting_key(me), said.format())
+            connection.write(waiting_key(me), waits_for(self._context, ranks, until, f"{says} {call}"))
         if call in self._warned_of:
             yield math.inf
         yield warn_after_s
         self._warned_of.add(call)
         question = f"{me} {until}"
-        self._peers.tell(ASKED_KEY, question)
+        connection.set(ASKED_KEY, question)
         yield warn_after_s + ANSWER_WITHIN_S
-        missing = [rank for rank in ranks if self._peers.report(rank).progress < until]
+        missing = [rank for rank in ranks if self._report_of(rank).progress < until]
         where = [f"Rank {rank} {self._where(rank, question)}." for rank in missing[:RANKS_NAMED]]
         if missing:
             logger.warning(
@@ -57,5 +55,5 @@ class LongWaits:
 
     def _where(self, rank: int, question: str) -> str:
         """Where another rank stands: as it answers, or else as far as it has told."""
-        answered, _, where = (self._peers.text(where_key(rank)) or "").partition("\t")
-        return f"is {where}" if answered == question else self._peers.report(rank).describe()
+        answer = self._context.connection.read(where_key(rank), Where)
+        return f"is {answer.where}" if answer and answer.question == question else self._report_of(rank).describe()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import PACKAGE_FOLDER
-from ..launch.group import make_group
+from ..launch.group import Group
 from .records import place_of
 
 
@@ -35,7 +35,7 @@ def position() -> Position:
     frame = innermost = _main_frame()
     function, makes_group = None, False
     while frame is not None and _is_library(frame):
-        if frame.f_code is make_group.__code__:
+        if frame.f_code is Group.make.__code__:
             function, makes_group = "initialize_ddp", True
         elif frame.f_code.co_filename == dist.distributed_c10d.__file__:
             function = frame.f_code.co_name

@@ -16,7 +16,7 @@ from typing import Any, Never, NoReturn, Self, TypeVar
 
 import torch
 
-from ..calls.channels import channel
+from ..calls.blocks import block
 from ..calls.records import call_name, place_of
 from ..ddp import as_timedelta, join_launched_world
 from ..devices import call_on_device, choose_devices, count, cpu_count, parse_devices
@@ -262,10 +262,9 @@ class ParallelExecutor(Executor):
     def __enter__(self) -> Self:
         if self._supervisor is None:
             self._raise_if_closed()
-            if here := channel():
-                limit = as_timedelta(self._options.timeout_s)
-                self._block = here.block("with ParallelExecutor()", place_of(sys._getframe(1)), limit, from_end=True)
-                self._block.__enter__()
+            limit = as_timedelta(self._options.timeout_s)
+            self._block = block("with ParallelExecutor()", place_of(sys._getframe(1)), limit, from_end=True)
+            self._block.__enter__()
         return self
 
     def __exit__(
@@ -330,17 +329,16 @@ class ParallelExecutor(Executor):
         self._raise_if_closed()
         assert self._context is not None
         device = self._context.world.device if self._options.pass_device else None
-        here = channel()
-        if here is None:  # a world of one rank
+        if self._context.world_size == 1:
             try:
                 return [in_this_process(call_on_device, fn, args, kwargs, device)]
             except Exception as error:
                 raise rank_error(name, 1, {0: error.with_traceback(user_frames(error))}) from None
         limit = as_timedelta(self._options.timeout_s)
-        with here.block(name, place, limit):
+        with block(name, place, limit):
             result = in_this_process(call_on_device, fn, args, kwargs, device)
             packed = dumps(result, lambda: {"the result": result})
-        with here.block(name, place, limit):  # only now are all outcomes known to be good
+        with block(name, place, limit):  # only now are all outcomes known to be good
             return all_gather_packed(packed)
 
     def _map_over_ranks(self, fn: Callable[..., R], items: list[tuple[Any, ...]]) -> list[R]:

@@ -22,17 +22,16 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from .. import world
-from ..calls.channels import channel
+from ..calls.blocks import blocks_of
 from ..calls.deadlock import waits_for
 from ..calls.records import WAITING, Progress, call_name
-from ..calls.watcher import Watcher, follows
+from ..calls.watcher import Watcher, is_consequence
 from ..devices import call_on_device
 from ..errors import Failure, ParallelError, RemoteError, TransferError, qualified_name, user_frames
-from ..launch.context import DEFAULT_TIMEOUT, RankContext, World
-from ..launch.group import abort_collectives, close_group, leave
+from ..launch.context import DEFAULT_TIMEOUT, RankContext, join, rank_context
 from ..pickling import Packed, dumps, loads
 from ..signals import Interrupted, Interruptible, keep_handler
+from ..world import World
 from .namespaces import Answered, Stored, stored, stored_object, use_main
 from .segments import Segments
 from .transport import Link, Parcel, Unpack
@@ -164,9 +163,9 @@ class _Worker:
         with self._switching:
             if self._task != self._cancelled:
                 return False
-            context = world.rank_context()
+            context = rank_context()
             if context is not None and context.open_store is not None:
-                abort_collectives(context)
+                context.group.abort()
             self._block.interrupt()
             return True
 
@@ -175,7 +174,7 @@ class _Worker:
         with self._switching:
             if self._task != NO_TASK and self._rank is not None:
                 self._deadlock = reason
-                abort_collectives(self._rank)
+                self._rank.group.abort()
                 self._block.interrupt()
 
     def perform(self, task: Task, unpack: Unpack) -> tuple[int, bool, Packed]:
@@ -187,7 +186,7 @@ class _Worker:
         if self._watcher is not None:
             self._watcher.has_returned = None
         context = self._enter(task, generation) if task.world_size else self._alone
-        world.join(context)
+        join(context)
         with self._switching:
             self._task, self._block.interrupted = task.number, self._cancelled == task.number
             self._deadlock = None
@@ -199,7 +198,7 @@ class _Worker:
                 with self._switching:  # from here on nothing interrupts it
                     self._task = NO_TASK
         except BaseException as error:
-            if self._deadlock is not None and follows(error):
+            if self._deadlock is not None and is_consequence(error):
                 error = self._deadlock.with_traceback(error.__traceback__)
             if isinstance(error, Interrupted):
                 outcome, packed = CANCELLED, _NOTHING
@@ -208,8 +207,8 @@ class _Worker:
         if task.world_size and outcome != SUCCEEDED:
             # It frees the ranks that wait for this one in a collective: only once this cannot be cancelled any more,
             # or what they then raise could outrun the cause.
-            close_group(context)
-        world.join(self._alone)
+            context.group.close()
+        join(self._alone)
         return outcome, task.world_size > 0 and context.generation != generation, packed
 
     def where(self, task: Task) -> str:
@@ -239,7 +238,7 @@ class _Worker:
         """For the ranks that are still in the run: this one enters no collective before all have ended it."""
         others = [rank for rank in range(task.world_size) if rank != self._index]
         next_run = Progress(_generation_of(task) + (1 << 32), 0, WAITING)
-        context, here = self._rank, channel()
+        context, here = self._rank, blocks_of(self._rank)
         assert context is not None
         assert here is not None
         self._watcher = here.watch()
@@ -267,8 +266,8 @@ class _Worker:
 
     def _leave(self) -> None:
         if self._rank is not None:
-            close_group(self._rank)
-            leave(self._rank)
+            self._rank.group.close()
+            self._rank.leave()
             self._watcher = None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -15,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 from ..devices import as_table, hardware_id
-from ..errors import LaunchError, first_line
+from ..errors import LaunchError, ParallelError, first_line
 from ..signals import Delayed
-from .context import RankContext, World, world_of
+from .context import RankContext, world_of
 from .environment import Launch, is_loopback
 from .liveness import connect_nodes
 from .sockets import connected_since, open_sockets
+from .store import Member, limit_silence, meet, member_key
 
 RANKS_SHOWN = 64
-WARN_AFTER_S = 30.0  # of waiting for others
 # How long to sleep between two attempts to connect, each of which may ask a name server: a share of the time waited so
 # far, within these bounds. An attempt waits for an answer no longer than the longest pause.
 RETRY_SHARE, RETRY_MIN_S, RETRY_MAX_S = 0.1, 0.01, 1.0
@@ -58,85 +57,30 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         store_host=None if launch.launcher_hosts_store else 0,
         one_node=launch.one_node,
     )
-    context.end_if_unanswered(connected_since(before, store))
+    if not launch.one_node:
+        limit_silence(connected_since(before, store), context.gone_after_s)
     if device is None and not refusal:
         refusal = _claim_device(context)
     if refusal:
-        context.store.compare_set("refusal", "", refusal)
-    meet(context.store, context, timeout, f"{launch.master_addr}:{launch.master_port}")
+        context.connection.swap("refusal", "", refusal)
+    check = context.group.raise_if_interrupted
+    meet(context.store, world, timeout, f"{launch.master_addr}:{launch.master_port}", check)
     kept.joins += 1
-    if context.store.check(["refusal"]):
-        refused = LaunchError(f"{context.store.get('refusal').decode()}\n{_device_table(context)}")
+    if told := context.connection.get("refusal"):
+        refused = LaunchError(f"{told}\n{_device_table(context)}")
         with contextlib.suppress(LaunchError):  # else the host of the store could be gone before all know
-            meet(dist.PrefixStore("refused", context.store), context, REFUSAL_KNOWN_WITHIN, "")
+            meet(dist.PrefixStore("refused", context.store), world, REFUSAL_KNOWN_WITHIN, "", check)
         raise refused
     if not launch.one_node:
         connect_nodes(context, launch.master_addr)
     return context
 
 
-def meet(store: dist.Store, context: RankContext, timeout: timedelta, where: str) -> None:
-    """Return once every rank has called this with the same store; name those that do not come.
-
-    A rank that gives up has not been there: it may come again.
-    """
-    world = context.world
-    start, pause, has_warned = time.monotonic(), 0.0001, False
-    try:
-        raise_if_interrupted(context, where)  # before anything of it stands in the store
-        if store.add(f"arrived/{world.rank}", 1) > 1:
-            raise LaunchError(
-                f"There are two ranks {world.rank} at {where}: another job uses the same address, or two processes "
-                "have the same RANK. Set MASTER_PORT to a free port, the same on every rank of this job."
-            )
-        arrived = store.add("arrived", 1)  # one counter to poll, however many ranks; the keys name the missing
-        while arrived < world.world_size:
-            raise_if_interrupted(context, where)
-            waited = time.monotonic() - start
-            if waited > timeout.total_seconds():
-                missing = _missing(store, world.world_size)
-                if not _withdraw(store, world):
-                    return
-                raise LaunchError(
-                    f"{missing} did not come to {where} within {timeout.total_seconds():g} "
-                    "s. Does every rank run, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
-                )
-            if waited > WARN_AFTER_S and not has_warned:
-                has_warned, missing = True, _missing(store, world.world_size)
-                logger.warning("Rank %d has waited %.0f s at %s: %s did not come.", world.rank, waited, where, missing)
-            time.sleep(pause)
-            pause = min(pause * 1.2, 0.05)
-            arrived = store.add("arrived", 0)
-    except dist.DistError as error:
-        raise_if_interrupted(context, where)
-        raise LaunchError(f"The store was lost while the ranks met at {where}: its host has ended.") from error
-
-
-def _withdraw(store: dist.Store, world: World) -> bool:
-    """Take back that this rank has arrived; False if the last one has come meanwhile."""
-    if store.add("arrived", -1) == world.world_size - 1:
-        store.add("arrived", 1)
-        return False
-    store.delete_key(f"arrived/{world.rank}")
-    return True
-
-
-def _missing(store: dist.Store, world_size: int) -> str:
-    """The ranks that are not there yet, for a person to read."""
-    missing = [str(rank) for rank in range(world_size) if not store.check([f"arrived/{rank}"])]
-    return f"Rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {world_size}"
-
-
-def raise_if_interrupted(context: RankContext, where: str) -> None:
-    if context.interrupted:
-        raise LaunchError(f"Another rank failed while rank {context.rank} waited for it at {where}.")
-
-
 def _claim_device(context: RankContext) -> str:
     """Why this rank cannot have its device: another one has taken it."""
     if (name := hardware_id(context.world.device)) is None:
         return ""
-    owner = context.store.compare_set(f"owner/{name}", "", str(context.rank)).decode(errors="replace")
+    owner = context.connection.swap(f"owner/{name}", "", str(context.rank))
     if owner == str(context.rank):
         return ""
     return (
@@ -152,9 +96,9 @@ def _device_table(context: RankContext) -> str:
     rows = [("rank", "host", "device")]
     for rank in shown:
         told = "?", "?"
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # somebody else has written there
-            facts = json.loads(context.store.get(f"member/{rank}"))
-            told = str(facts["host_name"]), str(facts["device"])
+        with contextlib.suppress(ParallelError):  # somebody else has written there
+            if member := context.connection.read(member_key(rank), Member):
+                told = member.host_name, member.device
         rows.append((str(rank), *told))
     more = context.world_size - len(shown)
     return as_table(rows) + (f"\n... and {more} more" if more else "")

@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-from ..calls.channels import block
+from ..calls.blocks import block
 from ..calls.records import place_of
 from ..ddp import initialize_ddp
 from ..errors import first_line, qualified_name

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from ..ddp import initialize_ddp
 from ..errors import TransferError
 from ..exchange import all_gather_packed, ranks_of
+from ..launch.context import current_world
 from ..pickling import dumps
-from ..world import current_world
 
 T = TypeVar("T")
 SLOTS = 64  # of the first message of `gather_numbers`: what it is about and the first numbers

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
 
-from ..calls.channels import channel
+from ..calls.blocks import blocks_of
 from ..ddp import join_launched_world
+from ..launch.context import current_world, rank_context
 from ..on_rank import on_rank
-from ..world import current_world
 
 T = TypeVar("T")
 logger = logging.getLogger("nn_parallel")
@@ -251,7 +251,7 @@ class EvenCollate:
 
 def _agreed_seed(source: Any) -> int:
     """The seed that ``source`` would draw with on rank 0; the ranks' own ones differ after `seed_everything`."""
-    here = channel()
+    here = blocks_of(rank_context())
     if type(source) is SequentialSampler or (here is not None and here.nested_in):
         return 0  # it draws no random numbers; not all ranks are here to agree
     return on_rank(0, broadcast=True)(_seed_of)(source)

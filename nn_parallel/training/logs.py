@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from ..ddp import join_launched_world
-from ..world import current_world
+from ..launch.context import current_world
 
 FORMAT = "%(rank)s%(asctime)s %(levelname)s %(name)s: %(message)s"
 

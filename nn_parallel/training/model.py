@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..calls.channels import block
+from ..calls.blocks import block
 from ..calls.records import place_of
 from ..ddp import initialize_ddp, join_launched_world
-from ..world import current_world
+from ..launch.context import current_world
 from .collectives import sum_of_weights
 
 STRATEGIES = ("ddp", "fsdp", "dp", "none")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..calls.channels import block
+from ..calls.blocks import block
 from ..calls.records import place_of
 from ..ddp import initialize_ddp
 from ..on_rank import on_rank

@@ -1,9 +1,8 @@
-"""The lines to rank 0 that tell of deaths on other nodes: here between parts of one process, by real connections."""
+"""The links to rank 0 that tell of deaths on other nodes: here between parts of one process, by real connections."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import socket
 import time
@@ -14,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nn_parallel.calls.peers import Peers
-from nn_parallel.launch.context import RankContext, World
-from nn_parallel.launch.liveness import GONE_KEY, connect_nodes
+from nn_parallel.launch.context import RankContext
+from nn_parallel.launch.liveness import GONE_KEY, SERVER_KEY, Gone, Liveness, ServerAddress, connect_nodes
+from nn_parallel.launch.store import Connection, Member, decode, encode, member_key
+from nn_parallel.world import World
 
 HOST = "127.0.0.1"
 
@@ -39,12 +39,12 @@ class Ranks:
         connect_nodes(context, HOST)
         return context
 
-    def gone(self) -> str:
+    def gone(self) -> tuple[int, ...]:
         """Which ranks are told to be gone, once one is."""
         key, deadline = f"world/{GONE_KEY}", time.monotonic() + 10
         while not self.store.check([key]) and time.monotonic() < deadline:
             time.sleep(0.01)  # between two looks
-        return self.store.get(key).decode()
+        return decode(Gone, key, self.store.get(key).decode()).ranks
 
     def close(self) -> None:
         for context in self._members:
@@ -61,15 +61,16 @@ def ranks() -> Iterator[Ranks]:
 
 
 def _address(context: RankContext) -> tuple[int, str]:
-    where = json.loads(context.store.get("switchboard"))
-    return where["port"], where["token"]
+    where = context.connection.read(SERVER_KEY, ServerAddress)
+    assert where is not None
+    return where
 
 
 def test_rank_0_tells_whom_it_has_lost(ranks: Ranks) -> None:
     """The end of a rank's connection is known of that rank alone."""
     _, one, two = ranks.join(0), ranks.join(1), ranks.join(2)
     one.on_leave.close()
-    assert ranks.gone() == "1"
+    assert ranks.gone() == (1,)
     assert two.rank_0_is_gone is not None
     assert not two.rank_0_is_gone()
 
@@ -98,13 +99,13 @@ def test_what_others_connect_is_no_death(hello: bytes, ranks: Ranks) -> None:
         stranger.shutdown(socket.SHUT_WR)
         stranger.recv(1)  # until it is closed over there
     one.on_leave.close()
-    assert ranks.gone() == "1"
+    assert ranks.gone() == (1,)
 
 
-@pytest.mark.parametrize("value", ["null", "", "[]", "{}", '{"port": "x", "token": 1}', "\udc80pickle"])
-def test_a_rank_without_a_line_goes_on(value: str, ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    """Where rank 0 has no switchboard, or somebody else has written there: a warning, and nobody counts as gone."""
-    ranks.store.set("world/switchboard", value.encode(errors="surrogateescape"))
+@pytest.mark.parametrize("value", ['[0, ""]', "null", "", "[]", "{}", '["x", 1]', "[1]", '[1, "", 2]', "\udc80pickle"])
+def test_a_rank_without_a_link_goes_on(value: str, ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    """Where rank 0 awaits no links, or somebody else has written there: a warning, and nobody counts as gone."""
+    ranks.store.set(f"world/{SERVER_KEY}", value.encode(errors="surrogateescape"))
     with caplog.at_level(logging.WARNING, "nn_parallel"):
         one = ranks.join(1)
     assert one.rank_0_is_gone is None
@@ -115,17 +116,18 @@ def test_who_is_gone_is_asked_for_all_ranks_at_once() -> None:
     """What a waiting rank asks of the store, which has one thread, does not grow with the number of ranks."""
     store, asked = dist.HashStore(), Counter[str]()
     for rank in range(64):
-        store.set(f"member/{rank}", json.dumps({"host": "another one", "host_name": "", "pid": 1}))
-    store.set(GONE_KEY, "7 63")
+        store.set(member_key(rank), encode(Member("another one", "", 1, 0, 1, "cpu")))
+    store.set(GONE_KEY, encode(Gone((7, 63))))
     world = World(False, 0, 0, 64, torch.device("cpu"))
-    peers = Peers(RankContext(world, lambda: store, one_node=False, rank_0_is_gone=lambda: False), store)
+    connection = Connection(store, 0, 64, None)
+    liveness = Liveness(RankContext(world, lambda: store, one_node=False, rank_0_is_gone=lambda: False), connection)
 
     def counted(key: str) -> str | None:
         asked[key] += 1
-        return text(key)
+        return get(key)
 
-    text, peers.text = peers.text, counted  # type: ignore[method-assign]
+    get, connection.get = connection.get, counted  # type: ignore[method-assign]
     for _ in range(3):
-        assert [rank for rank in range(64) if peers.is_dead(rank)] == [7, 63]
-    assert asked == dict.fromkeys([f"member/{rank}" for rank in range(64)], 1) | {GONE_KEY: asked[GONE_KEY]}
+        assert [rank for rank in range(64) if liveness.is_dead(rank)] == [7, 63]
+    assert asked == dict.fromkeys([member_key(rank) for rank in range(64)], 1) | {GONE_KEY: asked[GONE_KEY]}
     assert asked[GONE_KEY] <= 3

@@ -1,0 +1,261 @@
+"""The store through which the ranks talk, beside the collectives: connections to it, and the records in it.
+
+A store can be reached by whoever reaches its port. So what comes out of it is read as data and checked against the
+types of a record, never unpickled; what is not ours is named in the error.
+
+All that ranks tell each other is here. *R* is a rank, *G* a generation. A key is overwritten in place unless it says
+when it is deleted, so their number does not grow::
+
+    key           record         written by                             read by
+    member/R      Member         R, when it connects to the store       all: where R lives
+    report/R      Report         R, as it makes its calls               whoever waits for R
+    failures/R    FailedCalls    R, when a call of it fails             whoever waits for R
+    ended/G       FailedBlock    the first rank that fails in G; the    all, and all their watchers; deleted by rank 0
+                                 others add to it                       when all have left a later block
+    left          text           a rank that is through a timed block   the watchers of those that are not
+    waiting/R     Waiting        R, or its watcher, when it waits long  the watchers of ranks that are stuck
+    asked         text           a rank that has waited for very long   all watchers
+    where/R       Where          the watcher of R, for an answer        the rank that has asked
+    liveness      ServerAddress  rank 0, when ranks are on other nodes  the others, to link themselves to it
+    gone          Gone           the thread of rank 0 that keeps links  all: which ranks on other nodes are lost
+    owner/D       text           the first rank with the device D       the others, which may not have it too
+    refusal       text           a rank that cannot take part           all, as they join
+    arrived       counter        all ranks at a barrier, under its own  all at this barrier
+    arrived/R     counter        prefix                                 whoever has waited for long
+    groupG.n/...  torch's        torch, as it makes the n-th group of   torch; deleted by rank 0 when the next group
+                                 G, with the barriers around it         stands
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import socket
+import time
+import typing
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import UnionType
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from ..errors import LaunchError, ParallelError, WorkerDiedError, rank_error
+from ..world import World
+from .sockets import connected_since, end_if_unanswered, open_sockets, still_open
+
+T = TypeVar("T")
+WARN_AFTER_S = 30.0  # of waiting for others
+# How long to sleep between two looks at a key: a growing time, within these bounds.
+PAUSE_MIN_S, PAUSE_GROWTH, PAUSE_MAX_S = 0.0001, 1.2, 0.05
+logger = logging.getLogger("nn_parallel")
+
+
+class Member(NamedTuple):
+    """Where a rank lives."""
+
+    host: str  # see `host_identity`
+    host_name: str
+    pid: int
+    local_rank: int
+    local_world_size: int
+    device: str  # for a person to read
+
+
+def member_key(rank: int) -> str:
+    return f"member/{rank}"
+
+
+class Connection:
+    """A connection to the store, for one thread: it serves one request at a time."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, host: int | None) -> None:
+        """``host``: the rank whose process the store lives in, if it is one's."""
+        self.store = store
+        self._rank, self._world_size, self._host = rank, world_size, host
+
+    def get(self, key: str) -> str | None:
+        """The text under ``key``, None if there is none: one round trip, where `get` of torch takes two and waits."""
+        text = self.swap(key, "?", "?")
+        return None if text == "?" else text
+
+    def set(self, key: str, text: str) -> None:
+        """Set ``key``; no reply is awaited."""
+        try:
+            self.store.set(key, text)
+        except RuntimeError as error:
+            raise self._loss(error) from error
+
+    def swap(self, key: str, expected: str, text: str) -> str:
+        """Set ``key`` if it holds what is expected, or nothing and that is empty; what it holds then."""
+        try:
+            return self.store.compare_set(key, expected, text).decode(errors="replace")
+        except RuntimeError as error:
+            raise self._loss(error) from error
+
+    def delete(self, key: str) -> None:
+        try:
+            self.store.delete_key(key)
+        except RuntimeError as error:
+            raise self._loss(error) from error
+
+    def write(self, key: str, record: tuple[Any, ...]) -> None:
+        """Set ``key``, for `read`."""
+        self.set(key, encode(record))
+
+    def read(self, key: str, kind: type[T]) -> T | None:
+        """The record under ``key``, None if there is none.
+
+        Raises:
+            ParallelError: it holds something else.
+        """
+        text = self.get(key)
+        return None if text is None else decode(kind, key, text)
+
+    def await_keys(self, keys: list[str], timeout: timedelta) -> None:
+        """Return once all of these are set; the store's own wait would be deaf to Ctrl-C.
+
+        Raises:
+            ParallelError: one is not, within ``timeout``.
+        """
+        start, pause = time.monotonic(), PAUSE_MIN_S
+        while not self.store.check(keys):
+            if time.monotonic() - start > timeout.total_seconds():
+                missing = ", ".join(key for key in keys if not self.store.check([key]))
+                raise ParallelError(f"Rank {self._rank} waited {timeout} for other ranks to tell {missing}.")
+            time.sleep(pause)
+            pause = min(pause * PAUSE_GROWTH, PAUSE_MAX_S)
+
+    def _loss(self, error: RuntimeError) -> ParallelError:  # of DistNetworkError, DistStoreError
+        if self._host is None or self._host == self._rank:
+            return ParallelError(f"The store through which the ranks talk is gone: {error}")
+        died = WorkerDiedError(f"Rank {self._host}, which holds the store of all, is gone: {error}", rank=self._host)
+        return rank_error("The connection", self._world_size, {self._host: died})
+
+
+encode = json.dumps  # of a record: a NamedTuple of strings, numbers, records, and tuples and dicts of them
+
+
+def decode(kind: type[T], key: str, text: str) -> T:
+    """The record that ``text`` under ``key`` is.
+
+    Raises:
+        ParallelError: it is no such record.
+    """
+    try:
+        record: T = _reader(kind)(json.loads(text))  # type: ignore[arg-type]  # types are hashable
+    except (TypeError, ValueError, AttributeError, RecursionError):
+        raise ParallelError(
+            f"The store holds a value under our key {key!r} that this package did not write: {text[:80]!r}."
+        ) from None
+    return record
+
+
+@functools.cache
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """What makes a ``kind`` of what JSON has made of it, or raises TypeError, ValueError or AttributeError."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is dict:
+        key_of, value_of = arguments[0], _reader(arguments[1])
+        return lambda value: {key_of(key): value_of(item) for key, item in value.items()}
+    if origin in (tuple, list):
+        item_of = _reader(arguments[0])
+        return lambda value: origin(item_of(item) for item in _checked(list, value))
+    if hasattr(kind, "_fields"):
+        readers = [_reader(hint) for hint in typing.get_type_hints(kind).values()]
+        return lambda value: kind(*[read(item) for read, item in zip(readers, _checked(list, value), strict=True)])
+    if origin is UnionType and any(typing.get_origin(each) is list for each in arguments):
+        item_of = _reader(arguments[0])
+        return lambda value: None if value is None else item_of(value)
+    return functools.partial(_checked, kind)
+
+
+def _checked(kind: Any, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(kind)
+    return value
+
+
+def clone_store(store: dist.Store, unanswered_s: float | None) -> tuple[dist.Store, dict[int, int]]:
+    """The store by another connection, and that connection, which ends when no answer comes in ``unanswered_s``."""
+    before = open_sockets()
+    clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+    connection = connected_since(before, store)
+    limit_silence(connection, unanswered_s)
+    return clone, connection
+
+
+def limit_silence(sockets: dict[int, int], unanswered_s: float | None) -> None:
+    """Have connections to other nodes end when those are out of reach, not when TCP gives up, a quarter later."""
+    if unanswered_s is not None:
+        for connection in still_open(sockets):
+            with connection:
+                end_if_unanswered(connection, unanswered_s)
+
+
+def meet(store: dist.Store, world: World, timeout: timedelta, where: str, check: Callable[[str], None]) -> None:
+    """A barrier: return once every rank has called this with the same store; name those that do not come.
+
+    A rank that gives up has not been there: it may come again. ``check`` raises when this rank must not wait any more.
+
+    Raises:
+        LaunchError: a rank did not come within ``timeout``, one came twice, or the store is lost.
+    """
+    start, pause, has_warned = time.monotonic(), PAUSE_MIN_S, False
+    rank, world_size = world.rank, world.world_size
+    try:
+        check(where)  # before anything of it stands in the store
+        if store.add(f"arrived/{rank}", 1) > 1:
+            raise LaunchError(
+                f"There are two ranks {rank} at {where}: another job uses the same address, or two processes "
+                "have the same RANK. Set MASTER_PORT to a free port, the same on every rank of this job."
+            )
+        arrived = store.add("arrived", 1)  # one counter to poll, however many ranks; the keys name the missing
+        while arrived < world_size:
+            check(where)
+            waited = time.monotonic() - start
+            if waited > timeout.total_seconds():
+                missing = _missing(store, world_size)
+                if not _withdraw(store, rank, world_size):
+                    return
+                raise LaunchError(
+                    f"{missing} did not come to {where} within {timeout.total_seconds():g} "
+                    "s. Does every rank run, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
+                )
+            if waited > WARN_AFTER_S and not has_warned:
+                has_warned, missing = True, _missing(store, world_size)
+                logger.warning("Rank %d has waited %.0f s at %s: %s did not come.", rank, waited, where, missing)
+            time.sleep(pause)
+            pause = min(pause * PAUSE_GROWTH, PAUSE_MAX_S)
+            arrived = store.add("arrived", 0)
+    except dist.DistError as error:
+        check(where)
+        raise LaunchError(f"The store was lost while the ranks met at {where}: its host has ended.") from error
+
+
+def _withdraw(store: dist.Store, rank: int, world_size: int) -> bool:
+    """Take back that this rank has arrived; False if the last one has come meanwhile."""
+    if store.add("arrived", -1) == world_size - 1:
+        store.add("arrived", 1)
+        return False
+    store.delete_key(f"arrived/{rank}")
+    return True
+
+
+def _missing(store: dist.Store, world_size: int) -> str:
+    """The ranks that are not there yet, for a person to read."""
+    missing = [str(rank) for rank in range(world_size) if not store.check([f"arrived/{rank}"])]
+    return f"Rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {world_size}"
+
+
+@functools.cache
+def host_identity() -> str:
+    """The same text in two processes if process ids mean the same in both: one boot, one pid namespace."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return socket.gethostname()
