@@ -55,15 +55,17 @@ def on_rank(
     RankError` the job can go on. A process that dies is an error too; a slow one is not. Alone, it is a plain call.
     Inside the body of another such function it runs if this rank is named, and nobody waits.
 
-    One rank that fails leaves the process group as it is. When *several* ranks run and one fails, the group is closed,
-    because the others may sit in a collective: `initialize_ddp()` makes it again.
+    One rank that fails leaves the process group as it is. What *several* ranks run is a block: all ranks leave it
+    together, and when one fails the group is closed, because another may sit in a collective; `initialize_ddp()` makes
+    it again. With ``wait=False`` nobody waits, and the group stays.
 
     Args:
         rank: the rank, or several; a negative one counts from the end.
         barrier: nobody goes on before all ranks have arrived.
         broadcast: return the result everywhere (that of the first named rank) instead of None. It must be picklable.
         wait: False, for logging: the others do not wait, and raise an error of this call at their next one.
-        timeout: how long a rank waits for the named ones before it raises `RankTimeoutError`; no limit if None.
+        timeout: how long a rank waits for the others before it raises `RankTimeoutError`; no limit if None. Where
+            several ranks run, all raise it.
 
     Raises:
         TypeError, ValueError: ``rank`` is not a rank, or beyond the world size.

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from nn_parallel.launch.context import RankContext
-from nn_parallel.launch.liveness import GONE_KEY, SERVER_KEY, Gone, Liveness, ServerAddress, connect_nodes
-from nn_parallel.launch.store import Connection, Member, decode, encode, member_key
+from nn_parallel.launch.liveness import Gone, Liveness, ServerAddress, connect_nodes
+from nn_parallel.launch.store import GONE_KEY, SERVER_KEY, Connection, Member, decode, encode, member_key
 from nn_parallel.world import World
 
 HOST = "127.0.0.1"

@@ -16,9 +16,10 @@ from datetime import timedelta
 
 from ..errors import ParallelError, rank_error
 from ..launch.context import RankContext, rank_context
+from ..launch.store import LEFT_KEY, ended_key
 from ..signals import Interrupted
 from .calls import Calls, Wait, exceptions_in, failures_in
-from .records import LEFT_KEY, WAITING, Call, FailedBlock, ended_key, rebuilt
+from .records import WAITING, Call, FailedBlock, rebuilt
 from .watcher import Block, is_consequence
 
 UNINTERRUPTED = True  # see signals

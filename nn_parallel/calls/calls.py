@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ..errors import Failure, ParallelError, RankError, RankTimeoutError, rank_error, user_frames
 from ..launch.context import RankContext
 from ..launch.liveness import Liveness
-from ..launch.store import decode
+from ..launch.store import decode, failures_key, report_key
 from ..signals import Interrupted
 from ..spinning import Spin
 from .failures import FAILURES_KEPT, BlockFailures, CallFailures
@@ -37,9 +37,7 @@ from .records import (
     FailedCalls,
     Progress,
     Report,
-    failures_key,
     rebuilt,
-    report_key,
 )
 from .watcher import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, Block, Watcher
 

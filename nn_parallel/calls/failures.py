@@ -6,17 +6,8 @@ from collections.abc import Callable, Sequence
 
 from ..errors import Failure, ParallelError
 from ..launch.context import RankContext
-from ..launch.store import Connection, decode, encode
-from .records import (
-    FINISHED,
-    FailedBlock,
-    FailedCall,
-    FailedCalls,
-    Progress,
-    Report,
-    ended_key,
-    failures_key,
-)
+from ..launch.store import Connection, decode, encode, ended_key, failures_key
+from .records import FINISHED, FailedBlock, FailedCall, FailedCalls, Progress, Report
 
 FAILURES_KEPT = 64  # of each rank, in the store
 

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from ..launch.context import RankContext
-from ..launch.store import WARN_AFTER_S
+from ..launch.store import ASKED_KEY, WARN_AFTER_S, waiting_key, where_key
 from .deadlock import waits_for
-from .records import ASKED_KEY, Call, Progress, Report, Where, waiting_key, where_key
+from .records import Call, Progress, Report, Where
 from .watcher import LOOK_EVERY_S
 
 SAY_WHAT_FOR_AFTER_S = 1.0

@@ -125,30 +125,6 @@ class Where(NamedTuple):
     where: str
 
 
-def report_key(rank: int) -> str:
-    return f"report/{rank}"
-
-
-def failures_key(rank: int) -> str:
-    return f"failures/{rank}"
-
-
-def ended_key(generation: int) -> str:
-    return f"ended/{generation}"
-
-
-def waiting_key(rank: int) -> str:
-    return f"waiting/{rank}"
-
-
-def where_key(rank: int) -> str:
-    return f"where/{rank}"
-
-
-LEFT_KEY = "left"
-ASKED_KEY = "asked"
-
-
 def call_name(fn: Callable[..., Any]) -> str:
     """How a call of ``fn`` is called in errors, and told to other ranks: the same on all of them."""
     while isinstance(fn, functools.partial):

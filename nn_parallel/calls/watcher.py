@@ -18,10 +18,11 @@ from ..launch import flight_recorder
 from ..launch.context import RankContext
 from ..launch.flight_recorder import Collective
 from ..launch.liveness import Liveness
+from ..launch.store import ASKED_KEY, LEFT_KEY, waiting_key, where_key
 from ..signals import Condition, Interrupted, Interruptible
 from .deadlock import Standstill, waits_in
 from .failures import BlockFailures
-from .records import ASKED_KEY, LEFT_KEY, Call, Progress, Waiting, Where, waiting_key, where_key
+from .records import Call, Progress, Waiting, Where
 from .stacks import Position, position, stack
 
 logger = logging.getLogger("nn_parallel")

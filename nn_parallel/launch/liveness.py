@@ -22,12 +22,10 @@ from typing import NamedTuple
 from ..errors import ParallelError, WorkerDiedError, first_line
 from .context import RankContext
 from .sockets import end_if_unanswered
-from .store import Connection, Member, host_identity, member_key
+from .store import GONE_KEY, SERVER_KEY, Connection, Member, host_identity, member_key
 
 ASK_EVERY_S = 0.1  # who is gone, or where one lives who has not said so
 HELLO_BYTES = 64
-GONE_KEY = "gone"  # one key for all, as every rank that waits reads it now and then
-SERVER_KEY = "liveness"
 logger = logging.getLogger("nn_parallel")
 
 

@@ -20,7 +20,7 @@ from .context import RankContext, world_of
 from .environment import Launch, is_loopback
 from .liveness import connect_nodes
 from .sockets import connected_since, open_sockets
-from .store import Member, limit_silence, meet, member_key
+from .store import REFUSAL_KEY, Member, limit_silence, meet, member_key, owner_key
 
 RANKS_SHOWN = 64
 # How long to sleep between two attempts to connect, each of which may ask a name server: a share of the time waited so
@@ -62,11 +62,11 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
     if device is None and not refusal:
         refusal = _claim_device(context)
     if refusal:
-        context.connection.swap("refusal", "", refusal)
+        context.connection.swap(REFUSAL_KEY, "", refusal)
     check = context.group.raise_if_interrupted
     meet(context.store, world, timeout, f"{launch.master_addr}:{launch.master_port}", check)
     kept.joins += 1
-    if told := context.connection.get("refusal"):
+    if told := context.connection.get(REFUSAL_KEY):
         refused = LaunchError(f"{told}\n{_device_table(context)}")
         with contextlib.suppress(LaunchError):  # else the host of the store could be gone before all know
             meet(dist.PrefixStore("refused", context.store), world, REFUSAL_KNOWN_WITHIN, "", check)
@@ -80,7 +80,7 @@ def _claim_device(context: RankContext) -> str:
     """Why this rank cannot have its device: another one has taken it."""
     if (name := hardware_id(context.world.device)) is None:
         return ""
-    owner = context.connection.swap(f"owner/{name}", "", str(context.rank))
+    owner = context.connection.swap(owner_key(name), "", str(context.rank))
     if owner == str(context.rank):
         return ""
     return (

@@ -55,6 +55,37 @@ PAUSE_MIN_S, PAUSE_GROWTH, PAUSE_MAX_S = 0.0001, 1.2, 0.05
 logger = logging.getLogger("nn_parallel")
 
 
+LEFT_KEY, ASKED_KEY, SERVER_KEY, GONE_KEY, REFUSAL_KEY = "left", "asked", "liveness", "gone", "refusal"
+
+
+def member_key(rank: int) -> str:
+    return f"member/{rank}"
+
+
+def report_key(rank: int) -> str:
+    return f"report/{rank}"
+
+
+def failures_key(rank: int) -> str:
+    return f"failures/{rank}"
+
+
+def ended_key(generation: int) -> str:
+    return f"ended/{generation}"
+
+
+def waiting_key(rank: int) -> str:
+    return f"waiting/{rank}"
+
+
+def where_key(rank: int) -> str:
+    return f"where/{rank}"
+
+
+def owner_key(device: str) -> str:
+    return f"owner/{device}"
+
+
 class Member(NamedTuple):
     """Where a rank lives."""
 
@@ -64,10 +95,6 @@ class Member(NamedTuple):
     local_rank: int
     local_world_size: int
     device: str  # for a person to read
-
-
-def member_key(rank: int) -> str:
-    return f"member/{rank}"
 
 
 class Connection:
