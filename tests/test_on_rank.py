@@ -493,6 +493,34 @@ def test_a_timeout_names_the_silent_rank_and_slow_is_not_dead(world: World, tmp_
             assert "rank 0" in caught[2]
 
 
+def test_what_several_ranks_run_ends_on_all_together(world: World, tmp_path: Path) -> None:
+    """Nobody goes on before all have arrived, whether named or not; past the timeout all of them get one error."""
+
+    def scenario(folder: Path) -> tuple[int, Any]:
+        initialize_ddp()
+        me = current_world().rank
+
+        @on_rank([0, 1])
+        def nothing() -> None: ...
+
+        @on_rank([0, 1], timeout=0.3)
+        def slow() -> None:
+            time.sleep(3600 if me == 1 else 0)
+
+        time.sleep(0.3 * (me == current_world().world_size - 1))
+        (folder / str(me)).touch()
+        nothing()
+        seen = len(list(folder.iterdir()))
+        with pytest.raises(RankTimeoutError) as caught:
+            slow()
+        initialize_ddp()
+        dist.barrier()
+        return seen, (caught.value.ranks, "in slow" in str(caught.value))
+
+    results = world.run(scenario, tmp_path)
+    assert results == [(len(results), ([1], True))] * len(results)
+
+
 def test_the_store_stays_bounded(world: World) -> None:
     """100 000 calls, one rank far ahead, failures and lists of ranks: the number of keys does not grow."""
 
