@@ -128,7 +128,10 @@ class RemoteTraceback(Exception):
 
     Attributes:
         tb: the traceback, as text.
+        failure: what it was rebuilt from, if it was.
     """
+
+    failure: Failure | None = None
 
     def __init__(self, where: str, tb: str) -> None:
         super().__init__(where, tb)
@@ -177,7 +180,9 @@ class Failure(NamedTuple):
         return error
 
     def as_cause(self) -> RemoteTraceback:
-        return RemoteTraceback(self.where, self.traceback)
+        cause = RemoteTraceback(self.where, self.traceback)
+        cause.failure = self
+        return cause
 
 
 def rank_error(function: str, world_size: int, failures: Mapping[int, Exception]) -> RankError:

@@ -158,7 +158,7 @@ def rank_first(rank: int = 0, *, local: bool = False, timeout: timedelta | float
     """
     (wanted,) = _checked_ranks("rank_first", (rank,))
     limit = as_timedelta(timeout)
-    here = _blocks()
+    here = _here()
     if here is None or here.nested_in:
         yield
         return
@@ -196,7 +196,7 @@ def _decorator(
 
         @functools.wraps(fn)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            here = _blocks()
+            here = _here()
             if here is None:
                 return fn(*args, **kwargs)
             ranks = choose(here)
@@ -230,7 +230,7 @@ def _decorator(
     return decorate
 
 
-def _blocks() -> Blocks | None:
+def _here() -> Blocks | None:
     return blocks_of(join_launched_world())
 
 

@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -35,6 +36,13 @@ from nn_parallel import (
     initialize_ddp,
     on_rank,
 )
+from nn_parallel.calls.blocks import blocks_of
+from nn_parallel.calls.failures import BlockOutcomes
+from nn_parallel.calls.records import BlockOutcome
+from nn_parallel.errors import Failure
+from nn_parallel.launch.context import RankContext, rank_context
+from nn_parallel.launch.store import Connection
+from nn_parallel.world import World
 
 
 @pytest.fixture(scope="module", params=["torchrun", "env"])
@@ -298,6 +306,82 @@ def test_what_comes_after_a_block_does_not_fail_it(three: Ranks) -> None:
         return 1
 
     assert three.run(scenario) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("late", [TimeoutError, KeyboardInterrupt])
+def test_a_block_that_one_rank_has_left_has_passed(two: Ranks, tmp_path: Path, late: type[BaseException]) -> None:
+    """What comes up on rank 0 as it waits to leave, when rank 1 is through, is no failure of the block."""
+
+    def scenario(folder: Path) -> Any:
+        rank, told = initialize_ddp().rank, ""
+        here = blocks_of(rank_context())
+        assert here is not None
+        leave, through = here._outcomes.leave, folder / "through"
+
+        def leave_late(number: int) -> Any:
+            here._outcomes.leave = leave  # type: ignore[method-assign]
+            while not through.exists():
+                time.sleep(0.001)
+            raise late
+
+        if rank == 0:
+            here._outcomes.leave = leave_late  # type: ignore[method-assign]
+        try:
+            with ParallelExecutor():
+                pass
+        except BaseException as error:
+            told = type(error).__name__
+        through.touch()
+        total = torch.ones(1)
+        dist.all_reduce(total)  # the group is the same
+        return told, on_rank(0, broadcast=True)(lambda: "in step")(), int(total)
+
+    own = "KeyboardInterrupt" if late is KeyboardInterrupt else ""
+    assert two.run(scenario, tmp_path) == [(own, "in step", 2), ("", "in step", 2)]
+
+
+def test_how_a_block_ends_is_decided_by_the_first_that_writes() -> None:
+    """Passed or failed, of whichever block, and however far the ranks are apart."""
+    store, failure = dist.HashStore(), Failure("ValueError", [], "", "", "")
+
+    def rank(number: int) -> tuple[RankContext, BlockOutcomes]:
+        context = RankContext(World(False, number, number, 2, torch.device("cpu")), lambda: store)
+        return context, BlockOutcomes(context, Connection(store, number, 2, None))
+
+    def failed(number: int, *ranks: int) -> BlockOutcome:
+        return BlockOutcome(number, 1, "f()", dict.fromkeys(ranks, failure))
+
+    (_, first), (context, second) = rank(0), rank(1)
+    assert not first.leave(-2).failures  # inside -1
+    assert second.failure_of(-1) is None
+    assert second.fail(failed(-2, 1)) == (0, first.leave(-2))  # it has passed
+    assert second.fail(failed(-1, 1)) == (0, failed(-1, 1))
+    assert first.leave(-1) == failed(-1, 1)
+    assert first.fail(failed(-1, 0)) == (0, failed(-1, 1, 0))
+    assert list(first.fail(failed(-1, 0))[1].failures) == [1, 0]  # in the order of their arrival
+    assert first.failure_of(-3) == failed(-1, 1, 0)
+    context.generation = 1
+    assert second.fail(failed(-5, 1)) == (1, failed(-5, 1))
+    assert second.fail(failed(-4, 1)) == (2, failed(-4, 1))  # around or before -5, whose failure comes first
+    assert second.failure_of(-4) == failed(-4, 1)
+
+
+def test_a_failure_stays_as_its_own_rank_has_told_it(three: Ranks) -> None:
+    """A rank that passes on the failure of another one does not sign it."""
+
+    def scenario() -> tuple[int, str]:
+        rank = initialize_ddp().rank
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            try:
+                on_rank(1)(lambda: 1 // 0)()
+            finally:
+                time.sleep(3600 if rank == 1 else 0)  # the others are the first to tell
+        return os.getpid(), "".join(traceback.format_exception(caught.value)) if rank != 1 else ""
+
+    (_, told), (pid, _), (_, told_too) = three.run(scenario)
+    for text in (told, told_too):
+        assert f"raised by rank 1 of 3 (pid {pid} on" in text
+        assert text.count("raised by") == 1
 
 
 def test_groups_made_unequally_often_before_a_failure(two: Ranks) -> None:

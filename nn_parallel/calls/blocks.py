@@ -1,9 +1,10 @@
 """Blocks that all ranks go through together: a failure on one rank ends the block on all.
 
 A *block* holds any number of calls and of blocks, and every rank enters it. Blocks are numbered -1, -2, ... as they are
-entered. When one fails on one rank, all leave it, close their group and begin a new *generation*, counting their calls
-from one again and their blocks from the failed one on. How a generation ends is decided once for all, by the first rank
-that writes it into the store: so the ranks go through the same failures in the same order, however far behind one is.
+entered, so what is inside a block or comes after it has a smaller number. Whether a block passes or fails is decided
+once for all, by the first rank that writes it into the store, whether that rank leaves the block or fails in it. When
+it fails, all ranks leave it, close their group and begin a new *generation*: they count their calls from one again, and
+the next block after the failed one. So they go through the same failures in the same order, however far behind one is.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 from ..errors import ParallelError, rank_error
@@ -19,7 +20,7 @@ from ..launch.context import RankContext, rank_context
 from ..launch.store import LEFT_KEY, ended_key
 from ..signals import Interrupted
 from .calls import Calls, Wait, exceptions_in, failures_in
-from .records import WAITING, Call, FailedBlock, rebuilt
+from .records import WAITING, BlockOutcome, Call, FailedCall, rebuilt
 from .watcher import Block, is_consequence
 
 UNINTERRUPTED = True  # see signals
@@ -33,12 +34,15 @@ class Blocks(Calls):
     """One rank's end of the blocks that all ranks run, and of the calls in them."""
 
     def __init__(self, context: RankContext) -> None:
+        self._blocks_entered = 0  # in this generation
+        self._earlier: list[int] = []  # the generations before, of which there may be a key in the store
         super().__init__(context)
-        self._ended: list[int] = []  # the generations whose end stands in the store
 
-    def begin_generation(self, generation: int) -> None:
-        super().begin_generation(generation)
-        self._blocks_entered = 0
+    def begin_generation(self, generation: int, late: Sequence[FailedCall] = (), blocks_entered: int = 0) -> None:
+        if self._blocks_entered:
+            self._earlier.append(self.generation)
+        super().begin_generation(generation, late)
+        self._blocks_entered = blocks_entered
 
     @contextlib.contextmanager
     def block(
@@ -82,10 +86,11 @@ class Blocks(Calls):
                 self._leave_together(block)
             except BaseException as error:
                 failed = self._fail(block, block.cause(error))
-                if failed is None:
-                    raise
                 try:
-                    raise failed from None
+                    if failed is error:
+                        raise
+                    if failed is not None:
+                        raise failed from None
                 finally:
                     del failed  # it would live in a cycle with its traceback, and all that the frames there hold
 
@@ -96,53 +101,59 @@ class Blocks(Calls):
         began = block.began or time.monotonic()
         leave_by = None if block.timeout_s is None else began + block.timeout_s + TIMEOUT_MARGIN_S
         self._barrier(Wait(block.call, leave_by, "has left"))
-        ended = self._block_failures.end_of(self.generation)
-        if ended is not None and ended.number >= block.number:
-            self._raise_if_block_failed_elsewhere()
-        if ended is not None and ended.calls < self._number:  # or it was here, and has failed in what comes next
+        ended = self._outcomes.leave(block.number)
+        if ended.failures and ended.number >= block.number:
+            block.has_failed = True
+            raise Interrupted
+        if ended.failures and ended.calls < self._number:  # else it has failed after this block, which has passed
             never = ParallelError(
                 f"Rank {self.rank} is at the end of {block.call}, and never entered a block inside that failed."
             )
             raise rank_error(block.call.function, self.world_size, rebuilt(ended.failures) | {self.rank: never})
-        while self._ended:
-            generation = self._ended.pop()
-            if self.rank == 0:  # every rank is through it
-                self.connection.delete(ended_key(generation))
+        while self._earlier:  # every rank is through them
+            earlier = self._earlier.pop()
+            if self.rank == 0:
+                self.connection.delete(ended_key(earlier))
 
     def _fail(self, block: Block, error: BaseException) -> BaseException | None:
-        """Fail the innermost block with ``error``, and go on from where all ranks do; what to raise in its place.
+        """Fail the innermost block with ``error``, and go on from where all ranks do; what to raise.
 
-        None for a SystemExit, a KeyboardInterrupt or what interrupts the code around it: they have their own way out.
+        That is ``error`` itself if it has its own way out: a SystemExit, a KeyboardInterrupt, or what interrupts the
+        code around the block. None if the block has passed: ``error`` came up as this rank waited to leave it.
         """
         is_failure = isinstance(error, Exception) or (isinstance(error, Interrupted) and block.has_failed)
+        has_passed = False
         try:
             failures = self._failures_of(block, error)
             described = self._described(failures)
-            mine = FailedBlock(block.number, self._number, block.call.function, described)
-            generation, ended = self._block_failures.add(mine)
-            failed: BaseException = Interrupted()  # of a block around: user code must not catch it in there and go on
-            for each in self._blocks[:-1]:
-                each.has_failed = each.has_failed or each.number <= ended.number
-            if ended.number == block.number:
+            mine = BlockOutcome(block.number, self._number, block.call.function, described)
+            generation, ended = self._outcomes.fail(mine)
+            if has_passed := not ended.failures:
+                return None if is_failure else error
+            around = [each for each in self._blocks[:-1] if each.number <= ended.number]
+            for each in around:
+                each.has_failed = True
+            if around:
+                failed: BaseException = Interrupted()  # which user code does not catch in there, to go on
+            else:
                 errors = exceptions_in(failures)
                 known = {rank: error for rank, error in errors.items() if ended.failures[rank] == described[rank]}
                 failed = self._error(block.call, rebuilt(ended.failures) | known)
-                late = self._failures.take_late(self._number, self._report_of)  # for the next call to tell
-                self._ended += range(self.generation, generation + 1)
-                self.begin_generation(generation + 1)
-                self._failures.begin_generation(late)
-                self._blocks_entered = -ended.number
+                late = self._failures.late(self._number, self._report_of)  # for the next call to raise
+                self._earlier += range(self.generation + 1, generation + 1)
+                self.begin_generation(generation + 1, late, blocks_entered=-ended.number)
                 self._failed_at = (self.generation, 0)
                 self._post(WAITING)
         finally:
-            self.context.group.close()
-        return failed if is_failure else None
+            if not has_passed:
+                self.context.group.close()
+        return failed if is_failure else error
 
     def _failures_of(self, block: Block, error: BaseException) -> dict[int, BaseException]:
         """What this rank has to tell of; nothing if it only follows from the failure that others know already."""
         if is_consequence(error) and (block.has_failed or not isinstance(error, Interrupted)):
             deaths = self._seek_deaths(block)
-            if deaths or self._block_failures.of(block.number) is not None:
+            if deaths or self._outcomes.failure_of(block.number) is not None:
                 return deaths
         return failures_in(error, self.rank)
 
@@ -150,7 +161,7 @@ class Blocks(Calls):
         """The deaths for which ``block`` has to fail; none if it has failed already, or nothing is found in time."""
         deadline = time.monotonic() + SEEK_CAUSE_S
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        while self._block_failures.of(block.number) is None and time.monotonic() < deadline:
+        while self._outcomes.failure_of(block.number) is None and time.monotonic() < deadline:
             if dead := [rank for rank in others if self._liveness.is_dead(rank)]:
                 return {rank: self._liveness.death(rank, block.call) for rank in dead}
             time.sleep(SEEK_EVERY_S)

@@ -24,7 +24,7 @@ from ..launch.liveness import Liveness
 from ..launch.store import decode, failures_key, report_key
 from ..signals import Interrupted
 from ..spinning import Spin
-from .failures import FAILURES_KEPT, BlockFailures, CallFailures
+from .failures import FAILURES_KEPT, BlockOutcomes, CallFailures
 from .long_waits import SAY_WHAT_FOR_AFTER_S, LongWaits
 from .records import (
     FINISHED,
@@ -66,7 +66,7 @@ class Calls:
         self._liveness = Liveness(context, self.connection)
         self._failures = CallFailures(context)
         self._reports: dict[int, tuple[str, Report]] = {}  # by rank, the last one, as text and as what it says
-        self._block_failures = BlockFailures(context, self.connection)
+        self._outcomes = BlockOutcomes(context, self.connection)
         self._blocks: list[Block] = []  # that this rank is in, the innermost last
         self._watcher: Watcher | None = None
         self._spin = Spin()
@@ -77,15 +77,15 @@ class Calls:
         self.begin_generation(context.generation)
         context.on_leave.callback(self._leave)
 
-    def begin_generation(self, generation: int) -> None:
-        """Forget the calls so far: all ranks count from one again."""
+    def begin_generation(self, generation: int, late: Sequence[FailedCall] = ()) -> None:
+        """Forget the calls so far, but for ``late`` failures of them: all ranks count from one again."""
         if generation != self.context.generation:
             self.context.begin_generation(generation)
         self.generation = generation
         self._number, self._phase, self._announced = 0, WAITING, 0
         self._last_call: Call | None = None
         self._made: deque[CallMade] = deque(maxlen=CALLS_KEPT)
-        self._failures.begin_generation()
+        self._failures.begin_generation(late)
 
     @contextlib.contextmanager
     def call(self, call: Call, *, barrier: bool = False, timeout: timedelta | None = None) -> Iterator[bool]:
@@ -136,9 +136,10 @@ class Calls:
 
         To be called when this rank has done its part of the present call, or it would fall out of step.
         """
-        if late := self._failures.take_late(self._number - 1, self._report_of):
-            function = f"{late[0].function}, for which nobody waited,"
-            raise rank_error(function, self.world_size, rebuilt(late[0].failures))
+        if late := self._failures.late(self._number - 1, self._report_of):
+            oldest = late.pop(0)
+            function = f"{oldest.function}, for which nobody waited,"
+            raise rank_error(function, self.world_size, rebuilt(oldest.failures))
 
     def watch(self) -> Watcher:
         """From now on free this rank from collectives that cannot end, and tell others where it stands."""
@@ -186,7 +187,10 @@ class Calls:
         self._flush()
 
     def _described(self, failures: Mapping[int, BaseException]) -> dict[int, Failure]:
-        return {rank: Failure.of(error, f"rank {rank} of {self.world_size}") for rank, error in failures.items()}
+        """What other ranks have raised stays as they described it."""
+        where = f"rank {self.rank} of {self.world_size}"
+        others = {rank: getattr(e.__cause__, "failure", None) for rank, e in failures.items() if rank != self.rank}
+        return {rank: others.get(rank) or Failure.of(error, where) for rank, error in failures.items()}
 
     def _flush(self) -> None:
         """Return once all that this rank has written is in the store: by a round trip."""
@@ -267,9 +271,9 @@ class Calls:
                     f"Rank {rank} has left after {report.progress.call} calls, and rank {self.rank} waits for it in "
                     f"call {self._number}: {wait.call}. Every rank must make the same calls."
                 )
-            for ended in dead:  # since before this report was read, which would hold its last words
-                if ended == rank or self._report_of(ended).progress < self._end_of_barrier:
-                    raise self._error(wait.call, {ended: self._liveness.death(ended, wait.call)})
+            for each in dead:  # since before this report was read, which would hold its last words
+                if each == rank or self._report_of(each).progress < self._end_of_barrier:
+                    raise self._error(wait.call, {each: self._liveness.death(each, wait.call)})
             waited = time.monotonic() - start
             if wait.deadline is not None and start + waited > wait.deadline:
                 raise self._timeout(rank, report, wait.call, waited)
@@ -296,7 +300,7 @@ class Calls:
 
     def _raise_if_block_failed_elsewhere(self) -> None:
         """Raise in a block that has failed on another rank."""
-        if self._blocks and self._block_failures.of(self._blocks[-1].number) is not None:
+        if self._blocks and self._outcomes.failure_of(self._blocks[-1].number) is not None:
             self._blocks[-1].has_failed = True
             raise Interrupted
 

@@ -1,4 +1,4 @@
-"""What this rank knows of failures on the others: of calls, and of blocks."""
+"""How calls and blocks ended on other ranks, as this rank knows it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ..errors import Failure, ParallelError
 from ..launch.context import RankContext
 from ..launch.store import Connection, decode, encode, ended_key, failures_key
-from .records import FINISHED, FailedBlock, FailedCall, FailedCalls, Progress, Report
+from .records import FINISHED, BlockOutcome, FailedCall, FailedCalls, Progress, Report
 
 FAILURES_KEPT = 64  # of each rank, in the store
 
@@ -25,22 +25,20 @@ class CallFailures:
 
     def begin_generation(self, late: Sequence[FailedCall] = ()) -> None:
         """Forget all but ``late``."""
-        self._not_awaited.clear()
-        self._late = list(late)
+        self._not_awaited, self._late = {}, list(late)
 
     def do_not_await(self, rank: int, number: int) -> None:
         """This rank goes on without waiting for the end of a call on ``rank``: a later call looks for its failure."""
         self._not_awaited[rank] = number
 
-    def take_late(self, number: int, report_of: Callable[[int], Report]) -> list[FailedCall]:
-        """What ranks report of such calls, up to call ``number``, the first ones first; each failure once."""
+    def late(self, number: int, report_of: Callable[[int], Report]) -> list[FailedCall]:
+        """The failures of such calls that ranks report, up to call ``number``; who raises one removes it."""
         for rank, last in list(self._not_awaited.items()):
             report = report_of(rank)
             self._take(rank, report, number)
             if last <= number and report.progress >= Progress(self._context.generation, last, FINISHED):
                 del self._not_awaited[rank]
-        late, self._late = self._late, []
-        return late
+        return self._late
 
     def of(self, rank: int, report: Report, number: int) -> dict[int, Failure]:
         """What ``rank`` reports of call ``number`` of this generation.
@@ -75,36 +73,56 @@ class CallFailures:
         self._seen[rank] = failed.made
 
 
-class BlockFailures:
-    """The failures of blocks. Every generation ends with one: whichever rank writes it first decides it for all."""
+class BlockOutcomes:
+    """How blocks ended: each has passed or failed, and whichever rank writes that first decides it for all.
+
+    There is one key for each generation. It holds the last block that has passed, until one fails, which ends the
+    generation.
+    """
 
     def __init__(self, context: RankContext, connection: Connection) -> None:
         self._context, self._connection = context, connection
 
-    def end_of(self, generation: int) -> FailedBlock | None:
-        return self._connection.read(ended_key(generation), FailedBlock)
+    def failure_of(self, number: int) -> BlockOutcome | None:
+        """The failure that ends block ``number``, in which this rank is: of that block, or of one around it.
 
-    def of(self, number: int) -> FailedBlock | None:
-        """The failure since this generation began that ends block ``number``: of that block, or of one around it.
-
-        A block that began later (its number is smaller) is none that this rank is in; the rank goes through that
-        failure when it enters that block.
+        Blocks inside it, and those that come after it, have smaller numbers. If one of these has failed, this rank has
+        not come to it yet: it will go through that failure there. Until then it may be that several generations have
+        ended so.
         """
         generation = self._context.generation
-        while (failed := self.end_of(generation)) is not None and failed.number < number:
+        while (outcome := self._connection.read(ended_key(generation), BlockOutcome)) is not None:
+            if not outcome.failures:
+                return None
+            if outcome.number >= number:
+                return outcome
             generation += 1
-        return failed
+        return None
 
-    def add(self, mine: FailedBlock) -> tuple[int, FailedBlock]:
-        """Have a generation end with this failure, or add it to the one that ends the block already: which one, how."""
-        generation, expected, proposed = self._context.generation, "", mine
+    def leave(self, number: int) -> BlockOutcome:
+        """Have block ``number`` pass, unless it has failed, or another one has in this generation: what is written."""
+        return self._write(self._context.generation, BlockOutcome(number, 0, "", {}))
+
+    def fail(self, mine: BlockOutcome) -> tuple[int, BlockOutcome]:
+        """Have a block fail, or add to the failure that ends it already: in which generation, and how it has ended.
+
+        It may have passed, too.
+        """
+        generation = self._context.generation
+        while (outcome := self._write(generation, mine)).failures and outcome.number < mine.number:
+            generation += 1
+        while outcome.failures and not mine.failures.keys() <= outcome.failures.keys():
+            both = outcome.failures | mine.failures | outcome.failures  # in the order and the words that came first
+            key, added = ended_key(generation), outcome._replace(failures=both)
+            outcome = decode(BlockOutcome, key, self._connection.swap(key, encode(outcome), encode(added)))
+        return generation, outcome
+
+    def _write(self, generation: int, mine: BlockOutcome) -> BlockOutcome:
+        """Write ``mine`` if that is still open; what is written."""
+        key, expected = ended_key(generation), ""
         while True:
-            key = ended_key(generation)
-            text = self._connection.swap(key, expected, encode(proposed))
-            failed = decode(FailedBlock, key, text)
-            if failed.number < mine.number:
-                generation += 1
-            elif mine.failures.keys() <= failed.failures.keys():
-                return generation, failed
-            else:
-                expected, proposed = text, failed._replace(failures=failed.failures | mine.failures | failed.failures)
+            text = self._connection.swap(key, expected, encode(mine))
+            outcome = decode(BlockOutcome, key, text)
+            if outcome.failures or outcome.number == mine.number:
+                return outcome
+            expected = text  # an earlier block has passed

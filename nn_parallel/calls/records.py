@@ -97,13 +97,13 @@ class FailedCalls(NamedTuple):
     kept: tuple[FailedCall, ...]
 
 
-class FailedBlock(NamedTuple):
-    """A block that has failed, on one rank first. A rank that fails because another did passes on what it knows."""
+class BlockOutcome(NamedTuple):
+    """A block that has passed, or failed on one rank first. Who fails because another did passes on what it knows."""
 
     number: int
-    calls: int  # that the first rank had made
+    calls: int  # that the rank had made on which it failed first
     function: str
-    failures: dict[int, Failure]  # by rank, the cause first
+    failures: dict[int, Failure]  # by rank, the cause first; none: it has passed
 
 
 class Waiting(NamedTuple):

@@ -21,7 +21,7 @@ from ..launch.liveness import Liveness
 from ..launch.store import ASKED_KEY, LEFT_KEY, waiting_key, where_key
 from ..signals import Condition, Interrupted, Interruptible
 from .deadlock import Standstill, waits_in
-from .failures import BlockFailures
+from .failures import BlockOutcomes
 from .records import Call, Progress, Waiting, Where
 from .stacks import Position, position, stack
 
@@ -63,7 +63,7 @@ class Watcher:
         """``progress`` tells how far this rank has got; in ``blocks`` it is, the innermost last."""
         self._context, self._progress = context, progress
         self._connection = context.connect()
-        self._failures = BlockFailures(context, self._connection)
+        self._outcomes = BlockOutcomes(context, self._connection)
         self._liveness = Liveness(context, self._connection)
         self._blocks = blocks
         self._changed = Condition()
@@ -100,7 +100,7 @@ class Watcher:
             with block.body:
                 yield
         finally:
-            with self._changed:  # the thread frees only while it holds this: from here on it touches no group
+            with self._changed:  # while the thread holds this it frees: from here on it does not end this block
                 block.is_active = False
         if block.has_failed:  # too late for the signal
             raise Interrupted
@@ -123,23 +123,26 @@ class Watcher:
                     pause = POLL_MIN_S
                     self._changed.wait(None if self._is_store_lost else left)
                     continue
+            must_leave, reason = False, None
             try:
                 if time.monotonic() >= self._look_at:
-                    self._look(block)
-                must_leave = block is not None and self._must_leave(block)
-            except Exception as error:  # the store is gone, or worse: what it should tell of would never be heard
-                self._is_store_lost, must_leave = True, block is not None
+                    reason = self._look(block)
                 if block is not None:
-                    block.reason = block.reason or _as_reason(error)
+                    reason = reason or self._timeout(block)
+                    must_leave = reason is not None or self._must_leave(block)
+            except Exception as error:  # the store is gone, or worse: what it should tell of would never be heard
+                self._is_store_lost, must_leave, reason = True, True, _as_reason(error)
+            if block is None:
+                continue
             if must_leave:
                 with contextlib.suppress(Exception):  # whatever it is, this rank must be freed
                     self._find_connections()
             with self._changed:
-                if must_leave and block is self._innermost() and block is not None:
+                if must_leave and block is self._innermost():
+                    block.has_failed, block.reason = True, block.reason or reason
                     self._context.group.abort()  # again and again: a group may just be made, a wait begin
-                    block.has_failed = True
                     block.body.interrupt()
-                if block is not None and not self._stopped:
+                if not self._stopped:
                     self._changed.wait(pause)
                     pause = min(pause * (1 + POLL_SHARE), POLL_MAX_S)
 
@@ -148,26 +151,31 @@ class Watcher:
         return self._blocks[-1] if self._blocks and self._blocks[-1].is_active else None
 
     def _must_leave(self, block: Block) -> bool:
-        """Whether this rank must be freed from ``block``; sets the reason if it is this rank's own."""
-        if block.has_failed or block.reason is not None or self._failures.of(block.number) is not None:
+        """Whether ``block`` has failed, or a rank has died in it."""
+        if block.has_failed or self._outcomes.failure_of(block.number) is not None:
             return True
-        me = self._context.rank
-        neighbour = (me + 1) % self._context.world_size  # one for each rank: whoever sees a death tells the others
-        if self._liveness.is_dead(neighbour):
-            return True
-        if block.timeout_s is None:
-            return False
+        # Each rank looks after one other, and whoever sees a death tells all.
+        return self._liveness.is_dead((self._context.rank + 1) % self._context.world_size)
+
+    def _timeout(self, block: Block) -> RankTimeoutError | None:
+        """The error of this rank, if its time in ``block`` is over."""
+        if block.timeout_s is None or block.has_failed:
+            return None
         if self._connection.get(LEFT_KEY) == block.left_value:
             block.began = block.began or time.monotonic()
-        if block.began is not None and time.monotonic() - block.began > block.timeout_s:
-            block.reason = RankTimeoutError(
-                f"Rank {me} did not finish {block.call} within timeout={block.timeout_s:g} s. It stands at:\n{stack()}",
-                ranks=[me],
-            )
-        return block.reason is not None
+        if block.began is None or time.monotonic() - block.began <= block.timeout_s:
+            return None
+        me = self._context.rank
+        return RankTimeoutError(
+            f"Rank {me} did not finish {block.call} within timeout={block.timeout_s:g} s. It stands at:\n{stack()}",
+            ranks=[me],
+        )
 
-    def _look(self, block: Block | None) -> None:
-        """Answer who asks where this rank stands; free it if it is stuck for ever."""
+    def _look(self, block: Block | None) -> ParallelError | None:
+        """Answer who asks where this rank stands; why it must leave ``block``, if it is stuck for ever.
+
+        Outside of all blocks its collective is ended here.
+        """
         self._look_at = time.monotonic() + LOOK_EVERY_S
         if (says := self.has_returned) is not None and says is self._had_returned:  # and no other run has begun since
             self.has_returned = None
@@ -177,13 +185,11 @@ class Watcher:
         if asked is not None and asked != self._answered:
             self._answered = asked
             self._connection.write(where_key(self._context.rank), Where(asked, str(position())))
-        if (reason := self._deadlock()) is None:
-            return
-        if block is not None:
-            block.reason = block.reason or reason
-        else:
+        reason = self._deadlock()
+        if reason is not None and block is None:
             self._find_connections()
             (self._context.on_deadlock or self._end_it)(reason)
+        return reason
 
     def _find_connections(self) -> None:
         """Have `Group.abort` end those of all groups in whose collectives the main thread sits."""

@@ -30,7 +30,7 @@ from .packing import CallOptions
 from .supervisor import Supervisor
 from .worker import in_this_process
 
-UNINTERRUPTED = True  # see interrupt
+UNINTERRUPTED = True  # see signals
 R = TypeVar("R")
 logger = logging.getLogger("nn_parallel")
 

@@ -36,7 +36,7 @@ from .namespaces import Answered, Stored, stored, stored_object, use_main
 from .segments import Segments
 from .transport import Link, Parcel, Unpack
 
-UNINTERRUPTED = True  # see interrupt
+UNINTERRUPTED = True  # see signals
 R = TypeVar("R")
 NO_TASK, STARTED = -1, 0  # less than the number of any task; the number of the answer that says the worker is set up
 INTERRUPT_EVERY_S = 0.02

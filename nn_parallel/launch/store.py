@@ -10,8 +10,8 @@ when it is deleted, so their number does not grow::
     member/R      Member         R, when it connects to the store       all: where R lives
     report/R      Report         R, as it makes its calls               whoever waits for R
     failures/R    FailedCalls    R, when a call of it fails             whoever waits for R
-    ended/G       FailedBlock    the first rank that fails in G; the    all, and all their watchers; deleted by rank 0
-                                 others add to it                       when all have left a later block
+    ended/G       BlockOutcome   the first rank that leaves a block of  all, and all their watchers; deleted by rank 0
+                                 G, or fails in it: see BlockOutcomes   when all have left a block of a later one
     left          text           a rank that is through a timed block   the watchers of those that are not
     waiting/R     Waiting        R, or its watcher, when it waits long  the watchers of ranks that are stuck
     asked         text           a rank that has waited for very long   all watchers
