@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 from .calls.blocks import Blocks, block, blocks_of
-from .calls.records import Call, call_name, place_of
+from .calls.records import Call, call_name, call_site
 from .ddp import as_timedelta, join_launched_world
 from .errors import ParallelError
 from .exchange import broadcast_packed
@@ -166,7 +166,7 @@ def rank_first(rank: int = 0, *, local: bool = False, timeout: timedelta | float
         first = _local_ranks_in_world("rank_first", wanted, here)
     else:
         first = _ranks_in_world("rank_first", (wanted,), here.world_size)
-    call = Call("rank_first()", first, place_of(sys._getframe(2)))
+    call = Call("rank_first()", first, call_site(sys._getframe(2)))
     with _together(here, call, False, limit) as goes_first:
         if goes_first:
             yield
@@ -207,7 +207,7 @@ def _decorator(
                         f"{_listed(here.nested_in)}: it would run nowhere."
                     )
                 return fn(*args, **kwargs) if here.rank in ranks else None
-            call = Call(name, ranks, place_of(sys._getframe(1)), wait)
+            call = Call(name, ranks, call_site(sys._getframe(1)), wait)
             result: R | None = None
             packed: Packed | None = None
             try:
@@ -217,7 +217,7 @@ def _decorator(
                         if broadcast and here.rank == ranks[0]:
                             packed = dumps(result, lambda: {"the result": result})
                 if broadcast:
-                    with block(name, call.place):  # a failure here frees all
+                    with block(name, call.site):  # a failure here frees all
                         received: R = broadcast_packed(packed, ranks[0])
                     result = received if packed is None else result
                 here.raise_late_failure()

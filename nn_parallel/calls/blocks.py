@@ -18,7 +18,7 @@ from datetime import timedelta
 from ..errors import ParallelError, rank_error
 from ..launch.context import RankContext, rank_context
 from ..launch.store import LEFT_KEY, ended_key
-from ..signals import Interrupted
+from ..signals import Delayed, Interrupted
 from .calls import Calls, Wait, exceptions_in, failures_in
 from .records import WAITING, BlockOutcome, Call, FailedCall, rebuilt
 from .watcher import Block, is_consequence
@@ -85,7 +85,8 @@ class Blocks(Calls):
                     yield
                 self._leave_together(block)
             except BaseException as error:
-                failed = self._fail(block, block.cause(error))
+                with Delayed(lambda: None):  # Ctrl-C leaves no generation half ended
+                    failed = self._fail(block, block.cause(error))
                 try:
                     if failed is error:
                         raise
@@ -184,7 +185,7 @@ def blocks_of(context: RankContext | None) -> Blocks | None:
 
 def block(
     function: str,
-    place: str,
+    site: str,
     timeout: timedelta | None = None,
     *,
     from_end: bool = False,
@@ -193,7 +194,7 @@ def block(
     """A block that all ranks run, see `Blocks.block`; plain code where this is the only rank."""
     if (here := blocks_of(rank_context())) is None:
         return contextlib.nullcontext()
-    call = Call(function, tuple(range(here.world_size)), place)
+    call = Call(function, tuple(range(here.world_size)), site)
     return here.block(call, timeout, from_end=from_end, begins_together=begins_together)
 
 

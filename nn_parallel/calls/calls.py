@@ -164,7 +164,7 @@ class Calls:
         self._phase = WAITING
         if call != self._last_call:
             self._last_call = call
-            self._made.append(CallMade(self._number, call.what, call.place))
+            self._made.append(CallMade(self._number, call.what, call.site))
 
     def _progress(self) -> Progress:
         if self.generation != self.context.generation:  # a task of a pool has begun, and made no call yet
@@ -314,7 +314,7 @@ class Calls:
             self._post(self._phase)  # where this rank is, before it goes: the other may wait for it and must see it too
             raise ParallelError(
                 f"The ranks are not in the same call. As call {self._number}, rank {rank} made {theirs.what} at "
-                f"{theirs.place} and rank {self.rank} made {call}. Every rank must make the same calls in the same "
+                f"{theirs.site} and rank {self.rank} made {call}. Every rank must make the same calls in the same "
                 "order: look for one inside `if rank == ...`."
             )
 

@@ -27,15 +27,15 @@ WAITING, FINISHED, GONE = 0, 1, 1_000_000
 
 
 class Call(NamedTuple):
-    """A call that all ranks make: ``function`` and ``ranks`` must agree between them, ``place`` need not."""
+    """A call that all ranks make: ``function`` and ``ranks`` must agree between them, ``site`` need not."""
 
     function: str
     ranks: tuple[int, ...]  # those that run it
-    place: str  # file:line
+    site: str  # file:line
     wait: bool = True
 
     def __str__(self) -> str:
-        return f"{self.what} at {self.place}"
+        return f"{self.what} at {self.site}"
 
     @property
     def what(self) -> str:
@@ -55,7 +55,7 @@ class CallMade(NamedTuple):
 
     number: int
     what: str
-    place: str
+    site: str
 
 
 class Report(NamedTuple):
@@ -74,7 +74,7 @@ class Report(NamedTuple):
         if not self.calls:
             return "has made no such call"
         last = self.calls[-1]
-        return f"has made {self.progress.call} such calls, the last one {last.what} at {last.place}"
+        return f"has made {self.progress.call} such calls, the last one {last.what} at {last.site}"
 
 
 NO_REPORT = Report(Progress(-1, -1, WAITING), 0)
@@ -132,8 +132,8 @@ def call_name(fn: Callable[..., Any]) -> str:
     return f"{getattr(fn, '__qualname__', None) or type(fn).__qualname__}()"
 
 
-def place_of(frame: FrameType) -> str:
-    """Where a frame stands, as ``file:line``."""
+def call_site(frame: FrameType) -> str:
+    """Where ``frame`` stands in the code, as ``file:line``."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 

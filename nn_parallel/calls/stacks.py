@@ -15,19 +15,19 @@ import torch.distributed as dist
 
 from ..errors import PACKAGE_FOLDER
 from ..launch.group import Group
-from .records import place_of
+from .records import call_site
 
 
 class Position(NamedTuple):
     """Where the main thread stands."""
 
     function: str | None  # of torch.distributed, or initialize_ddp, that it is in
-    place: str  # file:line of the user's code
+    site: str  # file:line of the user's code
     may_wait: bool  # for other ranks: it is in torch's distributed or autograd code, or calls some `wait`
     makes_group: bool  # it is in initialize_ddp
 
     def __str__(self) -> str:
-        return f"in {self.function}() at {self.place}" if self.function else f"at {self.place}"
+        return f"in {self.function}() at {self.site}" if self.function else f"at {self.site}"
 
 
 def position() -> Position:
@@ -40,8 +40,8 @@ def position() -> Position:
         elif frame.f_code.co_filename == dist.distributed_c10d.__file__:
             function = frame.f_code.co_name
         frame = frame.f_back
-    place = place_of(frame) if frame else "an unknown place"
-    return Position(function, place, innermost is not None and _may_wait(innermost), makes_group)
+    site = call_site(frame) if frame else "an unknown place"
+    return Position(function, site, innermost is not None and _may_wait(innermost), makes_group)
 
 
 def stack() -> str:

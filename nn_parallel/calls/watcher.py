@@ -42,8 +42,8 @@ class Block:
     call: Call
     number: int
     timeout_s: float | None = None
-    began: float | None = None  # when the time began to run; None: it does when the first rank is through
-    left_value: str = ""  # what a rank leaves in the store that is through it
+    began: float | None = None  # from when its time counts; if None, from when the first rank has left it
+    left_value: str = ""  # what that rank writes into the store
     body: Interruptible = field(default_factory=Interruptible)
     is_active: bool = False  # its body runs
     has_failed: bool = False  # this rank is to leave it

@@ -17,7 +17,7 @@ from typing import Any, Never, NoReturn, Self, TypeVar
 import torch
 
 from ..calls.blocks import block
-from ..calls.records import call_name, place_of
+from ..calls.records import call_name, call_site
 from ..ddp import as_timedelta, join_launched_world
 from ..devices import call_on_device, choose_devices, count, cpu_count, parse_devices
 from ..errors import ExecutorClosedError, ParallelError, RankError, TransferError, rank_error, user_frames
@@ -142,7 +142,7 @@ class ParallelExecutor(Executor):
         """
         try:
             if self._supervisor is None:
-                return self._run_on_ranks(fn, args, kwargs, call_name(fn), place_of(sys._getframe(1)))
+                return self._run_on_ranks(fn, args, kwargs, call_name(fn), call_site(sys._getframe(1)))
             return self._run_on_workers(self._supervisor, fn, args, kwargs)
         except RankError as error:
             raise error.with_traceback(None) from error.__cause__  # without our own frames
@@ -263,7 +263,7 @@ class ParallelExecutor(Executor):
         if self._supervisor is None:
             self._raise_if_closed()
             limit = as_timedelta(self._options.timeout_s)
-            self._block = block("with ParallelExecutor()", place_of(sys._getframe(1)), limit, from_end=True)
+            self._block = block("with ParallelExecutor()", call_site(sys._getframe(1)), limit, from_end=True)
             self._block.__enter__()
         return self
 
@@ -324,7 +324,7 @@ class ParallelExecutor(Executor):
             raise
         return mapped.results(supervisor.lead)
 
-    def _run_on_ranks(self, fn: Callable[..., R], args: Any, kwargs: Any, name: str, place: str) -> list[R]:
+    def _run_on_ranks(self, fn: Callable[..., R], args: Any, kwargs: Any, name: str, site: str) -> list[R]:
         """`run` where the workers are the ranks that all make this call."""
         self._raise_if_closed()
         assert self._context is not None
@@ -335,10 +335,10 @@ class ParallelExecutor(Executor):
             except Exception as error:
                 raise rank_error(name, 1, {0: error.with_traceback(user_frames(error))}) from None
         limit = as_timedelta(self._options.timeout_s)
-        with block(name, place, limit):
+        with block(name, site, limit):
             result = in_this_process(call_on_device, fn, args, kwargs, device)
             packed = dumps(result, lambda: {"the result": result})
-        with block(name, place, limit):  # only now are all outcomes known to be good
+        with block(name, site, limit):  # only now are all outcomes known to be good
             return all_gather_packed(packed)
 
     def _map_over_ranks(self, fn: Callable[..., R], items: list[tuple[Any, ...]]) -> list[R]:

@@ -15,7 +15,7 @@ from ..errors import LaunchError, first_line
 from ..world import World
 from .flight_recorder import next_group_id
 from .sockets import bottom, connected_at, duplicate, still_open
-from .store import clone_store, limit_silence, meet
+from .store import clone_store, limit_silence, store_barrier
 
 # Its default arguments keep the group that exists when it is first imported, as by an optimizer: so import it now, as
 # if there were none.
@@ -46,7 +46,7 @@ class Group:
         self._aborted: set[str] = set()  # the names of the groups that have been, as far as they can be
         self._store: dist.Store | None = None  # through which the ranks of a group find each other
         self._store_sockets: dict[int, int] = {}  # its connection, until that is ended
-        self._lingering: list[socket.socket] = []  # of a closed group, whose other ranks may still write
+        self._half_closed: list[socket.socket] = []  # of a closed group, whose other ranks may still write
         self._on_release = contextlib.ExitStack()
 
     def begin_generation(self, generation: int) -> None:
@@ -72,11 +72,11 @@ class Group:
         name, self.begun = f"group{generation}.{made + 1}", (generation, made + 1)
         own = dist.PrefixStore(name, store)
         try:
-            self._meet(dist.PrefixStore("before", own), timeout)
+            self._barrier(dist.PrefixStore("before", own), timeout)
         except LaunchError:
             self.begun = generation, made  # a late rank waits under this name: the next group gets it
             raise
-        self._end_lingering()
+        self._close_half_closed()
         self._names.append(name)
         rendezvous = dist.PrefixStore(name, self._own_connection(store))
         hook, self.first_id = sys.excepthook, next_group_id()
@@ -107,7 +107,7 @@ class Group:
         limit_silence(self._sockets, self._unanswered_s)
         self.default = dist.group.WORLD
         _drop_closed_groups()
-        self._meet(own, timeout)  # or a rank that fails now would break another's init
+        self._barrier(own, timeout)  # or a rank that fails now would break another's init
         old = self._names[:-1]
         del self._names[:-1]
         if world.rank == 0 and old:
@@ -137,9 +137,9 @@ class Group:
 
     def release(self) -> None:
         """Let go of all that closed groups have left: this rank makes no further one."""
-        self._lingering += still_open(self._store_sockets)
+        self._half_closed += still_open(self._store_sockets)
         self._store_sockets.clear()
-        self._end_lingering()
+        self._close_half_closed()
         self._on_release.close()
         _drop_closed_groups()
 
@@ -183,8 +183,8 @@ class Group:
         if self.interrupted:
             raise LaunchError(f"Another rank failed while rank {self._world.rank} waited for it at {where}.")
 
-    def _meet(self, store: dist.Store, timeout: timedelta) -> None:
-        meet(store, self._world, timeout, "its process group", self.raise_if_interrupted)
+    def _barrier(self, store: dist.Store, timeout: timedelta) -> None:
+        store_barrier(store, self._world, timeout, "its process group", self.raise_if_interrupted)
 
     def _own_connection(self, store: dist.Store) -> dist.Store:
         """A connection to the store of its own, kept for the next group: ended, it frees a rank that makes a group."""
@@ -198,14 +198,16 @@ class Group:
         for fd in list(sockets):
             inode = sockets.pop(fd, None)  # None: another thread has taken it
             if (connection := duplicate(fd, inode)) is not None:
-                self._lingering.append(connection)  # first: it is closed in the end, also if it is no longer connected
+                self._half_closed.append(
+                    connection
+                )  # first: it is closed in the end, also if it is no longer connected
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RD)
 
-    def _end_lingering(self) -> None:
+    def _close_half_closed(self) -> None:
         """No rank is in the group any more whose connections these are."""
-        while self._lingering:
-            with self._lingering.pop() as connection, contextlib.suppress(OSError):
+        while self._half_closed:
+            with self._half_closed.pop() as connection, contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # caches of torch, as of FSDP's meshes, may keep the closed group
 
 

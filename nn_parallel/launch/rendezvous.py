@@ -20,7 +20,7 @@ from .context import RankContext, world_of
 from .environment import Launch, is_loopback
 from .liveness import connect_nodes
 from .sockets import connected_since, open_sockets
-from .store import REFUSAL_KEY, Member, limit_silence, meet, member_key, owner_key
+from .store import REFUSAL_KEY, Member, limit_silence, member_key, owner_key, store_barrier
 
 RANKS_SHOWN = 64
 # How long to sleep between two attempts to connect, each of which may ask a name server: a share of the time waited so
@@ -64,12 +64,12 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
     if refusal:
         context.connection.swap(REFUSAL_KEY, "", refusal)
     check = context.group.raise_if_interrupted
-    meet(context.store, world, timeout, f"{launch.master_addr}:{launch.master_port}", check)
+    store_barrier(context.store, world, timeout, f"{launch.master_addr}:{launch.master_port}", check)
     kept.joins += 1
     if told := context.connection.get(REFUSAL_KEY):
         refused = LaunchError(f"{told}\n{_device_table(context)}")
         with contextlib.suppress(LaunchError):  # else the host of the store could be gone before all know
-            meet(dist.PrefixStore("refused", context.store), world, REFUSAL_KNOWN_WITHIN, "", check)
+            store_barrier(dist.PrefixStore("refused", context.store), world, REFUSAL_KNOWN_WITHIN, "", check)
         raise refused
     if not launch.one_node:
         connect_nodes(context, launch.master_addr)

@@ -224,7 +224,9 @@ def limit_silence(sockets: dict[int, int], unanswered_s: float | None) -> None:
                 end_if_unanswered(connection, unanswered_s)
 
 
-def meet(store: dist.Store, world: World, timeout: timedelta, where: str, check: Callable[[str], None]) -> None:
+def store_barrier(
+    store: dist.Store, world: World, timeout: timedelta, where: str, check: Callable[[str], None]
+) -> None:
     """A barrier: return once every rank has called this with the same store; name those that do not come.
 
     A rank that gives up has not been there: it may come again. ``check`` raises when this rank must not wait any more.

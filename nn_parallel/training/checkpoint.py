@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..calls.blocks import block
-from ..calls.records import place_of
+from ..calls.records import call_site
 from ..ddp import initialize_ddp
 from ..errors import first_line, qualified_name
 from ..on_rank import on_rank
@@ -57,7 +57,7 @@ def save_checkpoint(path: str | os.PathLike[str], **state: Any) -> None:
     if RANDOM_STATES in state:
         raise ValueError(f"{RANDOM_STATES!r} is the name of what save_checkpoint adds itself.")
     world = initialize_ddp()
-    with block("save_checkpoint()", place_of(sys._getframe(1)), begins_together=True):
+    with block("save_checkpoint()", call_site(sys._getframe(1)), begins_together=True):
         whole = {name: stored(value, keeps=world.is_main) for name, value in state.items()}
         random_states = all_gather_object(_random_state())
     on_rank(0)(write_checkpoint)(Path(path).resolve(), whole | {RANDOM_STATES: random_states})
@@ -99,7 +99,7 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
         for name, target in targets.items():
             load_all_but_tensors(name, target, states[name], undo)
 
-    with block("load_checkpoint()", place_of(sys._getframe(1))), contextlib.ExitStack() as undo:
+    with block("load_checkpoint()", call_site(sys._getframe(1))), contextlib.ExitStack() as undo:
         misfit = _first_misfit(choose)
         if misfit is None:
             states.update((name, sharded(target, states[name])) for name, target in targets.items())

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..calls.blocks import block
-from ..calls.records import place_of
+from ..calls.records import call_site
 from ..ddp import initialize_ddp, join_launched_world
 from ..launch.context import current_world
 from .collectives import sum_of_weights
@@ -84,7 +84,7 @@ def prepare_model(
     if strategy == "none" or world.world_size == 1:
         return model.to(world.device)
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    with block("prepare_model()", place_of(sys._getframe(1))):
+    with block("prepare_model()", call_site(sys._getframe(1))):
         model = model.to(world.device)
         if strategy == "fsdp" or not is_trained:  # DDP does it by itself
             for tensor in itertools.chain(model.parameters(), model.buffers()):

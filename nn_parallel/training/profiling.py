@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..calls.blocks import block
-from ..calls.records import place_of
+from ..calls.records import call_site
 from ..ddp import initialize_ddp
 from ..on_rank import on_rank
 from .collectives import all_gather_object
@@ -70,7 +70,7 @@ def profile_ranks(path: str | os.PathLike[str]) -> Iterator[RankProfile]:
     target = Path(path)
     on_rank(0)(check_writable)(target)
     profile = RankProfile()
-    with block("profile_ranks()", place_of(sys._getframe(2))):
+    with block("profile_ranks()", call_site(sys._getframe(2))):
         start = time.perf_counter()
         with torch.profiler.profile() as profiler:
             yield profile
