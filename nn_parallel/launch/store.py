@@ -54,36 +54,11 @@ WARN_AFTER_S = 30.0  # of waiting for others
 PAUSE_MIN_S, PAUSE_GROWTH, PAUSE_MAX_S = 0.0001, 1.2, 0.05
 logger = logging.getLogger("nn_parallel")
 
-
+# The keys of the table above.
 LEFT_KEY, ASKED_KEY, SERVER_KEY, GONE_KEY, REFUSAL_KEY = "left", "asked", "liveness", "gone", "refusal"
-
-
-def member_key(rank: int) -> str:
-    return f"member/{rank}"
-
-
-def report_key(rank: int) -> str:
-    return f"report/{rank}"
-
-
-def failures_key(rank: int) -> str:
-    return f"failures/{rank}"
-
-
-def ended_key(generation: int) -> str:
-    return f"ended/{generation}"
-
-
-def waiting_key(rank: int) -> str:
-    return f"waiting/{rank}"
-
-
-def where_key(rank: int) -> str:
-    return f"where/{rank}"
-
-
-def owner_key(device: str) -> str:
-    return f"owner/{device}"
+member_key, report_key, failures_key = "member/{}".format, "report/{}".format, "failures/{}".format  # of a rank
+waiting_key, where_key = "waiting/{}".format, "where/{}".format
+ended_key, owner_key = "ended/{}".format, "owner/{}".format  # of a generation; of a device
 
 
 class Member(NamedTuple):
