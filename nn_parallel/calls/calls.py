@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ..errors import Failure, ParallelError, RankError, RankTimeoutError, rank_error, user_frames
 from ..launch.context import RankContext
 from ..launch.liveness import Liveness
-from ..launch.store import decode, failures_key, report_key
+from ..launch.store import decode, encode, failures_key, report_key
 from ..signals import Interrupted
 from ..spinning import Spin
 from .failures import FAILURES_KEPT, BlockOutcomes, CallFailures
@@ -65,6 +65,7 @@ class Calls:
         self.nested_in: tuple[int, ...] = ()  # the ranks that run the code in which this rank is now, if not all do
         self._liveness = Liveness(context, self.connection)
         self._failures = CallFailures(context)
+        self._report_key = report_key(context.rank)
         self._reports: dict[int, tuple[str, Report]] = {}  # by rank, the last one, as text and as what it says
         self._outcomes = BlockOutcomes(context, self.connection)
         self._blocks: list[Block] = []  # that this rank is in, the innermost last
@@ -84,7 +85,7 @@ class Calls:
         self.generation = generation
         self._number, self._phase, self._announced = 0, WAITING, 0
         self._last_call: Call | None = None
-        self._made: deque[CallMade] = deque(maxlen=CALLS_KEPT)
+        self._made, self._made_text = deque[str](maxlen=CALLS_KEPT), ""  # encoded
         self._failures.begin_generation(late)
 
     @contextlib.contextmanager
@@ -164,7 +165,8 @@ class Calls:
         self._phase = WAITING
         if call != self._last_call:
             self._last_call = call
-            self._made.append(CallMade(self._number, call.what, call.site))
+            self._made.append(encode(CallMade(self._number, call.what, call.site)))
+            self._made_text = ""
 
     def _progress(self) -> Progress:
         if self.generation != self.context.generation:  # a task of a pool has begun, and made no call yet
@@ -173,8 +175,13 @@ class Calls:
 
     def _post(self, phase: int) -> None:
         self._phase = phase
-        progress = Progress(self.generation, self._number, phase)
-        self.connection.write(report_key(self.rank), Report(progress, self._failures_made, tuple(self._made)))
+        if not self._made_text:
+            *earlier, last = self._made or ["null"]
+            listed = ", ".join(earlier)
+            self._made_text = f"{last}, {encode(f'[{listed}]')}"
+        # A Report as `encode` writes it; most of it is the same as before, and this is done at every call.
+        progress = f"[{self.generation}, {self._number}, {phase}]"
+        self.connection.set(self._report_key, f"[{progress}, {self._failures_made}, {self._made_text}]")
 
     def _post_failure(self, call: Call, failures: Mapping[int, BaseException]) -> None:
         """Make the failure of a call known: its description first, so that whoever sees the report finds it."""
@@ -194,7 +201,7 @@ class Calls:
 
     def _flush(self) -> None:
         """Return once all that this rank has written is in the store: by a round trip."""
-        self.connection.get(report_key(self.rank))
+        self.connection.get(self._report_key)
 
     def _leave(self) -> None:
         if self._watcher is not None:

@@ -21,6 +21,7 @@ from ..errors import (
     WorkerDiedError,
     qualified_name,
 )
+from ..launch.store import decode
 
 # How far a rank is within a call. FINISHED + 1, + 2, ... are the rounds of a barrier.
 WAITING, FINISHED, GONE = 0, 1, 1_000_000
@@ -58,23 +59,32 @@ class CallMade(NamedTuple):
     site: str
 
 
+class CallsMade(NamedTuple):
+    """Some of them, the last one last."""
+
+    calls: tuple[CallMade, ...]
+
+
 class Report(NamedTuple):
     """What a rank says of itself."""
 
     progress: Progress
     failures: int  # how many of its calls have failed, in all generations
-    calls: tuple[CallMade, ...] = ()  # the last ones
+    last: CallMade | None = None
+    earlier: str = "[]"  # the calls before it, as `encode` writes them: not each reader decodes them
 
     def made_as(self, number: int) -> CallMade | None:
         """What this rank called under ``number``; None if that is no longer known."""
-        return next((call for call in reversed(self.calls) if call.number <= number), None)
+        if self.last is None or self.last.number <= number:
+            return self.last
+        earlier = decode(CallsMade, "report", f"[{self.earlier}]").calls
+        return next((call for call in reversed(earlier) if call.number <= number), None)
 
     def describe(self) -> str:
         """How far the rank has got, for a person to read."""
-        if not self.calls:
+        if self.last is None:
             return "has made no such call"
-        last = self.calls[-1]
-        return f"has made {self.progress.call} such calls, the last one {last.what} at {last.site}"
+        return f"has made {self.progress.call} such calls, the last one {self.last.what} at {self.last.site}"
 
 
 NO_REPORT = Report(Progress(-1, -1, WAITING), 0)

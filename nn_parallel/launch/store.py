@@ -39,7 +39,7 @@ import typing
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -168,12 +168,26 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
         item_of = _reader(arguments[0])
         return lambda value: origin(item_of(item) for item in _checked(list, value))
     if hasattr(kind, "_fields"):
-        readers = [_reader(hint) for hint in typing.get_type_hints(kind).values()]
-        return lambda value: kind(*[read(item) for read, item in zip(readers, _checked(list, value), strict=True)])
-    if origin is UnionType and any(typing.get_origin(each) is list for each in arguments):
+        return _reader_of_fields(kind, list(typing.get_type_hints(kind).values()))
+    if origin is UnionType and arguments[-1] is NoneType and len(arguments) == 2:
         item_of = _reader(arguments[0])
         return lambda value: None if value is None else item_of(value)
     return functools.partial(_checked, kind)
+
+
+def _reader_of_fields(kind: Any, hints: list[Any]) -> Callable[[Any], Any]:
+    """Looks at plain fields all at once: a rank that waits decodes the report of another at every call."""
+    plain = [hint if hint in (bool, int, float, str) else object for hint in hints]
+    others = [(index, _reader(hint)) for index, hint in enumerate(hints) if plain[index] is object]
+
+    def read(value: Any) -> Any:
+        if len(_checked(list, value)) != len(hints) or not all(map(isinstance, value, plain)):
+            raise TypeError(kind)
+        for index, reader in others:
+            value[index] = reader(value[index])
+        return kind(*value)
+
+    return read
 
 
 def _checked(kind: Any, value: Any) -> Any:
