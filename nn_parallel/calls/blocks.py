@@ -161,9 +161,8 @@ class Blocks(Calls):
     def _seek_deaths(self, block: Block) -> dict[int, BaseException]:
         """The deaths for which ``block`` has to fail; none if it has failed already, or nothing is found in time."""
         deadline = time.monotonic() + SEEK_CAUSE_S
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
         while self._outcomes.failure_of(block.number) is None and time.monotonic() < deadline:
-            if dead := [rank for rank in others if self._liveness.is_dead(rank)]:
+            if dead := [rank for rank in self._others if self._liveness.is_dead(rank)]:
                 return {rank: self._liveness.death(rank, block.call) for rank in dead}
             time.sleep(SEEK_EVERY_S)
         return {}

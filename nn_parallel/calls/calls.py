@@ -62,6 +62,7 @@ class Calls:
     def __init__(self, context: RankContext) -> None:
         self.context, self.connection = context, context.connection
         self.rank, self.world_size = context.rank, context.world_size
+        self._others = [rank for rank in range(context.world_size) if rank != context.rank]
         self.nested_in: tuple[int, ...] = ()  # the ranks that run the code in which this rank is now, if not all do
         self._liveness = Liveness(context, self.connection)
         self._failures = CallFailures(context)
@@ -258,7 +259,7 @@ class Calls:
         """
         goal = Progress(self.generation, self._number, phase)
         # In a barrier a rank waits, by way of others, for all.
-        needed = [rank] if phase == FINISHED else [r for r in range(self.world_size) if r != self.rank]
+        needed = [rank] if phase == FINISHED else self._others
         until = Progress(self.generation, self._number, min(phase, FINISHED + 1))  # of a barrier, its beginning
         steps = self._long_waits.steps(wait.call, needed, until, wait.says, wait.warn_after_s)
         step_at = SAY_WHAT_FOR_AFTER_S

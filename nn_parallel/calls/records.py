@@ -59,12 +59,6 @@ class CallMade(NamedTuple):
     site: str
 
 
-class CallsMade(NamedTuple):
-    """Some of them, the last one last."""
-
-    calls: tuple[CallMade, ...]
-
-
 class Report(NamedTuple):
     """What a rank says of itself."""
 
@@ -77,7 +71,7 @@ class Report(NamedTuple):
         """What this rank called under ``number``; None if that is no longer known."""
         if self.last is None or self.last.number <= number:
             return self.last
-        earlier = decode(CallsMade, "report", f"[{self.earlier}]").calls
+        earlier = decode(tuple[CallMade, ...], "report", self.earlier)
         return next((call for call in reversed(earlier) if call.number <= number), None)
 
     def describe(self) -> str:

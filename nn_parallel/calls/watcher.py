@@ -161,8 +161,8 @@ class Watcher:
         """The error of this rank, if its time in ``block`` is over."""
         if block.timeout_s is None or block.has_failed:
             return None
-        if self._connection.get(LEFT_KEY) == block.left_value:
-            block.began = block.began or time.monotonic()
+        if block.began is None and self._connection.get(LEFT_KEY) == block.left_value:
+            block.began = time.monotonic()
         if block.began is None or time.monotonic() - block.began <= block.timeout_s:
             return None
         me = self._context.rank
