@@ -366,19 +366,23 @@ def test_how_a_block_ends_is_decided_by_the_first_that_writes() -> None:
     assert second.failure_of(-4) == failed(-4, 1)
 
 
-def test_a_failure_stays_as_its_own_rank_has_told_it(three: Ranks) -> None:
+def test_a_failure_stays_as_its_own_rank_has_told_it(three: Ranks, tmp_path: Path) -> None:
     """A rank that passes on the failure of another one does not sign it."""
 
-    def scenario() -> tuple[int, str]:
-        rank = initialize_ddp().rank
+    def scenario(folder: Path) -> tuple[int, str]:
+        rank, raised = initialize_ddp().rank, folder / "raised"
         with pytest.raises(RankError) as caught, ParallelExecutor():
             try:
                 on_rank(1)(lambda: 1 // 0)()
-            finally:
-                time.sleep(3600 if rank == 1 else 0)  # the others are the first to tell
+            finally:  # the others are the first to tell, and free rank 1 from here
+                if rank == 1:
+                    raised.touch()
+                    time.sleep(3600)
+                while not raised.exists():
+                    time.sleep(0.001)
         return os.getpid(), "".join(traceback.format_exception(caught.value)) if rank != 1 else ""
 
-    (_, told), (pid, _), (_, told_too) = three.run(scenario)
+    (_, told), (pid, _), (_, told_too) = three.run(scenario, tmp_path)
     for text in (told, told_too):
         assert f"raised by rank 1 of 3 (pid {pid} on" in text
         assert text.count("raised by") == 1
