@@ -30,6 +30,7 @@ from .records import (
     FINISHED,
     GONE,
     NO_REPORT,
+    NONE_FAILED,
     WAITING,
     Call,
     CallMade,
@@ -72,8 +73,7 @@ class Calls:
         self._blocks: list[Block] = []  # that this rank is in, the innermost last
         self._watcher: Watcher | None = None
         self._spin = Spin()
-        self._kept: deque[FailedCall] = deque(maxlen=FAILURES_KEPT)  # on this rank
-        self._failures_made = 0
+        self._failed = NONE_FAILED  # on this rank
         self._failed_at = (0, 0)  # generation and call
         self._long_waits = LongWaits(context, self._report_of)
         self.begin_generation(context.generation)
@@ -182,15 +182,15 @@ class Calls:
             self._made_text = f"{last}, {encode(f'[{listed}]')}"
         # A Report as `encode` writes it; most of it is the same as before, and this is done at every call.
         progress = f"[{self.generation}, {self._number}, {phase}]"
-        self.connection.set(self._report_key, f"[{progress}, {self._failures_made}, {self._made_text}]")
+        self.connection.set(self._report_key, f"[{progress}, {self._failed.made}, {self._made_text}]")
 
     def _post_failure(self, call: Call, failures: Mapping[int, BaseException]) -> None:
         """Make the failure of a call known: its description first, so that whoever sees the report finds it."""
         described = self._described(failures)
-        self._kept.append(FailedCall(self.generation, self._number, call.function, call.wait, described))
-        self._failures_made += 1
+        failed = FailedCall(self.generation, self._number, call.function, call.wait, described)
+        self._failed = FailedCalls(self._failed.made + 1, (*self._failed.kept, failed)[-FAILURES_KEPT:])
         self._failed_at = (self.generation, self._number)
-        self.connection.write(failures_key(self.rank), FailedCalls(self._failures_made, tuple(self._kept)))
+        self.connection.write(failures_key(self.rank), self._failed)
         self._post(FINISHED)
         self._flush()
 

@@ -7,25 +7,24 @@ from collections.abc import Callable, Sequence
 from ..errors import Failure, ParallelError
 from ..launch.context import RankContext
 from ..launch.store import Connection, decode, encode, ended_key, failures_key
-from .records import FINISHED, BlockOutcome, FailedCall, FailedCalls, Progress, Report
+from .records import FINISHED, NONE_FAILED, BlockOutcome, FailedCall, FailedCalls, Progress, Report
 
 FAILURES_KEPT = 64  # of each rank, in the store
 
 
 class CallFailures:
-    """The failures of calls that other ranks have reported, each until this rank has raised it."""
+    """The failures of calls that other ranks run."""
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
-        self._reported: dict[int, list[FailedCall]] = {rank: [] for rank in range(context.world_size)}
-        self._seen = dict.fromkeys(self._reported, 0)
-        self._forgotten = dict.fromkeys(self._reported, (0, 0))  # generation and call: what failed before is unknown
-        self._not_awaited: dict[int, int] = {}  # by rank, the last call for whose end this rank did not wait
-        self._late: list[FailedCall] = []  # failures of such calls
+        self._failed: dict[int, FailedCalls] = {}  # by rank, as read last
+        self.begin_generation()
 
     def begin_generation(self, late: Sequence[FailedCall] = ()) -> None:
         """Forget all but ``late``."""
-        self._not_awaited, self._late = {}, list(late)
+        self._not_awaited: dict[int, int] = {}  # by rank, the last call for whose end this rank did not wait
+        self._late = list(late)  # failures of such calls, each until this rank has raised it
+        self._last_late: dict[int, int] = {}  # by rank, the number of the last one
 
     def do_not_await(self, rank: int, number: int) -> None:
         """This rank goes on without waiting for the end of a call on ``rank``: a later call looks for its failure."""
@@ -33,10 +32,15 @@ class CallFailures:
 
     def late(self, number: int, report_of: Callable[[int], Report]) -> list[FailedCall]:
         """The failures of such calls that ranks report, up to call ``number``; who raises one removes it."""
+        generation = self._context.generation
         for rank, last in list(self._not_awaited.items()):
             report = report_of(rank)
-            self._take(rank, report, number)
-            if last <= number and report.progress >= Progress(self._context.generation, last, FINISHED):
+            for each in self._read(rank, report).kept:
+                is_new = each.generation == generation and self._last_late.get(rank, 0) < each.number <= number
+                if is_new and not each.wait:
+                    self._late.append(each)
+                    self._last_late[rank] = each.number
+            if last <= number and report.progress >= Progress(generation, last, FINISHED):
                 del self._not_awaited[rank]
         return self._late
 
@@ -46,31 +50,24 @@ class CallFailures:
         Raises:
             ParallelError: it has failed too often since for that to be known.
         """
-        failed = [each for each in self._take(rank, report, number) if each.number == number]
-        if not failed and (self._context.generation, number) < self._forgotten[rank]:
+        failed, this = self._read(rank, report), (self._context.generation, number)
+        for each in failed.kept:
+            if (each.generation, each.number) == this:
+                return each.failures
+        if failed.made > len(failed.kept) and this < (failed.kept[0].generation, failed.kept[0].number):
             raise ParallelError(
                 f"Rank {rank} has failed more than {FAILURES_KEPT} times since call {number}: whether that one failed "
                 "is no longer known here."
             )
-        return failed[0].failures if failed else {}
+        return {}
 
-    def _take(self, rank: int, report: Report, number: int) -> list[FailedCall]:
-        """What ``rank`` reports up to call ``number`` of this generation, each failure once."""
-        if report.failures > self._seen[rank]:
-            self._read(rank)
-        generation, reported = self._context.generation, self._reported[rank]
-        due = [each for each in reported if each.generation == generation and each.number <= number]
-        self._reported[rank] = [each for each in reported if each.generation >= generation and each not in due]
-        self._late += [each for each in due if not each.wait]
-        return due
-
-    def _read(self, rank: int) -> None:
-        failed = self._context.connection.read(failures_key(rank), FailedCalls) or FailedCalls(0, ())
-        unseen = failed.made - self._seen[rank]
-        if unseen > len(failed.kept) > 0:
-            self._forgotten[rank] = failed.kept[0].generation, failed.kept[0].number
-        self._reported[rank] += failed.kept[max(0, len(failed.kept) - unseen) :]
-        self._seen[rank] = failed.made
+    def _read(self, rank: int, report: Report) -> FailedCalls:
+        """The last failures of ``rank``, from the store if it reports more than are known here."""
+        failed = self._failed.get(rank, NONE_FAILED)
+        if report.failures > failed.made:
+            failed = self._context.connection.read(failures_key(rank), FailedCalls) or failed
+            self._failed[rank] = failed
+        return failed
 
 
 class BlockOutcomes:

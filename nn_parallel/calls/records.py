@@ -101,6 +101,9 @@ class FailedCalls(NamedTuple):
     kept: tuple[FailedCall, ...]
 
 
+NONE_FAILED = FailedCalls(0, ())
+
+
 class BlockOutcome(NamedTuple):
     """A block that has passed, or failed on one rank first. Who fails because another did passes on what it knows."""
 
