@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +51,18 @@ def test_waiting_in_a_collective_is_communication(world: World, tmp_path: Path) 
     """A rank that waits for the others all the time says so; one that keeps them waiting does not."""
 
     def scenario() -> list[float]:
-        rank = initialize_ddp().rank
+        _, rank, _, world_size, _ = initialize_ddp()
+        x, waiting = torch.randn(400, 400), [tmp_path / f"{other} waits" for other in range(1, world_size)]
         dist.barrier()
         with profile_ranks(tmp_path / "trace.json") as profile:
             if rank == 0:
-                x = torch.randn(400, 400)
-                for _ in range(60):
+                begun, until = time.monotonic(), math.inf
+                while time.monotonic() < until:
                     x = torch.nn.functional.normalize(x @ x)
+                    if until == math.inf and all(path.exists() for path in waiting):
+                        until = time.monotonic() + 1 + 3 * (time.monotonic() - begun)  # most of their time
+            else:
+                waiting[rank - 1].touch()
             dist.all_reduce(torch.ones(1))
         return profile.communication
 

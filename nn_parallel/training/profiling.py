@@ -71,12 +71,12 @@ def profile_ranks(path: str | os.PathLike[str]) -> Iterator[RankProfile]:
     on_rank(0)(check_writable)(target)
     profile = RankProfile()
     with block("profile_ranks()", call_site(sys._getframe(2))):
-        start = time.perf_counter()
         with torch.profiler.profile() as profiler:
+            start = time.perf_counter()  # the profiler itself takes long to start and to stop
             yield profile
             if world.device.type != "cpu":
                 torch.accelerator.synchronize()
-        seconds = time.perf_counter() - start
+            seconds = time.perf_counter() - start
         trace = _exported(profiler)
         mine = seconds, _communication_s(trace["traceEvents"]) / seconds, gzip.compress(_encoded(trace), 1)
         profile.seconds, profile.communication, traces = map(list, zip(*all_gather_object(mine), strict=True))
