@@ -296,6 +296,27 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     assert {type(saved[name]) for name in ("best", "step", "done")} == {float, int, bool}
 
 
+def test_what_a_module_has_changed_of_an_old_state_is_put_back(tmp_path: Path) -> None:
+    """Where something else refuses its state afterwards."""
+
+    class Refusing:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, _: Any) -> None:
+            raise KeyError("count")
+
+    old, path = nn.Sequential(Versioned()), tmp_path / "a.pt"
+    old[0]._version = 1  # type: ignore[assignment]
+    save_checkpoint(path, model=old, meter={})
+    model = nn.Sequential(Versioned())
+    with pytest.raises(ValueError, match="meter cannot be loaded"):
+        load_checkpoint(path, model=model, meter=Refusing())
+    assert model[0].weight.tolist() == [1.0] * 4
+    load_checkpoint(path, model=model)
+    assert model[0].weight.tolist() == [-1.0] * 4
+
+
 class Versioned(nn.Module):
     """A module that reads old states in another way, and those without a version not at all."""
 

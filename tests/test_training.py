@@ -438,7 +438,7 @@ def test_a_group_averages_by_itself(world: World) -> None:
 @pytest.mark.parametrize(
     ("width", "weight", "words"),
     [
-        (lambda rank: 2 + rank, lambda rank: 1, "The ranks did not make the same call"),
+        (lambda rank: 2 + rank, lambda rank: 1, "The calls of the ranks do not match"),
         (lambda rank: 2, lambda rank: 0, "the weights of all ranks are 0"),
         (lambda rank: 2, lambda rank: -1.0 if rank else 1, "weight=-1.0 is not a number from 0 up on rank 1"),
         (lambda rank: 2, lambda rank: None if rank else 1, "weight=None is not a number from 0 up on rank 1"),

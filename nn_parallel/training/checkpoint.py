@@ -11,9 +11,9 @@ import os
 import pickle
 import random
 import secrets
-import stat
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,7 +27,7 @@ from ..errors import first_line, qualified_name
 from ..on_rank import on_rank
 from .collectives import all_gather_object
 from .model import unwrap_model
-from .states import fitting, load_all_but_tensors, sharded, stored
+from .states import fitting, load_all_but_tensors, stored
 
 RANDOM_STATES = "random_states"  # the name in the file under which those of all ranks stand
 logger = logging.getLogger("nn_parallel")
@@ -90,25 +90,23 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
     world = initialize_ddp()
     saved = on_rank(0, broadcast=True)(read_checkpoint)(Path(path))
     random_states = saved.pop(RANDOM_STATES, [])
+    targets |= {name: unwrap_model(target) for name, target in targets.items() if isinstance(target, nn.Module)}
     states: dict[str, Any] = {}
-
-    def choose() -> None:
-        states.update((name, fitting(name, target, saved)) for name, target in targets.items())
-
-    def load_what_may_refuse() -> None:
-        for name, target in targets.items():
-            load_all_but_tensors(name, target, states[name], undo)
-
+    misfit: Exception | None = None
     with block("load_checkpoint()", call_site(sys._getframe(1))), contextlib.ExitStack() as undo:
-        misfit = _first_misfit(choose)
-        if misfit is None:
-            states.update((name, sharded(target, states[name])) for name, target in targets.items())
-            misfit = _first_misfit(load_what_may_refuse)
+        try:
+            states.update((name, fitting(name, target, saved)) for name, target in targets.items())
+            for name, target in targets.items():
+                load_all_but_tensors(name, target, states[name], undo)
+        except (TypeError, ValueError) as error:
+            misfit = error
+        told = all_gather_object(None if misfit is None else str(misfit))
+        misfit = misfit or next((ValueError(text) for text in told if text is not None), None)
         if misfit is None:
             undo.pop_all()
             for name, target in targets.items():
                 if isinstance(target, nn.Module):
-                    unwrap_model(target).load_state_dict(states[name])
+                    target.load_state_dict(states[name])
     if misfit is not None:  # raised in the block, it would close the process group
         raise ValueError(f"{path} does not fit: {misfit}") from misfit.__cause__
     if len(random_states) == world.world_size:
@@ -126,21 +124,17 @@ def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
     new = Path(file.name)
     try:
         with file:
-            if path.exists():
-                with contextlib.suppress(OSError):  # a file system without modes
-                    os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+            with contextlib.suppress(OSError):  # there is none to replace, or a file system without modes
+                shutil.copymode(path, new)
             try:
                 torch.save(state, file)
-            except (TypeError, AttributeError, pickle.PicklingError) as error:
+                file.flush()
+                os.fsync(file.fileno())
+                torch.load(new, map_location="cpu", weights_only=True, mmap=True)
+            except (TypeError, AttributeError, pickle.PickleError) as error:
                 raise _unloadable(state, error) from error
             except RuntimeError as error:  # torch closes its archive even so, and hides why it could not be written
                 raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-            file.flush()
-            os.fsync(file.fileno())
-            try:
-                torch.load(new, map_location="cpu", weights_only=True, mmap=True)
-            except pickle.UnpicklingError as error:
-                raise _unloadable(state, error) from None
             os.replace(new, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -170,17 +164,6 @@ def _new_file(path: Path) -> IO[bytes]:
         if new.exists():
             return created
         created.close()  # another process removed it before it was locked
-
-
-def _first_misfit(load: Callable[[], None]) -> Exception | None:
-    """What does not fit: the TypeError or ValueError of ``load`` on this rank, or else on the first that has one."""
-    own: Exception | None = None
-    try:
-        load()
-    except (TypeError, ValueError) as error:
-        own = error
-    told = all_gather_object(None if own is None else str(own))
-    return own or next((ValueError(text) for text in told if text is not None), None)
 
 
 def _unloadable(state: dict[str, Any], error: Exception) -> ValueError:

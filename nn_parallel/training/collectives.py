@@ -6,11 +6,11 @@ shape that does not depend on that.
 
 from __future__ import annotations
 
-import hashlib
+import json
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,9 @@ from ..launch.context import current_world
 from ..pickling import dumps
 
 T = TypeVar("T")
-SLOTS = 64  # of the first message of `gather_numbers`: what it is about and the first numbers
-HASH_BYTES = 6  # of what a message is about: an integer of so many is exact in float64
-WHOLE_UP_TO = 2**53  # float64 holds every integer up to this one
+FIRST_BYTES = 1024  # of the message of `gather_alike`: gathered at once
+LENGTH_DIGITS = 8  # with which it begins: how many bytes follow in all
+REDUCTIONS: dict[str, Callable[[Iterable[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
 def reduce_metrics(
@@ -34,7 +34,7 @@ def reduce_metrics(
     op: str = "mean",
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """Each metric over all ranks, by one all_gather for all of them, in float64.
+    """Each metric over all ranks, by one all_gather for all of them.
 
     Args:
         metrics: numbers or tensors of one element, under the same names on every rank.
@@ -48,41 +48,36 @@ def reduce_metrics(
         max and min. A metric that is NaN on one rank is NaN.
 
     Raises:
-        ValueError: on every rank: the names differ, a metric is no number or an integer beyond 2**53, or the weights
-            add up to nothing. There is no such ``op``.
+        ValueError: on every rank: the names differ, a metric is no number, or the weights add up to nothing. There is
+            no such ``op``.
 
     Example::
 
         reduce_metrics({"loss": 0.5}, weight=len(batch))     # {'loss': 0.5}
         reduce_metrics({"correct": 12, "of": 16}, op="sum")  # {'correct': 24, 'of': 32} on two ranks
     """
-    if op not in ("mean", "sum", "max", "min"):
+    if op != "mean" and op not in REDUCTIONS:
         raise ValueError(f"op={op!r} is none of mean, sum, max, min.")
     if op != "mean" and weight != 1.0:
         raise ValueError(f"weight={weight} is for op='mean': op={op!r} counts every rank alike.")
-    names, values, problem = sorted(metrics), list[float](), _problem_of(weight)
-    is_float = [float(not isinstance(_plain(metrics[name]), numbers.Integral)) for name in names]
+    names, values, problem = sorted(metrics), list[float](), ""
     for name in names:
         try:
             values.append(_number(metrics[name]))
         except ValueError as error:
-            values.append(0.0)
             problem = problem or f"the metric {name!r} {error}"
     about = f"reduce_metrics(op={op!r}) of {', '.join(names) or 'nothing'}"
-    rows = gather_numbers([*values, *is_float, 0.0 if problem else weight], about, problem, group)
-    *columns, weights = zip(*rows, strict=True)
-    of_ranks = dict(zip(names, zip(columns[: len(names)], columns[len(names) :], strict=True), strict=True))
-    total = _total(weights, about) if op == "mean" else 0.0
+    rows, weights = gather_alike(values, about, problem, weight, group)
     reduced = dict[str, float]()
-    for name in metrics:
-        column, floats = of_ranks[name]
+    for name, column in zip(names, zip(*rows, strict=True), strict=True):
         if op == "mean":
             weighted = zip(column, weights, strict=True)
-            reduced[name] = sum(value * weight for value, weight in weighted if weight) / total
+            reduced[name] = sum(value * weight for value, weight in weighted if weight) / sum(weights)
+        elif all(isinstance(value, int) for value in column):
+            reduced[name] = REDUCTIONS[op](column)
         else:
-            values = [float(value) if any(floats) else int(value) for value in column]
-            reduced[name] = sum(values) if op == "sum" else _largest(values) if op == "max" else _least(values)
-    return reduced
+            reduced[name] = math.nan if any(map(math.isnan, column)) else float(REDUCTIONS[op](column))
+    return {name: reduced[name] for name in metrics}
 
 
 def any_rank(flag: object) -> bool:
@@ -152,20 +147,14 @@ def all_gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = No
 
         predictions = all_gather_tensor(model(x).argmax(dim=1))  # 7 samples here, 6 there: shape (13,)
     """
-    mine = tensor.detach() if isinstance(tensor, torch.Tensor) else None
-    if mine is not None and mine.dim() == 0:
-        mine = mine[None]
-    if initialize_ddp().world_size == 1 and mine is not None:
+    problem = "" if isinstance(tensor, torch.Tensor) else f"got a {type(tensor).__name__}, not a tensor"
+    mine = torch.empty(0) if problem else tensor.detach()
+    mine = mine if mine.dim() else mine[None]
+    if initialize_ddp().world_size == 1 and not problem:
         return mine
-    described = (len(mine), tuple(mine.shape[1:]), mine.dtype) if mine is not None else (0, type(tensor).__name__, None)
-    device_type = mine.device.type if mine is not None else ""
-    device_types, counts, *rows = zip(*all_gather_object((device_type, *described), group), strict=True)
-    if mine is None or len(set(zip(*rows, strict=True))) > 1:
-        told = [
-            f"{(count, *row)} of {dtype} on rank {rank}" if dtype else f"a {row} on rank {rank}"
-            for rank, count, row, dtype in zip(ranks_of(group), counts, *rows, strict=True)
-        ]
-        raise ValueError(f"Only dim 0 of the tensors may differ between the ranks, but they are {', '.join(told)}.")
+    about = f"all_gather_tensor of rows of shape {tuple(mine.shape[1:])} and dtype {mine.dtype}"
+    rows, _ = gather_alike([len(mine), mine.device.type], about, problem, group=group)
+    counts, device_types = zip(*rows, strict=True)
     row_bytes = mine.element_size() * math.prod(mine.shape[1:])
     device = mine.device if can_gather(set(device_types), dist.get_backend_config(group)) else _message_device(group)
     sent = torch.zeros(max(counts) * row_bytes, dtype=torch.uint8, device=device)
@@ -185,58 +174,54 @@ def can_gather(device_types: set[str], backends: str) -> bool:
     return len(device_types) == 1 and backend_of.get(min(device_types), "gloo") != "gloo"
 
 
-def sum_of_weights(weight: float, about: str, group: dist.ProcessGroup | None) -> float:
-    """The sum of the weights of all ranks; for ``about`` see `gather_numbers`.
-
-    Raises:
-        ValueError: on every rank: a weight is negative or no number, or all are 0.
-    """
-    problem = _problem_of(weight)
-    rows = gather_numbers([0.0 if problem else weight], about, problem, group)
-    return _total([weight for (weight,) in rows], about)
-
-
-def gather_numbers(
-    values: Sequence[float], about: str, problem: str = "", group: dist.ProcessGroup | None = None
-) -> list[list[float]]:
-    """The ``values`` of every rank, in rank order: one all_gather, two where there are more than fit into the first.
+def gather_alike(
+    mine: list[Any], about: str, problem: str = "", weight: float = 1.0, group: dist.ProcessGroup | None = None
+) -> tuple[list[list[Any]], list[float]]:
+    """What every rank gives, and its weight, in rank order: by one all_gather, two where it is long.
 
     Args:
-        about: what the values are, which must be the same on all ranks; of another text they may differ in number.
-        problem: why the values of this rank must not be used.
+        mine: plain numbers and text.
+        about: what it is, which must be the same on all ranks.
+        problem: why what this rank gives must not be used.
 
     Raises:
-        ValueError: on every rank: there is a ``problem`` on one, or ``about`` differs.
+        ValueError: on every rank: there is a ``problem`` on one, ``about`` differs, a weight is negative or no number,
+            or all are 0.
     """
-    if initialize_ddp().world_size == 1:
-        if problem:
-            raise ValueError(f"{about}: {problem}.")
-        return [list(values)]
-    digest = hashlib.sha256(f"{len(values)} {about}".encode()).digest()
-    header = [float(bool(problem)), float(int.from_bytes(digest[:HASH_BYTES], "little"))]
-    first, rest = values[: SLOTS - len(header)], values[SLOTS - len(header) :]
-    rows = _all_gather([*header, *first, *[0.0] * (SLOTS - len(header) - len(first))], group)
-    if any(row[: len(header)] != [0.0, *header[1:]] for row in rows):
-        _raise_what_differs(about, problem, group)
-    gathered = [row[len(header) : len(header) + len(first)] for row in rows]
-    if rest:
-        gathered = [row + more for row, more in zip(gathered, _all_gather(rest, group), strict=True)]
-    return gathered
-
-
-def _raise_what_differs(about: str, problem: str, group: dist.ProcessGroup | None) -> NoReturn:
-    told = dict(zip(ranks_of(group), all_gather_object((about, problem), group), strict=True))
-    if problems := [f"{about}: {problem} on rank {rank}." for rank, (about, problem) in told.items() if problem]:
+    if not (isinstance(weight, numbers.Real) and 0 <= weight < math.inf):
+        problem = f"weight={weight!r} is not a number from 0 up"
+    message = json.dumps([about, problem, *([] if problem else [mine, float(weight)])])
+    told = dict(zip(ranks_of(group), map(json.loads, _all_gather(message, group)), strict=True))
+    if problems := [f"{about}: {problem} on rank {rank}." for rank, (about, problem, *_) in told.items() if problem]:
         raise ValueError("\n".join(problems))
-    listed = "".join(f"\n  rank {rank}: {about}" for rank, (about, _) in told.items())
-    raise ValueError(f"The ranks did not make the same call:{listed}")
+    if len({about for about, *_ in told.values()}) > 1:
+        listed = "".join(f"\n  rank {rank}: {about}" for rank, (about, *_) in told.items())
+        raise ValueError(f"The calls of the ranks do not match:{listed}")
+    _, _, rows, weights = map(list, zip(*told.values(), strict=True))
+    if not any(weights):
+        raise ValueError(f"{about}: the weights of all ranks are 0, so there is no mean.")
+    return rows, weights
 
 
-def _all_gather(values: Sequence[float], group: dist.ProcessGroup | None) -> list[list[float]]:
-    sent = torch.tensor(values, dtype=torch.float64, device=_message_device(group))
-    received = [torch.empty_like(sent) for _ in ranks_of(group)]
-    dist.all_gather(received, sent, group=group)
-    return [row.tolist() for row in received]
+def _all_gather(text: str, group: dist.ProcessGroup | None) -> list[str]:
+    """The texts of all ranks, which are ASCII, perhaps with spaces behind them."""
+    if initialize_ddp().world_size == 1:
+        return [text]
+    data, device, ranks = f"{len(text):{LENGTH_DIGITS}}{text}".encode(), _message_device(group), ranks_of(group)
+
+    def gather(start: int, end: int) -> list[str]:
+        rows = [bytearray(data[start:end].ljust(end - start)) for _ in ranks]
+        on_cpu = [torch.frombuffer(row, dtype=torch.uint8) for row in rows]
+        received = [row.to(device) for row in on_cpu]
+        dist.all_gather(received, received[0].clone(), group=group)
+        for row, copy in zip(on_cpu, received, strict=True):
+            row.copy_(copy)  # the same tensor, where ``device`` is the CPU
+        return [row.decode() for row in rows]
+
+    heads = gather(0, FIRST_BYTES)
+    end = LENGTH_DIGITS + max(int(head[:LENGTH_DIGITS]) for head in heads)
+    tails = gather(FIRST_BYTES, end) if end > FIRST_BYTES else [""] * len(heads)
+    return [head[LENGTH_DIGITS:] + tail for head, tail in zip(heads, tails, strict=True)]
 
 
 def _message_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -245,39 +230,10 @@ def _message_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu") if on_cpu else current_world().device
 
 
-def _largest(values: Iterable[float]) -> float:
-    """NaN, if one of them is."""
-    return max(values, key=lambda value: (math.isnan(value), value))
-
-
-def _least(values: Iterable[float]) -> float:
-    """NaN, if one of them is."""
-    return min(values, key=lambda value: (not math.isnan(value), value))
-
-
-def _problem_of(weight: float) -> str:
-    """Why it is no weight; empty if it is one."""
-    is_weight = isinstance(weight, numbers.Real) and 0 <= weight < math.inf
-    return "" if is_weight else f"weight={weight!r} is not a number from 0 up"
-
-
-def _total(weights: Sequence[float], about: str) -> float:
-    if total := sum(weights):
-        return total
-    raise ValueError(f"{about}: the weights of all ranks are 0, so there is no mean.")
-
-
-def _plain(value: Any) -> Any:
-    """A tensor of one element as a Python number; anything else as it is."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
 def _number(value: Any) -> float:
-    """Raises ValueError if it is none, or an integer that float64 does not hold."""
-    plain = _plain(value)
-    if not isinstance(plain, numbers.Real):
-        what = f"a tensor of shape {tuple(plain.shape)}" if isinstance(plain, torch.Tensor) else repr(plain)
-        raise ValueError(f"is {what}, not one number")
-    if isinstance(plain, numbers.Integral) and abs(int(plain)) > WHOLE_UP_TO:
-        raise ValueError(f"is {plain}: beyond 2**53, float64 skips integers")
-    return float(plain)
+    """A metric as Python's int or float. Raises ValueError if it is not one number."""
+    plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if isinstance(plain, numbers.Real):
+        return int(plain) if isinstance(plain, numbers.Integral) else float(plain)
+    what = f"a tensor of shape {tuple(plain.shape)}" if isinstance(plain, torch.Tensor) else repr(plain)
+    raise ValueError(f"is {what}, not one number")

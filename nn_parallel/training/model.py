@@ -24,10 +24,11 @@ from ..calls.blocks import block
 from ..calls.records import call_site
 from ..ddp import initialize_ddp, join_launched_world
 from ..launch.context import current_world
-from .collectives import sum_of_weights
+from .collectives import gather_alike
 
 STRATEGIES = ("ddp", "fsdp", "dp", "none")
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
+WRAPPERS = (DistributedDataParallel, DataParallel)
 logger = logging.getLogger("nn_parallel")
 
 
@@ -107,17 +108,10 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
         torch.save(unwrap_model(model).state_dict(), "model.pt")
     """
-    *_, inner = _layers(model)
-    return inner
-
-
-def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """``model``, and what is inside each wrapper, down to the model itself."""
     inner: Any = model
-    while isinstance(inner, nn.Module):
-        yield inner
-        is_parallel = isinstance(inner, DistributedDataParallel | DataParallel)
-        inner = inner.module if is_parallel else getattr(inner, "_orig_mod", None)
+    while inner is not None:
+        model, inner = inner, getattr(inner, "module" if isinstance(inner, WRAPPERS) else "_orig_mod", None)
+    return model
 
 
 @contextlib.contextmanager
@@ -148,8 +142,7 @@ def accumulate(model: nn.Module, step: int, every: int, *, last: bool = False) -
     if every < 1:
         raise ValueError(f"every={every} must be at least 1.")
     complete = last or (step + 1) % every == 0
-    wrapped = next((layer for layer in _layers(model) if isinstance(layer, DistributedDataParallel)), None)
-    with contextlib.nullcontext() if complete or wrapped is None else wrapped.no_sync():
+    with contextlib.nullcontext() if complete else getattr(model, "no_sync", contextlib.nullcontext)():
         yield complete
 
 
@@ -203,7 +196,7 @@ def average_parameters(model: nn.Module, *, weight: float = 1.0, group: dist.Pro
     layout = repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
     size = sum(tensor.numel() for tensor in tensors)
     about = f"average_parameters of {size} numbers in {len(tensors)} tensors ({zlib.crc32(layout.encode()):08x})"
-    total = sum_of_weights(weight, about, group)
+    _, weights = gather_alike([], about, "", weight, group)
     if current_world().world_size == 1:
         return
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -213,7 +206,7 @@ def average_parameters(model: nn.Module, *, weight: float = 1.0, group: dist.Pro
         flat = torch.cat([tensor.flatten() for tensor in alike])
         if not dtype.is_complex:
             flat = flat.to(torch.float32 if dtype.is_floating_point and dtype != torch.float64 else torch.float64)
-        flat = flat * (weight / total) if weight else torch.zeros_like(flat)  # 0 * NaN would be NaN
+        flat = flat * (weight / sum(weights)) if weight else torch.zeros_like(flat)  # 0 * NaN would be NaN
         dist.all_reduce(flat, group=group)
         if not dtype.is_floating_point and not dtype.is_complex:
             flat = flat.round()
@@ -235,7 +228,7 @@ def _compress(model: DistributedDataParallel, compression: str) -> None:
 def _check_unprepared(model: nn.Module) -> None:
     """Raise if `prepare_model` has wrapped ``model`` or a part of it: its gradients would be averaged twice."""
     for module in model.modules():
-        if isinstance(module, DistributedDataParallel | DataParallel):
+        if isinstance(module, WRAPPERS):
             name = type(module).__name__
             raise ValueError(f"The model is prepared already, there is a {name} in it: pass unwrap_model(model).")
     if hasattr(unwrap_model(model), "set_requires_gradient_sync"):

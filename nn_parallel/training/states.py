@@ -31,14 +31,14 @@ def stored(value: Any, *, keeps: bool) -> Any:
     Unless this rank ``keeps`` it, None stands for each sharded tensor.
     """
     if isinstance(value, nn.Module):
-        return _storable(unwrap_model(value).state_dict(), keeps)
+        value = unwrap_model(value)
     if isinstance(value, Optimizer):
         return _storable(value.state_dict(), keeps) | {SHAPES: _shapes(value)}
     return _storable(value.state_dict() if hasattr(value, "state_dict") else value, keeps)
 
 
 def fitting(name: str, target: Any, saved: Mapping[str, Any]) -> Any:
-    """The stored state of that name, as ``target`` takes it, if it fits.
+    """The stored state of that name as ``target`` takes it, its tensors sharded as there, if it fits.
 
     Raises:
         TypeError, ValueError: it does not.
@@ -47,29 +47,13 @@ def fitting(name: str, target: Any, saved: Mapping[str, Any]) -> Any:
         raise ValueError(f"it has no {name!r}, only {', '.join(map(repr, saved))}.")
     state = saved[name]
     if isinstance(target, nn.Module):
-        return _fitting_model(name, unwrap_model(target), state)
+        return _fitting_model(name, target, state)
     if isinstance(target, Optimizer):
         return _fitting_optimizer(name, target, state)
     if not hasattr(target, "load_state_dict"):
         raise TypeError(
             f"{name} is a {type(target).__name__} without load_state_dict: its value is in what is returned."
         )
-    return state
-
-
-def sharded(target: Any, state: Any) -> Any:
-    """``state`` with its tensors sharded as those of ``target`` are. A call of all ranks."""
-    if isinstance(target, nn.Module):
-        wanted = unwrap_model(target).state_dict()
-        state.update({key: _like(value, wanted[key]) for key, value in state.items()})
-    elif isinstance(target, Optimizer):
-        parameters = chain.from_iterable(group["params"] for group in target.param_groups)
-        numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
-        states = dict(state["state"])
-        for number, parameter in zip(numbers, parameters, strict=True):
-            if number in states:
-                states[number] = {key: _like(value, parameter) for key, value in states[number].items()}
-        return {**state, "state": states}
     return state
 
 
@@ -82,13 +66,13 @@ def load_all_but_tensors(name: str, target: Any, state: Any, undo: contextlib.Ex
         ValueError: ``target`` does not take it.
     """
     if isinstance(target, nn.Module):
-        model = unwrap_model(target)
-        own = model.state_dict(keep_vars=True)
-        undo.callback(_put_back, model, own)
+        own = target.state_dict(keep_vars=True)
+        is_of_now = getattr(state, "_metadata", None) == getattr(own, "_metadata", None)
+        undo.callback(_put_back, target, own if is_of_now else copy.deepcopy(own))  # a module may change old tensors
         trial = copy.copy(state)  # with the versions
         is_tensor = {key for key, value in state.items() if isinstance(value, torch.Tensor)}
         trial.update({key: value for key, value in own.items() if key in is_tensor})
-        _load(name, model, trial)
+        _load(name, target, trial)
     elif isinstance(target, Optimizer):
         undo.callback(vars(target).update, dict(vars(target)))  # loading replaces what is in there
         _load(name, target, state)
@@ -131,6 +115,7 @@ def _fitting_model(name: str, model: nn.Module, state: Any) -> OrderedDict[str, 
     if problems:
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(f"{name} is another model: {'; '.join(problems[:3])}{more}.")
+    renamed.update((key, _like(value, wanted[key])) for key, value in list(renamed.items()))
     return renamed
 
 
@@ -173,7 +158,13 @@ def _fitting_optimizer(name: str, optimizer: Optimizer, state: Any) -> dict[str,
                 f"{name} is of other parameters: number {number} is of shape {saved} in the file, {own} in the "
                 f"{type(optimizer).__name__}."
             )
-    return {key: value for key, value in state.items() if key != SHAPES}
+    states = dict(state["state"])
+    numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if number in states:
+            states[number] = {key: _like(value, parameter) for key, value in states[number].items()}
+    return {key: value for key, value in state.items() if key != SHAPES} | {"state": states}
 
 
 def _shapes(optimizer: Optimizer) -> list[list[tuple[int, ...] | None]]:
@@ -182,21 +173,13 @@ def _shapes(optimizer: Optimizer) -> list[list[tuple[int, ...] | None]]:
 
 
 def _storable(value: Any, keeps: bool) -> Any:
-    """``value`` with whole tensors on the CPU for sharded ones, if this rank ``keeps`` them, and numbers for NumPy's.
-
-    The same object, if it holds none of these.
-    """
+    """``value`` with Python's numbers for NumPy's, and sharded tensors whole on the CPU if this rank ``keeps`` them."""
     if isinstance(value, dict):
-        changed = {key: new for key, part in value.items() if (new := _storable(part, keeps)) is not part}
-        if not changed:
-            return value
         copied = copy.copy(value)  # with the versions of the modules
-        copied.update(changed)
+        copied.update((key, _storable(part, keeps)) for key, part in value.items())
         return copied
     if type(value) in (list, tuple):
-        parts = [_storable(part, keeps) for part in value]
-        is_same = all(new is part for new, part in zip(parts, value, strict=True))
-        return value if is_same else type(value)(parts)
+        return type(value)(_storable(part, keeps) for part in value)
     if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.generic):
         return value.item()
     if _is_sharded(value):
@@ -211,7 +194,7 @@ def _like(value: Any, wanted: Any) -> Any:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(value, wanted.device_mesh, wanted.placements)
+    return distribute_tensor(value, wanted.device_mesh, wanted.placements, src_data_rank=None)  # each its own part
 
 
 def _is_sharded(value: Any) -> bool:
