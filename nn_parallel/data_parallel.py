@@ -72,15 +72,18 @@ def _split_run_gather(
     devices = devices[: lengths[0]]
     columns = [_over_devices(leaf, devices) for leaf in leaves]
     calls = [pytree.tree_unflatten(row, structure) for row in zip(*columns, strict=True)]
-    kind = devices[0].type
-    modes = (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(kind),
-        torch.get_autocast_dtype(kind),
-    )
+    # Those of this thread: each has its own.
+    grad, inference, kind = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), devices[0].type
+    autocast, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def run(call: Any, device: torch.device) -> Any:
+        if kind != "cpu":
+            torch.accelerator.set_device_index(device)
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad), torch.autocast(kind, dtype, autocast):
+            return func(*call[0], **call[1])
+
     with ThreadPoolExecutor(len(devices)) as threads:
-        results = list(threads.map(functools.partial(_run_in_thread, func, modes), calls, devices))
+        results = list(threads.map(run, calls, devices))
     parts, (shape, *others) = zip(*(pytree.tree_flatten(result) for result in results), strict=True)
     if any(other != shape for other in others):
         raise TypeError(f"{call_name(func)} returned different structures on different devices: they cannot be joined.")
@@ -107,24 +110,6 @@ def _replica(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """A copy whose tensors are the original's, moved, so that gradients flow back to it."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     return copy.deepcopy(module, {id(tensor): tensor.to(device) for tensor in tensors})  # the memo: copied already
-
-
-def _run_in_thread(
-    func: Callable[..., Any],
-    modes: tuple[bool, bool, bool, torch.dtype],
-    call: tuple[tuple[Any, ...], dict[str, Any]],
-    device: torch.device,
-) -> Any:
-    """Call with the thread-local modes of the caller, on the device that is current in this thread."""
-    (args, kwargs), (grad, inference, autocast, dtype) = call, modes
-    with (
-        torch.inference_mode(inference),
-        torch.set_grad_enabled(grad),
-        torch.autocast(device.type, dtype, enabled=autocast),
-    ):
-        if device.type != "cpu":
-            torch.accelerator.set_device_index(device)
-        return func(*args, **kwargs)
 
 
 def _gather(func: Callable[..., Any], pieces: Sequence[Any], device: torch.device) -> torch.Tensor:

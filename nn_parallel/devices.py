@@ -9,7 +9,6 @@ import operator
 import os
 import types
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
@@ -208,60 +207,51 @@ def call_on_device(
     """
     if device is None or "device" in kwargs or not (place := _device_parameter(fn)):
         return fn(*args, **kwargs)
-    parameter, before, most = place
+    kind, before, most = place
     if len(args) > most:
         raise TypeError(
             f"{getattr(fn, '__qualname__', type(fn).__qualname__)}() was given {len(args)} positional arguments and "
             f"takes {most} beside 'device', which pass_device=True binds to the worker's device: leave the device out "
             "of the call, or say pass_device=False and pass it yourself."
         )
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY or len(args) < len(before):
-        if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
+    if kind is inspect.Parameter.KEYWORD_ONLY or len(args) < before:
+        if kind is not inspect.Parameter.POSITIONAL_ONLY:
             return fn(*args, **kwargs, device=device)
-        left_out = [skipped.default for skipped in before[len(args) :]]
+        left_out = [skipped.default for skipped in inspect.signature(fn).parameters.values()][len(args) : before]
         if any(default is inspect.Parameter.empty for default in left_out):
             return fn(*args, **kwargs)  # and Python says what is missing
         args = [*args, *left_out]
-    return fn(*args[: len(before)], device, *args[len(before) :], **kwargs)
+    return fn(*args[:before], device, *args[before:], **kwargs)
 
 
-def _device_parameter(fn: Callable[..., Any]) -> _Place:
-    """The parameter called ``device``, those before it, and how many arguments by position there may be beside it.
+def _device_parameter(fn: Callable[..., Any]) -> tuple[Any, int, float] | None:
+    """The kind of the parameter ``device``, how many are before it, and how many others can be given by position.
 
     None if there is no such parameter that could be passed.
     """
-    if isinstance(fn, types.FunctionType) and not fn.__dict__:
-        if "device" not in fn.__code__.co_varnames:
+    if isinstance(fn, types.FunctionType) and not fn.__dict__:  # `inspect` needs longer than many a call
+        code = fn.__code__
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if "device" not in names:
             return None
-    elif isinstance(fn, types.BuiltinFunctionType):
-        if "device" not in (getattr(fn, "__text_signature__", None) or ""):
-            return None  # without having it parsed, which touches every module, in memory that forks share
-    else:
-        return _find_device_parameter(fn)
-    # What a plain function takes is looked up once: `inspect` needs longer than many a call.
-    made_of = tuple(getattr(fn, name, None) for name in ("__code__", "__defaults__", "__kwdefaults__"))
-    known = _known_places.get(fn)
-    if known is None or any(then is not now for then, now in zip(known[0], made_of, strict=True)):
-        known = _known_places[fn] = made_of, _find_device_parameter(fn)
-    return known[1]
-
-
-def _find_device_parameter(fn: Callable[..., Any]) -> _Place:
+        before = names.index("device")
+        kind = _KINDS[(before >= code.co_posonlyargcount) + (before >= code.co_argcount)]
+        takes_all = code.co_flags & inspect.CO_VARARGS
+        return kind, before, math.inf if takes_all else code.co_argcount - (before < code.co_argcount)
+    if isinstance(fn, types.BuiltinFunctionType) and "device" not in (getattr(fn, "__text_signature__", None) or ""):
+        return None  # without having it parsed, which touches every module, in memory that forks share
     if isinstance(fn, functools.partial) and "device" in fn.keywords:
         return None
     try:
-        parameters = list(inspect.signature(fn).parameters.values())
+        kinds = {name: parameter.kind for name, parameter in inspect.signature(fn).parameters.items()}
     except (ValueError, TypeError):  # a builtin that tells no signature
         return None
-    for index, parameter in enumerate(parameters):
-        if parameter.name == "device" and parameter.kind not in (
-            inspect.Parameter.VAR_POSITIONAL,
-            inspect.Parameter.VAR_KEYWORD,
-        ):
-            kinds = [other.kind for other in parameters if other is not parameter]
-            most = sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
-            return parameter, parameters[:index], math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else most
-    return None
+    if kinds.get("device") not in _KINDS:
+        return None
+    before = list(kinds).index("device")
+    bound = kinds.pop("device")
+    most = sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds.values())
+    return bound, before, math.inf if inspect.Parameter.VAR_POSITIONAL in kinds.values() else most
 
 
 def _expand(part: str | torch.device | int, found: list[torch.device]) -> list[torch.device]:
@@ -299,9 +289,8 @@ def _warn_no_accelerator_once(wanted: str) -> None:
 
 
 _warned = False
-
-
-_Place = tuple[inspect.Parameter, list[inspect.Parameter], float] | None
-_known_places: weakref.WeakKeyDictionary[Callable[..., Any], tuple[tuple[Any, ...], _Place]] = (
-    weakref.WeakKeyDictionary()
+_KINDS = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.KEYWORD_ONLY,
 )

@@ -80,14 +80,7 @@ def on_rank(
 
         save(model, "model.pt")  # on every rank; when it returns, the file is there
     """
-    wanted = _checked_ranks("on_rank", rank)
-    return _decorator(
-        lambda here: _ranks_in_world("on_rank", wanted, here.world_size),
-        barrier,
-        broadcast,
-        wait,
-        as_timedelta(timeout),
-    )
+    return _decorator(_choice("on_rank", rank), barrier, broadcast, wait, as_timedelta(timeout))
 
 
 @overload
@@ -126,14 +119,7 @@ def on_local_rank(
         def download():
             ...  # to a disk that each node has for itself
     """
-    (wanted,) = _checked_ranks("on_local_rank", (rank,))
-    return _decorator(
-        lambda here: _local_ranks_in_world("on_local_rank", wanted, here),
-        barrier,
-        broadcast,
-        wait,
-        as_timedelta(timeout),
-    )
+    return _decorator(_choice("on_local_rank", (rank,), local=True), barrier, broadcast, wait, as_timedelta(timeout))
 
 
 @contextlib.contextmanager
@@ -156,17 +142,12 @@ def rank_first(rank: int = 0, *, local: bool = False, timeout: timedelta | float
         with rank_first():
             dataset = load_dataset("data")  # rank 0 downloads it, the others find it there
     """
-    (wanted,) = _checked_ranks("rank_first", (rank,))
-    limit = as_timedelta(timeout)
-    here = _here()
+    choose, limit = _choice("rank_first", (rank,), local), as_timedelta(timeout)
+    here = blocks_of(join_launched_world())
     if here is None or here.nested_in:
         yield
         return
-    if local:
-        first = _local_ranks_in_world("rank_first", wanted, here)
-    else:
-        first = _ranks_in_world("rank_first", (wanted,), here.world_size)
-    call = Call("rank_first()", first, call_site(sys._getframe(2)))
+    call = Call("rank_first()", choose(here), call_site(sys._getframe(2)))
     with _together(here, call, False, limit) as goes_first:
         if goes_first:
             yield
@@ -196,7 +177,7 @@ def _decorator(
 
         @functools.wraps(fn)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            here = _here()
+            here = blocks_of(join_launched_world())
             if here is None:
                 return fn(*args, **kwargs)
             ranks = choose(here)
@@ -230,10 +211,6 @@ def _decorator(
     return decorate
 
 
-def _here() -> Blocks | None:
-    return blocks_of(join_launched_world())
-
-
 def _together(
     here: Blocks, call: Call, barrier: bool, timeout: timedelta | None
 ) -> contextlib.AbstractContextManager[bool]:
@@ -248,6 +225,14 @@ def _block_of_some(here: Blocks, call: Call, timeout: timedelta | None) -> Itera
     """A block that only some ranks run. Yields whether this one does."""
     with here.block(call, timeout, from_end=True), here.nested(call.ranks):
         yield here.rank in call.ranks
+
+
+def _choice(caller: str, rank: Any, local: bool = False) -> Callable[[Blocks], tuple[int, ...]]:
+    """Which ranks of a world ``rank`` names, or which local rank of each node. Raises here if it can name none."""
+    wanted = _checked_ranks(caller, rank)
+    if local:
+        return lambda here: _local_ranks_in_world(caller, wanted[0], here)
+    return lambda here: _ranks_in_world(caller, wanted, here.world_size)
 
 
 def _checked_ranks(caller: str, rank: Any) -> tuple[int, ...]:

@@ -218,7 +218,7 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
     "a local rank beyond Hydra's": (HYDRA | MASTER | {"MPI_LOCALRANKID": "2"}, "MPI_LOCALRANKID=2 cannot be"),
     "a word for a rank": (HYDRA | {"PMI_RANK": "first"}, "PMI_RANK='first' is not a whole number"),
     "a port that cannot be": (SLURM | {"MASTER_PORT": "0"}, "MASTER_PORT=0 cannot be"),
-    "a step without a rank": (SLURM | {"SLURM_PROCID": ""}, "SLURM_STEP_NUM_TASKS is set and SLURM_PROCID is not"),
+    "a step without a rank": (SLURM | {"SLURM_PROCID": ""}, "are set and SLURM_PROCID is not"),
     "a step without a node": (SLURM | {"SLURM_NODEID": ""}, "SLURM_NODEID is not"),
     "a node beyond the step": (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID=3 cannot be"),
     "a local rank beyond the node": (SLURM | {"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2 cannot be"),
@@ -250,7 +250,7 @@ def test_torchrun_tells_everything() -> None:
         attempt=3,
         one_node=False,
         told_by=(
-            *("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),
+            *("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_WORLD_SIZE"),
             *("GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
         ),
     )

@@ -11,7 +11,7 @@ import re
 import socket
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -104,10 +104,6 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def is_this_host(host: str) -> bool:
-    return is_loopback(host) or host == socket.gethostname()
-
-
 def has_terminal() -> bool:
     """Whether this process belongs to a terminal, wherever its input and output go."""
     try:
@@ -124,7 +120,7 @@ class _Names(NamedTuple):
     world_size: str
     local_rank: str
     local_world_size: str
-    job: str = ""  # tells two jobs on one host apart
+    job: tuple[str, ...] = ()  # tell apart two jobs on one host, and two steps of a job that run at the same time
 
 
 _MPI = {
@@ -133,7 +129,7 @@ _MPI = {
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "PMIX_NAMESPACE",
+        ("PMIX_NAMESPACE",),
     ),
     "mvapich2": _Names(
         "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"
@@ -141,9 +137,13 @@ _MPI = {
     "hydra": _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 _JSRUN = _Names(
-    "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE", "LSB_JOBID"
+    "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE", ("LSB_JOBID",)
 )
-_LOCAL_RANKS = {"SLURM_LOCALID", *(names.local_rank for names in (*_MPI.values(), _JSRUN))}
+_SLURM = _Names(
+    *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+)
+_LOCAL_RANKS = {names.local_rank for names in (*_MPI.values(), _JSRUN, _SLURM)}
 
 
 class _Told:
@@ -182,54 +182,28 @@ class _Told:
             raise LaunchError(f"{name}={value} cannot be: it must be {allowed}{f', as {because}' if because else ''}.")
         return value
 
-    def world(self, names: _Names) -> tuple[int, int]:
-        """The rank, and of how many."""
-        world_size = self.number(names.world_size, at_least=1)
-        return self.number(names.rank, below=world_size, because=f"{names.world_size}={world_size}"), world_size
-
-    def local_world_size(self, names: _Names, world_size: int) -> int:
-        because = f"{names.world_size}={world_size}"
-        return self.number(names.local_world_size, at_least=1, below=world_size + 1, because=because)
-
-    def local_rank(self, names: _Names, local_world_size: int) -> int:
-        because = f"{local_world_size} ranks run on this node"
-        return self.number(names.local_rank, below=local_world_size, because=because)
-
-    def port(self, job: str) -> int:
-        """The port for the store: as the user says, or one that follows from the job, alike on all its ranks."""
-        if self.has("MASTER_PORT"):
-            return self.number("MASTER_PORT", at_least=1, below=65536, because="it is a port")
-        return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
-
 
 def _by_env(told: _Told) -> Launch:
     """By torchrun, or by the variables that ``env://`` needs, which a platform or a user has set."""
-    names = _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    rank, world_size = told.world(names)
-    master, port = told.text("MASTER_ADDR"), told.port("")
+    says_place = told.has("LOCAL_RANK")  # else all ranks are here
+    local_rank = "LOCAL_RANK" if says_place else "RANK"
+    local_world_size = "LOCAL_WORLD_SIZE" if says_place and told.has("LOCAL_WORLD_SIZE") else "WORLD_SIZE"
     is_torchrun = told.has("TORCHELASTIC_RUN_ID")
+    names = _Names("RANK", "WORLD_SIZE", local_rank, local_world_size)
+    launch = _launch(told, "torchrun" if is_torchrun else "env", names)
+    if not says_place:
+        _check_ranks_are_of_processes(told, launch)
     nodes = told.number("GROUP_WORLD_SIZE", at_least=1) if told.has("GROUP_WORLD_SIZE") else 0
-    if told.has("LOCAL_RANK"):
-        local_world_size = told.local_world_size(names, world_size) if told.has("LOCAL_WORLD_SIZE") else world_size
-        local_rank = told.local_rank(names, local_world_size)
-        if is_torchrun and nodes * local_world_size == world_size:
-            local_rank = rank % local_world_size  # with --virtual-local-rank every LOCAL_RANK is 0
-    else:
-        _check_ranks_are_of_processes(told, rank, world_size, master)
-        local_rank, local_world_size = rank, world_size
-    return Launch(
-        launcher="torchrun" if is_torchrun else "env",
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        node_rank=told.number("GROUP_RANK") if told.has("GROUP_RANK") else rank // local_world_size,
-        master_addr="127.0.0.1" if is_loopback(master) else master,
-        master_port=port,
+    if is_torchrun and nodes * launch.local_world_size == launch.world_size:
+        # With --virtual-local-rank every LOCAL_RANK is 0.
+        launch = replace(launch, local_rank=launch.rank % launch.local_world_size)
+    return replace(
+        launch,
+        node_rank=told.number("GROUP_RANK") if told.has("GROUP_RANK") else launch.node_rank,
         launcher_hosts_store=told.has("TORCHELASTIC_USE_AGENT_STORE")
         and told.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=told.number("TORCHELASTIC_RESTART_COUNT") if told.has("TORCHELASTIC_RESTART_COUNT") else 0,
-        one_node=is_loopback(master) or nodes == 1,
+        one_node=is_loopback(launch.master_addr) or nodes == 1,
         told_by=tuple(told.names),
     )
 
@@ -238,11 +212,7 @@ def _by_mpi(told: _Told) -> Launch | None:
     """By the mpirun of Open MPI or MVAPICH2, or by Hydra, which MPICH and Intel MPI start their ranks with."""
     for launcher, names in _MPI.items():
         if told.has(names.rank, names.local_rank):
-            rank, world_size = told.world(names)
-            local_world_size = told.local_world_size(names, world_size)
-            local_rank = told.local_rank(names, local_world_size)
-            job = told.text(names.job) if names.job and told.has(names.job) else launcher
-            return _launch(told, launcher, rank, world_size, local_rank, local_world_size, job=job)
+            return _launch(told, launcher, names)
     return None
 
 
@@ -250,7 +220,6 @@ def _by_jsrun(told: _Told) -> Launch | None:
     """By LSF's jsrun, whose hosts stand in a file: that of the batch script, then one line for each slot of the job."""
     if not told.has(_JSRUN.rank, _JSRUN.world_size):
         return None
-    rank, world_size = told.world(_JSRUN)
     hosts = list[str]()
     if told.has("LSB_DJOB_RANKFILE"):
         path = told.text("LSB_DJOB_RANKFILE")
@@ -258,38 +227,31 @@ def _by_jsrun(told: _Told) -> Launch | None:
             hosts = list(dict.fromkeys(Path(path).read_text().split()[1:]))
         except OSError as error:
             raise LaunchError(f"LSB_DJOB_RANKFILE={path} cannot be read: {error.strerror}.") from error
-    if told.has(_JSRUN.local_world_size):
-        local_world_size = told.local_world_size(_JSRUN, world_size)
-    else:
-        local_world_size = -(-world_size // max(1, len(hosts)))
-    local_rank, here = told.local_rank(_JSRUN, local_world_size), socket.gethostname()
-    node_rank = hosts.index(here) if here in hosts else rank // local_world_size
-    first, job = hosts[0] if hosts else None, told.text(_JSRUN.job) if told.has(_JSRUN.job) else "jsrun"
-    return _launch(told, "jsrun", rank, world_size, local_rank, local_world_size, node_rank, first, job)
+    local_world_size = None
+    if not told.has(_JSRUN.local_world_size):
+        local_world_size = -(-told.number(_JSRUN.world_size, at_least=1) // max(1, len(hosts)))
+    node_rank = hosts.index(here) if (here := socket.gethostname()) in hosts else None
+    return _launch(told, "jsrun", _JSRUN, local_world_size, node_rank, *hosts[:1])
 
 
 def _by_slurm(told: _Told) -> Launch | None:
     """By srun. A batch script has some of these variables too; the tasks and nodes of a step has only a step."""
-    names = _Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-    if not told.has(names.world_size, "SLURM_STEP_NODELIST"):
+    if not told.has(_SLURM.world_size, "SLURM_STEP_NODELIST"):
         return None
     if told.has("SLURM_PTY_PORT") and has_terminal():  # `srun --pty bash`; a step inside inherits the variable alone
         return None
-    rank, world_size = told.world(names)
+    world_size = told.number(_SLURM.world_size, at_least=1)
     if world_size == 1:
         return None
     host = told.parsed("SLURM_STEP_NODELIST", first_host)
-    tasks = told.parsed(names.local_world_size, task_counts)
+    tasks = told.parsed(_SLURM.local_world_size, task_counts)
     if sum(tasks) != world_size:
         raise LaunchError(
-            f"SLURM_STEP_TASKS_PER_NODE={told.text(names.local_world_size)} counts {sum(tasks)} tasks, and "
+            f"SLURM_STEP_TASKS_PER_NODE={told.text(_SLURM.local_world_size)} counts {sum(tasks)} tasks, and "
             f"SLURM_STEP_NUM_TASKS={world_size}: they contradict each other."
         )
     node_rank = told.number("SLURM_NODEID", below=len(tasks), because=f"the step has {len(tasks)} nodes")
-    local_rank = told.local_rank(names, tasks[node_rank])
-    # Two steps of one job may run at the same time.
-    job = "slurm " + ".".join(told.text(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if told.has(name))
-    return _launch(told, "slurm", rank, world_size, local_rank, tasks[node_rank], node_rank, host, job)
+    return _launch(told, "slurm", _SLURM, tasks[node_rank], node_rank, host)
 
 
 def first_host(text: str) -> str:
@@ -313,15 +275,19 @@ def task_counts(text: str) -> list[int]:
 def _launch(
     told: _Told,
     launcher: str,
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    local_world_size: int,
+    names: _Names,
+    local_world_size: int | None = None,
     node_rank: int | None = None,
     first_host: str | None = None,
-    job: str = "",
 ) -> Launch:
-    """The launch by a launcher that says nothing of a store: that is found by ``first_host``, which runs rank 0."""
+    """The launch that the variables ``names`` describe; who says no MASTER_ADDR has the store on ``first_host``."""
+    world_size = told.number(names.world_size, at_least=1)
+    of_all = f"{names.world_size}={world_size}"
+    rank = told.number(names.rank, below=world_size, because=of_all)
+    if local_world_size is None:
+        local_world_size = told.number(names.local_world_size, at_least=1, below=world_size + 1, because=of_all)
+    of_node = f"{local_world_size} ranks run on this node"
+    local_rank = told.number(names.local_rank, below=local_world_size, because=of_node)
     one_node = local_world_size == world_size
     if told.has("MASTER_ADDR"):
         first_host = told.text("MASTER_ADDR")
@@ -332,6 +298,11 @@ def _launch(
             f"{local_world_size} of the {world_size} ranks that {launcher} started run on this node, and it does not "
             "say where rank 0 is. Set MASTER_ADDR to the host of rank 0, on every rank."
         )
+    if told.has("MASTER_PORT"):
+        port = told.number("MASTER_PORT", at_least=1, below=65536, because="it is a port")
+    else:  # one that follows from the job, alike on all its ranks
+        job = " ".join([launcher, *(told.text(name) for name in names.job if told.has(name))])
+        port = _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
     return Launch(
         launcher=launcher,
         rank=rank,
@@ -340,24 +311,25 @@ def _launch(
         local_world_size=local_world_size,
         node_rank=rank // local_world_size if node_rank is None else node_rank,
         master_addr="127.0.0.1" if is_loopback(first_host) else first_host,
-        master_port=told.port(job),
+        master_port=port,
         one_node=one_node,
         told_by=tuple(told.names),
     )
 
 
-def _check_ranks_are_of_processes(told: _Told, rank: int, world_size: int, master: str) -> None:
+def _check_ranks_are_of_processes(told: _Told, launch: Launch) -> None:
     """Raise if RANK may be the rank of a node: a platform that starts one pod a node leaves its processes to us."""
-    why = "" if world_size == 1 or is_this_host(master) else f"MASTER_ADDR={master} is another host"
+    is_here = launch.world_size == 1 or is_loopback(launch.master_addr) or launch.master_addr == socket.gethostname()
+    why = "" if is_here else f"MASTER_ADDR={launch.master_addr} is another host"
     for name in (*_NODE_COUNTS, *_PROCESSES_PER_NODE):
         if told.has(name) and (name in _PROCESSES_PER_NODE or told.text(name) != "1"):
             why = f"{name}={told.text(name)} speaks of nodes with ranks of their own"
             break
     if why:
         raise LaunchError(
-            f"RANK={rank} and WORLD_SIZE={world_size} are set and {why}, so LOCAL_RANK, this process's place on its "
-            "own node, cannot be guessed. Set LOCAL_RANK (0 for one process per node), or start the processes of a "
-            "node by torchrun."
+            f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} are set and {why}, so LOCAL_RANK, this process's "
+            "place on its own node, cannot be guessed. Set LOCAL_RANK (0 for one process per node), or start the "
+            "processes of a node by torchrun."
         )
 
 

@@ -87,23 +87,14 @@ class Connection:
 
     def set(self, key: str, text: str) -> None:
         """Set ``key``; no reply is awaited."""
-        try:
-            self.store.set(key, text)
-        except RuntimeError as error:
-            raise self._loss(error) from error
+        self._ask(self.store.set, key, text)
 
     def swap(self, key: str, expected: str, text: str) -> str:
-        """Set ``key`` if it holds what is expected, or nothing and that is empty; what it holds then."""
-        try:
-            return self.store.compare_set(key, expected, text).decode(errors="replace")
-        except RuntimeError as error:
-            raise self._loss(error) from error
+        """Set ``key`` to ``text`` if it holds ``expected``, or is not there and that is empty; what it holds then."""
+        return self._ask(self.store.compare_set, key, expected, text).decode(errors="replace")
 
     def delete(self, key: str) -> None:
-        try:
-            self.store.delete_key(key)
-        except RuntimeError as error:
-            raise self._loss(error) from error
+        self._ask(self.store.delete_key, key)
 
     def write(self, key: str, record: tuple[Any, ...]) -> None:
         """Set ``key``, for `read`."""
@@ -132,11 +123,15 @@ class Connection:
             time.sleep(pause)
             pause = min(pause * PAUSE_GROWTH, PAUSE_MAX_S)
 
-    def _loss(self, error: RuntimeError) -> ParallelError:  # of DistNetworkError, DistStoreError
-        if self._host is None or self._host == self._rank:
-            return ParallelError(f"The store through which the ranks talk is gone: {error}")
-        died = WorkerDiedError(f"Rank {self._host}, which holds the store of all, is gone: {error}", rank=self._host)
-        return rank_error("The connection", self._world_size, {self._host: died})
+    def _ask(self, request: Callable[..., T], *args: str) -> T:
+        """Raises ParallelError, or the RankError of the rank that holds the store, if that is gone."""
+        try:
+            return request(*args)
+        except RuntimeError as error:  # a DistNetworkError or DistStoreError
+            if self._host is None or self._host == self._rank:
+                raise ParallelError(f"The store through which the ranks talk is gone: {error}") from error
+            died = WorkerDiedError(f"Rank {self._host}, which holds the store, is gone: {error}", rank=self._host)
+            raise rank_error("The connection", self._world_size, {self._host: died}) from error
 
 
 encode = json.dumps  # of a record: a NamedTuple of strings, numbers, records, and tuples and dicts of them
@@ -206,7 +201,7 @@ def clone_store(store: dist.Store, unanswered_s: float | None) -> tuple[dist.Sto
 
 
 def limit_silence(sockets: dict[int, int], unanswered_s: float | None) -> None:
-    """Have connections to other nodes end when those are out of reach, not when TCP gives up, a quarter later."""
+    """Have connections to other nodes end when those are out of reach; TCP gives up a quarter of an hour later."""
     if unanswered_s is not None:
         for connection in still_open(sockets):
             with connection:
