@@ -7,13 +7,13 @@ lost; that rank 0 itself is lost, each of the others sees for itself.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
 import os
 import secrets
 import select
-import selectors
 import socket
 import threading
 import time
@@ -47,29 +47,52 @@ class Liveness:
 
     def __init__(self, context: RankContext, connection: Connection) -> None:
         self._context, self._connection = context, connection
-        self._processes = {rank: _Process() for rank in range(context.world_size)}
+        self._members: dict[int, Member] = {}
+        self._look_up_at = dict.fromkeys(range(context.world_size), 0.0)
+        self._poll = select.poll()
+        self._rank_of: dict[int, int] = {}  # by the pidfd of its process
+        self._ended = set[int]()
         self._gone = Gone(())
         self._look_for_gone_at = 0.0
 
     def is_dead(self, rank: int) -> bool:
         """Whether the process of ``rank`` is known to have ended, or its node to be out of reach."""
-        process, now = self._processes[rank], time.monotonic()
-        if not process.is_known and now > process.look_up_at:
-            process.look_up_at = now + ASK_EVERY_S
-            if (member := self._connection.read(member_key(rank), Member)) is not None:
-                process.open(member)
-        return process.has_ended() or self._is_gone(rank)
+        now = time.monotonic()
+        if rank not in self._members and now > self._look_up_at[rank]:
+            self._look_up_at[rank] = now + ASK_EVERY_S
+            self._look_up(rank)
+        self._ended.update(self._rank_of[pidfd] for pidfd, _ in self._poll.poll(0))
+        return rank in self._ended or self._is_gone(rank)
 
     def death(self, rank: int, what: object) -> WorkerDiedError:
         """The error of a rank that died before it finished ``what``."""
-        process = self._processes[rank]
-        how = "ended" if process.has_ended() else "ended, or its node went out of reach,"
-        message = f"Rank {rank} (pid {process.pid} on {process.host_name}) {how} before it finished {what}."
-        return WorkerDiedError(message, rank=rank, pid=process.pid)
+        member = self._members.get(rank)
+        who = f"Rank {rank} (pid {member.pid} on {member.host_name})" if member else f"Rank {rank}"
+        how = "ended" if rank in self._ended else "ended, or its node went out of reach,"
+        return WorkerDiedError(f"{who} {how} before it finished {what}.", rank=rank, pid=member.pid if member else 0)
 
     def close(self) -> None:
-        for process in self._processes.values():
-            process.close()
+        for pidfd in self._rank_of:
+            self._poll.unregister(pidfd)
+            os.close(pidfd)
+        self._rank_of.clear()
+        self._members.clear()
+
+    def _look_up(self, rank: int) -> None:
+        member = self._connection.read(member_key(rank), Member)
+        if member is None:
+            return
+        if member.host == host_identity() and hasattr(os, "pidfd_open"):
+            try:
+                pidfd = os.pidfd_open(member.pid)
+            except ProcessLookupError:
+                self._ended.add(rank)
+            except OSError:  # no descriptor is left
+                return
+            else:
+                self._rank_of[pidfd] = rank
+                self._poll.register(pidfd, select.POLLIN)
+        self._members[rank] = member
 
     def _is_gone(self, rank: int) -> bool:
         if (rank_0_is_gone := self._context.rank_0_is_gone) is None:  # all ranks are on this node
@@ -80,39 +103,6 @@ class Liveness:
             self._look_for_gone_at = time.monotonic() + ASK_EVERY_S
             self._gone = self._connection.read(GONE_KEY, Gone) or self._gone
         return rank in self._gone.ranks
-
-
-class _Process:
-    """The process of another rank."""
-
-    def __init__(self) -> None:
-        self.pid, self.host_name = 0, ""
-        self.is_known = False  # where it lives
-        self.look_up_at = 0.0
-        self._pidfd: int | None = None
-        self._has_ended = False
-
-    def open(self, member: Member) -> None:
-        self.pid, self.host_name, self.is_known = member.pid, member.host_name, True
-        if member.host == host_identity() and hasattr(os, "pidfd_open"):
-            try:
-                self._pidfd = os.pidfd_open(self.pid)
-            except ProcessLookupError:
-                self._has_ended = True
-            except OSError:  # no descriptor is left
-                self.is_known = False
-
-    def has_ended(self) -> bool:
-        if self._pidfd is not None and not self._has_ended:
-            poll = select.poll()
-            poll.register(self._pidfd, select.POLLIN)
-            self._has_ended = bool(poll.poll(0))
-        return self._has_ended
-
-    def close(self) -> None:
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-        self._pidfd, self.is_known = None, False
 
 
 @functools.lru_cache(maxsize=1)
@@ -171,71 +161,43 @@ class LivenessServer:
         self._gone = Gone(())
         self._token = secrets.token_hex(16)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server(("", 0), family=family, backlog=context.world_size)
-        self._woken, self._wake = socket.socketpair()
-        self._thread = threading.Thread(target=self._loop, name="nn_parallel liveness", daemon=True)
+        listener = socket.create_server(("", 0), family=family, backlog=context.world_size)
+        self._loop, self._over = asyncio.new_event_loop(), asyncio.Event()
+        self._thread = threading.Thread(target=self._run, args=[listener], name="nn_parallel liveness", daemon=True)
         self._thread.start()
-        context.connection.write(SERVER_KEY, ServerAddress(self._listener.getsockname()[1], self._token))
+        context.connection.write(SERVER_KEY, ServerAddress(listener.getsockname()[1], self._token))
 
     def is_lost(self) -> bool:
         """Rank 0 is not lost to itself."""
         return False
 
     def close(self) -> None:
-        self._wake.close()
+        self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join()
-        self._woken.close()
 
-    def _loop(self) -> None:
-        with selectors.DefaultSelector() as selector, contextlib.closing(self._listener):
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
-            while True:
-                for key, _ in selector.select():
-                    if key.fileobj is self._woken:
-                        for each in list(selector.get_map().values()):
-                            if isinstance(each.data, _End):
-                                each.data.connection.close()
-                        return
-                    if key.fileobj is self._listener:
-                        with contextlib.suppress(OSError):
-                            connection, _ = self._listener.accept()
-                            end_if_unanswered(connection, self._within_s)
-                            selector.register(connection, selectors.EVENT_READ, _End(connection))
-                    elif not key.data.read(self._token):
-                        selector.unregister(key.fileobj)
-                        self._end(key.data)
+    def _run(self, listener: socket.socket) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve(listener))
 
-    def _end(self, end: _End) -> None:
-        end.connection.close()
-        if end.rank is not None and end.rank < self._world_size:
-            self._gone = Gone((*self._gone.ranks, end.rank))
+    async def _serve(self, listener: socket.socket) -> None:
+        server = await asyncio.start_server(self._hold, sock=listener, limit=HELLO_BYTES)
+        await self._over.wait()
+        server.close()  # what the links still wait for is cancelled with the loop
+
+    async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Wait for the end of a link, or of what somebody else has connected."""
+        try:
+            end_if_unanswered(writer.get_extra_info("socket"), self._within_s)
+            token, _, rank = (await reader.readline()).decode(errors="replace").strip().partition(" ")
+            if not secrets.compare_digest(token.encode(), self._token.encode()) or not rank.isdecimal():
+                return
+            with contextlib.suppress(OSError):  # its node is out of reach: that is the end as well
+                await reader.read(1)
+        except (OSError, ValueError, asyncio.CancelledError):  # no line has come, or too long a one; this rank leaves
+            return
+        finally:
+            writer.close()
+        if int(rank) < self._world_size:
+            self._gone = Gone((*self._gone.ranks, int(rank)))
             with contextlib.suppress(ParallelError):  # the store is gone with its host, of which all hear anyway
                 self._connection.write(GONE_KEY, self._gone)
-
-
-class _End:
-    """The other end of a link, or of what somebody else has connected."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection, self._hello = connection, b""
-        self.rank: int | None = None
-        connection.setblocking(False)
-
-    def read(self, token: str) -> bool:
-        """Take what has come; False when it is over."""
-        try:
-            data = self.connection.recv(HELLO_BYTES)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        self._hello += data
-        if not data or self.rank is not None or len(self._hello) > HELLO_BYTES:
-            return False
-        if self._hello.endswith(b"\n"):
-            claimed, _, rank = self._hello.decode(errors="replace").strip().partition(" ")
-            if not secrets.compare_digest(claimed.encode(), token.encode()) or not rank.isdecimal():
-                return False
-            self.rank = int(rank)
-        return True
