@@ -16,7 +16,7 @@ The files, from the bottom up; each knows only those before it in this list::
     calls                       what ranks do together, and how a failure reaches all of them:
         records, failures       what they tell each other; what this rank knows of failures on others
         stacks, deadlock        where the main thread stands; whether a collective can still end
-        watcher, long_waits     frees this rank from what cannot end; what a rank does that waits for long
+        watcher                 frees this rank from what cannot end
         calls, blocks           one rank runs, the others wait for it; all ranks run
     ddp                         initialize_ddp, cleanup_ddp
     exchange                    objects from rank to rank

@@ -26,7 +26,7 @@ from nn_parallel import (
     on_rank,
     save_checkpoint,
 )
-from nn_parallel.calls import long_waits
+from nn_parallel.calls import calls
 
 LATE_S = 1.6  # more than any interval at which a rank looks
 
@@ -257,15 +257,15 @@ def test_a_long_wait_is_told_once(two: Ranks) -> None:
     """Who waits for long logs, once for each place of the script, for whom, and where that rank stands."""
 
     def scenario() -> list[str]:
-        rank, before = initialize_ddp().rank, long_waits.WARN_AFTER_S
-        long_waits.WARN_AFTER_S = long_waits.SAY_WHAT_FOR_AFTER_S
+        rank, before = initialize_ddp().rank, calls.WARN_AFTER_S
+        calls.WARN_AFTER_S = 2 * LATE_S
         try:
             with warnings_of_ours() as told:
                 for _ in range(2):
-                    on_rank(1)(time.sleep)(3 * long_waits.SAY_WHAT_FOR_AFTER_S)
+                    on_rank(1)(time.sleep)(4 * LATE_S)
             return told if rank == 0 else []
         finally:
-            long_waits.WARN_AFTER_S = before
+            calls.WARN_AFTER_S = before
 
     told, _ = two.run(scenario)
     assert len(told) == 1

@@ -12,6 +12,8 @@ the functions under one number differ and the error names both.
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +23,10 @@ from typing import NamedTuple
 from ..errors import Failure, ParallelError, RankError, RankTimeoutError, rank_error, user_frames
 from ..launch.context import RankContext
 from ..launch.liveness import Liveness
-from ..launch.store import decode, encode, failures_key, report_key
+from ..launch.store import WARN_AFTER_S, decode, encode, failures_key, report_key, standing_key
 from ..signals import Interrupted
 from ..spinning import Spin
 from .failures import FAILURES_KEPT, BlockOutcomes, CallFailures
-from .long_waits import SAY_WHAT_FOR_AFTER_S, LongWaits
 from .records import (
     FINISHED,
     GONE,
@@ -38,14 +39,18 @@ from .records import (
     FailedCalls,
     Progress,
     Report,
+    Standing,
+    Waits,
     rebuilt,
 )
 from .watcher import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, Block, Watcher
 
 CALLS_KEPT = 8
-ANNOUNCE_AFTER_S = 0.05
+TELL_AFTER_S = 0.05  # that this rank waits, and for whom
 LOOK_UP_PEER_AFTER_S = 0.01
 LINGER_AFTER_FAILURE_S = 1.0
+RANKS_NAMED = 8
+logger = logging.getLogger("nn_parallel")
 
 
 class Wait(NamedTuple):
@@ -53,7 +58,7 @@ class Wait(NamedTuple):
 
     call: Call
     deadline: float | None
-    says: str  # begins what this rank tells of it; empty where the rank may give up and go on
+    says: str  # begins what others are told of it; empty: they are not, as this rank may give up and go on
     warn_after_s: float | None = None
 
 
@@ -75,7 +80,7 @@ class Calls:
         self._spin = Spin()
         self._failed = NONE_FAILED  # on this rank
         self._failed_at = (0, 0)  # generation and call
-        self._long_waits = LongWaits(context, self._report_of)
+        self._warned_of = set[Call]()
         self.begin_generation(context.generation)
         context.on_leave.callback(self._leave)
 
@@ -84,7 +89,7 @@ class Calls:
         if generation != self.context.generation:
             self.context.begin_generation(generation)
         self.generation = generation
-        self._number, self._phase, self._announced = 0, WAITING, 0
+        self._number, self._phase = 0, WAITING
         self._last_call: Call | None = None
         self._made, self._made_text = deque[str](maxlen=CALLS_KEPT), ""  # encoded
         self._failures.begin_generation(late)
@@ -261,41 +266,64 @@ class Calls:
         # In a barrier a rank waits, by way of others, for all.
         needed = [rank] if phase == FINISHED else self._others
         until = Progress(self.generation, self._number, min(phase, FINISHED + 1))  # of a barrier, its beginning
-        steps = self._long_waits.steps(wait.call, needed, until, wait.says, wait.warn_after_s)
-        step_at = SAY_WHAT_FOR_AFTER_S
         dead: list[int] = []
-        start, polls = time.monotonic(), 0
+        start, polls, has_told, warn_after_s = time.monotonic(), 0, False, wait.warn_after_s or WARN_AFTER_S
         self._spin.offer_core()  # where ranks share cores, it may be the one that is waited for who needs this one
-        while True:
-            report = self._report_of(rank)
-            if report.progress.generation > self.generation:  # it has failed in a block
-                self._raise_if_block_failed_elsewhere()
-                return report  # in one that comes after this call: it was here
-            self._check_same_call(rank, report, wait.call)
-            if report.progress >= goal:
-                return report
-            if report.progress.phase == GONE:
-                raise ParallelError(
-                    f"Rank {rank} has left after {report.progress.call} calls, and rank {self.rank} waits for it in "
-                    f"call {self._number}: {wait.call}. Every rank must make the same calls."
-                )
-            for each in dead:  # since before this report was read, which would hold its last words
-                if each == rank or self._report_of(each).progress < self._end_of_barrier:
-                    raise self._error(wait.call, {each: self._liveness.death(each, wait.call)})
-            waited = time.monotonic() - start
-            if wait.deadline is not None and start + waited > wait.deadline:
-                raise self._timeout(rank, report, wait.call, waited)
-            polls += 1
-            if polls > 1:
-                time.sleep(min(max(waited * POLL_SHARE, POLL_MIN_S), POLL_MAX_S))
-            if waited > ANNOUNCE_AFTER_S and self._phase == WAITING and self._announced != self._number:
-                self._announced = self._number
-                self._post(WAITING)  # so that a rank that waits for us, in another call, sees it
-            if waited > LOOK_UP_PEER_AFTER_S:
-                dead = [r for r in needed if self._liveness.is_dead(r)]
-                self._raise_if_block_failed_elsewhere()
-            if waited > step_at:
-                step_at = next(steps)
+        try:
+            while True:
+                report = self._report_of(rank)
+                if report.progress.generation > self.generation:  # it has failed in a block
+                    self._raise_if_block_failed_elsewhere()
+                    return report  # in one that comes after this call: it was here
+                self._check_same_call(rank, report, wait.call)
+                if report.progress >= goal:
+                    return report
+                if report.progress.phase == GONE:
+                    raise ParallelError(
+                        f"Rank {rank} has left after {report.progress.call} calls, and rank {self.rank} waits for it "
+                        f"in call {self._number}: {wait.call}. Every rank must make the same calls."
+                    )
+                for each in dead:  # before that report was read, which holds its last words
+                    if each == rank or self._report_of(each).progress < self._end_of_barrier:
+                        raise self._error(wait.call, {each: self._liveness.death(each, wait.call)})
+                waited = time.monotonic() - start
+                if wait.deadline is not None and start + waited > wait.deadline:
+                    raise self._timeout(self._missing(needed, until) or [rank], wait.call, waited)
+                polls += 1
+                if polls > 1:
+                    time.sleep(min(max(waited * POLL_SHARE, POLL_MIN_S), POLL_MAX_S))
+                if waited > TELL_AFTER_S and not has_told:
+                    has_told = True
+                    if self._phase == WAITING:
+                        self._post(WAITING)  # so that a rank that waits for this one, in another call, sees it
+                    if wait.says and self._watcher is not None:
+                        self._watcher.waits = Waits(f"{wait.says} {wait.call}", tuple(needed), until)
+                if waited > LOOK_UP_PEER_AFTER_S:
+                    dead = [r for r in needed if self._liveness.is_dead(r)]
+                    self._raise_if_block_failed_elsewhere()
+                if waited > warn_after_s:
+                    warn_after_s = math.inf
+                    self._warn(self._missing(needed, until), wait.call, waited)
+        finally:
+            if self._watcher is not None:
+                self._watcher.waits = None
+
+    def _missing(self, ranks: Sequence[int], until: Progress) -> list[int]:
+        return [rank for rank in ranks if self._report_of(rank).progress < until]
+
+    def _where(self, rank: int) -> str:
+        """Where another rank stands: as its watcher tells, or else as far as it has told itself."""
+        standing = self.connection.read(standing_key(rank), Standing)
+        return standing.where if standing else self._report_of(rank).describe()
+
+    def _warn(self, missing: list[int], call: Call, waited: float) -> None:
+        """Log for whom this rank waits, once for each call site."""
+        if missing and call not in self._warned_of:
+            self._warned_of.add(call)
+            where = " ".join(f"Rank {rank} {self._where(rank)}." for rank in missing[:RANKS_NAMED])
+            more = " ..." if len(missing) > RANKS_NAMED else ""
+            place = call, ", ".join(map(str, missing)), where, more
+            logger.warning("Rank %d has waited %.0f s in %s for rank %s. %s%s", self.rank, waited, *place)
 
     @property
     def _end_of_barrier(self) -> Progress:
@@ -326,16 +354,15 @@ class Calls:
                 "order: look for one inside `if rank == ...`."
             )
 
-    def _timeout(self, rank: int, report: Report, call: Call, waited: float) -> RankTimeoutError:
-        """The error of this rank, which has waited for ``rank`` for too long."""
-        made, number = max(report.progress.call, 0), self._number
-        where = "is in that call" if made == number else f"has told of {made} such calls, this is number {number}"
+    def _timeout(self, missing: list[int], call: Call, waited: float) -> RankTimeoutError:
+        """The error of this rank, which has waited for too long."""
+        stacks = {rank: f"rank {rank} {self._where(rank)}" for rank in missing[:RANKS_NAMED]}
         return RankTimeoutError(
-            f"Rank {self.rank} waited {waited:.1f} s for rank {rank} in {call}. Rank {rank} {where}, and is not dead "
-            "as far as is known: it is slower than timeout=, or does not make this call. Every rank must call "
-            f"{call.function}.",
-            ranks=[rank],
-            stacks={rank: f"rank {rank} {where}"},
+            f"Rank {self.rank} waited {waited:.1f} s for rank {', '.join(map(str, missing))} in {call}: "
+            f"{', '.join(stacks.values())}, and is not dead as far as is known. It is slower than timeout=, or does "
+            f"not make this call. Every rank must call {call.function}.",
+            ranks=missing,
+            stacks=stacks,
         )
 
     def _error(self, call: Call, failures: Mapping[int, BaseException]) -> ParallelError:

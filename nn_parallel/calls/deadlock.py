@@ -1,73 +1,68 @@
 """Whether what this rank waits in can still end: told by what the ranks have entered, never by how long it takes.
 
 A rank may be late for hours and still come. But all ranks enter their collectives and our calls in the same order. So
-one that this rank waits for never enters the collective that this rank is stuck in
+another rank never enters the collective that this rank is stuck in
 
 - if it waits for this rank in one of our calls that comes after that collective;
 - if it has entered another collective under the same number of the same process group;
 - if it is stuck in a collective of another group that this rank has not entered.
 
-A rank that waits says so in the store (`Waiting`), and a rank that is stuck compares. What is said may be old: it
-serves as long as it tells of what has been entered, and of a wait that only this rank can end. Where something is not
-known for certain, nothing is said.
+Each watcher writes into the store where its rank stands (`Standing`), and that of a rank that is stuck compares. What
+is written may be old: it serves as long as it tells of what has been entered, and of a wait that only this rank can
+end. Where something is not known for certain, nothing is said.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from ..launch.context import RankContext
-from ..launch.flight_recorder import Collective, collectives, entered
-from .records import Progress, Waiting
+from ..launch.flight_recorder import Collective, entered
+from .records import Progress, Standing, Waits
+from .stacks import Position
 
 LAST_COLLECTIVES = 16  # that a rank tells of, of each group
-NOWHERE = Progress(-1, -1, -1)
 
 
-def waits_for(context: RankContext, ranks: Sequence[int], until: Progress, where: str) -> Waiting:
-    """What this rank says when it waits in a call of ours for ``ranks`` to get as far as ``until``."""
-    last = collectives(context.group.first_id)
-    return Waiting(where, entered(last), context.group.begun, tuple(ranks), until, _names(last), {})
+def standing(context: RankContext, waits: Waits | None, stands: Position, last: Sequence[Collective]) -> Standing:
+    """Where this rank stands, which ``waits``, or is stuck in some of the ``last`` collectives, or goes on.
+
+    That was read before: what this rank enters meanwhile makes the counts too high, which hides a standstill until the
+    next look. Too low they would make one up.
+    """
+    stuck_in = {} if waits else {each.group: each.number for each in reversed(_stuck_in(last))}
+    where = waits.where if waits else f"is {stands}"
+    return Standing(where, entered(last), context.group.begun, _names(last), waits, stuck_in)
 
 
-def waits_in(context: RankContext, last: Sequence[Collective], where: str) -> Waiting:
-    """What this rank says when it is stuck in some of the ``last`` collectives."""
-    stuck_in = {each.group: each.number for each in reversed(_stuck_in(last))}
-    return Waiting(where, entered(last), context.group.begun, (), NOWHERE, _names(last), stuck_in)
+def why_never(
+    me: int,
+    progress: Progress,
+    makes_group: bool,
+    last: Sequence[Collective],
+    mine: Standing,
+    others: Mapping[int, Standing],
+) -> str:
+    """Why this rank, which has got so far in our calls, waits for ever; empty if there is no telling.
 
-
-class Standstill(NamedTuple):
-    """What a rank knows that is stuck."""
-
-    rank: int
-    progress: Progress  # how far it has got in our calls
-    makes_group: bool  # it is stuck in initialize_ddp,
-    last: Sequence[Collective]  # or in one of these
-    said: Waiting
-    others: Mapping[int, Waiting]  # what the other ranks say
-
-    def proof(self) -> str:
-        """Why it never ends; empty if there is no telling."""
-        for other, theirs in self.others.items():
-            waits_for_this = self.rank in theirs.ranks and self.progress < theirs.until
-            if waits_for_this and self.makes_group and theirs.groups_begun < self.said.groups_begun:
-                return f"rank {other} {theirs.where} without it"
-            if theirs.groups_begun != self.said.groups_begun:  # it tells of other groups, perhaps of the same names
-                continue
-            has_not_entered = any(
-                theirs.entered.get(each.group, each.number) < each.number for each in _stuck_in(self.last)
-            )
-            needs_this = any(self.said.entered.get(group, number) < number for group, number in theirs.stuck_in.items())
-            if has_not_entered and (waits_for_this or needs_this):
-                return f"rank {other} {theirs.where} without it"
-            for group, names in self.said.names.items():
-                for number in names.keys() & theirs.names.get(group, {}).keys():
-                    entered, mine = theirs.names[group][number], names[number]
-                    if entered != mine:
-                        what = f"As collective {number} of process group {group} it entered {entered}, not {mine}"
-                        return f"rank {other} {theirs.where}. {what}"
-        return ""
+    It is stuck in some of the ``last`` collectives, or in initialize_ddp if it ``makes_group``.
+    """
+    for other, theirs in others.items():
+        waits_for_this = theirs.waits is not None and me in theirs.waits.ranks and progress < theirs.waits.until
+        if waits_for_this and makes_group and theirs.groups_begun < mine.groups_begun:
+            return f"rank {other} {theirs.where} without it"
+        if theirs.groups_begun != mine.groups_begun:  # it tells of other groups, perhaps of the same names
+            continue
+        has_not_entered = any(theirs.entered.get(each.group, each.number) < each.number for each in _stuck_in(last))
+        needs_this = any(mine.entered.get(group, number) < number for group, number in theirs.stuck_in.items())
+        if has_not_entered and (waits_for_this or needs_this):
+            return f"rank {other} {theirs.where} without it"
+        for group, names in mine.names.items():
+            for number in names.keys() & theirs.names.get(group, {}).keys():
+                if (entered := theirs.names[group][number]) != names[number]:
+                    what = f"As collective {number} of process group {group} it entered {entered}, not {names[number]}"
+                    return f"rank {other} {theirs.where}. {what}"
+    return ""
 
 
 def _names(last: Sequence[Collective]) -> dict[str, dict[str, str]]:

@@ -113,23 +113,23 @@ class BlockOutcome(NamedTuple):
     failures: dict[int, Failure]  # by rank, the cause first; none: it has passed
 
 
-class Waiting(NamedTuple):
-    """What a rank says that waits."""
+class Waits(NamedTuple):
+    """What a rank waits for in a call of ours: all of ``ranks``, to get as far as ``until``."""
 
     where: str  # for a person to read
-    entered: dict[str, int]  # by process group, how many collectives, at most
+    ranks: tuple[int, ...]
+    until: Progress
+
+
+class Standing(NamedTuple):
+    """Where a rank stands, as its watcher tells: it waits in a call, is stuck in collectives, or goes on."""
+
+    where: str  # for a person to read
+    entered: dict[str, int]  # by process group, the most collectives that it can have entered
     groups_begun: tuple[int, ...]  # see `Group.begun`
-    ranks: tuple[int, ...]  # in a call of ours, it waits for all of these
-    until: Progress  # to get that far
     names: dict[str, dict[str, str]]  # by process group, the last collectives by their numbers
+    waits: Waits | None
     stuck_in: dict[str, int]  # by process group, the number of the first collective that has not ended
-
-
-class Where(NamedTuple):
-    """Where a rank stands, as the answer to a question."""
-
-    question: str
-    where: str
 
 
 def call_name(fn: Callable[..., Any]) -> str:

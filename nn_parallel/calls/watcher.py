@@ -1,7 +1,7 @@
 """A thread that frees this rank from a block, or a collective, that cannot come to its end any more.
 
 It asks: has the block failed on another rank, has a rank died, is the time over, is this rank stuck for ever? It also
-tells ranks that have waited for long where this one stands.
+tells the others where this rank stands.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import ParallelError, RankTimeoutError, lost_connection
 from ..launch import flight_recorder
 from ..launch.context import RankContext
 from ..launch.flight_recorder import Collective
 from ..launch.liveness import Liveness
-from ..launch.store import ASKED_KEY, LEFT_KEY, waiting_key, where_key
+from ..launch.store import LEFT_KEY, standing_key
 from ..signals import Condition, Interrupted, Interruptible
-from .deadlock import Standstill, waits_in
+from .deadlock import standing, why_never
 from .failures import BlockOutcomes
-from .records import Call, Progress, Waiting, Where
+from .records import Call, Progress, Standing, Waits
 from .stacks import Position, position, stack
 
 logger = logging.getLogger("nn_parallel")
@@ -31,7 +32,7 @@ UNINTERRUPTED = True  # see signals
 # How long to sleep between two looks: a share of the time waited so far, within these bounds.
 POLL_SHARE, POLL_MIN_S, POLL_MAX_S = 0.05, 5e-5, 0.02
 STOP_WITHIN_S = 1.0
-LOOK_EVERY_S = 0.5  # whether this rank is stuck for ever, or is asked where it stands
+LOOK_EVERY_S = 0.5  # where this rank stands
 LOOKS_PER_S = 10_000  # of all ranks together, where all are stuck, at what the others say
 
 
@@ -69,12 +70,11 @@ class Watcher:
         self._changed = Condition()
         self._stopped = False
         self._look_at = 0.0  # when to look next, every `LOOK_EVERY_S`
-        self._answered = ""  # the question that has been answered last
-        self._said: Waiting | None = None
-        self._under_way, self._last = "", list[Collective]()  # see `_last_collectives`
+        self.waits: Waits | None = None  # in a call of ours, for how long is for this rank to know
+        self._said: Standing | None = None
+        self._state: Any = None  # as it was at the last look, see `_last_collectives`,
+        self._last: list[Collective] = []  # and what it found then
         self._is_store_lost = False
-        self.has_returned: Callable[[], Waiting] | None = None  # from a run: what this rank says then, not told yet
-        self._had_returned: Callable[[], Waiting] | None = None  # when it looked last
         self._thread = threading.Thread(target=self._loop, name="nn_parallel watcher", daemon=True)
         self._thread.start()
 
@@ -172,19 +172,11 @@ class Watcher:
         )
 
     def _look(self, block: Block | None) -> ParallelError | None:
-        """Answer who asks where this rank stands; why it must leave ``block``, if it is stuck for ever.
+        """Tell where this rank stands; why it must leave ``block``, if it is stuck for ever.
 
         Outside of all blocks its collective is ended here.
         """
         self._look_at = time.monotonic() + LOOK_EVERY_S
-        if (says := self.has_returned) is not None and says is self._had_returned:  # and no other run has begun since
-            self.has_returned = None
-            self._connection.write(waiting_key(self._context.rank), says())
-        self._had_returned = says
-        asked = self._connection.get(ASKED_KEY)
-        if asked is not None and asked != self._answered:
-            self._answered = asked
-            self._connection.write(where_key(self._context.rank), Where(asked, str(position())))
         reason = self._deadlock()
         if reason is not None and block is None:
             self._find_connections()
@@ -192,15 +184,11 @@ class Watcher:
         return reason
 
     def _find_connections(self) -> None:
-        """Have `Group.abort` end those of all groups in whose collectives the main thread sits."""
-        group = self._context.group
-        if not group.has_unknown_connections:
-            return
+        """Have `Group.abort` end those of all groups, in one of whose collectives the main thread may sit."""
         stands = position()
         uses_store = stands.makes_group or "group" in (stands.function or "")  # as new_group: it may wait there
-        if stands.may_wait and not uses_store and flight_recorder.progress(group.first_id):
-            last = flight_recorder.collectives(group.first_id)
-            group.find_connections({each.group for each in last if not each.is_over})
+        if stands.may_wait and not uses_store:
+            self._context.group.find_connections()
 
     def _end_it(self, reason: ParallelError) -> None:
         """Outside all blocks: the collective raises, in torch's words, so the cause is told before."""
@@ -209,32 +197,33 @@ class Watcher:
 
     def _deadlock(self) -> ParallelError | None:
         """The error of a rank that is stuck in what cannot end; None if there is no telling."""
-        context, me, progress, stands = self._context, self._context.rank, self._progress(), position()
-        last = [] if stands.makes_group else self._last_collectives(stands)
-        if not last and not stands.makes_group:
-            return None
-        mine = waits_in(context, last, f"is {stands}")
+        context, me = self._context, self._context.rank
+        waits, progress, stands = self.waits, self._progress(), position()  # before the collectives: see `standing`
+        last = [] if stands.makes_group else self._last_collectives(waits, stands)
+        mine = standing(context, waits, stands, last)
         if mine != self._said:
             self._said = mine
-            self._connection.write(waiting_key(me), mine)
+            self._connection.write(standing_key(me), mine)
+        if waits is not None or not (last or stands.makes_group):
+            return None
         members = {rank for each in last if not each.is_over for rank in each.members} or set(range(context.world_size))
         self._look_at += len(members) * context.world_size / LOOKS_PER_S
-        said = {rank: self._connection.read(waiting_key(rank), Waiting) for rank in members - {me}}
-        others = {rank: waiting for rank, waiting in said.items() if waiting is not None}
-        if why := Standstill(me, progress, stands.makes_group, last, mine, others).proof():
+        said = {rank: self._connection.read(standing_key(rank), Standing) for rank in members - {me}}
+        others = {rank: theirs for rank, theirs in said.items() if theirs is not None}
+        if why := why_never(me, progress, stands.makes_group, last, mine, others):
             return ParallelError(
                 f"Rank {me} is {stands}, which can never end: {why}. Every rank must make the same calls and "
                 "collectives in the same order."
             )
         return None
 
-    def _last_collectives(self, stands: Position) -> list[Collective]:
-        """Those up to the ones that this rank has been stuck in since it looked last; none if it goes on."""
+    def _last_collectives(self, waits: Waits | None, stands: Position) -> list[Collective]:
+        """The last ones that this rank has entered, if it has not moved since it looked last; none if it goes on."""
         first_id = self._context.group.first_id
-        under_way = flight_recorder.progress(first_id)
-        if under_way != self._under_way:
-            self._under_way, self._last = under_way, []
-        elif under_way and stands.may_wait:
+        state = under_way, _ = flight_recorder.progress(first_id), waits
+        if state != self._state:
+            self._state, self._last = state, []
+        elif waits or (under_way and stands.may_wait):
             self._last = self._last or flight_recorder.collectives(first_id)
             return self._last
         return []

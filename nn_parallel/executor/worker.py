@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..calls.blocks import blocks_of
-from ..calls.deadlock import waits_for
-from ..calls.records import WAITING, Progress, call_name
+from ..calls.records import WAITING, Progress, Waits, call_name
 from ..calls.watcher import Watcher, is_consequence
 from ..devices import call_on_device
 from ..errors import Failure, ParallelError, RemoteError, TransferError, qualified_name, user_frames
@@ -184,7 +183,7 @@ class _Worker:
             torch.set_num_threads(max(1, task.cores))  # OMP_NUM_THREADS is read when torch is loaded: too late here
         generation = _generation_of(task)
         if self._watcher is not None:
-            self._watcher.has_returned = None
+            self._watcher.waits = None
         context = self._enter(task, generation) if task.world_size else self._alone
         join(context)
         with self._switching:
@@ -238,11 +237,10 @@ class _Worker:
         """For the ranks that are still in the run: this one enters no collective before all have ended it."""
         others = [rank for rank in range(task.world_size) if rank != self._index]
         next_run = Progress(_generation_of(task) + (1 << 32), 0, WAITING)
-        context, here = self._rank, blocks_of(self._rank)
-        assert context is not None
+        here = blocks_of(self._rank)
         assert here is not None
         self._watcher = here.watch()
-        self._watcher.has_returned = lambda: waits_for(context, others, next_run, f"has returned from {name}")
+        self._watcher.waits = Waits(f"has returned from {name}", tuple(others), next_run)
 
     def _enter(self, task: Task, generation: int) -> RankContext:
         """This worker as a rank of a run."""

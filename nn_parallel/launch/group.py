@@ -163,18 +163,13 @@ class Group:
                 with contextlib.suppress(RuntimeError):
                     group.abort()
 
-    @property
-    def has_unknown_connections(self) -> bool:
-        """Whether there are process groups that `find_connections` could find the connections of."""
-        return not self._found.issuperset(_groups().values())
+    def find_connections(self) -> None:
+        """Let `abort` end the connections of all process groups, whoever has made them.
 
-    def find_connections(self, names: set[str]) -> None:
-        """Let `abort` end the connections of process groups of these names as well, whoever has made them.
-
-        This rank must sit in a collective: else it may use the store of the groups, which serves one request at a time.
+        This rank must not use the store of the groups meanwhile, which serves one request at a time.
         """
         for group, name in _groups().items():
-            if name in names and name not in self._found:
+            if name not in self._found:
                 self._found.add(name)
                 with contextlib.suppress(RuntimeError):  # the connection to that store has been ended already
                     self._sockets |= connected_at(_gloo_addresses(group))

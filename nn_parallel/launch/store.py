@@ -13,9 +13,8 @@ when it is deleted, so their number does not grow::
     ended/G       BlockOutcome   the first rank that leaves a block of  all, and all their watchers; deleted by rank 0
                                  G, or fails in it: see BlockOutcomes   when all have left a block of a later one
     left          text           a rank that is through a timed block   the watchers of those that are not
-    waiting/R     Waiting        R, or its watcher, when it waits long  the watchers of ranks that are stuck
-    asked         text           a rank that has waited for very long   all watchers
-    where/R       Where          the watcher of R, for an answer        the rank that has asked
+    standing/R    Standing       the watcher of R, twice a second if    the watchers of ranks that are stuck, and ranks
+                                 there is anything new                  that have waited for long
     liveness      ServerAddress  rank 0, when ranks are on other nodes  the others, to link themselves to it
     gone          Gone           the thread of rank 0 that keeps links  all: which ranks on other nodes are lost
     owner/D       text           the first rank with the device D       the others, which may not have it too
@@ -55,10 +54,9 @@ PAUSE_MIN_S, PAUSE_GROWTH, PAUSE_MAX_S = 0.0001, 1.2, 0.05
 logger = logging.getLogger("nn_parallel")
 
 # The keys of the table above.
-LEFT_KEY, ASKED_KEY, SERVER_KEY, GONE_KEY, REFUSAL_KEY = "left", "asked", "liveness", "gone", "refusal"
+LEFT_KEY, SERVER_KEY, GONE_KEY, REFUSAL_KEY = "left", "liveness", "gone", "refusal"
 member_key, report_key, failures_key = "member/{}".format, "report/{}".format, "failures/{}".format  # of a rank
-waiting_key, where_key = "waiting/{}".format, "where/{}".format
-ended_key, owner_key = "ended/{}".format, "owner/{}".format  # of a generation; of a device
+standing_key, ended_key, owner_key = "standing/{}".format, "ended/{}".format, "owner/{}".format  # the last of a device
 
 
 class Member(NamedTuple):
