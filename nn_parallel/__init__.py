@@ -5,7 +5,7 @@ The files, from the bottom up; each knows only those before it in this list::
     errors, collector           every error; Python's garbage collector
     devices, gpus               which devices there are; what NVML tells of GPUs
     culprits, pickling          which part of an object cannot be pickled; objects to bytes and back
-    signals, spinning           what is raised in the main thread from outside; the core is offered to others
+    signals, polling            what is raised in the main thread from outside; looking for something again and again
     world                       who a process is among the ranks
     launch                      how the ranks are started, find each other, are connected, and know who is dead:
         environment             launcher's variables -> launch facts

@@ -196,11 +196,6 @@ def rank_error(function: str, world_size: int, failures: Mapping[int, Exception]
     return RankError(f"{function} failed on rank {cause} of {world_size}{also}: {summary(causes[cause])}", causes)
 
 
-def first_line(error: BaseException) -> str:
-    """Of its text; the name of its type if it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def qualified_name(kind: type) -> str:
     """``ValueError``, or ``package.module.MyError``."""
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

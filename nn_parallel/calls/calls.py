@@ -24,8 +24,8 @@ from ..errors import Failure, ParallelError, RankError, RankTimeoutError, rank_e
 from ..launch.context import RankContext
 from ..launch.liveness import Liveness
 from ..launch.store import WARN_AFTER_S, decode, encode, failures_key, report_key, standing_key
+from ..polling import Spin
 from ..signals import Interrupted
-from ..spinning import Spin
 from .failures import FAILURES_KEPT, BlockOutcomes, CallFailures
 from .records import (
     FINISHED,

@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from ..polling import Spin
 from ..signals import Delayed
-from ..spinning import Spin
 
 STAND_BACK_S = 5e-4
 AT_ONCE = 64  # answers, or outputs; `epoll` makes room for 1 023 if it is told nothing, which takes longer than to look

@@ -29,7 +29,7 @@ import torch
 
 from ..errors import TransferError
 from ..pickling import Packed, loads
-from ..spinning import Spin
+from ..polling import Spin
 from .segments import Segment, Segments, Span, map_privately, map_shared
 
 _HEAD = "=??IQ"  # is it plain, is the pickle the first buffer; the sizes of pickle and rest; then comes the header

@@ -50,7 +50,7 @@ class RankContext:
 
     def __post_init__(self) -> None:
         self.rank, self.world_size = self.world.rank, self.world.world_size
-        self.group = Group(self.world, None if self.one_node else self.gone_after_s)
+        self.group = Group(self.world, self.unanswered_s)
 
     @functools.cached_property
     def store(self) -> dist.Store:
@@ -70,7 +70,7 @@ class RankContext:
 
     def connect(self) -> Connection:
         """Another connection to the store, for another thread."""
-        store, _ = clone_store(self.store, None if self.one_node else self.gone_after_s)
+        store, _ = clone_store(self.store, self.unanswered_s)
         return self._connection(store)
 
     def _connection(self, store: dist.Store) -> Connection:
@@ -80,6 +80,11 @@ class RankContext:
     def gone_after_s(self) -> float:
         """How long a node may be out of reach before its ranks count as gone; they themselves find out in two steps."""
         return min(GONE_AFTER, self.timeout / 2).total_seconds()
+
+    @property
+    def unanswered_s(self) -> float | None:
+        """How long a connection to another node may get no answer; None on one node."""
+        return None if self.one_node else self.gone_after_s
 
     def begin_generation(self, generation: int) -> None:
         """Begin another round of calls; the group stays, if there is one."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import LaunchError, first_line
+from ..errors import LaunchError, summary
 from ..world import World
 from .flight_recorder import next_group_id
 from .sockets import bottom, connected_at, duplicate, still_open
@@ -99,7 +99,7 @@ class Group:
             self.raise_if_interrupted()
             raise LaunchError(
                 f"Rank {world.rank} of {world.world_size} could not make a {backend} group within "
-                f"{timeout.total_seconds():g} s: {first_line(error)}"
+                f"{timeout.total_seconds():g} s: {summary(error)}"
             ) from error
         finally:
             sys.excepthook = hook  # each init chains one more

@@ -19,7 +19,7 @@ import threading
 import time
 from typing import NamedTuple
 
-from ..errors import ParallelError, WorkerDiedError, first_line
+from ..errors import ParallelError, WorkerDiedError, summary
 from .context import RankContext
 from .sockets import end_if_unanswered
 from .store import GONE_KEY, SERVER_KEY, Connection, Member, host_identity, member_key
@@ -124,7 +124,7 @@ def connect_nodes(context: RankContext, host: str) -> None:
     except (OSError, ParallelError) as error:  # a firewall; a value that is not ours
         if context.rank == 0:
             context.connection.write(SERVER_KEY, ServerAddress(0, ""))
-        logger.warning("Rank %d cannot tell whether ranks on other nodes live: %s", context.rank, first_line(error))
+        logger.warning("Rank %d cannot tell whether ranks on other nodes live: %s", context.rank, summary(error))
         return
     context.rank_0_is_gone = link.is_lost
     context.on_leave.callback(link.close)

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import socket
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ..devices import as_table, hardware_id
-from ..errors import LaunchError, ParallelError, first_line
+from ..errors import LaunchError, ParallelError, summary
+from ..polling import looks
 from ..signals import Delayed
 from .context import RankContext, world_of
 from .environment import Launch, is_loopback
@@ -23,9 +23,8 @@ from .sockets import connected_since, open_sockets
 from .store import REFUSAL_KEY, Member, limit_silence, member_key, owner_key, store_barrier
 
 RANKS_SHOWN = 64
-# How long to sleep between two attempts to connect, each of which may ask a name server: a share of the time waited so
-# far, within these bounds. An attempt waits for an answer no longer than the longest pause.
-RETRY_SHARE, RETRY_MIN_S, RETRY_MAX_S = 0.1, 0.01, 1.0
+ATTEMPTS = 0.1, 0.01, 1.0  # to connect, each of which may ask a name server: see `looks`
+ATTEMPT_MIN_S, ATTEMPT_MAX_S = 0.01, 1.0  # how long one waits for an answer
 REFUSAL_KNOWN_WITHIN = timedelta(seconds=1)
 
 logger = logging.getLogger("nn_parallel")
@@ -57,8 +56,7 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         store_host=None if launch.launcher_hosts_store else 0,
         one_node=launch.one_node,
     )
-    if not launch.one_node:
-        limit_silence(connected_since(before, store), context.gone_after_s)
+    limit_silence(connected_since(before, store), context.unanswered_s)
     if device is None and not refusal:
         refusal = _claim_device(context)
     if refusal:
@@ -132,7 +130,7 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
         )
     except (OSError, UnicodeError, RuntimeError) as error:  # RuntimeError: DistNetworkError, DistStoreError
         if hosts_store:
-            raise LaunchError(f"Rank 0 cannot listen on {address}: {first_line(error)}") from error
+            raise LaunchError(f"Rank 0 cannot listen on {address}: {summary(error)}") from error
         host, seconds = "The launcher" if launch.launcher_hosts_store else "Rank 0", f"{timeout.total_seconds():g}"
         raise LaunchError(
             f"Rank {launch.rank} of {launch.world_size} found nobody at {address} within {seconds} s. {host} "
@@ -149,18 +147,16 @@ def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:
         OSError: why nobody could be reached within ``timeout``.
         UnicodeError: no host can have such a name.
     """
-    start = time.monotonic()
-    while True:
-        waited = time.monotonic() - start
+    for waited in looks(*ATTEMPTS):
         left = timeout.total_seconds() - waited
+        answer_within_s = min(max(left, ATTEMPT_MIN_S), ATTEMPT_MAX_S)
         try:
             # Ctrl-C is raised when the attempt is over: in the middle it would leave a socket open.
-            with Delayed(lambda: None), socket.create_connection(address, min(max(left, RETRY_MIN_S), RETRY_MAX_S)):
+            with Delayed(lambda: None), socket.create_connection(address, answer_within_s):
                 return
         except OSError:
             if left <= 0:
                 raise
-        time.sleep(min(max(waited * RETRY_SHARE, RETRY_MIN_S), RETRY_MAX_S))
 
 
 @dataclass

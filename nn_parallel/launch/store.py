@@ -31,9 +31,9 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 import socket
-import time
 import typing
 from collections.abc import Callable
 from datetime import timedelta
@@ -44,13 +44,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from ..errors import LaunchError, ParallelError, WorkerDiedError, rank_error
+from ..polling import looks
 from ..world import World
 from .sockets import connected_since, end_if_unanswered, open_sockets, still_open
 
 T = TypeVar("T")
 WARN_AFTER_S = 30.0  # of waiting for others
-# How long to sleep between two looks at a key: a growing time, within these bounds.
-PAUSE_MIN_S, PAUSE_GROWTH, PAUSE_MAX_S = 0.0001, 1.2, 0.05
+LOOKS = 0.2, 0.0001, 0.05  # at a key: see `looks`
 logger = logging.getLogger("nn_parallel")
 
 # The keys of the table above.
@@ -113,13 +113,12 @@ class Connection:
         Raises:
             ParallelError: one is not, within ``timeout``.
         """
-        start, pause = time.monotonic(), PAUSE_MIN_S
-        while not self.store.check(keys):
-            if time.monotonic() - start > timeout.total_seconds():
+        for waited in looks(*LOOKS):
+            if self.store.check(keys):
+                return
+            if waited > timeout.total_seconds():
                 missing = ", ".join(key for key in keys if not self.store.check([key]))
                 raise ParallelError(f"Rank {self._rank} waited {timeout} for other ranks to tell {missing}.")
-            time.sleep(pause)
-            pause = min(pause * PAUSE_GROWTH, PAUSE_MAX_S)
 
     def _ask(self, request: Callable[..., T], *args: str) -> T:
         """Raises ParallelError, or the RankError of the rank that holds the store, if that is gone."""
@@ -216,8 +215,7 @@ def store_barrier(
     Raises:
         LaunchError: a rank did not come within ``timeout``, one came twice, or the store is lost.
     """
-    start, pause, has_warned = time.monotonic(), PAUSE_MIN_S, False
-    rank, world_size = world.rank, world.world_size
+    rank, world_size, warn_after_s = world.rank, world.world_size, WARN_AFTER_S
     try:
         check(where)  # before anything of it stands in the store
         if store.add(f"arrived/{rank}", 1) > 1:
@@ -225,10 +223,11 @@ def store_barrier(
                 f"There are two ranks {rank} at {where}: another job uses the same address, or two processes "
                 "have the same RANK. Set MASTER_PORT to a free port, the same on every rank of this job."
             )
-        arrived = store.add("arrived", 1)  # one counter to poll, however many ranks; the keys name the missing
-        while arrived < world_size:
+        store.add("arrived", 1)  # one counter to poll, however many ranks; the keys name the missing
+        for waited in looks(*LOOKS):
+            if store.add("arrived", 0) >= world_size:
+                return
             check(where)
-            waited = time.monotonic() - start
             if waited > timeout.total_seconds():
                 missing = _missing(store, world_size)
                 if not _withdraw(store, rank, world_size):
@@ -237,12 +236,9 @@ def store_barrier(
                     f"{missing} did not come to {where} within {timeout.total_seconds():g} "
                     "s. Does every rank run, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
                 )
-            if waited > WARN_AFTER_S and not has_warned:
-                has_warned, missing = True, _missing(store, world_size)
+            if waited > warn_after_s:
+                warn_after_s, missing = math.inf, _missing(store, world_size)
                 logger.warning("Rank %d has waited %.0f s at %s: %s did not come.", rank, waited, where, missing)
-            time.sleep(pause)
-            pause = min(pause * PAUSE_GROWTH, PAUSE_MAX_S)
-            arrived = store.add("arrived", 0)
     except dist.DistError as error:
         check(where)
         raise LaunchError(f"The store was lost while the ranks met at {where}: its host has ended.") from error

@@ -23,7 +23,7 @@ from torch import nn
 from ..calls.blocks import block
 from ..calls.records import call_site
 from ..ddp import initialize_ddp
-from ..errors import first_line, qualified_name
+from ..errors import summary
 from ..on_rank import on_rank
 from .collectives import all_gather_object
 from .model import unwrap_model
@@ -199,7 +199,7 @@ def _why_unreadable(path: Path, error: Exception) -> str:
                 f"{path} holds more than data, which could run code: {', '.join(kinds)}. Save what these are made of, "
                 "or, if you trust the file, allow them by torch.serialization.add_safe_globals."
             )
-    return f"{path} is damaged or no checkpoint ({qualified_name(type(error))}: {first_line(error)})."
+    return f"{path} is damaged or no checkpoint ({summary(error)})."
 
 
 def _random_state() -> dict[str, Any]:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nn_parallel import spinning
-from nn_parallel.spinning import CREDIT_S, CROWDED_S, LOSS_SHARE, SPIN_S, Spin
+from nn_parallel import polling
+from nn_parallel.polling import CREDIT_S, CROWDED_S, LOSS_SHARE, SPIN_S, Spin
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def clock(monkeypatch) -> SimpleNamespace:
         clock.offers += 1
         clock.now += clock.away_s
 
-    monkeypatch.setattr(spinning.time, "monotonic", lambda: clock.now)
-    monkeypatch.setattr(spinning.os, "sched_yield", offer)
+    monkeypatch.setattr(polling.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(polling.os, "sched_yield", offer)
     return clock
 
 

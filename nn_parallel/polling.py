@@ -1,10 +1,10 @@
-"""Offering the core to others; looking for something a few times before being put to sleep for it, as locks do."""
+"""Looking for something again and again: at first without sleeping, as locks do, then more and more seldom."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 SPIN_S = 1e-4
@@ -14,6 +14,19 @@ CREDIT_S = 0.02  # and so much more in a row,
 PAID_AHEAD_S = CREDIT_S / LOSS_SHARE  # which it takes so long to pay for
 
 T = TypeVar("T")
+
+
+def looks(share: float, least_s: float, most_s: float) -> Iterator[float]:
+    """One for each look at what is waited for: how many seconds that has taken so far.
+
+    From the third one on it sleeps before, a ``share`` of that time, within these bounds.
+    """
+    start = time.monotonic()
+    yield 0.0
+    while True:
+        waited = time.monotonic() - start
+        yield waited
+        time.sleep(min(max(waited * share, least_s), most_s))
 
 
 class Spin:
