@@ -112,7 +112,7 @@ def cleanup_ddp() -> None:
     Runs by itself at the end of the program. Inside `ParallelExecutor.run` it closes the group; the rank stays a rank.
     """
     context = rank_context()
-    if context is None or context.world.launcher == "external":
+    if context is None or context.is_inherited or context.world.launcher == "external":
         return
     if context.world.launcher == "executor":
         context.group.close(abort=False)
@@ -151,7 +151,7 @@ def join_launched_world() -> RankContext | None:
         world = initialize_ddp()
         logger.info("initialize_ddp() was called for you: rank %d of %d (%s).", *world[1:4:2], world.launcher)
         context = rank_context()
-    return context if context is not None and context.open_store is not None else None
+    return None if context is None or context.open_store is None or context.is_inherited else context
 
 
 def should_use_distributed(flag: bool | None = None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -641,3 +642,21 @@ def test_launched_ranks_need_nothing_of_python_that_only_linux_has(tmp_path: Pat
     with launched(2, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path])) as ranks:
         assert ranks.run(lambda: hasattr(os, "eventfd")) == [False, False]
         assert ranks.run(scenario) == [(0, "{1: ValueError('no')}", 2)] * 2
+
+
+def test_a_fork_of_a_rank_takes_nothing_from_it() -> None:
+    """What a child does when it ends leaves the rank's connections, group and place alone; it is alone itself."""
+
+    def scenario() -> tuple[float, bool]:
+        rank, total = initialize_ddp().rank, torch.ones(1)
+        dist.all_reduce(total)  # connects the ranks
+        if (child := os.fork()) == 0:
+            alone = on_rank(1 - rank)(lambda: "ran")() == "ran" and current_world().rank == rank
+            atexit._run_exitfuncs()
+            os._exit(0 if alone else 1)
+        _, status = os.waitpid(child, 0)
+        dist.all_reduce(total)
+        return total.item(), on_rank(0, broadcast=True)(lambda: status == 0)()
+
+    with launched(2) as two:
+        assert two.run(scenario) == [(4.0, True)] * 2

@@ -202,7 +202,8 @@ def _outlive_readers() -> None:
     """The store ends with the process that holds it: stay while another rank may still have to read an outcome."""
     deadline = time.monotonic() + LINGER_S
     for hosted in _hosted:
-        hosted.outlive_readers(deadline)
+        if not hosted.context.is_inherited:
+            hosted.outlive_readers(deadline)
 
 
 _blocks: Blocks | None = None

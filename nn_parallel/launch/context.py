@@ -49,7 +49,7 @@ class RankContext:
     on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __post_init__(self) -> None:
-        self.rank, self.world_size = self.world.rank, self.world.world_size
+        self.rank, self.world_size, self._pid = self.world.rank, self.world.world_size, os.getpid()
         self.group = Group(self.world, self.unanswered_s)
 
     @functools.cached_property
@@ -75,6 +75,11 @@ class RankContext:
 
     def _connection(self, store: dist.Store) -> Connection:
         return Connection(store, self.rank, self.world_size, self.store_host)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a fork of the rank: what belongs to the rank is not its own."""
+        return self._pid != os.getpid()
 
     @property
     def gone_after_s(self) -> float:
