@@ -54,7 +54,7 @@ def resolve_device(device: torch.device | str) -> torch.device:
 
 
 def named_device(device: torch.device | str | None) -> torch.device | None:
-    """The device that this names, as `resolve_device`; None if it leaves open which: None, or ``"cuda"`` alone."""
+    """The device that this names exactly, as `resolve_device`; None if that is left open: None, ``"cuda"`` alone."""
     if device is None:
         return None
     resolved = resolve_device(device)

@@ -126,8 +126,8 @@ def on_local_rank(
 def rank_first(rank: int = 0, *, local: bool = False, timeout: timedelta | float | None = None) -> Iterator[None]:
     """A block that ``rank`` runs first, for instance to fill a cache that the others then read.
 
-    If it raises there, the others do not run it: every rank raises `RankError`. What the others raise in it is their
-    own affair. Functions of `on_rank` inside the block run where they are named, and nobody waits for them.
+    If it raises there, the others do not run it: every rank raises `RankError`. What another rank raises in it stays
+    on that rank. Functions of `on_rank` inside the block run where they are named, and nobody waits for them.
 
     Args:
         rank: the rank that goes first; a negative one counts from the end.

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,7 +15,6 @@ from .devices import choose_devices
 from .errors import ExecutorClosedError
 from .executor import ParallelExecutor
 
-P = ParamSpec("P")
 R = TypeVar("R")
 IDLE_LIMIT_S = 60.0
 

@@ -35,7 +35,7 @@ class Blocks(Calls):
 
     def __init__(self, context: RankContext) -> None:
         self._blocks_entered = 0  # in this generation
-        self._earlier: list[int] = []  # the generations before, of which there may be a key in the store
+        self._earlier: list[int] = []  # generations of which there may still be a key in the store
         super().__init__(context)
 
     def begin_generation(self, generation: int, late: Sequence[FailedCall] = (), blocks_entered: int = 0) -> None:
@@ -62,8 +62,8 @@ class Blocks(Calls):
         Raises:
             RankError: on every rank, when the block raised on one, or a process ended before its end.
             RankTimeoutError: on every rank, when one took longer than ``timeout``: from when it entered, or with
-                ``from_end`` from when the first rank was through. Or one did not come in the time that collectives
-                have, to a block that ``begins_together``.
+                ``from_end`` from when the first rank was through. Or one did not come to a block that
+                ``begins_together``, within the timeout of the process group.
         """
         if self.nested_in:
             raise ParallelError(
@@ -117,10 +117,10 @@ class Blocks(Calls):
                 self.connection.delete(ended_key(earlier))
 
     def _fail(self, block: Block, error: BaseException) -> BaseException | None:
-        """Fail the innermost block with ``error``, and go on from where all ranks do; what to raise.
+        """Fail the innermost block with ``error``, and begin the generation in which all ranks go on. What to raise:
 
-        That is ``error`` itself if it has its own way out: a SystemExit, a KeyboardInterrupt, or what interrupts the
-        code around the block. None if the block has passed: ``error`` came up as this rank waited to leave it.
+        ``error`` itself if it has its own way out: a SystemExit, a KeyboardInterrupt, or what interrupts the code
+        around the block. Nothing if the block has passed: ``error`` came up as this rank waited to leave it.
         """
         is_failure = isinstance(error, Exception) or (isinstance(error, Interrupted) and block.has_failed)
         has_passed = False

@@ -69,7 +69,7 @@ class Calls:
         self.context, self.connection = context, context.connection
         self.rank, self.world_size = context.rank, context.world_size
         self._others = [rank for rank in range(context.world_size) if rank != context.rank]
-        self.nested_in: tuple[int, ...] = ()  # the ranks that run the code in which this rank is now, if not all do
+        self.nested_in: tuple[int, ...] = ()  # the ranks that run the present code, each for itself; empty: all
         self._liveness = Liveness(context, self.connection)
         self._failures = CallFailures(context)
         self._report_key = report_key(context.rank)
@@ -139,9 +139,9 @@ class Calls:
             self._barrier(wait)
 
     def raise_late_failure(self) -> None:
-        """Raise what was reported of an earlier call, which this rank did not wait for.
+        """Raise the failure of an earlier call, for which this rank did not wait.
 
-        To be called when this rank has done its part of the present call, or it would fall out of step.
+        Only at the end of a call: a rank that raised before its part of it would be one call behind.
         """
         if late := self._failures.late(self._number - 1, self._report_of):
             oldest = late.pop(0)
@@ -156,7 +156,7 @@ class Calls:
 
     @contextlib.contextmanager
     def nested(self, ranks: Sequence[int]) -> Iterator[None]:
-        """While ``ranks`` run one and the same code here, calls inside it are none of their own."""
+        """While ``ranks`` run the code here: a call in it runs where it is named, and nobody waits."""
         outer, self.nested_in = self.nested_in, tuple(ranks)
         try:
             yield
@@ -200,7 +200,7 @@ class Calls:
         self._flush()
 
     def _described(self, failures: Mapping[int, BaseException]) -> dict[int, Failure]:
-        """What other ranks have raised stays as they described it."""
+        """The failures as plain data; what another rank has described stays in its words."""
         where = f"rank {self.rank} of {self.world_size}"
         others = {rank: getattr(e.__cause__, "failure", None) for rank, e in failures.items() if rank != self.rank}
         return {rank: others.get(rank) or Failure.of(error, where) for rank, error in failures.items()}
@@ -330,7 +330,7 @@ class Calls:
         return Progress(self.generation, self._number, FINISHED + (self.world_size - 1).bit_length())
 
     def _raise_if_block_failed(self) -> None:
-        """Raise in a block whose failure is known already: user code has caught, and gone on."""
+        """Raise again in a block that this rank was to leave: user code has caught what was raised, and gone on."""
         if self._blocks and self._blocks[-1].has_failed:
             raise Interrupted
 

@@ -31,7 +31,7 @@ class CallFailures:
         self._not_awaited[rank] = number
 
     def late(self, number: int, report_of: Callable[[int], Report]) -> list[FailedCall]:
-        """The failures of such calls that ranks report, up to call ``number``; who raises one removes it."""
+        """Of the calls up to ``number`` that were not awaited: the failures known by now. Who raises one removes it."""
         generation = self._context.generation
         for rank, last in list(self._not_awaited.items()):
             report = report_of(rank)
@@ -83,9 +83,8 @@ class BlockOutcomes:
     def failure_of(self, number: int) -> BlockOutcome | None:
         """The failure that ends block ``number``, in which this rank is: of that block, or of one around it.
 
-        Blocks inside it, and those that come after it, have smaller numbers. If one of these has failed, this rank has
-        not come to it yet: it will go through that failure there. Until then it may be that several generations have
-        ended so.
+        A failed block with a smaller number is inside this one or comes after it: this rank goes through that failure
+        when it gets there. Others may be generations ahead by then, so the search goes on in the next one.
         """
         generation = self._context.generation
         while (outcome := self._connection.read(ended_key(generation), BlockOutcome)) is not None:

@@ -105,10 +105,10 @@ NONE_FAILED = FailedCalls(0, ())
 
 
 class BlockOutcome(NamedTuple):
-    """A block that has passed, or failed on one rank first. Who fails because another did passes on what it knows."""
+    """How a block ended: it has passed, or failed, on one rank first. Who fails because another did tells of that."""
 
     number: int
-    calls: int  # that the rank had made on which it failed first
+    calls: int  # that this first rank had made
     function: str
     failures: dict[int, Failure]  # by rank, the cause first; none: it has passed
 

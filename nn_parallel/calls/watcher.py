@@ -51,7 +51,7 @@ class Block:
     reason: ParallelError | None = None  # why, if not because of another rank
 
     def cause(self, error: BaseException) -> BaseException:
-        """Of ``error``, which came out of it: why this rank was freed, if that is what ``error`` follows from."""
+        """What to raise for ``error``, which came out of it: why this rank was freed, if it only follows from that."""
         if self.reason is not None and is_consequence(error):
             return self.reason.with_traceback(error.__traceback__)
         return error
@@ -80,7 +80,7 @@ class Watcher:
 
     @contextlib.contextmanager
     def entered(self, block: Block) -> Iterator[None]:
-        """All of a block, the end of its failure included: what is around it is not watched meanwhile."""
+        """From entering a block until its end, that of its failure included: what is around it is not watched."""
         with self._changed:
             self._blocks.append(block)
         try:
@@ -100,7 +100,7 @@ class Watcher:
             with block.body:
                 yield
         finally:
-            with self._changed:  # while the thread holds this it frees: from here on it does not end this block
+            with self._changed:  # the thread frees this rank only while it holds this: no more from here on
                 block.is_active = False
         if block.has_failed:  # too late for the signal
             raise Interrupted

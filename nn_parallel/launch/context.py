@@ -43,8 +43,8 @@ class RankContext:
     timeout: timedelta = DEFAULT_TIMEOUT
     store_host: int | None = None  # the rank whose process the store lives in; None if it is no rank's
     one_node: bool = True
-    on_deadlock: Callable[[ParallelError], None] | None = None  # where no block raises the error of one on this rank
-    rank_0_is_gone: Callable[[], bool] | None = None  # can tell where ranks may be on several nodes
+    on_deadlock: Callable[[ParallelError], None] | None = None  # takes the error of one outside of all blocks
+    rank_0_is_gone: Callable[[], bool] | None = None  # asks the link to it; None where all ranks are on one node
     generation: int = 0
     on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -83,7 +83,7 @@ class RankContext:
 
     @property
     def gone_after_s(self) -> float:
-        """How long a node may be out of reach before its ranks count as gone; they themselves find out in two steps."""
+        """How long a node may be out of reach before its ranks count as gone."""
         return min(GONE_AFTER, self.timeout / 2).total_seconds()
 
     @property

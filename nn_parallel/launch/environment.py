@@ -21,7 +21,7 @@ T = TypeVar("T")
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PORTS = range(10_000, 30_000)  # for a store where nobody said a port: below those that systems hand out to anybody
 
-# What says that there are several nodes, and what, that each of them may have but one rank in the launcher's eyes.
+# Variables that count the nodes, or the processes that a platform wants on each: with them RANK may number nodes.
 _NODE_COUNTS = ("NNODES", "NUM_NODES", "PET_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 _PROCESSES_PER_NODE = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
 
@@ -235,7 +235,7 @@ def _by_jsrun(told: _Told) -> Launch | None:
 
 
 def _by_slurm(told: _Told) -> Launch | None:
-    """By srun. A batch script has some of these variables too; the tasks and nodes of a step has only a step."""
+    """By srun. A batch script has some of these variables too; only a step tells its tasks and nodes."""
     if not told.has(_SLURM.world_size, "SLURM_STEP_NODELIST"):
         return None
     if told.has("SLURM_PTY_PORT") and has_terminal():  # `srun --pty bash`; a step inside inherits the variable alone

@@ -17,8 +17,8 @@ from .flight_recorder import next_group_id
 from .sockets import bottom, connected_at, duplicate, still_open
 from .store import clone_store, limit_silence, store_barrier
 
-# Its default arguments keep the group that exists when it is first imported, as by an optimizer: so import it now, as
-# if there were none.
+# `torch.distributed.nn.functional`, which optimizers import, keeps the default group that there is at its first import,
+# in default arguments. So it is imported now, as if there were none.
 _present, dist.group.WORLD = dist.group.WORLD, None
 import torch.distributed.nn.functional  # noqa: E402, F401
 
@@ -39,11 +39,11 @@ class Group:
         self.default: Any = None  # torch's, until we close it
         self.first_id = 0  # of the present groups, in torch's flight recorder
         self.begun = 0, 0  # the generation, and how many groups this rank has begun to make in it: alike on all ranks
-        self.interrupted = False  # another rank has failed in what this one takes part in; until the group is closed
+        self.interrupted = False  # connections have been ended, because a rank has failed; until the group is closed
         self._names: list[str] = []  # of what may be in the store, the last one last
         self._sockets: dict[int, int] = {}  # of all groups: fd -> inode
         self._found: set[str] = set()  # the names of the groups whose connections these are
-        self._aborted: set[str] = set()  # the names of the groups that have been, as far as they can be
+        self._aborted: set[str] = set()  # the names of the groups whose own `abort` has been called
         self._store: dist.Store | None = None  # through which the ranks of a group find each other
         self._store_sockets: dict[int, int] = {}  # its connection, until that is ended
         self._half_closed: list[socket.socket] = []  # of a closed group, whose other ranks may still write
@@ -144,7 +144,7 @@ class Group:
         _drop_closed_groups()
 
     def abort(self) -> None:
-        """Free this rank from the collective that it sits in; again, from making a group. Any thread may call this.
+        """Free this rank from the collective that it sits in, or from making a group. Any thread may call it, and again.
 
         Backends that have an abort of their own, as NCCL, end their collectives by it. Gloo has none: what frees a rank
         at once is the end of its own connections. `shutdown` ends them for every thread that uses them and leaves the

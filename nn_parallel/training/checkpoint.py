@@ -29,7 +29,7 @@ from .collectives import all_gather_object
 from .model import unwrap_model
 from .states import fitting, load_all_but_tensors, stored
 
-RANDOM_STATES = "random_states"  # the name in the file under which those of all ranks stand
+RANDOM_STATES = "random_states"  # the key of those of all ranks, in the file
 logger = logging.getLogger("nn_parallel")
 
 
@@ -133,7 +133,7 @@ def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
                 torch.load(new, map_location="cpu", weights_only=True, mmap=True)
             except (TypeError, AttributeError, pickle.PickleError) as error:
                 raise _unloadable(state, error) from error
-            except RuntimeError as error:  # torch closes its archive even so, and hides why it could not be written
+            except RuntimeError as error:  # torch raises again as it closes its archive, and hides why
                 raise error.__context__ if isinstance(error.__context__, OSError) else error from None
             os.replace(new, path)
     except BaseException:
@@ -159,7 +159,7 @@ def _new_file(path: Path) -> IO[bytes]:
     while True:
         new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
         created = open(new, "xb")  # noqa: SIM115  # the caller closes it
-        with contextlib.suppress(OSError):  # a file system without locks, where none can be removed either
+        with contextlib.suppress(OSError):  # a file system without locks: there no file that was left is removed
             fcntl.flock(created, fcntl.LOCK_EX)
         if new.exists():
             return created

@@ -1,7 +1,7 @@
 """Collectives on objects, tensors and metrics, by way of torch's own.
 
-What differs between the ranks where it must not is an error on every rank. So each message says what it is about, in a
-shape that does not depend on that.
+Calls that do not match are an error on every rank. So each message says what it is about, and its first part, which is
+gathered before anything is known, has the same size on all.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def all_gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = No
 def can_gather(device_types: set[str], backends: str) -> bool:
     """Whether tensors on such devices are gathered where they lie; ``backends`` as ``cpu:gloo,cuda:nccl``.
 
-    Gloo would copy them to the CPU.
+    Not by gloo, which would copy them to the CPU.
     """
     backend_of = dict(pair.split(":") for pair in backends.split(","))
     return len(device_types) == 1 and backend_of.get(min(device_types), "gloo") != "gloo"

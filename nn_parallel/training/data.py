@@ -25,25 +25,25 @@ logger = logging.getLogger("nn_parallel")
 
 
 def prepare_dataloader(loader: DataLoader[T], *, pad: bool = True, seed: int | None = None) -> DataLoader[T]:
-    """A loader like this one, of which each rank draws its part. Alone, that is all. Every rank calls it.
+    """A loader like this one, of which each rank draws its part; with one rank, all of it. Every rank calls it.
 
     Everything else is as in ``loader``: the batch size, now that of each rank, workers, pinning, collation. All ranks
     draw what its sampler gives, with the same random numbers, and each takes every ``world_size``-th sample; of a batch
     sampler that is not torch's own, every ``world_size``-th batch. The order depends on the seed and the epoch alone,
     not on the number of ranks.
 
-    An epoch ends when its last batch is handed out, and the next iteration is the next epoch. One that is left before
-    begins again, so that a rank which looks at some batches still draws the same epoch as the others. To go to an
+    An epoch ends when its last batch is handed out, and the next iteration is the next epoch. An epoch that is left
+    before is drawn again, so a rank that looks at a few batches stays in step with the others. To go to an
     epoch, call ``loader.sampler.set_epoch(epoch)``, or pass ``loader.sampler`` to `save_checkpoint` and
     `load_checkpoint`.
 
     Args:
         pad: give every rank the same number of samples, for training: the first ones are repeated, or the last ones
-            left out if ``loader`` has ``drop_last``. False, for evaluation: each sample is on exactly one rank. Every
-            rank still has the same number of batches, so that there can be collectives in the loop: the last batch of
-            some ranks may hold one sample more than the batch size. One rank may have one more batch than another only
-            where that cannot be: the samples cannot be collated (images of several sizes), there are fewer than ranks,
-            or the loader has no batch size but a batch sampler of your own.
+            left out if ``loader`` has ``drop_last``. False, for evaluation: each sample is on exactly one rank, and
+            there are as many batches on every rank, so that there can be collectives in the loop. The last batch of
+            some ranks may therefore hold one sample more. Only where that cannot be, one rank has a batch more than
+            another: the samples cannot be collated (images of several sizes), there are fewer than ranks, or the
+            loader has a batch sampler of your own.
         seed: of the order. If None: that of the loader's generator, else the one that `seed_everything` or
             ``torch.manual_seed`` has set; on several ranks that of rank 0.
 
@@ -205,7 +205,7 @@ class RankSampler(Sampler[Any]):
 class EvenBatches(BatchSampler):
     """As many batches as each other rank has, of samples that are not shared out evenly.
 
-    A rank with a sample more puts it into its last batch, if it would be a batch of its own.
+    One sample too many goes into the last batch, instead of being a batch alone.
     """
 
     sampler: RankSampler
@@ -252,8 +252,9 @@ class EvenCollate:
 def _agreed_seed(source: Any) -> int:
     """The seed that ``source`` would draw with on rank 0; the ranks' own ones differ after `seed_everything`."""
     here = blocks_of(rank_context())
-    if type(source) is SequentialSampler or (here is not None and here.nested_in):
-        return 0  # it draws no random numbers; not all ranks are here to agree
+    draws_none = type(source) is SequentialSampler
+    if draws_none or (here is not None and here.nested_in):  # where not all ranks are here to agree
+        return 0
     return on_rank(0, broadcast=True)(_seed_of)(source)
 
 
@@ -269,7 +270,7 @@ def _generator_of(source: Any) -> torch.Generator | None:
 
 @contextlib.contextmanager
 def _random_numbers_of(seed: int, source: Iterable[Any]) -> Iterator[None]:
-    """Whatever generator ``source`` draws from gives the numbers of ``seed``, and then goes on as if it had not."""
+    """Seed every generator that ``source`` may draw from; afterwards each is as it was."""
     own = _generator_of(source)
     generators = [torch.default_generator, *([own] if own else [])]
     states = [generator.get_state() for generator in generators]

@@ -1,6 +1,6 @@
-"""An existing training loop on every rank: the model, its gradients in parts, seeds, averages.
+"""Training on every rank: prepare the model, accumulate gradients, seed, average.
 
-Each of these is a thin use of what torch has, and the plain thing where there is one rank.
+Each is a thin layer over torch, and with one rank what torch does alone.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def prepare_model(
         ddp_options: for `DistributedDataParallel`, as ``find_unused_parameters=True``.
 
     Returns:
-        The model to call; `unwrap_model` gives the one inside. Its parameters and buffers are those of rank 0, unless
-        it is only moved. One with nothing to train is moved and not wrapped, and they are those of rank 0 too.
+        The model to call; `unwrap_model` gives the one inside. Its parameters and buffers are those of rank 0, but with
+        ``strategy="none"``. A model with nothing to train is not wrapped, and has those of rank 0 too.
 
     Raises:
         ValueError: there is no such strategy or compression, or they do not go together; the model is prepared already.
@@ -119,7 +119,7 @@ def accumulate(model: nn.Module, step: int, every: int, *, last: bool = False) -
     """Around forward and backward of micro-step ``step`` (from 0): gradients are sent once in ``every`` of them.
 
     They add up, so divide each loss by the number of micro-steps: ``every``, or those that are left at the end of an
-    epoch. A model of ``strategy="fsdp"`` sends them each time: kept back they would be whole on every rank.
+    epoch. With ``strategy="fsdp"`` they are sent each time: gradients that are not sent would be whole on every rank.
 
     Args:
         last: this is the last micro-step of the epoch; the gradients are sent, however few came together.
@@ -245,7 +245,7 @@ def _shard(model: nn.Module) -> nn.Module:
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules with parts of their own of which a container holds several of the same class."""
+    """The outermost modules, with modules inside, that stand in a container beside others of their class."""
     children = list(module.children())
     is_container = isinstance(module, nn.ModuleList | nn.Sequential)
     kinds = Counter(type(child) for child in children)

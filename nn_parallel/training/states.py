@@ -58,7 +58,7 @@ def fitting(name: str, target: Any, saved: Mapping[str, Any]) -> Any:
 
 
 def load_all_but_tensors(name: str, target: Any, state: Any, undo: contextlib.ExitStack) -> None:
-    """Load ``state``, but for the tensors of a model, which then loads its own; ``undo`` takes it back.
+    """Load ``state``; a model loads its own tensors in the place of the saved ones. ``undo`` gets what takes it back.
 
     So what a model refuses, for instance the version of a module, is known while nothing has been overwritten.
 
@@ -96,7 +96,7 @@ def _load(name: str, target: Any, state: Any) -> None:
 
 
 def _put_back(target: Any, state: Any) -> None:
-    with contextlib.suppress(Exception):  # the error to tell is what stopped the loading
+    with contextlib.suppress(Exception):  # what stopped the loading is to be raised
         target.load_state_dict(state)
 
 
@@ -130,7 +130,7 @@ def _renamed(state: Mapping[str, Any], wanted: Mapping[str, Any]) -> OrderedDict
     renamed = OrderedDict((bare.get(_bare(key), key), value) for key, value in state.items())
     versions = getattr(state, "_metadata", None)
     if versions is not None and list(renamed) != list(state):
-        innermost = {_bare(key): version for key, version in versions.items()}  # a wrapper comes before what is in it
+        innermost = {_bare(key): version for key, version in versions.items()}  # "module" comes before "module.0"
         names = [key for key in getattr(wanted, "_metadata", ()) if _bare(key) in innermost]
         versions = {key: innermost[_bare(key)] for key in names}
     if versions is not None:
