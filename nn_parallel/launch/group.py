@@ -144,7 +144,7 @@ class Group:
         _drop_closed_groups()
 
     def abort(self) -> None:
-        """Free this rank from the collective that it sits in, or from making a group. Any thread may call it repeatedly.
+        """Free this rank from its collective, or from making a group. Any thread may call this, more than once.
 
         Backends that have an abort of their own, as NCCL, end their collectives by it. Gloo has none: what frees a rank
         at once is the end of its own connections. `shutdown` ends them for every thread that uses them and leaves the
