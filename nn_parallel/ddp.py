@@ -67,8 +67,8 @@ def initialize_ddp(
         if distributed:
             model = DistributedDataParallel(model)
     """
-    limit = as_timedelta(timeout) or DEFAULT_TIMEOUT
-    context = rank_context()
+    limit_s, context = as_seconds(timeout), rank_context()
+    limit = None if limit_s is None else timedelta(seconds=limit_s)
     try:
         if context is None:
             environ = with_arguments(
@@ -84,7 +84,7 @@ def initialize_ddp(
                 return current_world() if device is None else _alone(device)
             if _is_started_by_rank(launch):
                 return world_of(launch, named_device(device))
-            context = join_launch(launch, named_device(device), limit)
+            context = join_launch(launch, named_device(device), limit or DEFAULT_TIMEOUT)
             join(context)
             os.environ[TAKEN] = f"{os.getpid()} {_place(launch)}"
             atexit.register(cleanup_ddp)
@@ -94,7 +94,7 @@ def initialize_ddp(
         elif context.world.launcher == "none" and device is not None:
             return _alone(device)
         if context.open_store is not None and not dist.is_initialized():
-            context.group.make(context.store, backend, as_timedelta(timeout) or context.timeout)
+            context.group.make(context.store, backend, limit or context.timeout)
         if here := blocks_of(context):
             here.watch()
     except LaunchError as error:
@@ -177,13 +177,13 @@ def should_use_distributed(flag: bool | None = None) -> bool:
     return possible
 
 
-def as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
-    """Seconds or a timedelta, as a timedelta.
+def as_seconds(timeout: timedelta | float | None) -> float | None:
+    """Seconds or a timedelta, as seconds.
 
     Raises:
         ValueError: it is not above zero.
     """
-    limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
-    if limit is not None and limit <= timedelta(0):
+    limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if limit_s is not None and limit_s <= 0:
         raise ValueError(f"timeout={timeout} must be above zero.")
-    return limit
+    return limit_s

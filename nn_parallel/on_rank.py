@@ -12,7 +12,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 from .calls.blocks import Blocks, block, blocks_of
 from .calls.records import Call, call_name, call_site
-from .ddp import as_timedelta, join_launched_world
+from .ddp import as_seconds, join_launched_world
 from .errors import ParallelError
 from .exchange import broadcast_packed
 from .launch.liveness import local_places
@@ -80,7 +80,7 @@ def on_rank(
 
         save(model, "model.pt")  # on every rank; when it returns, the file is there
     """
-    return _decorator(_choice("on_rank", rank), barrier, broadcast, wait, as_timedelta(timeout))
+    return _decorator(_choice("on_rank", rank), barrier, broadcast, wait, as_seconds(timeout))
 
 
 @overload
@@ -119,7 +119,7 @@ def on_local_rank(
         def download():
             ...  # to a disk that each node has for itself
     """
-    return _decorator(_choice("on_local_rank", (rank,), local=True), barrier, broadcast, wait, as_timedelta(timeout))
+    return _decorator(_choice("on_local_rank", (rank,), local=True), barrier, broadcast, wait, as_seconds(timeout))
 
 
 @contextlib.contextmanager
@@ -142,13 +142,13 @@ def rank_first(rank: int = 0, *, local: bool = False, timeout: timedelta | float
         with rank_first():
             dataset = load_dataset("data")  # rank 0 downloads it, the others find it there
     """
-    choose, limit = _choice("rank_first", (rank,), local), as_timedelta(timeout)
+    choose, timeout_s = _choice("rank_first", (rank,), local), as_seconds(timeout)
     here = blocks_of(join_launched_world())
     if here is None or here.nested_in:
         yield
         return
     call = Call("rank_first()", choose(here), call_site(sys._getframe(2)))
-    with _together(here, call, False, limit) as goes_first:
+    with _together(here, call, False, timeout_s) as goes_first:
         if goes_first:
             yield
     here.raise_late_failure()
@@ -162,7 +162,7 @@ def _decorator(
     barrier: bool,
     broadcast: bool,
     wait: bool,
-    timeout: timedelta | None,
+    timeout_s: float | None,
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
     if not wait and (barrier or broadcast):
         raise ValueError("wait=False cannot go with barrier=True or broadcast=True: both make every rank wait.")
@@ -192,7 +192,7 @@ def _decorator(
             result: R | None = None
             packed: Packed | None = None
             try:
-                with _together(here, call, barrier, timeout) as runs:
+                with _together(here, call, barrier, timeout_s) as runs:
                     if runs:
                         result = fn(*args, **kwargs)
                         if broadcast and here.rank == ranks[0]:
@@ -212,18 +212,18 @@ def _decorator(
 
 
 def _together(
-    here: Blocks, call: Call, barrier: bool, timeout: timedelta | None
+    here: Blocks, call: Call, barrier: bool, timeout_s: float | None
 ) -> contextlib.AbstractContextManager[bool]:
     """A call, or a block if several ranks run it: one may wait for another in a collective."""
     if len(call.ranks) == 1 or not call.wait:
-        return here.call(call, barrier=barrier, timeout=timeout)
-    return _block_of_some(here, call, timeout)
+        return here.call(call, barrier=barrier, timeout_s=timeout_s)
+    return _block_of_some(here, call, timeout_s)
 
 
 @contextlib.contextmanager
-def _block_of_some(here: Blocks, call: Call, timeout: timedelta | None) -> Iterator[bool]:
+def _block_of_some(here: Blocks, call: Call, timeout_s: float | None) -> Iterator[bool]:
     """A block that only some ranks run. Yields whether this one does."""
-    with here.block(call, timeout, from_end=True), here.nested(call.ranks):
+    with here.block(call, timeout_s, from_end=True), here.nested(call.ranks):
         yield here.rank in call.ranks
 
 

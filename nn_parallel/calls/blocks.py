@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 
 from ..errors import ParallelError, rank_error
 from ..launch.context import RankContext, rank_context
@@ -48,7 +47,7 @@ class Blocks(Calls):
     def block(
         self,
         call: Call,
-        timeout: timedelta | None = None,
+        timeout_s: float | None = None,
         *,
         from_end: bool = False,
         begins_together: bool = False,
@@ -61,7 +60,7 @@ class Blocks(Calls):
 
         Raises:
             RankError: on every rank, when the block raised on one, or a process ended before its end.
-            RankTimeoutError: on every rank, when one took longer than ``timeout``: from when it entered, or with
+            RankTimeoutError: on every rank, when one took longer than ``timeout_s``: from when it entered, or with
                 ``from_end`` from when the first rank was through. Or one did not come to a block that
                 ``begins_together``, within the timeout of the process group.
         """
@@ -72,7 +71,7 @@ class Blocks(Calls):
             )
         self._raise_if_block_failed()
         self._blocks_entered += 1
-        number, timeout_s = -self._blocks_entered, None if timeout is None else timeout.total_seconds()
+        number = -self._blocks_entered
         began, left_value = None if from_end else time.monotonic(), f"{self.generation} {number}"
         block, watcher = Block(call, number, timeout_s, began, left_value), self.watch()
         with watcher.entered(block):
@@ -185,7 +184,7 @@ def blocks_of(context: RankContext | None) -> Blocks | None:
 def block(
     function: str,
     site: str,
-    timeout: timedelta | None = None,
+    timeout_s: float | None = None,
     *,
     from_end: bool = False,
     begins_together: bool = False,
@@ -194,7 +193,7 @@ def block(
     if (here := blocks_of(rank_context())) is None:
         return contextlib.nullcontext()
     call = Call(function, tuple(range(here.world_size)), site)
-    return here.block(call, timeout, from_end=from_end, begins_together=begins_together)
+    return here.block(call, timeout_s, from_end=from_end, begins_together=begins_together)
 
 
 @atexit.register

@@ -17,7 +17,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import NamedTuple
 
 from ..errors import Failure, ParallelError, RankError, RankTimeoutError, rank_error, user_frames
@@ -95,7 +94,7 @@ class Calls:
         self._failures.begin_generation(late)
 
     @contextlib.contextmanager
-    def call(self, call: Call, *, barrier: bool = False, timeout: timedelta | None = None) -> Iterator[bool]:
+    def call(self, call: Call, *, barrier: bool = False, timeout_s: float | None = None) -> Iterator[bool]:
         """A call that one rank runs while the others wait at its end. Every rank makes it.
 
         Without ``call.wait`` nobody waits, and there may be several ranks that run it.
@@ -105,10 +104,10 @@ class Calls:
 
         Raises:
             RankError: on every rank, when it raised, or the process that runs it ended before its end.
-            RankTimeoutError: it did not finish within ``timeout``.
+            RankTimeoutError: it did not finish within ``timeout_s``.
             ParallelError: the ranks are not in the same call; the message names both.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._begin(call)
         if self.rank in call.ranks:
             outer, self.nested_in = self.nested_in, call.ranks  # as `nested` does, without another generator
@@ -127,7 +126,7 @@ class Calls:
             self._post(FINISHED)
         else:
             yield False
-        wait = Wait(call, deadline, "waits in" if timeout is None else "")
+        wait = Wait(call, deadline, "waits in" if timeout_s is None else "")
         for rank in call.ranks:
             if rank == self.rank:
                 continue

@@ -18,7 +18,7 @@ import torch
 
 from ..calls.blocks import block
 from ..calls.records import call_name, call_site
-from ..ddp import as_timedelta, join_launched_world
+from ..ddp import as_seconds, join_launched_world
 from ..devices import call_on_device, choose_devices, count, cpu_count, parse_devices
 from ..errors import ExecutorClosedError, ParallelError, RankError, TransferError, rank_error, user_frames
 from ..exchange import all_gather_packed
@@ -262,8 +262,8 @@ class ParallelExecutor(Executor):
     def __enter__(self) -> Self:
         if self._supervisor is None:
             self._raise_if_closed()
-            limit = as_timedelta(self._options.timeout_s)
-            self._block = block("with ParallelExecutor()", call_site(sys._getframe(1)), limit, from_end=True)
+            site, timeout_s = call_site(sys._getframe(1)), self._options.timeout_s
+            self._block = block("with ParallelExecutor()", site, timeout_s, from_end=True)
             self._block.__enter__()
         return self
 
@@ -283,8 +283,7 @@ class ParallelExecutor(Executor):
         )
 
     def _make_calls(self, pass_device: bool, timeout: timedelta | float | None) -> None:
-        limit = as_timedelta(timeout)
-        self._options = CallOptions(pass_device, limit.total_seconds() if limit else None)
+        self._options = CallOptions(pass_device, as_seconds(timeout))
 
     def _raise_if_closed(self) -> None:
         if self._closed:
@@ -334,11 +333,10 @@ class ParallelExecutor(Executor):
                 return [in_this_process(call_on_device, fn, args, kwargs, device)]
             except Exception as error:
                 raise rank_error(name, 1, {0: error.with_traceback(user_frames(error))}) from None
-        limit = as_timedelta(self._options.timeout_s)
-        with block(name, site, limit):
+        with block(name, site, self._options.timeout_s):
             result = in_this_process(call_on_device, fn, args, kwargs, device)
             packed = dumps(result, lambda: {"the result": result})
-        with block(name, site, limit):  # only now are all outcomes known to be good
+        with block(name, site, self._options.timeout_s):  # only now are all outcomes known to be good
             return all_gather_packed(packed)
 
     def _map_over_ranks(self, fn: Callable[..., R], items: list[tuple[Any, ...]]) -> list[R]:
