@@ -14,7 +14,7 @@ The files, from the bottom up; each knows only those before it in this list::
         group, context          the process group of a world; the place of this process in it
         liveness, rendezvous    who is dead; the ranks find each other
     calls                       what ranks do together, and how a failure reaches all of them:
-        records, failures       what they tell each other; what this rank knows of failures on others
+        records, outcomes       what they tell each other; how calls and blocks ended, and who decides that
         stacks, deadlock        where the main thread stands; whether a collective can still end
         watcher                 frees this rank from what cannot end
         calls, blocks           one rank runs, the others wait for it; all ranks run

@@ -100,7 +100,7 @@ class Delayed:
 
     __slots__ = ("_before", "_on_arrival", "_since", "due")
 
-    def __init__(self, on_arrival: Callable[[], bool | None]) -> None:
+    def __init__(self, on_arrival: Callable[[], bool | None] = lambda: None) -> None:
         self._on_arrival = on_arrival
         self._before: Any = None  # the handler to put back at the end
         self.due: tuple[Callable[..., object], int] | None = None  # the handler of what has come, and its signal

@@ -37,7 +37,7 @@ from nn_parallel import (
     on_rank,
 )
 from nn_parallel.calls.blocks import blocks_of
-from nn_parallel.calls.failures import BlockOutcomes
+from nn_parallel.calls.outcomes import BlockOutcomes
 from nn_parallel.calls.records import BlockOutcome
 from nn_parallel.errors import Failure
 from nn_parallel.launch.context import RankContext, rank_context
@@ -316,16 +316,16 @@ def test_a_block_that_one_rank_has_left_has_passed(two: Ranks, tmp_path: Path, l
         rank, told = initialize_ddp().rank, ""
         here = blocks_of(rank_context())
         assert here is not None
-        leave, through = here._outcomes.leave, folder / "through"
+        leave, through = here._block_outcomes.leave, folder / "through"
 
         def leave_late(number: int) -> Any:
-            here._outcomes.leave = leave  # type: ignore[method-assign]
+            here._block_outcomes.leave = leave  # type: ignore[method-assign]
             while not through.exists():
                 time.sleep(0.001)
             raise late
 
         if rank == 0:
-            here._outcomes.leave = leave_late  # type: ignore[method-assign]
+            here._block_outcomes.leave = leave_late  # type: ignore[method-assign]
         try:
             with ParallelExecutor():
                 pass

@@ -503,7 +503,7 @@ def test_a_module_that_is_sent_by_value(main: dict[str, Any], tmp_path: Path, mo
         cloudpickle.unregister_pickle_by_value(sys.modules.pop("mine"))
 
 
-def test_a_class_that_is_gone_is_forgotten(main: dict[str, Any]) -> None:
+def test_a_class_that_is_lost_is_forgotten(main: dict[str, Any]) -> None:
     """Neither the parent nor its pool keeps a class of a function's body alive."""
     definitions = """
 import gc, weakref

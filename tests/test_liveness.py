@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from nn_parallel.launch.context import RankContext
-from nn_parallel.launch.liveness import Gone, Liveness, ServerAddress, connect_nodes
-from nn_parallel.launch.store import GONE_KEY, SERVER_KEY, Connection, Member, decode, encode, member_key
+from nn_parallel.launch.liveness import Liveness, Lost, ServerAddress, connect_nodes
+from nn_parallel.launch.store import LOST_KEY, SERVER_KEY, Connection, Member, decode, encode, member_key
 from nn_parallel.world import World
 
 HOST = "127.0.0.1"
@@ -41,10 +41,10 @@ class Ranks:
 
     def gone(self) -> tuple[int, ...]:
         """Which ranks are told to be gone, once one is."""
-        key, deadline = f"world/{GONE_KEY}", time.monotonic() + 10
+        key, deadline = f"world/{LOST_KEY}", time.monotonic() + 10
         while not self.store.check([key]) and time.monotonic() < deadline:
             time.sleep(0.01)  # between two looks
-        return decode(Gone, key, self.store.get(key).decode()).ranks
+        return decode(Lost, key, self.store.get(key).decode()).ranks
 
     def close(self) -> None:
         for context in self._members:
@@ -71,18 +71,18 @@ def test_rank_0_tells_whom_it_has_lost(ranks: Ranks) -> None:
     _, one, two = ranks.join(0), ranks.join(1), ranks.join(2)
     one.on_leave.close()
     assert ranks.gone() == (1,)
-    assert two.rank_0_is_gone is not None
-    assert not two.rank_0_is_gone()
+    assert two.rank_0_is_lost is not None
+    assert not two.rank_0_is_lost()
 
 
 def test_the_others_see_the_end_of_rank_0(ranks: Ranks) -> None:
     """It is their own connection that ends."""
     zero, one = ranks.join(0), ranks.join(1)
-    assert one.rank_0_is_gone is not None
-    assert zero.rank_0_is_gone is not None
-    assert not one.rank_0_is_gone()
+    assert one.rank_0_is_lost is not None
+    assert zero.rank_0_is_lost is not None
+    assert not one.rank_0_is_lost()
     zero.on_leave.close()
-    assert one.rank_0_is_gone()
+    assert one.rank_0_is_lost()
 
 
 @pytest.mark.parametrize(
@@ -108,19 +108,19 @@ def test_a_rank_without_a_link_goes_on(value: str, ranks: Ranks, caplog: pytest.
     ranks.store.set(f"world/{SERVER_KEY}", value.encode(errors="surrogateescape"))
     with caplog.at_level(logging.WARNING, "nn_parallel"):
         one = ranks.join(1)
-    assert one.rank_0_is_gone is None
+    assert one.rank_0_is_lost is None
     assert "Rank 1 cannot tell whether ranks on other nodes live" in caplog.text
 
 
-def test_who_is_gone_is_asked_for_all_ranks_at_once() -> None:
+def test_who_is_lost_is_asked_for_all_ranks_at_once() -> None:
     """What a waiting rank asks of the store, which has one thread, does not grow with the number of ranks."""
     store, asked = dist.HashStore(), Counter[str]()
     for rank in range(64):
         store.set(member_key(rank), encode(Member("another one", "", 1, 0, 1, "cpu")))
-    store.set(GONE_KEY, encode(Gone((7, 63))))
+    store.set(LOST_KEY, encode(Lost((7, 63))))
     world = World(False, 0, 0, 64, torch.device("cpu"))
     connection = Connection(store, 0, 64, None)
-    liveness = Liveness(RankContext(world, lambda: store, one_node=False, rank_0_is_gone=lambda: False), connection)
+    liveness = Liveness(RankContext(world, lambda: store, one_node=False, rank_0_is_lost=lambda: False), connection)
 
     def counted(key: str) -> str | None:
         asked[key] += 1
@@ -129,5 +129,5 @@ def test_who_is_gone_is_asked_for_all_ranks_at_once() -> None:
     get, connection.get = connection.get, counted  # type: ignore[method-assign]
     for _ in range(3):
         assert [rank for rank in range(64) if liveness.is_dead(rank)] == [7, 63]
-    assert asked == dict.fromkeys([member_key(rank) for rank in range(64)], 1) | {GONE_KEY: asked[GONE_KEY]}
-    assert asked[GONE_KEY] <= 3
+    assert asked == dict.fromkeys([member_key(rank) for rank in range(64)], 1) | {LOST_KEY: asked[LOST_KEY]}
+    assert asked[LOST_KEY] <= 3

@@ -31,7 +31,7 @@ from nn_parallel import (
     rank_first,
 )
 from nn_parallel.calls.blocks import blocks_of
-from nn_parallel.calls.failures import FAILURES_KEPT
+from nn_parallel.calls.outcomes import FAILURES_KEPT
 from nn_parallel.launch.context import rank_context
 
 

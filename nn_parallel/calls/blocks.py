@@ -3,8 +3,9 @@
 A *block* holds any number of calls and of blocks, and every rank enters it. Blocks are numbered -1, -2, ... as they are
 entered, so what is inside a block or comes after it has a smaller number. Whether a block passes or fails is decided
 once for all, by the first rank that writes it into the store, whether that rank leaves the block or fails in it. When
-it fails, all ranks leave it, close their group and begin a new *generation*: they count their calls from one again, and
-the next block after the failed one. So they go through the same failures in the same order, however far behind one is.
+it fails, all ranks leave it, close their group and begin a new *generation*: calls, of which the end of a block is one,
+are counted from one again, and blocks from the number of the failed one. So they go through the same failures in the
+same order, however far behind one is.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Blocks(Calls):
                     yield
                 self._leave_together(block)
             except BaseException as error:
-                with Delayed(lambda: None):  # Ctrl-C leaves no generation half ended
+                with Delayed():  # Ctrl-C leaves no generation half ended
                     failed = self._fail(block, block.cause(error))
                 try:
                     if failed is error:
@@ -101,11 +102,12 @@ class Blocks(Calls):
         began = block.began or time.monotonic()
         leave_by = None if block.timeout_s is None else began + block.timeout_s + TIMEOUT_MARGIN_S
         self._barrier(Wait(block.call, leave_by, "has left"))
-        ended = self._outcomes.leave(block.number)
-        if ended.failures and ended.number >= block.number:
-            block.has_failed = True
+        ended = self._block_outcomes.leave(block.number)
+        is_this_or_around = ended.number >= block.number
+        if is_this_or_around and not ended.has_passed:
+            block.must_leave = True
             raise Interrupted
-        if ended.failures and ended.calls < self._number:  # else it has failed after this block, which has passed
+        if not ended.has_passed and ended.calls < self._number:  # else it comes after this block, which has passed
             never = ParallelError(
                 f"Rank {self.rank} is at the end of {block.call}, and never entered a block inside that failed."
             )
@@ -116,51 +118,56 @@ class Blocks(Calls):
                 self.connection.delete(ended_key(earlier))
 
     def _fail(self, block: Block, error: BaseException) -> BaseException | None:
-        """Fail the innermost block with ``error``, and begin the generation in which all ranks go on. What to raise:
+        """Fail the innermost block with ``error``, and go on in a new generation. What to raise:
 
-        ``error`` itself if it has its own way out: a SystemExit, a KeyboardInterrupt, or what interrupts the code
-        around the block. Nothing if the block has passed: ``error`` came up as this rank waited to leave it.
+        The error of all ranks that failed. `Interrupted`, if a block around this one has failed. ``error`` itself, if
+        it has its own way out: a SystemExit, a KeyboardInterrupt, or what interrupts the code around the block. None,
+        if the block has passed: ``error`` came up as this rank waited to leave it.
         """
-        is_failure = isinstance(error, Exception) or (isinstance(error, Interrupted) and block.has_failed)
+        is_failure = isinstance(error, Exception) or (isinstance(error, Interrupted) and block.must_leave)
         has_passed = False
         try:
             failures = self._failures_of(block, error)
             described = self._described(failures)
             mine = BlockOutcome(block.number, self._number, block.call.function, described)
-            generation, ended = self._outcomes.fail(mine)
-            if has_passed := not ended.failures:
+            generation, ended = self._block_outcomes.fail(mine)
+            if has_passed := ended.has_passed:
                 return None if is_failure else error
-            around = [each for each in self._blocks[:-1] if each.number <= ended.number]
+            around = [each for each in self._entered_blocks[:-1] if each.number <= ended.number]
             for each in around:
-                each.has_failed = True
+                each.must_leave = True
             if around:
                 failed: BaseException = Interrupted()  # which user code does not catch in there, to go on
             else:
-                errors = exceptions_in(failures)
-                known = {rank: error for rank, error in errors.items() if ended.failures[rank] == described[rank]}
+                own = exceptions_in(failures)
+                known = {rank: own[rank] for rank in own if ended.failures[rank] == described[rank]}
                 failed = self._error(block.call, rebuilt(ended.failures) | known)
-                late = self._failures.late(self._number, self._report_of)  # for the next call to raise
-                self._earlier += range(self.generation + 1, generation + 1)
-                self.begin_generation(generation + 1, late, blocks_entered=-ended.number)
-                self._failed_at = (self.generation, 0)
-                self._post(WAITING)
+                self._go_on_after(generation, ended)
         finally:
             if not has_passed:
                 self.context.group.close()
         return failed if is_failure else error
 
+    def _go_on_after(self, generation: int, failed: BlockOutcome) -> None:
+        """Begin the generation that follows ``generation``, which a block has ended."""
+        late = self._call_failures.late(self._number, self._report_of)  # for the next call to raise
+        self._earlier += range(self.generation + 1, generation + 1)
+        self.begin_generation(generation + 1, late, blocks_entered=-failed.number)
+        self._last_failure_at = (self.generation, 0)
+        self._post(WAITING)
+
     def _failures_of(self, block: Block, error: BaseException) -> dict[int, BaseException]:
         """What this rank has to tell of; nothing if it only follows from the failure that others know already."""
-        if is_consequence(error) and (block.has_failed or not isinstance(error, Interrupted)):
+        if is_consequence(error) and (block.must_leave or not isinstance(error, Interrupted)):
             deaths = self._seek_deaths(block)
-            if deaths or self._outcomes.failure_of(block.number) is not None:
+            if deaths or self._block_outcomes.failure_of(block.number) is not None:
                 return deaths
         return failures_in(error, self.rank)
 
     def _seek_deaths(self, block: Block) -> dict[int, BaseException]:
         """The deaths for which ``block`` has to fail; none if it has failed already, or nothing is found in time."""
         deadline = time.monotonic() + SEEK_CAUSE_S
-        while self._outcomes.failure_of(block.number) is None and time.monotonic() < deadline:
+        while self._block_outcomes.failure_of(block.number) is None and time.monotonic() < deadline:
             if dead := [rank for rank in self._others if self._liveness.is_dead(rank)]:
                 return {rank: self._liveness.death(rank, block.call) for rank in dead}
             time.sleep(SEEK_EVERY_S)
@@ -169,16 +176,16 @@ class Blocks(Calls):
 
 def blocks_of(context: RankContext | None) -> Blocks | None:
     """Those of the world that this process is in; None when it is the only rank."""
-    global _blocks
+    global _current
     if context is None or context.world_size == 1:
         return None
-    if _blocks is None or _blocks.context is not context:
-        _blocks = Blocks(context)
+    if _current is None or _current.context is not context:
+        _current = Blocks(context)
         if context.store_host == context.rank:
-            _hosted.append(_blocks)
-    if _blocks.generation != context.generation:
-        _blocks.begin_generation(context.generation)
-    return _blocks
+            _hosted.append(_current)
+    if _current.generation != context.generation:
+        _current.begin_generation(context.generation)
+    return _current
 
 
 def block(
@@ -205,5 +212,5 @@ def _outlive_readers() -> None:
             hosted.outlive_readers(deadline)
 
 
-_blocks: Blocks | None = None
+_current: Blocks | None = None
 _hosted: list[Blocks] = []  # those whose store lives in this process

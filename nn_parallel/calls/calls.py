@@ -25,10 +25,10 @@ from ..launch.liveness import Liveness
 from ..launch.store import WARN_AFTER_S, decode, encode, failures_key, report_key, standing_key
 from ..polling import Spin
 from ..signals import Interrupted
-from .failures import FAILURES_KEPT, BlockOutcomes, CallFailures
+from .outcomes import FAILURES_KEPT, BlockOutcomes, CallFailures
 from .records import (
     FINISHED,
-    GONE,
+    HAS_LEFT,
     NO_REPORT,
     NONE_FAILED,
     WAITING,
@@ -70,15 +70,15 @@ class Calls:
         self._others = [rank for rank in range(context.world_size) if rank != context.rank]
         self.nested_in: tuple[int, ...] = ()  # the ranks that run the present code, each for itself; empty: all
         self._liveness = Liveness(context, self.connection)
-        self._failures = CallFailures(context)
+        self._call_failures = CallFailures(context)
         self._report_key = report_key(context.rank)
         self._reports: dict[int, tuple[str, Report]] = {}  # by rank, the last one, as text and as what it says
-        self._outcomes = BlockOutcomes(context, self.connection)
-        self._blocks: list[Block] = []  # that this rank is in, the innermost last
+        self._block_outcomes = BlockOutcomes(context, self.connection)
+        self._entered_blocks: list[Block] = []  # that this rank is in, the innermost last
         self._watcher: Watcher | None = None
         self._spin = Spin()
-        self._failed = NONE_FAILED  # on this rank
-        self._failed_at = (0, 0)  # generation and call
+        self._own_failures = NONE_FAILED  # on this rank
+        self._last_failure_at = (0, 0)  # generation and call
         self._warned_of = set[Call]()
         self.begin_generation(context.generation)
         context.on_leave.callback(self._leave)
@@ -91,7 +91,7 @@ class Calls:
         self._number, self._phase = 0, WAITING
         self._last_call: Call | None = None
         self._made, self._made_text = deque[str](maxlen=CALLS_KEPT), ""  # encoded
-        self._failures.begin_generation(late)
+        self._call_failures.begin_generation(late)
 
     @contextlib.contextmanager
     def call(self, call: Call, *, barrier: bool = False, timeout_s: float | None = None) -> Iterator[bool]:
@@ -133,7 +133,7 @@ class Calls:
             if call.wait:
                 self._await_outcome(rank, wait)
             else:
-                self._failures.do_not_await(rank, self._number)
+                self._call_failures.do_not_await(rank, self._number)
         if barrier:
             self._barrier(wait)
 
@@ -142,7 +142,7 @@ class Calls:
 
         Only at the end of a call: a rank that raised before its part of it would be one call behind.
         """
-        if late := self._failures.late(self._number - 1, self._report_of):
+        if late := self._call_failures.late(self._number - 1, self._report_of):
             oldest = late.pop(0)
             function = f"{oldest.function}, for which nobody waited,"
             raise rank_error(function, self.world_size, rebuilt(oldest.failures))
@@ -150,7 +150,7 @@ class Calls:
     def watch(self) -> Watcher:
         """From now on free this rank from collectives that cannot end, and tell others where it stands."""
         if self._watcher is None:
-            self._watcher = Watcher(self.context, self._progress, self._blocks)
+            self._watcher = Watcher(self.context, self._progress, self._entered_blocks)
         return self._watcher
 
     @contextlib.contextmanager
@@ -186,15 +186,15 @@ class Calls:
             self._made_text = f"{last}, {encode(f'[{listed}]')}"
         # A Report as `encode` writes it; most of it is the same as before, and this is done at every call.
         progress = f"[{self.generation}, {self._number}, {phase}]"
-        self.connection.set(self._report_key, f"[{progress}, {self._failed.made}, {self._made_text}]")
+        self.connection.set(self._report_key, f"[{progress}, {self._own_failures.made}, {self._made_text}]")
 
     def _post_failure(self, call: Call, failures: Mapping[int, BaseException]) -> None:
-        """Make the failure of a call known: its description first, so that whoever sees the report finds it."""
-        described = self._described(failures)
+        """Make the failure of a call known: first what it is, so that whoever sees the report finds it."""
+        described, earlier = self._described(failures), self._own_failures
         failed = FailedCall(self.generation, self._number, call.function, call.wait, described)
-        self._failed = FailedCalls(self._failed.made + 1, (*self._failed.kept, failed)[-FAILURES_KEPT:])
-        self._failed_at = (self.generation, self._number)
-        self.connection.write(failures_key(self.rank), self._failed)
+        self._own_failures = FailedCalls(earlier.made + 1, (*earlier.kept, failed)[-FAILURES_KEPT:])
+        self._last_failure_at = (self.generation, self._number)
+        self.connection.write(failures_key(self.rank), self._own_failures)
         self._post(FINISHED)
         self._flush()
 
@@ -213,20 +213,20 @@ class Calls:
             self._watcher.stop()
             self._watcher = None  # it refers to this
         with contextlib.suppress(RuntimeError):
-            self._post(GONE)
+            self._post(HAS_LEFT)
             self._flush()  # before this process ends
         self._liveness.close()
 
     def outlive_readers(self, deadline: float) -> None:
         """At the end of the process that holds the store: stay until the others have read what they wait for."""
         self.context.on_leave.close()
-        if self._failed_at == (self.generation, self._number):
+        if self._last_failure_at == (self.generation, self._number):
             deadline = min(deadline, time.monotonic() + LINGER_AFTER_FAILURE_S)
         for rank in range(self.world_size):
             with contextlib.suppress(RuntimeError):
                 while rank != self.rank and not self._liveness.is_dead(rank):
                     report = self.connection.read(report_key(rank), Report)
-                    if time.monotonic() > deadline or (report and report.progress.phase == GONE):
+                    if time.monotonic() > deadline or (report and report.progress.phase == HAS_LEFT):
                         break
                     time.sleep(POLL_MAX_S / 10)
         self._liveness.close()
@@ -244,7 +244,7 @@ class Calls:
 
     def _await_outcome(self, rank: int, wait: Wait) -> None:
         report = self._await(rank, FINISHED, wait)
-        if failures := self._failures.of(rank, report, self._number):
+        if failures := self._call_failures.of(rank, report, self._number):
             raise self._error(wait.call, rebuilt(failures))
 
     def _barrier(self, wait: Wait) -> None:
@@ -273,11 +273,11 @@ class Calls:
                 report = self._report_of(rank)
                 if report.progress.generation > self.generation:  # it has failed in a block
                     self._raise_if_block_failed_elsewhere()
-                    return report  # in one that comes after this call: it was here
+                    return report  # in a later one: it has been through this call
                 self._check_same_call(rank, report, wait.call)
                 if report.progress >= goal:
                     return report
-                if report.progress.phase == GONE:
+                if report.progress.phase == HAS_LEFT:
                     raise ParallelError(
                         f"Rank {rank} has left after {report.progress.call} calls, and rank {self.rank} waits for it "
                         f"in call {self._number}: {wait.call}. Every rank must make the same calls."
@@ -293,10 +293,7 @@ class Calls:
                     time.sleep(min(max(waited * POLL_SHARE, POLL_MIN_S), POLL_MAX_S))
                 if waited > TELL_AFTER_S and not has_told:
                     has_told = True
-                    if self._phase == WAITING:
-                        self._post(WAITING)  # so that a rank that waits for this one, in another call, sees it
-                    if wait.says and self._watcher is not None:
-                        self._watcher.waits = Waits(f"{wait.says} {wait.call}", tuple(needed), until)
+                    self._tell(wait, needed, until)
                 if waited > LOOK_UP_PEER_AFTER_S:
                     dead = [r for r in needed if self._liveness.is_dead(r)]
                     self._raise_if_block_failed_elsewhere()
@@ -306,6 +303,13 @@ class Calls:
         finally:
             if self._watcher is not None:
                 self._watcher.waits = None
+
+    def _tell(self, wait: Wait, ranks: Sequence[int], until: Progress) -> None:
+        """Let the others know that this rank waits, and for whom."""
+        if self._phase == WAITING:
+            self._post(WAITING)  # one that waits for this rank, in another call, sees that
+        if wait.says and self._watcher is not None:
+            self._watcher.waits = Waits(f"{wait.says} {wait.call}", tuple(ranks), until)
 
     def _missing(self, ranks: Sequence[int], until: Progress) -> list[int]:
         return [rank for rank in ranks if self._report_of(rank).progress < until]
@@ -330,13 +334,13 @@ class Calls:
 
     def _raise_if_block_failed(self) -> None:
         """Raise again in a block that this rank was to leave: user code has caught what was raised, and gone on."""
-        if self._blocks and self._blocks[-1].has_failed:
+        if self._entered_blocks and self._entered_blocks[-1].must_leave:
             raise Interrupted
 
     def _raise_if_block_failed_elsewhere(self) -> None:
         """Raise in a block that has failed on another rank."""
-        if self._blocks and self._outcomes.failure_of(self._blocks[-1].number) is not None:
-            self._blocks[-1].has_failed = True
+        if self._entered_blocks and self._block_outcomes.failure_of(self._entered_blocks[-1].number) is not None:
+            self._entered_blocks[-1].must_leave = True
             raise Interrupted
 
     def _check_same_call(self, rank: int, report: Report, call: Call) -> None:

@@ -24,7 +24,7 @@ from ..errors import (
 from ..launch.store import decode
 
 # How far a rank is within a call. FINISHED + 1, + 2, ... are the rounds of a barrier.
-WAITING, FINISHED, GONE = 0, 1, 1_000_000
+WAITING, FINISHED, HAS_LEFT = 0, 1, 1_000_000
 
 
 class Call(NamedTuple):
@@ -111,6 +111,10 @@ class BlockOutcome(NamedTuple):
     calls: int  # that this first rank had made
     function: str
     failures: dict[int, Failure]  # by rank, the cause first; none: it has passed
+
+    @property
+    def has_passed(self) -> bool:
+        return not self.failures
 
 
 class Waits(NamedTuple):

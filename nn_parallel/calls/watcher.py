@@ -22,7 +22,7 @@ from ..launch.liveness import Liveness
 from ..launch.store import LEFT_KEY, standing_key
 from ..signals import Condition, Interrupted, Interruptible
 from .deadlock import standing, why_never
-from .failures import BlockOutcomes
+from .outcomes import BlockOutcomes
 from .records import Call, Progress, Standing, Waits
 from .stacks import Position, position, stack
 
@@ -44,10 +44,10 @@ class Block:
     number: int
     timeout_s: float | None = None
     began: float | None = None  # from when its time counts; if None, from when the first rank has left it
-    left_value: str = ""  # what that rank writes into the store
+    left_value: str = ""  # what the first rank that has left it writes under `LEFT_KEY`
     body: Interruptible = field(default_factory=Interruptible)
     is_active: bool = False  # its body runs
-    has_failed: bool = False  # this rank is to leave it
+    must_leave: bool = False  # it has failed, or is to fail on this rank
     reason: ParallelError | None = None  # why, if not because of another rank
 
     def cause(self, error: BaseException) -> BaseException:
@@ -66,7 +66,7 @@ class Watcher:
         self._connection = context.connect()
         self._outcomes = BlockOutcomes(context, self._connection)
         self._liveness = Liveness(context, self._connection)
-        self._blocks = blocks
+        self._entered_blocks = blocks
         self._changed = Condition()
         self._stopped = False
         self._look_at = 0.0  # when to look next, every `LOOK_EVERY_S`
@@ -82,12 +82,12 @@ class Watcher:
     def entered(self, block: Block) -> Iterator[None]:
         """From entering a block until its end, that of its failure included: what is around it is not watched."""
         with self._changed:
-            self._blocks.append(block)
+            self._entered_blocks.append(block)
         try:
             yield
         finally:
             with self._changed:
-                self._blocks.remove(block)
+                self._entered_blocks.remove(block)
                 self._changed.notify()  # what is around it is watched again
 
     @contextlib.contextmanager
@@ -102,7 +102,7 @@ class Watcher:
         finally:
             with self._changed:  # the thread frees this rank only while it holds this: no more from here on
                 block.is_active = False
-        if block.has_failed:  # too late for the signal
+        if block.must_leave:  # too late for the signal
             raise Interrupted
 
     def stop(self) -> None:
@@ -125,41 +125,47 @@ class Watcher:
                     continue
             must_leave, reason = False, None
             try:
-                if time.monotonic() >= self._look_at:
+                if block is not None:  # first: what is found below may only follow from that
+                    must_leave = self._has_failed(block)
+                if not must_leave and time.monotonic() >= self._look_at:
                     reason = self._look(block)
-                if block is not None:
+                if not must_leave and block is not None:
                     reason = reason or self._timeout(block)
-                    must_leave = reason is not None or self._must_leave(block)
             except Exception as error:  # the store is gone, or worse: what it should tell of would never be heard
-                self._is_store_lost, must_leave, reason = True, True, _as_reason(error)
+                self._is_store_lost, reason = True, _as_reason(error)
             if block is None:
                 continue
-            if must_leave:
-                with contextlib.suppress(Exception):  # whatever it is, this rank must be freed
-                    self._find_connections()
+            if must_leave or reason is not None:
+                self._free(block, reason)
             with self._changed:
-                if must_leave and block is self._innermost():
-                    block.has_failed, block.reason = True, block.reason or reason
-                    self._context.group.abort()  # again and again: a group may just be made, a wait begin
-                    block.body.interrupt()
                 if not self._stopped:
                     self._changed.wait(pause)
                     pause = min(pause * (1 + POLL_SHARE), POLL_MAX_S)
 
+    def _free(self, block: Block, reason: ParallelError | None) -> None:
+        """Have this rank leave ``block``: again and again, as a group may just be made, or a wait begin."""
+        with contextlib.suppress(Exception):  # whatever it is, this rank must be freed
+            self._find_connections()
+        with self._changed:
+            if block is self._innermost():
+                block.must_leave, block.reason = True, block.reason or reason
+                self._context.group.abort()
+                block.body.interrupt()
+
     def _innermost(self) -> Block | None:
         """The innermost block, if its body runs: what is around it fails with it, if nobody catches."""
-        return self._blocks[-1] if self._blocks and self._blocks[-1].is_active else None
+        return self._entered_blocks[-1] if self._entered_blocks and self._entered_blocks[-1].is_active else None
 
-    def _must_leave(self, block: Block) -> bool:
+    def _has_failed(self, block: Block) -> bool:
         """Whether ``block`` has failed, or a rank has died in it."""
-        if block.has_failed or self._outcomes.failure_of(block.number) is not None:
+        if block.must_leave or self._outcomes.failure_of(block.number) is not None:
             return True
         # Each rank looks after one other, and whoever sees a death tells all.
         return self._liveness.is_dead((self._context.rank + 1) % self._context.world_size)
 
     def _timeout(self, block: Block) -> RankTimeoutError | None:
         """The error of this rank, if its time in ``block`` is over."""
-        if block.timeout_s is None or block.has_failed:
+        if block.timeout_s is None or block.must_leave:
             return None
         if block.began is None and self._connection.get(LEFT_KEY) == block.left_value:
             block.began = time.monotonic()
@@ -177,7 +183,15 @@ class Watcher:
         Outside of all blocks its collective is ended here.
         """
         self._look_at = time.monotonic() + LOOK_EVERY_S
-        reason = self._deadlock()
+        progress, stands, waits = self._progress(), position(), self.waits  # before the collectives: see `standing`
+        last = [] if stands.makes_group else self._last_collectives(waits, stands)
+        mine = standing(self._context, waits, stands, last)
+        if mine != self._said:
+            self._said = mine
+            self._connection.write(standing_key(self._context.rank), mine)
+        if waits is not None or not (last or stands.makes_group):
+            return None
+        reason = self._deadlock(progress, stands, last, mine)
         if reason is not None and block is None:
             self._find_connections()
             (self._context.on_deadlock or self._end_it)(reason)
@@ -195,19 +209,13 @@ class Watcher:
         logger.error("%s", reason)
         self._context.group.abort()
 
-    def _deadlock(self) -> ParallelError | None:
-        """The error of a rank that is stuck in what cannot end; None if there is no telling."""
-        context, me = self._context, self._context.rank
-        waits, progress, stands = self.waits, self._progress(), position()  # before the collectives: see `standing`
-        last = [] if stands.makes_group else self._last_collectives(waits, stands)
-        mine = standing(context, waits, stands, last)
-        if mine != self._said:
-            self._said = mine
-            self._connection.write(standing_key(me), mine)
-        if waits is not None or not (last or stands.makes_group):
-            return None
-        members = {rank for each in last if not each.is_over for rank in each.members} or set(range(context.world_size))
-        self._look_at += len(members) * context.world_size / LOOKS_PER_S
+    def _deadlock(
+        self, progress: Progress, stands: Position, last: list[Collective], mine: Standing
+    ) -> ParallelError | None:
+        """The error of this rank, which is stuck, if that cannot end; None if there is no telling."""
+        me, world_size = self._context.rank, self._context.world_size
+        members = {rank for each in last if not each.is_over for rank in each.members} or set(range(world_size))
+        self._look_at += len(members) * world_size / LOOKS_PER_S
         said = {rank: self._connection.read(standing_key(rank), Standing) for rank in members - {me}}
         others = {rank: theirs for rank, theirs in said.items() if theirs is not None}
         if why := why_never(me, progress, stands.makes_group, last, mine, others):

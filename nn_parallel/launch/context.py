@@ -27,7 +27,7 @@ from .group import Group
 from .store import Connection, Member, clone_store, host_identity, member_key
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
-GONE_AFTER = timedelta(seconds=60)
+LOST_AFTER = timedelta(seconds=60)
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class RankContext:
     store_host: int | None = None  # the rank whose process the store lives in; None if it is no rank's
     one_node: bool = True
     on_deadlock: Callable[[ParallelError], None] | None = None  # takes the error of one outside of all blocks
-    rank_0_is_gone: Callable[[], bool] | None = None  # asks the link to it; None where all ranks are on one node
+    rank_0_is_lost: Callable[[], bool] | None = None  # asks the link to it; None where all ranks are on one node
     generation: int = 0
     on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -82,14 +82,14 @@ class RankContext:
         return self._pid != os.getpid()
 
     @property
-    def gone_after_s(self) -> float:
+    def lost_after_s(self) -> float:
         """How long a node may be out of reach before its ranks count as gone."""
-        return min(GONE_AFTER, self.timeout / 2).total_seconds()
+        return min(LOST_AFTER, self.timeout / 2).total_seconds()
 
     @property
     def unanswered_s(self) -> float | None:
         """How long a connection to another node may get no answer; None on one node."""
-        return None if self.one_node else self.gone_after_s
+        return None if self.one_node else self.lost_after_s
 
     def begin_generation(self, generation: int) -> None:
         """Begin another round of calls; the group stays, if there is one."""

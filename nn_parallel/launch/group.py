@@ -151,10 +151,10 @@ class Group:
         closing to gloo. A descriptor is touched only while it is still the same socket (its inode), and never a
         listening one, whose loss ends the process.
 
-        It ends the reading alone, and a duplicate keeps the connection open until all ranks are out of the group: where
-        gloo's write fails before gloo has seen the end of the connection, it never wakes the one who waits for that
-        write (`Pair::signalException` passes over unbound buffers that are being sent), and a peer may only now begin
-        to write.
+        Only the reading is ended, so a peer is not freed by this: its own watcher frees it. A duplicate keeps the
+        connection open until all ranks are out of the group: where gloo's write fails before gloo has seen the end of
+        the connection, it never wakes the one who waits for that write (`Pair::signalException` passes over unbound
+        buffers that are being sent), and a peer may only now begin to write.
         """
         self._end_reading()
         for group, name in sorted(_groups().items(), key=lambda item: item[1], reverse=True):  # in torch's order
@@ -172,7 +172,7 @@ class Group:
             if name not in self._found:
                 self._found.add(name)
                 with contextlib.suppress(RuntimeError):  # the connection to that store has been ended already
-                    self._sockets |= connected_at(_gloo_addresses(group))
+                    self._sockets.update(connected_at(_gloo_addresses(group)))  # `close` may just have replaced them
 
     def raise_if_interrupted(self, where: str = "its process group") -> None:
         if self.interrupted:

@@ -7,13 +7,13 @@ lost; that rank 0 itself is lost, each of the others sees for itself.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import logging
 import os
 import secrets
 import select
+import selectors
 import socket
 import threading
 import time
@@ -22,14 +22,14 @@ from typing import NamedTuple
 from ..errors import ParallelError, WorkerDiedError, summary
 from .context import RankContext
 from .sockets import end_if_unanswered
-from .store import GONE_KEY, SERVER_KEY, Connection, Member, host_identity, member_key
+from .store import LOST_KEY, SERVER_KEY, Connection, Member, host_identity, member_key
 
 ASK_EVERY_S = 0.1  # who is gone, or where one lives who has not said so
 HELLO_BYTES = 64
 logger = logging.getLogger("nn_parallel")
 
 
-class Gone(NamedTuple):
+class Lost(NamedTuple):
     """The ranks that rank 0 has lost."""
 
     ranks: tuple[int, ...]
@@ -52,8 +52,8 @@ class Liveness:
         self._poll = select.poll()
         self._rank_of: dict[int, int] = {}  # by the pidfd of its process
         self._ended = set[int]()
-        self._gone = Gone(())
-        self._look_for_gone_at = 0.0
+        self._lost = Lost(())
+        self._look_for_lost_at = 0.0
 
     def is_dead(self, rank: int) -> bool:
         """Whether the process of ``rank`` is known to have ended, or its node to be out of reach."""
@@ -62,7 +62,7 @@ class Liveness:
             self._look_up_at[rank] = now + ASK_EVERY_S
             self._look_up(rank)
         self._ended.update(self._rank_of[pidfd] for pidfd, _ in self._poll.poll(0))
-        return rank in self._ended or self._is_gone(rank)
+        return rank in self._ended or self._is_lost(rank)
 
     def death(self, rank: int, what: object) -> WorkerDiedError:
         """The error of a rank that died before it finished ``what``."""
@@ -94,15 +94,15 @@ class Liveness:
                 self._poll.register(pidfd, select.POLLIN)
         self._members[rank] = member
 
-    def _is_gone(self, rank: int) -> bool:
-        if (rank_0_is_gone := self._context.rank_0_is_gone) is None:  # all ranks are on this node
+    def _is_lost(self, rank: int) -> bool:
+        if (rank_0_is_lost := self._context.rank_0_is_lost) is None:  # all ranks are on this node
             return False
         if rank == 0:
-            return rank_0_is_gone()
-        if time.monotonic() > self._look_for_gone_at:
-            self._look_for_gone_at = time.monotonic() + ASK_EVERY_S
-            self._gone = self._connection.read(GONE_KEY, Gone) or self._gone
-        return rank in self._gone.ranks
+            return rank_0_is_lost()
+        if time.monotonic() > self._look_for_lost_at:
+            self._look_for_lost_at = time.monotonic() + ASK_EVERY_S
+            self._lost = self._connection.read(LOST_KEY, Lost) or self._lost
+        return rank in self._lost.ranks
 
 
 @functools.lru_cache(maxsize=1)
@@ -126,7 +126,7 @@ def connect_nodes(context: RankContext, host: str) -> None:
             context.connection.write(SERVER_KEY, ServerAddress(0, ""))
         logger.warning("Rank %d cannot tell whether ranks on other nodes live: %s", context.rank, summary(error))
         return
-    context.rank_0_is_gone = link.is_lost
+    context.rank_0_is_lost = link.is_lost
     context.on_leave.callback(link.close)
 
 
@@ -138,8 +138,8 @@ class LivenessLink:
         server = context.connection.read(SERVER_KEY, ServerAddress)
         if server is None or not server.port:
             raise OSError("rank 0 awaits no links")
-        self._connection = socket.create_connection((host, server.port), context.gone_after_s)
-        end_if_unanswered(self._connection, context.gone_after_s)
+        self._connection = socket.create_connection((host, server.port), context.lost_after_s)
+        end_if_unanswered(self._connection, context.lost_after_s)
         self._connection.sendall(f"{server.token} {context.rank}\n".encode())
 
     def is_lost(self) -> bool:
@@ -156,48 +156,79 @@ class LivenessServer:
     """Where rank 0 holds its ends of the links, in a thread that waits for them to end."""
 
     def __init__(self, context: RankContext, host: str) -> None:
-        self._world_size, self._within_s = context.world_size, context.gone_after_s
+        self._world_size, self._within_s = context.world_size, context.lost_after_s
         self._connection = context.connect()
-        self._gone = Gone(())
+        self._lost = Lost(())
         self._token = secrets.token_hex(16)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server(("", 0), family=family, backlog=context.world_size)
-        self._loop, self._over = asyncio.new_event_loop(), asyncio.Event()
-        self._thread = threading.Thread(target=self._run, args=[listener], name="nn_parallel liveness", daemon=True)
+        self._listener = socket.create_server(("", 0), family=family, backlog=context.world_size)
+        self._woken, self._wake = socket.socketpair()
+        self._thread = threading.Thread(target=self._loop, name="nn_parallel liveness", daemon=True)
         self._thread.start()
-        context.connection.write(SERVER_KEY, ServerAddress(listener.getsockname()[1], self._token))
+        context.connection.write(SERVER_KEY, ServerAddress(self._listener.getsockname()[1], self._token))
 
     def is_lost(self) -> bool:
         """Rank 0 is not lost to itself."""
         return False
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._over.set)
+        self._wake.close()
         self._thread.join()
+        self._woken.close()
 
-    def _run(self, listener: socket.socket) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve(listener))
+    def _loop(self) -> None:
+        with selectors.DefaultSelector() as selector, contextlib.closing(self._listener):
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._woken:
+                        for each in list(selector.get_map().values()):
+                            if isinstance(each.data, _End):
+                                each.data.connection.close()
+                        return
+                    if key.fileobj is self._listener:
+                        try:
+                            connection, _ = self._listener.accept()
+                        except OSError:  # who connects has gone again; or no descriptor is left: not at once again
+                            time.sleep(ASK_EVERY_S)
+                            continue
+                        end_if_unanswered(connection, self._within_s)
+                        selector.register(connection, selectors.EVENT_READ, _End(connection))
+                    elif not key.data.read(self._token):
+                        selector.unregister(key.fileobj)
+                        self._end(key.data)
 
-    async def _serve(self, listener: socket.socket) -> None:
-        server = await asyncio.start_server(self._hold, sock=listener, limit=HELLO_BYTES)
-        await self._over.wait()
-        server.close()  # what the links still wait for is cancelled with the loop
-
-    async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Wait for the end of a link, or of what somebody else has connected."""
-        try:
-            end_if_unanswered(writer.get_extra_info("socket"), self._within_s)
-            token, _, rank = (await reader.readline()).decode(errors="replace").strip().partition(" ")
-            if not secrets.compare_digest(token.encode(), self._token.encode()) or not rank.isdecimal():
-                return
-            with contextlib.suppress(OSError):  # its node is out of reach: that is the end as well
-                await reader.read(1)
-        except (OSError, ValueError, asyncio.CancelledError):  # no line has come, or too long a one; this rank leaves
-            return
-        finally:
-            writer.close()
-        if int(rank) < self._world_size:
-            self._gone = Gone((*self._gone.ranks, int(rank)))
+    def _end(self, end: _End) -> None:
+        end.connection.close()
+        if end.rank is not None and end.rank < self._world_size:
+            self._lost = Lost((*self._lost.ranks, end.rank))
             with contextlib.suppress(ParallelError):  # the store is gone with its host, of which all hear anyway
-                self._connection.write(GONE_KEY, self._gone)
+                self._connection.write(LOST_KEY, self._lost)
+
+
+class _End:
+    """The other end of a link, or of what somebody else has connected."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self._hello = connection, b""
+        self.rank: int | None = None
+        connection.setblocking(False)
+
+    def read(self, token: str) -> bool:
+        """Take what has come; False when it is over."""
+        try:
+            data = self.connection.recv(HELLO_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self._hello += data
+        if not data or self.rank is not None or len(self._hello) > HELLO_BYTES:
+            return False
+        if self._hello.endswith(b"\n"):
+            claimed, _, rank = self._hello.decode(errors="replace").strip().partition(" ")
+            if not secrets.compare_digest(claimed.encode(), token.encode()) or not rank.isdecimal():
+                return False
+            self.rank = int(rank)
+        return True

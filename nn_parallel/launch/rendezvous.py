@@ -152,7 +152,7 @@ def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:
         answer_within_s = min(max(left, ATTEMPT_MIN_S), ATTEMPT_MAX_S)
         try:
             # Ctrl-C is raised when the attempt is over: in the middle it would leave a socket open.
-            with Delayed(lambda: None), socket.create_connection(address, answer_within_s):
+            with Delayed(), socket.create_connection(address, answer_within_s):
                 return
         except OSError:
             if left <= 0:

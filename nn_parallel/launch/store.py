@@ -16,7 +16,7 @@ when it is deleted, so their number does not grow::
     standing/R    Standing       the watcher of R, twice a second if    the watchers of ranks that are stuck, and ranks
                                  there is anything new                  that have waited for long
     liveness      ServerAddress  rank 0, when ranks are on other nodes  the others, to link themselves to it
-    gone          Gone           the thread of rank 0 that keeps links  all: which ranks on other nodes are lost
+    lost          Lost           the thread of rank 0 that keeps links  all: which ranks on other nodes are lost
     owner/D       text           the first rank with the device D       the others, which may not have it too
     refusal       text           a rank that cannot take part           all, as they join
     arrived       counter        all ranks at a barrier, under its own  all at this barrier
@@ -54,7 +54,7 @@ LOOKS = 0.2, 0.0001, 0.05  # at a key: see `looks`
 logger = logging.getLogger("nn_parallel")
 
 # The keys of the table above.
-LEFT_KEY, SERVER_KEY, GONE_KEY, REFUSAL_KEY = "left", "liveness", "gone", "refusal"
+LEFT_KEY, SERVER_KEY, LOST_KEY, REFUSAL_KEY = "left", "liveness", "lost", "refusal"
 member_key, report_key, failures_key = "member/{}".format, "report/{}".format, "failures/{}".format  # of a rank
 standing_key, ended_key, owner_key = "standing/{}".format, "ended/{}".format, "owner/{}".format  # the last of a device
 

@@ -1,4 +1,4 @@
-"""How calls and blocks ended on other ranks, as this rank knows it."""
+"""How calls and blocks ended: of calls each rank tells itself, of blocks the first rank that writes it decides."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class BlockOutcomes:
         """
         generation = self._context.generation
         while (outcome := self._connection.read(ended_key(generation), BlockOutcome)) is not None:
-            if not outcome.failures:
+            if outcome.has_passed:
                 return None
             if outcome.number >= number:
                 return outcome
@@ -105,9 +105,9 @@ class BlockOutcomes:
         It may have passed, too.
         """
         generation = self._context.generation
-        while (outcome := self._write(generation, mine)).failures and outcome.number < mine.number:
+        while not (outcome := self._write(generation, mine)).has_passed and outcome.number < mine.number:
             generation += 1
-        while outcome.failures and not mine.failures.keys() <= outcome.failures.keys():
+        while not (outcome.has_passed or mine.failures.keys() <= outcome.failures.keys()):
             both = outcome.failures | mine.failures | outcome.failures  # in the order and the words that came first
             key, added = ended_key(generation), outcome._replace(failures=both)
             outcome = decode(BlockOutcome, key, self._connection.swap(key, encode(outcome), encode(added)))
@@ -119,6 +119,6 @@ class BlockOutcomes:
         while True:
             text = self._connection.swap(key, expected, encode(mine))
             outcome = decode(BlockOutcome, key, text)
-            if outcome.failures or outcome.number == mine.number:
+            if not outcome.has_passed or outcome.number == mine.number:
                 return outcome
             expected = text  # an earlier block has passed
