@@ -196,6 +196,22 @@ def test_ranks_in_collectives_of_other_types(two: Ranks) -> None:
         assert "broadcast of Float [[1]]" in told
 
 
+@pytest.mark.parametrize("collective", ["gather", "scatter"])
+def test_ranks_that_both_are_the_root(two: Ranks, collective: str) -> None:
+    """Of one collective, under one number: each waits for the other, there or in what follows."""
+
+    def body(rank: int) -> None:
+        parts = [torch.ones(1)] * 2
+        if collective == "gather":
+            dist.gather(torch.ones(1), parts, dst=rank)
+        else:
+            dist.scatter(torch.ones(1), parts, src=rank)
+        all_reduce()
+
+    for told in two.run(told_of_a_block, body):
+        assert f"it entered {collective} of Float [[1]] as its root, and rank " in told
+
+
 def test_ranks_that_wait_for_each_other_in_two_groups(two: Ranks) -> None:
     """Each is in a collective of another group: both end."""
 

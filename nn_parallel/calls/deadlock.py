@@ -4,7 +4,8 @@ A rank may be late for hours and still come. But all ranks enter their collectiv
 another rank never enters the collective that this rank is stuck in
 
 - if it waits for this rank in one of our calls that comes after that collective;
-- if it has entered another collective under the same number of the same process group;
+- if it has entered another collective under the same number of the same process group, or the same one and both take
+  themselves for its root;
 - if it is stuck in a collective of another group that this rank has not entered.
 
 Each watcher writes into the store where its rank stands (`Standing`), and that of a rank that is stuck compares. What
@@ -22,6 +23,7 @@ from .records import Progress, Standing, Waits
 from .stacks import Position
 
 LAST_COLLECTIVES = 16  # that a rank tells of, of each group
+AS_ROOT = " as its root"
 
 
 def standing(context: RankContext, waits: Waits | None, stands: Position, last: Sequence[Collective]) -> Standing:
@@ -59,8 +61,9 @@ def why_never(
             return f"rank {other} {theirs.where} without it"
         for group, names in mine.names.items():
             for number in names.keys() & theirs.names.get(group, {}).keys():
-                if (entered := theirs.names[group][number]) != names[number]:
-                    what = f"As collective {number} of process group {group} it entered {entered}, not {names[number]}"
+                entered, own = theirs.names[group][number], names[number]
+                if entered.removesuffix(AS_ROOT) != own.removesuffix(AS_ROOT) or (entered == own and AS_ROOT in own):
+                    what = f"As collective {number} of process group {group} it entered {entered}, and rank {me} {own}"
                     return f"rank {other} {theirs.where}. {what}"
     return ""
 
@@ -69,7 +72,8 @@ def _names(last: Sequence[Collective]) -> dict[str, dict[str, str]]:
     """The names of the last collectives of each group, by their numbers."""
     names: dict[str, dict[str, str]] = {}
     for each in last:
-        names.setdefault(each.group, {})[str(each.number)] = each.name + (each.tensors and f" of {each.tensors}")
+        what = each.name + (each.tensors and f" of {each.tensors}") + AS_ROOT * each.is_root
+        names.setdefault(each.group, {})[str(each.number)] = what
     return {group: dict(list(numbers.items())[-LAST_COLLECTIVES:]) for group, numbers in names.items()}
 
 

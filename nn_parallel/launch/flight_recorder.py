@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 # Of which tensors the sizes are the same on every rank, by the name of a collective.
 ALIKE = dict.fromkeys(("all_reduce", "all_gather", "broadcast", "gather", "reduce"), "input") | {"scatter": "output"}
+# Of which only the root passes any.
+OF_ROOT = {"gather": "output_sizes", "scatter": "input_sizes"}
 
 
 class Collective(NamedTuple):
@@ -25,6 +27,7 @@ class Collective(NamedTuple):
     number: int
     name: str  # as in all_reduce
     tensors: str  # their types and sizes, if these are the same on every rank
+    is_root: bool  # known of gather and scatter alone
     members: tuple[int, ...]
     is_over: bool
     by_main_thread: bool
@@ -42,7 +45,8 @@ def collectives(first_group_id: int) -> list[Collective]:
             tensors = f"{', '.join(entry[f'{which}_dtypes'])} {entry[f'{which}_sizes']}" if which else ""
             by_main_thread = entry.get("thread_id") == main
             number, is_over = entry["collective_seq_id"], entry["retired"]
-            found.append(Collective(group, number, name, tensors, members[group], is_over, by_main_thread))
+            is_root = name in OF_ROOT and bool(entry[OF_ROOT[name]])
+            found.append(Collective(group, number, name, tensors, is_root, members[group], is_over, by_main_thread))
     return found
 
 
