@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-SPIN_S = 1e-4
-CROWDED_S = 1e-3  # who keeps the core for longer than that computes, and the time is lost:
-LOSS_SHARE = 0.02  # at most this share of all time,
-CREDIT_S = 0.02  # and so much more in a row,
-PAID_AHEAD_S = CREDIT_S / LOSS_SHARE  # which it takes so long to pay for
+SPIN_S = 1e-4  # how long `Spin` looks
+CROWDED_S = 1e-3  # who takes an offered core for longer computes, and that time is lost
+LOSS_SHARE = 0.02  # of all time that may be lost
+CREDIT_S = 0.02  # that may be lost in a row
+PAID_AHEAD_S = CREDIT_S / LOSS_SHARE  # until that is paid back
 
 T = TypeVar("T")
 

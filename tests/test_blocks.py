@@ -238,7 +238,7 @@ def test_blocks_nest(two: Ranks) -> None:
 
 
 def random_program(seed: int, steps: int) -> list[Any]:
-    """The same random program on every rank: sections, collectives and blocks in blocks, of which many fail somewhere.
+    """The same random program on every rank: calls, collectives and blocks in blocks, of which many fail somewhere.
 
     Returns what came of each step, without what only one rank can know.
     """

@@ -147,7 +147,7 @@ _LOCAL_RANKS = {names.local_rank for names in (*_MPI.values(), _JSRUN, _SLURM)}
 
 
 class _Told:
-    """The variables of an environment, of which an empty one counts as unset; it notes those that were of use."""
+    """The variables of an environment; an empty one counts as unset. It remembers which were used."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ

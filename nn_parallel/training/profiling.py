@@ -113,7 +113,7 @@ def _communication_s(events: list[dict[str, Any]]) -> float:
 
 
 def write_trace(traces: list[bytes], path: Path) -> None:
-    """One trace: what is number 7 on rank 1 must be none of rank 0's."""
+    """Merge the traces; no process or event of one rank gets a number of another's."""
     ranks = [json.loads(gzip.decompress(trace)) for trace in traces]
     base = min(trace.get("baseTimeNanoseconds", 0) for trace in ranks)
     numbers: dict[tuple[int, Any], int] = {}
