@@ -194,7 +194,8 @@ def _like(value: Any, wanted: Any) -> Any:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(value, wanted.device_mesh, wanted.placements, src_data_rank=None)  # each its own part
+    part = distribute_tensor(value, wanted.device_mesh, wanted.placements, src_data_rank=None)  # cut here, not sent
+    return part.clone()  # older torch gives a view, which keeps all of ``value``
 
 
 def _is_sharded(value: Any) -> bool:
