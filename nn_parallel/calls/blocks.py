@@ -168,7 +168,7 @@ class Blocks(Calls):
         """The deaths for which ``block`` has to fail; none if it has failed already, or nothing is found in time."""
         deadline = time.monotonic() + SEEK_CAUSE_S
         while self._block_outcomes.failure_of(block.number) is None and time.monotonic() < deadline:
-            if dead := [rank for rank in self._others if self._liveness.is_dead(rank)]:
+            if dead := self._liveness.dead(self._others):
                 return {rank: self._liveness.death(rank, block.call) for rank in dead}
             time.sleep(SEEK_EVERY_S)
         return {}

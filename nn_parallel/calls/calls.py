@@ -295,7 +295,7 @@ class Calls:
                     has_told = True
                     self._tell(wait, needed, until)
                 if waited > LOOK_UP_PEER_AFTER_S:
-                    dead = [r for r in needed if self._liveness.is_dead(r)]
+                    dead = self._liveness.dead(needed)
                     self._raise_if_block_failed_elsewhere()
                 if waited > warn_after_s:
                     warn_after_s = math.inf

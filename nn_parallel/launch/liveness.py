@@ -17,6 +17,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..errors import ParallelError, WorkerDiedError, summary
@@ -57,12 +58,17 @@ class Liveness:
 
     def is_dead(self, rank: int) -> bool:
         """Whether the process of ``rank`` is known to have ended, or its node to be out of reach."""
+        return bool(self.dead([rank]))
+
+    def dead(self, ranks: Sequence[int]) -> list[int]:
+        """Those of ``ranks`` that are dead: one look at all processes, however many are asked for."""
         now = time.monotonic()
-        if rank not in self._members and now > self._look_up_at[rank]:
-            self._look_up_at[rank] = now + ASK_EVERY_S
-            self._look_up(rank)
+        for rank in ranks:
+            if rank not in self._members and now > self._look_up_at[rank]:
+                self._look_up_at[rank] = now + ASK_EVERY_S
+                self._look_up(rank)
         self._ended.update(self._rank_of[pidfd] for pidfd, _ in self._poll.poll(0))
-        return rank in self._ended or self._is_lost(rank)
+        return [rank for rank in ranks if rank in self._ended or self._is_lost(rank)]
 
     def death(self, rank: int, what: object) -> WorkerDiedError:
         """The error of a rank that died before it finished ``what``."""

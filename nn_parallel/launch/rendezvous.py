@@ -56,7 +56,8 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         store_host=None if launch.launcher_hosts_store else 0,
         one_node=launch.one_node,
     )
-    limit_silence(connected_since(before, store), context.unanswered_s)
+    if not launch.one_node:
+        limit_silence(connected_since(before, store), context.unanswered_s)
     if device is None and not refusal:
         refusal = _claim_device(context)
     if refusal:

@@ -223,9 +223,9 @@ def store_barrier(
                 f"There are two ranks {rank} at {where}: another job uses the same address, or two processes "
                 "have the same RANK. Set MASTER_PORT to a free port, the same on every rank of this job."
             )
-        store.add("arrived", 1)  # one counter to poll, however many ranks; the keys name the missing
+        arrived = store.add("arrived", 1)  # one counter to poll, however many ranks; the keys name the missing
         for waited in looks(*LOOKS):
-            if store.add("arrived", 0) >= world_size:
+            if arrived >= world_size:
                 return
             check(where)
             if waited > timeout.total_seconds():
@@ -239,6 +239,7 @@ def store_barrier(
             if waited > warn_after_s:
                 warn_after_s, missing = math.inf, _missing(store, world_size)
                 logger.warning("Rank %d has waited %.0f s at %s: %s did not come.", rank, waited, where, missing)
+            arrived = store.add("arrived", 0)
     except dist.DistError as error:
         check(where)
         raise LaunchError(f"The store was lost while the ranks met at {where}: its host has ended.") from error

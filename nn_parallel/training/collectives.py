@@ -68,11 +68,11 @@ def reduce_metrics(
             problem = problem or f"the metric {name!r} {error}"
     about = f"reduce_metrics(op={op!r}) of {', '.join(names) or 'nothing'}"
     rows, weights = gather_alike(values, about, problem, weight, group)
-    reduced = dict[str, float]()
+    reduced, total = dict[str, float](), sum(weights)
     for name, column in zip(names, zip(*rows, strict=True), strict=True):
         if op == "mean":
             weighted = zip(column, weights, strict=True)
-            reduced[name] = sum(value * weight for value, weight in weighted if weight) / sum(weights)
+            reduced[name] = sum(value * weight for value, weight in weighted if weight) / total
         elif all(isinstance(value, int) for value in column):
             reduced[name] = REDUCTIONS[op](column)
         else:

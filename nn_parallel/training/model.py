@@ -197,6 +197,7 @@ def average_parameters(model: nn.Module, *, weight: float = 1.0, group: dist.Pro
     size = sum(tensor.numel() for tensor in tensors)
     about = f"average_parameters of {size} numbers in {len(tensors)} tensors ({zlib.crc32(layout.encode()):08x})"
     _, weights = gather_alike([], about, "", weight, group)
+    total = sum(weights)
     if current_world().world_size == 1:
         return
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -206,7 +207,7 @@ def average_parameters(model: nn.Module, *, weight: float = 1.0, group: dist.Pro
         flat = torch.cat([tensor.flatten() for tensor in alike])
         if not dtype.is_complex:
             flat = flat.to(torch.float32 if dtype.is_floating_point and dtype != torch.float64 else torch.float64)
-        flat = flat * (weight / sum(weights)) if weight else torch.zeros_like(flat)  # 0 * NaN would be NaN
+        flat = flat * (weight / total) if weight else torch.zeros_like(flat)  # 0 * NaN would be NaN
         dist.all_reduce(flat, group=group)
         if not dtype.is_floating_point and not dtype.is_complex:
             flat = flat.round()
