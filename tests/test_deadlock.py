@@ -196,20 +196,26 @@ def test_ranks_in_collectives_of_other_types(two: Ranks) -> None:
         assert "broadcast of Float [[1]]" in told
 
 
-@pytest.mark.parametrize("collective", ["gather", "scatter"])
-def test_ranks_that_both_are_the_root(two: Ranks, collective: str) -> None:
-    """Of one collective, under one number: each waits for the other, there or in what follows."""
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda rank: dist.gather(torch.ones(1), [torch.ones(1)] * 2, dst=rank),
+        lambda rank: dist.scatter(torch.ones(1), [torch.ones(1)] * 2, src=rank),
+        lambda rank: dist.scatter(torch.ones(1), src=1 - rank),
+        lambda rank: dist.broadcast(torch.ones(1), src=1 - rank),
+        lambda rank: dist.broadcast_object_list(["a"], src=1 - rank),
+    ],
+    ids=["gather", "scatter", "scatter from the other", "broadcast", "broadcast_object_list"],
+)
+def test_ranks_in_collectives_of_other_roots(two: Ranks, collective: Callable[[int], None]) -> None:
+    """Each waits for the other, there or in what follows."""
 
     def body(rank: int) -> None:
-        parts = [torch.ones(1)] * 2
-        if collective == "gather":
-            dist.gather(torch.ones(1), parts, dst=rank)
-        else:
-            dist.scatter(torch.ones(1), parts, src=rank)
+        collective(rank)
         all_reduce()
 
     for told in two.run(told_of_a_block, body):
-        assert f"it entered {collective} of Float [[1]] as its root, and rank " in told
+        assert re.search(r"it entered (\w+) of (.*) with root (\d), and rank \d \1 of \2 with root (?!\3)", told), told
 
 
 def test_ranks_that_wait_for_each_other_in_two_groups(two: Ranks) -> None:

@@ -4,8 +4,7 @@ A rank may be late for hours and still come. But all ranks enter their collectiv
 another rank never enters the collective that this rank is stuck in
 
 - if it waits for this rank in one of our calls that comes after that collective;
-- if it has entered another collective under the same number of the same process group, or the same one and both take
-  themselves for its root;
+- if it has entered another collective, or one with another root, under the same number of the same process group;
 - if it is stuck in a collective of another group that this rank has not entered.
 
 Each watcher writes into the store where its rank stands (`Standing`), and that of a rank that is stuck compares. What
@@ -19,11 +18,10 @@ from collections.abc import Mapping, Sequence
 
 from ..launch.context import RankContext
 from ..launch.flight_recorder import Collective, entered
-from .records import Progress, Standing, Waits
-from .stacks import Position
+from .records import Entered, Progress, Standing, Waits
+from .stacks import Position, Rooted
 
 LAST_COLLECTIVES = 16  # that a rank tells of, of each group
-AS_ROOT = " as its root"
 
 
 def standing(context: RankContext, waits: Waits | None, stands: Position, last: Sequence[Collective]) -> Standing:
@@ -35,6 +33,18 @@ def standing(context: RankContext, waits: Waits | None, stands: Position, last: 
     stuck_in = {} if waits else {each.group: each.number for each in reversed(_stuck_in(last))}
     where = waits.where if waits else f"is {stands}"
     return Standing(where, entered(last), context.group.begun, _names(last), waits, stuck_in)
+
+
+def with_root(last: Sequence[Collective], waits_in: Rooted | None) -> list[Collective]:
+    """The ``last`` collectives, with the root of the one that the main thread ``waits_in``, the last it has entered."""
+    found = list(last)
+    by_main_thread = [index for index, each in enumerate(last) if each.by_main_thread]
+    if waits_in is not None and by_main_thread:
+        index = by_main_thread[-1]
+        each = last[index]
+        if (each.group, each.name) == (waits_in.group, waits_in.name):
+            found[index] = each._replace(root=each.members[waits_in.group_root])
+    return found
 
 
 def why_never(
@@ -62,18 +72,18 @@ def why_never(
         for group, names in mine.names.items():
             for number in names.keys() & theirs.names.get(group, {}).keys():
                 entered, own = theirs.names[group][number], names[number]
-                if entered.removesuffix(AS_ROOT) != own.removesuffix(AS_ROOT) or (entered == own and AS_ROOT in own):
+                if entered.differs_from(own):
                     what = f"As collective {number} of process group {group} it entered {entered}, and rank {me} {own}"
                     return f"rank {other} {theirs.where}. {what}"
     return ""
 
 
-def _names(last: Sequence[Collective]) -> dict[str, dict[str, str]]:
+def _names(last: Sequence[Collective]) -> dict[str, dict[str, Entered]]:
     """The names of the last collectives of each group, by their numbers."""
-    names: dict[str, dict[str, str]] = {}
+    names: dict[str, dict[str, Entered]] = {}
     for each in last:
-        what = each.name + (each.tensors and f" of {each.tensors}") + AS_ROOT * each.is_root
-        names.setdefault(each.group, {})[str(each.number)] = what
+        entered = Entered(each.name + (each.tensors and f" of {each.tensors}"), each.root)
+        names.setdefault(each.group, {})[str(each.number)] = entered
     return {group: dict(list(numbers.items())[-LAST_COLLECTIVES:]) for group, numbers in names.items()}
 
 

@@ -18,6 +18,14 @@ from ..launch.group import Group
 from .records import call_site
 
 
+class Rooted(NamedTuple):
+    """A collective that has a root."""
+
+    name: str  # as in broadcast
+    group: str  # torch's name of it
+    group_root: int  # the rank of the root in that group
+
+
 class Position(NamedTuple):
     """Where the main thread stands."""
 
@@ -25,6 +33,7 @@ class Position(NamedTuple):
     site: str  # file:line of the user's code
     may_wait: bool  # for other ranks: it is in torch's distributed or autograd code, or calls some `wait`
     makes_group: bool  # it is in initialize_ddp
+    waits_in: Rooted | None  # the collective whose end it waits for, if that has a root
 
     def __str__(self) -> str:
         return f"in {self.function}() at {self.site}" if self.function else f"at {self.site}"
@@ -33,15 +42,16 @@ class Position(NamedTuple):
 def position() -> Position:
     """Where the main thread stands now."""
     frame = innermost = _main_frame()
-    function, makes_group = None, False
+    function, makes_group, waits_in = None, False, None
     while frame is not None and _is_library(frame):
         if frame.f_code is Group.make.__code__:
             function, makes_group = "initialize_ddp", True
         elif frame.f_code.co_filename == dist.distributed_c10d.__file__:
+            waits_in = waits_in if function else _rooted(frame)
             function = frame.f_code.co_name
         frame = frame.f_back
     site = call_site(frame) if frame else "an unknown place"
-    return Position(function, site, innermost is not None and _may_wait(innermost), makes_group)
+    return Position(function, site, innermost is not None and _may_wait(innermost), makes_group, waits_in)
 
 
 def stack() -> str:
@@ -58,6 +68,14 @@ def _main_frame() -> FrameType | None:
 
 def _is_library(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_LIBRARIES)
+
+
+def _rooted(frame: FrameType) -> Rooted | None:
+    """The collective that ``frame``, of torch's function for it, has begun, if that has a root."""
+    variables = frame.f_locals
+    if "work" in variables and hasattr(variables.get("opts"), "rootRank"):
+        return Rooted(frame.f_code.co_name, variables["group"].group_name, variables["opts"].rootRank)
+    return None
 
 
 def _may_wait(frame: FrameType) -> bool:

@@ -21,7 +21,7 @@ from ..launch.flight_recorder import Collective
 from ..launch.liveness import Liveness
 from ..launch.store import LEFT_KEY, standing_key
 from ..signals import Condition, Interrupted, Interruptible
-from .deadlock import standing, why_never
+from .deadlock import standing, why_never, with_root
 from .outcomes import BlockOutcomes
 from .records import Call, Progress, Standing, Waits
 from .stacks import Position, position, stack
@@ -232,7 +232,9 @@ class Watcher:
         if state != self._state:
             self._state, self._last = state, []
         elif waits or (under_way and stands.may_wait):
-            self._last = self._last or flight_recorder.collectives(first_id)
+            if self._last:  # none has been entered since, so the main thread stands in its last one
+                return with_root(self._last, stands.waits_in)
+            self._last = flight_recorder.collectives(first_id, self._context.rank)
             return self._last
         return []
 

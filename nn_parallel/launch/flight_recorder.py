@@ -27,14 +27,14 @@ class Collective(NamedTuple):
     number: int
     name: str  # as in all_reduce
     tensors: str  # their types and sizes, if these are the same on every rank
-    is_root: bool  # known of gather and scatter alone
+    root: int | None  # if it has one, and that is known: the root of a gather or scatter is, on itself
     members: tuple[int, ...]
     is_over: bool
     by_main_thread: bool
 
 
-def collectives(first_group_id: int) -> list[Collective]:
-    """The last collectives of this process, the oldest first, in groups that exist and have at least this id."""
+def collectives(first_group_id: int, rank: int) -> list[Collective]:
+    """The last that this ``rank`` has entered, the oldest first, in groups that exist and have at least this id."""
     world, main = dist.distributed_c10d._world, str(threading.main_thread().ident)
     members = {name: tuple(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())}
     found = []
@@ -45,8 +45,8 @@ def collectives(first_group_id: int) -> list[Collective]:
             tensors = f"{', '.join(entry[f'{which}_dtypes'])} {entry[f'{which}_sizes']}" if which else ""
             by_main_thread = entry.get("thread_id") == main
             number, is_over = entry["collective_seq_id"], entry["retired"]
-            is_root = name in OF_ROOT and bool(entry[OF_ROOT[name]])
-            found.append(Collective(group, number, name, tensors, is_root, members[group], is_over, by_main_thread))
+            root = rank if name in OF_ROOT and entry[OF_ROOT[name]] else None
+            found.append(Collective(group, number, name, tensors, root, members[group], is_over, by_main_thread))
     return found
 
 
