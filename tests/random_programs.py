@@ -107,10 +107,7 @@ class Plan:
 
 
 class Program:
-    """A plan as one rank runs it: late to some steps, as its own random numbers say.
-
-    The sizes of what has a root tell which it is: ranks that differ in the root alone cannot know.
-    """
+    """A plan as one rank runs it: late to some steps, as its own random numbers say."""
 
     def __init__(self, plan: Plan, seed: str, rank: int, world_size: int, late_s: float, leaves_out: int) -> None:
         self.rank, self.world_size, self._plan, self._late_s = rank, world_size, plan, late_s
@@ -146,19 +143,19 @@ class Program:
         assert total.tolist() == [self.world_size] * 4
 
     def _broadcast(self, root: int) -> None:
-        sent = torch.full((root + 1,), float(self.rank))
+        sent = torch.tensor([self.rank])
         dist.broadcast(sent, root)
-        assert sent.tolist() == [root] * (root + 1)
+        assert sent.tolist() == [root]
 
     def _reduce(self, root: int) -> None:
-        dist.reduce(torch.ones(root + 1), root)
+        dist.reduce(torch.ones(1), root)
 
     def _gather(self, root: int) -> None:
-        mine = torch.ones(root + 1)
+        mine = torch.ones(1)
         dist.gather(mine, [mine.clone() for _ in range(self.world_size)] if self.rank == root else None, root)
 
     def _scatter(self, root: int) -> None:
-        mine = torch.ones(root + 1)
+        mine = torch.ones(1)
         dist.scatter(mine, [mine.clone() for _ in range(self.world_size)] if self.rank == root else None, root)
 
     def _all_gather(self, root: int) -> None:
@@ -177,10 +174,10 @@ class Program:
         assert all_gather_object(self.rank) == list(range(self.world_size))
 
     def _gather_object(self, root: int) -> None:
-        dist.gather_object("a" * 2**root, [None] * self.world_size if self.rank == root else None, root)
+        dist.gather_object("a", [None] * self.world_size if self.rank == root else None, root)
 
     def _broadcast_object_list(self, root: int) -> None:
-        dist.broadcast_object_list(["b"] * (root + 1), root)
+        dist.broadcast_object_list(["b"], root)
 
     def _asynchronous(self, root: int) -> None:
         self._pending.append(dist.all_reduce(torch.ones(4), async_op=True))
