@@ -170,6 +170,12 @@ def test_a_new_function_of_the_same_code_is_not_sent_again() -> None:
         "def make(n):\n def f():\n  def g():\n   nonlocal n\n   n += 1\n  g()\n  return n\n return f\nf = make(0)",
         "f = lambda seen=[]: seen.append(1) or len(seen)",
         "def make():\n def g(): pass\n g.n = 0\n def f():\n  g.n += 1\n  return g.n\n return f\nf = make()",
+        "def make():\n def g(): pass\n g.n = 0\n def f():\n  h = g\n  h.n += 1\n  return g.n\n return f\nf = make()",
+        "def make():\n def g(): pass\n g.n = 0\n def f(h=(g, 1)):\n  h[0].n += 1\n  return g.n\n return f\nf = make()",
+        "def add(h):\n h.n += 1\n return h.n\ndef make():\n def g(): pass\n g.n = 0\n return lambda: add(g)\nf = make()",
+        "import functools\ndef add(h):\n h.n += 1\n return h.n\ndef make():\n def g(): pass\n g.n = 0\n"
+        " return functools.partial(add, g)\nf = make()",
+        "def make():\n def f():\n  h = f\n  h.n = getattr(h, 'n', 0) + 1\n  return h.n\n return f\nf = make()",
     ],
 )
 def test_what_a_function_holds_itself_begins_anew_in_each_call(source: str) -> None:

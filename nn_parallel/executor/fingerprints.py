@@ -25,13 +25,13 @@ import torch
 def fingerprint(fn: Callable[..., Any]) -> tuple[tuple[int, ...], list[object]] | None:
     """A key that is equal for two functions that do the same, and what to keep for as long as keys are compared.
 
-    None if there can be no telling: ``fn`` refers to something mutable, or changes what it closes over, or an attribute
-    of that: closures begin anew in each call. What it does so by ``setattr`` is not seen.
+    None if there can be no telling: ``fn`` refers to something mutable, or writes what it closes over, or may store an
+    attribute of a function that begins anew in each call. What it stores by ``setattr`` is not seen.
     """
-    parts: list[object] = []
-    if not _add(fn, parts, {}):
+    found = _Found()
+    if not _add(fn, found) or (found.stores_attributes and found.holds_functions):
         return None
-    return (len(sys.modules), *map(id, parts)), parts  # cloudpickle looks which submodules are imported
+    return (len(sys.modules), *map(id, found.parts)), found.parts  # cloudpickle looks which submodules are imported
 
 
 def is_constant(value: Any) -> bool:
@@ -40,45 +40,58 @@ def is_constant(value: Any) -> bool:
         return all(map(is_constant, value))
     if type(value) in (types.FunctionType, functools.partial):
         return type(value) is types.FunctionType and _is_importable(value)
-    return _add(value, [], {})
+    return _add(value, _Found())
 
 
-def _add(value: Any, parts: list[object], seen: dict[int, int]) -> bool:
-    """Add what ``value`` is made of, in an order that the code determines; whether that is all there is to it."""
+class _Found:
+    """What a function is made of, in an order that its code determines, as far as it has been looked through."""
+
+    def __init__(self) -> None:
+        self.parts: list[object] = []
+        self.numbers: dict[int, int] = {}  # of functions, by their identity: the same one may come again
+        self.stores_attributes = False
+        self.holds_functions = False  # that have no name, so that each call of the function has them anew
+
+
+def _add(value: Any, found: _Found) -> bool:
+    """Add what ``value`` is made of; whether that is all there is to it."""
     kind = type(value)
     if kind is types.FunctionType:
         if _is_importable(value):
-            parts.append(value)
+            found.parts.append(value)
             return True
-        return _add_again(value, parts, seen) or _add_function(value, parts, seen)
+        return _add_again(value, found) or _add_function(value, found)
     if kind is functools.partial:
-        return _add_again(value, parts, seen) or _add_partial(value, parts, seen)
-    parts.append(value)
+        return _add_again(value, found) or _add_partial(value, found)
+    found.parts.append(value)
     if isinstance(value, types.ModuleType):
         return sys.modules.get(value.__name__) is value and not goes_by_value(value.__name__)
     if kind in _IMMUTABLE:
         return True
     if kind is tuple or kind is frozenset:
-        return all(_add(each, parts, seen) for each in value)
+        return all(_add(each, found) for each in value)
     if kind is types.BuiltinFunctionType:
         owner = value.__self__
         return isinstance(owner, types.ModuleType | None) or (isinstance(owner, type) and _is_importable(owner))
     return isinstance(value, type) and _is_importable(value)
 
 
-def _add_again(value: Any, parts: list[object], seen: dict[int, int]) -> bool:
-    """Add the number under which ``value`` has been seen; False if it has not."""
-    if id(value) in seen:
-        parts += _AGAIN, seen[id(value)]
+def _add_again(value: Any, found: _Found) -> bool:
+    """Add the number of ``value`` if it has one; else it gets one."""
+    if id(value) in found.numbers:
+        found.parts += _AGAIN, found.numbers[id(value)]
         return True
-    seen[id(value)] = len(seen)
+    found.numbers[id(value)] = len(found.numbers)
     return False
 
 
-def _add_function(fn: types.FunctionType, parts: list[object], seen: dict[int, int]) -> bool:
-    names = _global_names(fn.__code__)
-    if names is None:
+def _add_function(fn: types.FunctionType, found: _Found) -> bool:
+    reads = _reads(fn.__code__)
+    if reads is None:
         return False
+    names, stores_attributes = reads
+    found.stores_attributes |= stores_attributes
+    parts = found.parts
     parts += _itself(fn)
     values = [fn.__globals__.get(name, _Missing) for name in names] if names else []
     held = _held_by(fn)
@@ -86,12 +99,14 @@ def _add_function(fn: types.FunctionType, parts: list[object], seen: dict[int, i
         # What dicts and tuples hold is compared, not these: every evaluation of a `def` makes new ones.
         annotations, closure, defaults, by_name, attributes = held
         by_name = by_name or {}
-        values += *map(_contents, closure or ()), *(defaults or ()), *by_name.values(), *attributes.values()
+        own = *map(_contents, closure or ()), *(defaults or ()), *by_name.values(), *attributes.values()
+        found.holds_functions |= any(map(_begins_anew, own))
+        values += own
         parts += len(values), len(annotations), len(by_name), len(attributes), *annotations, *by_name, *attributes
         parts += annotations.values()
     else:
         parts.append(_NOTHING_HELD)
-    return not values or all(_add(value, parts, seen) for value in values)
+    return not values or all(_add(value, found) for value in values)
 
 
 def _contents(cell: types.CellType) -> Any:
@@ -101,33 +116,42 @@ def _contents(cell: types.CellType) -> Any:
         return _Missing
 
 
-def _add_partial(fn: functools.partial[Any], parts: list[object], seen: dict[int, int]) -> bool:
-    parts += _PARTIAL, len(fn.args), len(fn.keywords), *map(sys.intern, fn.keywords)
-    return not fn.__dict__ and all(_add(value, parts, seen) for value in (fn.func, *fn.args, *fn.keywords.values()))
+def _add_partial(fn: functools.partial[Any], found: _Found) -> bool:
+    own = *fn.args, *fn.keywords.values()
+    found.parts += _PARTIAL, len(fn.args), len(fn.keywords), *map(sys.intern, fn.keywords)
+    found.holds_functions |= any(map(_begins_anew, own))
+    return not fn.__dict__ and all(_add(value, found) for value in (fn.func, *own))
+
+
+def _begins_anew(value: Any) -> bool:
+    """Whether it is, or holds, a function that each call has anew: it travels by value, and has no name there."""
+    kind = type(value)
+    if kind is tuple or kind is frozenset:
+        return any(map(_begins_anew, value))
+    if kind is types.FunctionType:
+        return value.__globals__.get(value.__qualname__) is not value and not _is_importable(value)
+    return kind is functools.partial
 
 
 @functools.lru_cache(maxsize=1024)
-def _global_names(code: types.CodeType) -> tuple[str, ...] | None:
-    """The globals that ``code`` and the functions in it read.
+def _reads(code: types.CodeType) -> tuple[tuple[str, ...], bool] | None:
+    """The globals that ``code`` and the functions in it read, and whether they store attributes of anything.
 
-    None if they write what ``code`` closes over, or an attribute of that.
+    None if they write what ``code`` closes over.
     """
-    names, pending = dict[str, None](), [code]
+    names, stores_attributes, pending = dict[str, None](), False, [code]
     while pending:
         inner = pending.pop()
         pending += (const for const in inner.co_consts if isinstance(const, types.CodeType))
-        last_is_outer = False
         for instruction in dis.get_instructions(inner):
-            operation, _, scope = instruction.opname.partition("_")
-            is_outer = scope == "DEREF" and instruction.argval in code.co_freevars
-            if is_outer and operation in ("STORE", "DELETE"):
-                return None
-            if last_is_outer and instruction.opname in _CHANGES_ATTRIBUTE:
-                return None
-            if scope == "GLOBAL":
+            operation, _, what = instruction.opname.partition("_")
+            if operation in ("STORE", "DELETE"):
+                if what == "DEREF" and instruction.argval in code.co_freevars:
+                    return None
+                stores_attributes |= what == "ATTR"
+            if what == "GLOBAL":
                 names[instruction.argval] = None
-            last_is_outer = is_outer
-    return tuple(names)
+    return tuple(names), stores_attributes
 
 
 def _is_importable(obj: types.FunctionType | type) -> bool:
@@ -154,7 +178,6 @@ class _Missing:
 _AGAIN = object()  # before the number of a function that came before
 _PARTIAL = object()  # begins what a partial is made of
 _NOTHING_HELD = object()  # stands for what a function is made of beside itself and the globals that it reads
-_CHANGES_ATTRIBUTE = {"STORE_ATTR", "DELETE_ATTR", "COPY"}  # the last, of what is on the stack, begins `outer.x += 1`
 _itself = operator.attrgetter("__code__", "__globals__", "__name__", "__qualname__", "__module__", "__doc__")
 _held_by = operator.attrgetter("__annotations__", "__closure__", "__defaults__", "__kwdefaults__", "__dict__")
 _IMMUTABLE = {
