@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from importlib.metadata import metadata
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import torch
@@ -102,7 +102,10 @@ def _launch() -> Finding:
 
 def _software() -> Finding:
     parts = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
-    parts.append(f"nn_parallel {metadata('nn_parallel')['Version']}")
+    try:
+        parts.append(f"nn_parallel {version('nn_parallel')}")
+    except PackageNotFoundError:
+        parts.append("nn_parallel from a source tree that is not installed")
     if torch.version.cuda:
         parts.append(f"CUDA {torch.version.cuda}")
     if torch.cuda.is_available() and dist.is_nccl_available():

@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -219,6 +220,20 @@ def test_the_doctor_of_an_old_torch(tmp_path: Path) -> None:
     assert launch.startswith("ok ")
     assert re.match(r"failed +software +Python .*, torch 2\.7\.1\+cu126, nn_parallel ", software)
     assert advice.strip() == "-> install torch >= 2.8"
+
+
+def test_the_doctor_in_a_source_tree_that_is_not_installed(tmp_path: Path) -> None:
+    """Its version is not known, and all else works: with the packages of this environment but our own."""
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if "nn_parallel" not in entry.name:
+            (tmp_path / entry.name).symlink_to(entry)
+    path = os.pathsep.join([str(HERE.parent), str(tmp_path)])
+    without_site = [sys.executable, "-S", "-m", "nn_parallel", "doctor"]
+    done = subprocess.run(
+        without_site, env=_clean() | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nn_parallel from a source tree that is not installed" in done.stdout
 
 
 def test_the_oldest_torch_is_the_same_everywhere() -> None:
