@@ -51,7 +51,10 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--auto", type=int, metavar="N", help="print the N with the most free memory")
     how.add_argument("--choose", action="store_true", help="ask, and print those")
     gpus.add_argument("--min-memory", type=int, default=0, metavar="MB", help="with --auto: so many MiB must be free")
-    gpus.epilog = f"What --auto and --choose print is for CUDA_VISIBLE_DEVICES=$({PROGRAM} gpus --auto 2)."
+    gpus.epilog = (
+        f"What --auto and --choose print is for CUDA_VISIBLE_DEVICES=$({PROGRAM} gpus --auto 2). It reserves nothing: "
+        "select_gpus(2) in the script itself keeps others that select so from the same GPUs."
+    )
     commands.add_parser("run", help="start a script on every device, by torchrun: `run --help`")
     commands.add_parser("doctor", help="try what distributed training needs, and say what to do")
     return parser

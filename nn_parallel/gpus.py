@@ -104,15 +104,17 @@ def parse_gpu_selection(selection: str) -> list[GPU]:
 def select_gpus(count: int, *, min_memory_mb: int = 0) -> list[GPU]:
     """Take the ``count`` GPUs with the most free memory, of equal ones the least busy, for the life of this process.
 
-    Another process on this machine that selects so too does not get them meanwhile: a lock on a file for each UUID, in
-    the folder for temporary files, says so. Of those that this process has already, it gets the same again.
+    Another process on this machine that selects so too, of whichever user, does not get them meanwhile: a lock on a
+    file for each UUID, in the folder for temporary files, says so. Of those that this process has already, it gets the
+    same again.
 
     Args:
         min_memory_mb: so many MiB must be free on each.
 
     Raises:
         ValueError: ``count`` is below one.
-        LaunchError: there are fewer such GPUs; the message says what is the matter with the others.
+        LaunchError: there are fewer such GPUs; the message says what is the matter with the others. Or a lock's file
+            cannot be read.
 
     Example::
 
@@ -171,14 +173,27 @@ def _lock(uuid: str) -> int | None:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             break
         except FileNotFoundError:
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+            _make_lock(path)
+        except PermissionError as error:
+            raise LaunchError(f"{path}, the lock of a GPU, cannot be read: its owner can `chmod 644` it.") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
         return None
     return fd
+
+
+def _make_lock(path: str) -> None:
+    """Put the file there at once with its mode, whatever the umask is: any user may read it."""
+    fd, new = tempfile.mkstemp(dir=os.path.dirname(path))
+    try:
+        os.fchmod(fd, 0o644)
+        with contextlib.suppress(FileExistsError):
+            os.link(new, path)
+    finally:
+        os.close(fd)
+        os.unlink(new)
 
 
 def _named(text: str, gpus: list[GPU]) -> Iterator[GPU]:

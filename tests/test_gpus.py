@@ -208,6 +208,43 @@ def test_two_jobs_do_not_take_the_same(nvml: fake_nvml.Nvml, tmp_path: Path) -> 
     assert _numbers(select_gpus(3)) == [1, 3, 2]
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_two_users_do_not_take_the_same(nvml: fake_nvml.Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the umask of the first one is; a lock that cannot be read is named."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as shared:
+        os.chmod(shared, 0o1777)
+        monkeypatch.setattr(tempfile, "tempdir", shared)
+        before = os.umask(0o077)
+        try:
+            assert _numbers(select_gpus(1)) == [3]
+        finally:
+            os.umask(before)
+        assert os.listdir(shared) == ["nn_parallel-GPU-33ab-3.lock"]
+        assert _as_another_user(1) == "[2]"
+        os.chmod(Path(shared, "nn_parallel-GPU-33ab-3.lock"), 0o600)
+        assert "GPU-33ab-3.lock, the lock of a GPU, cannot be read: its owner can" in _as_another_user(1)
+
+
+def _as_another_user(count: int) -> str:
+    """What comes of `select_gpus` there."""
+    read, write = os.pipe()
+    if not (pid := os.fork()):
+        try:
+            os.setuid(65_534)
+            gpus._held = {}
+            told = str(_numbers(select_gpus(count)))
+        except Exception as error:
+            told = str(error)
+        finally:
+            os.write(write, told.encode())
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        told = answer.read()
+    os.waitpid(pid, 0)
+    return told
+
+
 def test_the_lock_is_followed_by_another_look(nvml: fake_nvml.Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever had the lock before may have left something running there."""
     lock = gpus._lock
