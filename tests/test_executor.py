@@ -454,16 +454,48 @@ def test_map_keeps_the_order(ex: ParallelExecutor) -> None:
         assert list(found) == expected
         first = ex.map(lambda device, x: (str(device), x), range(5), chunksize=chunksize)
         assert list(first) == [("cpu", x) for x in range(5)]
-    results = ex.map(lambda x: 1 // x, [1, 0, 1])
-    assert next(results) == 1
-    with pytest.raises(ZeroDivisionError):
-        next(results)
+        results = ex.map(lambda x: 2 // x, [1, 2, 0, 1], chunksize=chunksize)
+        assert [next(results), next(results)] == [2, 1]
+        with pytest.raises(ZeroDivisionError) as caught:
+            next(results)
+        assert "a single task on cpu" in str(caught.value.__cause__)
     with pytest.raises(WorkerDiedError, match=r"while running _exit\(\)\."):
         list(ex.map(functools.partial(os._exit), [1, 1], chunksize=2))
     with pytest.raises(ValueError, match="chunksize=0"):
         ex.map(abs, [1], chunksize=0)
     with pytest.raises(TimeoutError):
         list(ex.map(time.sleep, [1.0], timeout=0.05))
+
+
+def test_a_chunk_goes_on_after_nothing_but_a_result(ex: ParallelExecutor) -> None:
+    """A call that has failed ends its chunk, whatever it has raised, and so does the child of one that forks."""
+    for raised in (ZeroDivisionError("no"), SystemExit(3)):
+
+        def fail_second(item: int, raised: BaseException = raised) -> int:
+            if item == 1:
+                raise raised
+            return 10 * item
+
+        results = ex.map(fail_second, range(4), chunksize=4)
+        assert next(results) == 0
+        with pytest.raises((ZeroDivisionError, RemoteError), match="no|SystemExit: 3"):
+            next(results)
+        assert list(results) == []
+    read, write = os.pipe()
+
+    def fork_first(item: int) -> int:
+        here = os.fork() if item == 0 else 1
+        with open(path, "a") as file:
+            file.write(f"{item if here else 'child'}\n")
+        return os.waitpid(here, 0)[1] if item == 0 and here else item
+
+    path = f"/proc/{os.getpid()}/fd/{write}"
+    try:
+        assert list(ex.map(fork_first, range(3), chunksize=3)) == [0, 1, 2]
+        assert sorted(os.read(read, 100).decode().split()) == ["0", "1", "2", "child"]
+    finally:
+        os.close(read)
+        os.close(write)
 
 
 def test_it_is_an_executor_of_the_standard_library(ex: ParallelExecutor) -> None:

@@ -172,7 +172,8 @@ def test_a_new_function_of_the_same_code_is_not_sent_again() -> None:
         "def make():\n def g(): pass\n g.n = 0\n def f():\n  g.n += 1\n  return g.n\n return f\nf = make()",
         "def make():\n def g(): pass\n g.n = 0\n def f():\n  h = g\n  h.n += 1\n  return g.n\n return f\nf = make()",
         "def make():\n def g(): pass\n g.n = 0\n def f(h=(g, 1)):\n  h[0].n += 1\n  return g.n\n return f\nf = make()",
-        "def add(h):\n h.n += 1\n return h.n\ndef make():\n def g(): pass\n g.n = 0\n return lambda: add(g)\nf = make()",
+        "def add(h):\n h.n += 1\n return h.n\ndef make():\n def g(): pass\n g.n = 0\n return lambda: add(g)\n"
+        "f = make()",
         "import functools\ndef add(h):\n h.n += 1\n return h.n\ndef make():\n def g(): pass\n g.n = 0\n"
         " return functools.partial(add, g)\nf = make()",
         "def make():\n def f():\n  h = f\n  h.n = getattr(h, 'n', 0) + 1\n  return h.n\n return f\nf = make()",

@@ -8,7 +8,7 @@ import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from datetime import timedelta
 from types import TracebackType
@@ -28,7 +28,7 @@ from .crew import Settings
 from .jobs import Mapped, Resize, Run, Single
 from .packing import CallOptions
 from .supervisor import Supervisor
-from .worker import in_this_process
+from .worker import call_each, in_this_process
 
 UNINTERRUPTED = True  # see signals
 R = TypeVar("R")
@@ -205,9 +205,8 @@ class ParallelExecutor(Executor):
         if chunksize == 1:
             return self._map_over_workers(self._supervisor, fn, items, timeout, name)
         chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
-        each = functools.partial(_call_each, fn)  # no more than that, so that the workers can keep it
-        results = self._map_over_workers(self._supervisor, each, zip(chunks, strict=True), timeout, name)
-        return itertools.chain.from_iterable(results)
+        each = functools.partial(call_each, fn)  # no more than that, so that the workers can keep it
+        return _joined(self._map_over_workers(self._supervisor, each, zip(chunks, strict=True), timeout, name))
 
     def put(self, obj: Any) -> Any:
         """Send ``obj`` once to each worker that needs it, and hand out a handle to pass to any number of calls.
@@ -307,7 +306,7 @@ class ParallelExecutor(Executor):
         items: Iterable[tuple[Any, ...]],
         timeout: float | None,
         name: str,
-    ) -> Iterator[Any]:
+    ) -> Generator[Any, None, None]:
         mapped = Mapped(timeout)
         try:
             for args in items:
@@ -365,6 +364,17 @@ def _check_choice_is_what_runs(
             f"{wrong[0]} does not apply here: the workers are the {context.world_size} ranks that run already, this "
             f"one on {context.world.device}."
         )
+
+
+def _joined(chunks: Generator[Any, None, None]) -> Iterator[Any]:
+    """The results that `call_each` gives for these chunks, or the first exception."""
+    with contextlib.closing(chunks):  # what has not begun then never does
+        for results, failed in chunks:
+            yield from results
+            if failed is not None:
+                error, failure = failed
+                error.__cause__ = failure.as_cause()
+                raise error
 
 
 def _call_each(fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: torch.device | None = None) -> list[R]:

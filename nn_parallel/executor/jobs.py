@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, InvalidStateError
 from typing import Any
 
@@ -85,7 +85,7 @@ class Mapped:
         """The next item, which cannot be sent."""
         self._items.append(error)
 
-    def results(self, lead: Callable[[Callable[[], bool], float | None], None]) -> Iterator[Any]:
+    def results(self, lead: Callable[[Callable[[], bool], float | None], None]) -> Generator[Any, None, None]:
         """The results, or the first exception; what has not begun when nobody takes them any more, never does.
 
         ``lead`` reads answers until one has arrived, or a deadline has, if nobody else does.

@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -27,7 +27,7 @@ from ..calls.records import WAITING, Progress, Waits, call_name
 from ..calls.watcher import Watcher, is_consequence
 from ..devices import call_on_device
 from ..errors import Failure, ParallelError, RemoteError, TransferError, qualified_name, user_frames
-from ..launch.context import DEFAULT_TIMEOUT, RankContext, join, rank_context
+from ..launch.context import DEFAULT_TIMEOUT, RankContext, current_world, join, rank_context
 from ..pickling import Packed, dumps, loads
 from ..signals import Interrupted, Interruptible, keep_handler
 from ..world import World
@@ -296,6 +296,22 @@ def in_this_process(call: Callable[..., R], /, *args: Any) -> R:
     if os.getpid() != pid:
         _end_as_a_script()
     return result
+
+
+def call_each(
+    fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: torch.device | None = None
+) -> tuple[list[R], tuple[Exception, Failure] | None]:
+    """The results of a chunk of a map, up to the first call that fails; and how that one has failed."""
+    results: list[R] = []
+    for item in items:
+        try:
+            results.append(in_this_process(call_on_device, fn, item, {}, device))
+        except Interrupted:
+            raise
+        except BaseException as error:
+            packed = _pack_exception(error, f"a single task on {current_world().device}")
+            return results, loads(packed.pickle, [bytearray(buffer) for buffer in packed.buffers])
+    return results, None
 
 
 def _end_as_a_script(error: BaseException | None = None) -> NoReturn:
