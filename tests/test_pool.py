@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import gc
+import io
+import multiprocessing.util
 import os
 import random
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -595,6 +599,77 @@ def test_a_killed_process_leaves_no_shared_memory(pools: ParallelExecutor, tmp_p
     while worker.exists() or child.exists():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def test_shared_memory_that_a_process_has_open_is_not_removed() -> None:
+    """A process of another pid namespace may have the number of the one that has ended; this one stands in for it."""
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        pid = pool.submit(os.getpid).result()
+        left, used = Path(f"/dev/shm/torch_{pid}_1_0"), Path(f"/dev/shm/torch_{pid}_0_0")
+        try:
+            left.touch()
+            with used.open("w"):
+                with pytest.raises(WorkerDiedError):
+                    pool.submit(lambda: os.kill(os.getpid(), signal.SIGKILL)).result()
+                assert not left.exists()
+                assert used.exists()
+        finally:
+            used.unlink(missing_ok=True)
+            left.unlink(missing_ok=True)
+
+
+def test_what_a_worker_has_registered_runs_as_it_leaves(tmp_path: Path) -> None:
+    """As at the end of a script: temporary folders go, also that of `multiprocessing`, and `atexit` is heard."""
+
+    def register() -> int:
+        setattr(sys, "kept", tempfile.TemporaryDirectory(dir=tmp_path))  # noqa: B010
+        tempfile.tempdir = str(tmp_path)
+        multiprocessing.util.get_temp_dir()
+        atexit.register(print, os.getpid(), end=" ")
+        return os.getpid()
+
+    with ParallelExecutor(num_workers=3, devices="cpu") as pool:
+        first = pool.run(register)
+        assert len(list(tmp_path.iterdir())) == 6
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            pool.resize(1)
+            pool.shutdown()
+    assert list(tmp_path.iterdir()) == []
+    assert sorted(printed.getvalue().split()) == sorted(map(str, first))
+
+
+@pytest.mark.parametrize("own_session", [False, True])
+def test_what_a_worker_has_started_ends_with_it(own_session: bool, tmp_path: Path) -> None:
+    """Killed or not, its children and those whose parent has ended; and what another worker has started lives on."""
+
+    def start() -> list[int]:
+        child = subprocess.Popen(["sleep", "3600"], start_new_session=own_session)
+        orphan = subprocess.run(
+            ["sh", "-c", "sleep 3600 > /dev/null & echo $!"],
+            stdout=subprocess.PIPE,
+            start_new_session=own_session,
+            check=True,
+        )
+        return [child.pid, int(orphan.stdout)]
+
+    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
+        killed, left = pool.run(start)
+        with pytest.raises(RankError):
+            pool.run(lambda: os.kill(os.getpid(), signal.SIGKILL) if current_world().rank == 0 else None)
+        _wait_for_ends(killed)
+        assert all(map(_is_alive, left))
+    _wait_for_ends(left)
+
+
+def _wait_for_ends(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while any(map(_is_alive, pids)):
+        assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.001)
+
+
+def _is_alive(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
 
 
 def test_too_many_descriptors_is_an_error_and_no_leak() -> None:

@@ -3,9 +3,9 @@
 One per program, started for the first pool and kept for the next ones. It runs no tensor operation (a forked OpenMP
 pool hangs) and never looks for a GPU, so a fork of it is as good as a fresh process.
 
-Whatever its workers start ends with it: it is the subreaper of all its descendants, puts each worker into a process
-group of its own, and watches the parent through a pidfd. A pipe would not do: anyone who has forked keeps its other end
-open.
+Whatever its workers start ends with it: it is the subreaper of all its descendants, and watches the parent through a
+pidfd. A pipe would not do: anyone who has forked keeps its other end open. Each worker is the subreaper of its own
+descendants, so a child of this process that is no worker is an orphan of a worker that has ended: it is killed.
 
 It stays in the parent's session. Linux shares the cores between sessions first (autogroup): with workers in another
 one, a supervisor that had something to do was left without a core for more than a second beside two busy programs.
@@ -13,8 +13,10 @@ one, a supervisor that had something to do was left without a core for more than
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import glob
 import json
@@ -23,9 +25,10 @@ import select
 import signal
 import socket
 import traceback
+import weakref
 
 from .transport import receive_fds
-from .worker import work
+from .worker import flush_output, work
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -42,6 +45,8 @@ def serve(control_fd: int, parent_pid: int, parent: int) -> None:
         return
     gc.collect()
     gc.freeze()  # a collection in a worker would touch, and so copy, the pages that all share
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # of torch's libraries
+        finalizer.atexit = False  # a worker finalizes what is its own
     with socket.socket(fileno=control_fd) as control:
         try:
             _Server(control, parent).loop()
@@ -119,6 +124,7 @@ class _Server:
         try:
             os.setpgid(0, 0)
             _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            _prctl(PR_SET_CHILD_SUBREAPER, 1)
             if os.getppid() != server:
                 os._exit(1)
             signal.set_wakeup_fd(-1)
@@ -135,6 +141,8 @@ class _Server:
             os.close(stdout)
             os.close(stderr)
             code = work(connection, descriptors, control, tokens)
+            atexit._run_exitfuncs()  # what user code and multiprocessing have registered
+            flush_output()
         except BaseException:
             traceback.print_exc()
         finally:
@@ -154,6 +162,10 @@ class _Server:
                 _kill_group(pid)  # its children; still a zombie, so the number cannot belong to anyone else
             _, status, usage = os.wait4(pid, 0)
             _remove_shared_memory(pid)
+            for child in _children():
+                if child not in self._workers:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
             if pool is not None:
                 code = os.waitstatus_to_exitcode(status)
                 self._tell(pool, {"exited": pid, "exitcode": code, "max_rss_kib": usage.ru_maxrss})
@@ -184,10 +196,20 @@ def _kill_descendants() -> None:
 
 
 def _remove_shared_memory(pid: int) -> None:
-    """Remove what a process left that was killed as it sent a tensor: torch makes a named file and unlinks it soon."""
+    """Remove what a process left that was killed as it sent a tensor: torch makes a named file and unlinks it soon.
+
+    A process with the same number in another pid namespace may have made a file there, too. It has that open or mapped
+    until it has unlinked it, and then the kernel grants no lease.
+    """
     for path in glob.glob(f"/dev/shm/torch_{pid}_*"):
         with contextlib.suppress(OSError):
-            os.unlink(path)
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # sent if it is opened now; SIGIO would end this process
+                fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+                os.unlink(path)
+            finally:
+                os.close(fd)
 
 
 def _children() -> list[int]:

@@ -112,7 +112,7 @@ def work(connection: socket.socket, descriptors: socket.socket, control: socket.
         del message, unpack  # a tensor that the result does not need must not outlive its task
         parcel = Parcel(packed, segments)
         del packed
-        _flush_output()
+        flush_output()
         try:
             try:
                 link.send((task.number, outcome, failed_inside), parcel)
@@ -326,12 +326,13 @@ def _end_as_a_script(error: BaseException | None = None) -> NoReturn:
                 print(error.code, file=sys.stderr)
             case _:
                 traceback.print_exception(error.with_traceback(user_frames(error)))
-        _flush_output()
+        flush_output()
     finally:
         os._exit(code)
 
 
-def _flush_output() -> None:
+def flush_output() -> None:
+    """Write what this process has printed and still holds."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
