@@ -34,6 +34,7 @@ class Poller:
         self._reading = threading.Lock()  # held by the thread that reads answers,
         self._reader = 0  # whose identifier this is
         self._is_reclaimed = False
+        self._is_masked = False  # answers do not wake the thread that always waits
         self._spin, self._arrived = Spin(), functools.partial(self._answers.poll, 0, AT_ONCE)
         self._looked_at = 0.0  # when a thread has called `read_answers`
         self.watch(self._answers.fileno(), self._stand_in)
@@ -68,24 +69,37 @@ class Poller:
                     self._read_until(is_over, deadline, begin, delayed)
                     return
             finally:
-                self._reader = 0
-                self._reading.release()
+                self._release()
         if begin is not None:
             begin()
 
     def _read_until(
         self, is_over: Callable[[], bool], deadline: float | None, begin: Callable[[], None] | None, delayed: Delayed
     ) -> None:
-        try:
-            self._all.modify(self._answers, 0)  # cheaper than to unregister one `epoll` from another
-            if begin is not None:
-                begin()
-            while delayed.due is None and not (is_over() or self._is_reclaimed):
-                if deadline is not None and time.monotonic() >= deadline:
-                    break
-                self._call_readers(self._spin.until(self._arrived) or self._answers.poll(_seconds_to(deadline)))
-        finally:
-            self._all.modify(self._answers, select.EPOLLIN)
+        self._mask()
+        if begin is not None:
+            begin()
+        while delayed.due is None and not (is_over() or self._is_reclaimed):
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+            self._call_readers(self._spin.until(self._arrived) or self._answers.poll(_seconds_to(deadline)))
+
+    def _release(self) -> None:
+        """Another thread may read answers."""
+        self._reader = 0
+        self._reading.release()
+        if self._is_masked:
+            self._unmask()
+
+    def _mask(self) -> None:
+        self._all.modify(self._answers, 0)  # cheaper than to unregister one `epoll` from another
+        self._is_masked = True
+
+    def _unmask(self) -> None:
+        self._is_masked = False
+        with self._guard:
+            if self._wakeups:  # else it is closed
+                self._all.modify(self._answers, select.EPOLLIN)
 
     @contextlib.contextmanager
     def reclaimed(self) -> Iterator[None]:
@@ -127,19 +141,23 @@ class Poller:
         left = self._looked_at + STAND_BACK_S - time.monotonic()
         if left > 0:
             time.sleep(left)
-        else:
-            self._read_at_once()
+        elif not self._read_at_once():
+            self._mask()  # until the thread that reads has read them
+            if not self._reading.locked():  # and does not see that any more
+                self._unmask()
         return True
 
-    def _read_at_once(self) -> None:
+    def _read_at_once(self) -> bool:
+        """Whether no other thread reads just now."""
         if self._reading.acquire(blocking=False):
             try:
                 self._reader = threading.get_ident()
                 if self._wakeups:
                     self._call_readers(self._arrived())
             finally:
-                self._reader = 0
-                self._reading.release()
+                self._release()
+            return True
+        return False
 
     def _call_readers(self, ready: list[tuple[int, int]]) -> None:
         for fd, _ in ready:
