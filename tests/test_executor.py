@@ -728,6 +728,24 @@ def test_a_failing_initializer_is_an_error_of_every_call() -> None:
             pool.run(int)
 
 
+class SlowToArrive(str):
+    """A text that takes two seconds to be rebuilt."""
+
+    def __reduce__(self) -> Any:
+        return eval, (f"__import__('time').sleep(2) or {str(self)!r}",)
+
+
+@pytest.mark.parametrize("initializer", [None, int])
+def test_the_start_of_workers_has_no_limit(initializer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout` is that of the calls, however slowly workers start, the first ones and those in the place of others."""
+    monkeypatch.setattr(sys, "argv", [*sys.argv, SlowToArrive("last")])  # what each worker begins with
+    with ParallelExecutor(num_workers=2, devices="cpu", timeout=1, initializer=initializer) as pool:
+        assert pool.run(lambda: sys.argv[-1]) == ["last"] * 2
+        with pytest.raises(WorkerDiedError):
+            pool.submit(os._exit, 1).result()
+        assert pool.run(lambda: sys.argv[-1]) == ["last"] * 2
+
+
 def test_an_initializer_that_takes_too_long_is_named() -> None:
     options: Any = {"timeout": 0.3, "initializer": time.sleep, "initargs": (60,)}
     told = pytest.raises(TimeoutError, match=r"^sleep\(\) did not end within timeout=0.3 s")

@@ -35,9 +35,9 @@ class Settings(NamedTuple):
     """What a pool was made with."""
 
     devices: Sequence[torch.device]
-    initializer: Callable[..., object]
+    initializer: Callable[..., object] | None
     initargs: tuple[Any, ...]
-    timeout_s: float | None  # of the set-up, initializer included
+    timeout_s: float | None  # of the initializer
     idle_limit_s: float | None
     prefix_output: bool
 
@@ -53,15 +53,12 @@ class End(NamedTuple):
 class Crew:
     """The worker processes of one pool and the connection to the fork server that starts and reaps them."""
 
-    def __init__(
-        self, settings: Settings, initializer: PackedCall, segments: Segments, on_news: Callable[[], bool]
-    ) -> None:
+    def __init__(self, settings: Settings, segments: Segments, on_news: Callable[[], bool]) -> None:
         """``on_news`` is called when there is something for `hear`."""
         self.living: list[Worker] = []
         self.timed = set[Worker]()  # those that have, or had, a deadline
         self.outputs = Outputs()
-        self._initializer, self._segments = initializer, segments
-        self._prefix_output = settings.prefix_output
+        self._segments, self._prefix_output = segments, settings.prefix_output
         self._directory = os.getcwd()
         self._unnamed: deque[Worker] = deque()  # forked in this order, whose process ids have not been told yet
         self._oom_kills = OomKills()
@@ -70,7 +67,7 @@ class Crew:
         self.poller.watch(self._server.fileno(), on_news)
         self.poller.watch(self.outputs.fileno(), self.outputs.copy)
 
-    def start(self, index: int, device: torch.device, cores: int, read: Callable[[Worker], bool]) -> Worker:
+    def start(self, index: int, device: torch.device, read: Callable[[Worker], bool]) -> Worker:
         """Have a worker forked and send it its set-up; it need not be there yet. ``read`` takes what it answers."""
         setup = Setup(
             rank=index,
@@ -92,7 +89,6 @@ class Crew:
         packed = Packed(pickle.dumps(tuple(setup)), is_plain=True)
         with contextlib.suppress(OSError):
             worker.link.send(Task(STARTED, is_call=False), Parcel(packed, self._segments))
-        worker.send(Task(STARTED, is_call=True, cores=cores), self._initializer)
         return worker
 
     def hear(self) -> list[End]:
@@ -112,7 +108,7 @@ class Crew:
             evidence = f"It could not be forked: {os.strerror(told['errno'])}."
             return [End(self._unnamed.popleft(), os.EX_OSERR, evidence)]
         if pid := told.get("pid"):
-            self._unnamed.popleft().named(pid, self._initializer.options.timeout_s)
+            self._unnamed.popleft().named(pid)
             return []
         evidence = f"Its memory use peaked at {told['max_rss_kib'] // 1024} MiB."
         if kills := self._oom_kills.since_last_asked():
@@ -129,13 +125,13 @@ class Crew:
         deadlines = (at for worker in self.timed for at in (worker.deadline, worker.stack_by, worker.kill_at))
         return min((at for at in deadlines if at is not None), default=None)
 
-    def keep_deadlines(self) -> dict[Job | None, list[Worker]]:
+    def keep_deadlines(self) -> dict[Job, list[Worker]]:
         """Do what is due; by job, the workers that have had time to tell where they stand, and have run out of it."""
-        now, silent, waited_for = time.monotonic(), dict[Job | None, list[Worker]](), set()
+        now, silent, waited_for = time.monotonic(), dict[Job, list[Worker]](), set()
         for worker in list(self.timed):
             if worker.kill_at is not None and now > worker.kill_at:
                 worker.kill()
-            elif worker.stack_by is not None:
+            elif worker.stack_by is not None and worker.job is not None:
                 silent.setdefault(worker.job, []).append(worker)
                 if now < worker.stack_by and not worker.has_told:
                     waited_for.add(worker.job)
@@ -148,9 +144,8 @@ class Crew:
                 self.timed.remove(worker)
         return {job: workers for job, workers in silent.items() if job not in waited_for}
 
-    def silence(self, silent: list[Worker], job: Job | None) -> RankTimeoutError:
-        """The error of a job, or of the set-up, during which these workers ran out of time."""
-        call = job.call if job else self._initializer
+    def silence(self, silent: list[Worker], call: PackedCall) -> RankTimeoutError:
+        """The error of a call during which these workers ran out of time."""
         silent = sorted(silent, key=lambda worker: worker.index)
         stacks = {worker.index: worker.where_it_stands() for worker in silent}
         told = "\n".join(f"{worker.description}:\n{stacks[worker.index]}" for worker in silent)

@@ -53,8 +53,9 @@ class ParallelExecutor(Executor):
         devices: ``"cpu"``, ``"all"``, ``"0,2-3"`` or a list of devices. If neither this nor ``num_gpus`` is given: all
             accelerators, or one CPU worker per core where there is none.
         num_workers: how many workers, over these devices in turn. If None: one per device, one per core on the CPU.
-        timeout: seconds (or a timedelta) that a call may take on a worker, from when it begins there; under a launcher
-            also how long the ranks wait for each other at the end of the ``with`` block. No limit if None.
+        timeout: seconds (or a timedelta) that a call, the initializer's too, may take on a worker, from when it begins
+            there; under a launcher also how long the ranks wait for each other at the end of the ``with`` block. No
+            limit if None.
         initializer: called once in each worker, also in one that replaces a dead one.
         initargs: its arguments.
         prefix_output: begin each line that a worker prints with ``[rank 1]``.
@@ -110,7 +111,7 @@ class ParallelExecutor(Executor):
             logger.info("No accelerator: %d CPU workers, %d threads each.", n, max(1, cpu_count() // n))
         settings = Settings(
             devices=chosen,
-            initializer=initializer or set_up,
+            initializer=initializer,
             initargs=initargs,
             timeout_s=self._options.timeout_s,
             idle_limit_s=self._idle_limit_s,
@@ -379,7 +380,3 @@ def _joined(chunks: Generator[Any, None, None]) -> Iterator[Any]:
 
 def _call_each(fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: torch.device | None = None) -> list[R]:
     return [call_on_device(fn, item, {}, device) for item in items]
-
-
-def set_up() -> None:
-    """The initializer of a pool that was given none, as errors call it if the workers are not there in time."""

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from ..errors import ExecutorClosedError, RankError, TransferError, lost_connection, rank_error
+from ..errors import ExecutorClosedError, RankError, TransferError, WorkerDiedError, lost_connection, rank_error
 from .futures import Callbacks, Future
 from .packing import PackedCall
 from .transport import Unpack
 from .worker import CANCELLED, FAILED, SUCCEEDED
 
 
-def opened(unpack: Unpack, outcome: int, job: Job | None) -> tuple[int, Any]:
-    """How a task of ``job``, or the initializer, ended once its answer is unpacked, and its result or its exception."""
+def opened(unpack: Unpack, outcome: int, job: Job) -> tuple[int, Any]:
+    """How a task of ``job`` ended once its answer is unpacked, and its result or its exception."""
     if outcome == CANCELLED:
         return outcome, None
     try:
@@ -29,8 +29,7 @@ def opened(unpack: Unpack, outcome: int, job: Job | None) -> tuple[int, Any]:
             value, failure = value
             value.__cause__ = failure.as_cause()
     except BaseException as error:  # a SystemExit in user code must not end our thread either
-        name = job.call.name if job else "the initializer"
-        value = TransferError(f"The result of {name} cannot be rebuilt in the parent process: {error!r}")
+        value = TransferError(f"The result of {job.call.name} cannot be rebuilt in the parent process: {error!r}")
         value.__cause__ = error
         outcome = FAILED
     return outcome, value
@@ -219,6 +218,22 @@ class Run:
         return self._results
 
 
+class SetUp:
+    """The initializer: the first task of each worker."""
+
+    def __init__(self, call: PackedCall, on_failure: Callable[[int, Exception], None]) -> None:
+        """``on_failure`` is given the rank of a worker that it has failed in, and the error."""
+        self.call, self._on_failure = call, on_failure
+
+    def end(self, rank: int, outcome: int, value: Any) -> None:
+        """The worker of ``rank`` has answered, or is gone: then another takes its place."""
+        if outcome == FAILED and not isinstance(value, WorkerDiedError):
+            self._on_failure(rank, value)
+
+    def give_up(self, error: Exception) -> None:
+        """It takes too long, or the pool cannot go on."""
+
+
 class Resize:
     """Another number of workers, from when all jobs before it are over."""
 
@@ -236,4 +251,5 @@ def _closed_while_running(call: PackedCall) -> ExecutorClosedError:
     return ExecutorClosedError(f"The executor was shut down while {call.name} ran.")
 
 
-Job = Single | Item | Run
+Waiting = Single | Item | Run  # what may wait for workers
+Job = Waiting | SetUp  # what a worker does

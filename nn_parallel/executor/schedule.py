@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..devices import cpu_count
-from .jobs import Item, Job, Resize, Run
+from .jobs import Item, Job, Resize, Run, SetUp, Waiting
 from .packing import PackedCall
 from .worker import STARTED, Task
 from .workers import Worker
@@ -30,7 +30,7 @@ class Schedule:
         wake: Callable[[], None],
     ) -> None:
         """``port`` gives that of the store for an epoch; ``wake`` has the supervisor look what it has to do."""
-        self.pending: deque[Job | Resize] = deque()
+        self.pending: deque[Waiting | Resize] = deque()
         self.workers: list[Worker] = []  # by rank
         self.epoch = 1  # see Task
         self.is_any_ahead = False  # whether there may be something for `take_back`
@@ -75,11 +75,22 @@ class Schedule:
             bind = call.options.pass_device
             task = Task(number, True, is_ahead, call.function, bind, self.cores, size, port, self.epoch)
             for worker in free:
-                worker.begin(job, number, self.used_at)
+                if is_ahead:
+                    worker.begin_next(job, number)
+                else:
+                    worker.begin(job, number, self.used_at)
             ready.append((free, task, call))
             if call.options.timeout_s is not None:
                 self._wake()  # for the deadlines
         return ready
+
+    def begin_set_up(self, worker: Worker, job: SetUp) -> Task:
+        """Give ``worker``, which has started, the initializer; the caller sends that, without the lock."""
+        number = next(self._numbers)
+        worker.begin(job, number, time.monotonic())
+        if job.call.options.timeout_s is not None:
+            self._wake()  # for the deadlines
+        return Task(number, True, function=job.call.function, cores=self.cores)
 
     def take_back(self) -> None:
         """Take back what was sent ahead to workers that are not short of work."""
@@ -107,4 +118,5 @@ class Schedule:
         return job
 
     def is_idle(self) -> bool:
-        return not self.pending and all(worker.job is None for worker in self.workers)
+        """Whether there is nothing to do, but for workers that still set themselves up."""
+        return not self.pending and all(worker.job is None or not worker.started for worker in self.workers)

@@ -19,7 +19,7 @@ from ..errors import ExecutorClosedError, ParallelError
 from ..signals import Delayed
 from .crew import Crew, End, Settings
 from .futures import Callbacks
-from .jobs import Job, Resize, Run, opened
+from .jobs import Job, Resize, Run, SetUp, Waiting, opened
 from .packing import CallOptions, Packer
 from .schedule import Schedule
 from .servers import PoolStore, stop_fork_server, take_standard_descriptors
@@ -43,10 +43,13 @@ class Supervisor:
         self._store = PoolStore()
         self._schedule = Schedule(settings.devices, self._store.port, self._wake)
         self._failed_starts = 0  # in a row
-        options = CallOptions(pass_device=False, timeout_s=settings.timeout_s)
-        initializer = self._packer.pack(settings.initializer, settings.initargs, {}, options)
+        self._set_up: SetUp | None = None
+        if settings.initializer is not None:
+            options = CallOptions(pass_device=False, timeout_s=settings.timeout_s)
+            call = self._packer.pack(settings.initializer, settings.initargs, {}, options)
+            self._set_up = SetUp(call, self._set_up_failed)
         self.callbacks = Callbacks()
-        self._crew = Crew(settings, initializer, self._packer.segments, self._hear)
+        self._crew = Crew(settings, self._packer.segments, self._hear)
         try:
             self._schedule.workers += [self._start(index) for index in range(len(settings.devices))]
         except BaseException:
@@ -62,7 +65,7 @@ class Supervisor:
         """Whether it takes no more jobs, at least of this process."""
         return self._closing or self._pid != os.getpid()
 
-    def submit(self, job: Job | Resize, *, reads: bool = False) -> None:
+    def submit(self, job: Waiting | Resize, *, reads: bool = False) -> None:
         """Queue a job, and if it ``reads``, take the answers that are there. Jobs start in the order of submission."""
         self._raise_if_forked()
         try:
@@ -122,7 +125,7 @@ class Supervisor:
         with Delayed(self._hurry) as delayed:
             self._crew.poller.lead(is_over, deadline, begin, delayed)
 
-    def abandon(self, job: Job | Resize) -> None:
+    def abandon(self, job: Waiting | Resize) -> None:
         """Nobody waits for ``job`` any more: take it out of the queue, or end it where it runs."""
         with Delayed(self._hurry):
             with self._lock:
@@ -148,7 +151,7 @@ class Supervisor:
         if self._closing:
             raise ExecutorClosedError
 
-    def _hand_out(self, job: Job | Resize | None = None) -> None:
+    def _hand_out(self, job: Waiting | Resize | None = None) -> None:
         """Queue ``job``, and send what waits to the workers that can take it."""
         with self._lock:
             if job is not None:
@@ -231,9 +234,9 @@ class Supervisor:
         for job, workers in silent.items():
             self._time_out(job, workers)
 
-    def _time_out(self, job: Job | None, silent: list[Worker]) -> None:
-        error = self._crew.silence(silent, job)
-        if job is None:
+    def _time_out(self, job: Job, silent: list[Worker]) -> None:
+        error = self._crew.silence(silent, job.call)
+        if job is self._set_up:
             self._break(error)
             return
         with self._lock:
@@ -270,16 +273,18 @@ class Supervisor:
         if self._crew.outputs.is_any_left():  # what it printed before this answer must be seen before it, too
             for output in worker.output:
                 output.copy(flush=True)
-        outcome, value = opened(unpack, outcome, job)
         if number == STARTED:
-            self._has_started(worker, value if outcome == FAILED else None)
+            self._has_started(worker)
             return
         if job is not None:
+            outcome, value = opened(unpack, outcome, job)
             if number != worker.number:
                 raise RuntimeError(f"{worker.description} answers {number} where {worker.number} was asked.")
             if outcome != SUCCEEDED or failed_inside:
                 self._has_failed(job, outcome)
             job.end(worker.index, outcome, value)
+        if not worker.started:
+            self._failed_starts = 0
         with self._lock:
             worker.finish()
         if self._schedule.pending:  # what comes later is assigned by whoever submits it, who sees this worker free
@@ -297,17 +302,23 @@ class Supervisor:
                     self._schedule.end_task(job)
             self._crew.poller.wake()  # there are deadlines now, which are the supervisor's to keep
 
-    def _has_started(self, worker: Worker, error: Exception | None) -> None:
-        self._failed_starts = 0
-        if error is not None:
-            broken = ParallelError(f"The initializer failed in {worker.description}: {error!r}")
-            broken.__cause__ = error
-            self._break(broken)
+    def _has_started(self, worker: Worker) -> None:
+        if self._set_up is not None:
+            with self._lock:
+                task = self._schedule.begin_set_up(worker, self._set_up)
+            worker.send(task, self._set_up.call)
             return
+        self._failed_starts = 0
         with self._lock:
-            worker.started = True
             worker.finish()
         self._hand_out()
+
+    def _set_up_failed(self, rank: int, error: Exception) -> None:
+        with self._lock:
+            where = next(worker.description for worker in self._crew.living if worker.index == rank)
+        broken = ParallelError(f"The initializer failed in {where}: {error!r}")
+        broken.__cause__ = error
+        self._break(broken)
 
     def _hear(self) -> bool:
         try:
@@ -387,7 +398,7 @@ class Supervisor:
         self._hand_out()
 
     def _start(self, index: int) -> Worker:
-        return self._crew.start(index, self._schedule.devices[index], self._schedule.cores, self._receive)
+        return self._crew.start(index, self._schedule.devices[index], self._receive)
 
 
 @atexit.register

@@ -53,7 +53,7 @@ STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 1  # asks for the Python stack o
 
 
 class Setup(NamedTuple):
-    """What no fork can know: the packed object of the first message. The next is the initializer's call."""
+    """What no fork can know: the packed object of the first message."""
 
     rank: int
     device: str
@@ -98,6 +98,7 @@ def work(connection: socket.socket, descriptors: socket.socket, control: socket.
     keep_handler()
     worker = _Worker(setup)
     link.device = worker.device
+    link.send((STARTED, SUCCEEDED, False), Parcel(_NOTHING, segments))
     threading.Thread(target=worker.follow_orders, args=[control], name="nn_parallel orders", daemon=True).start()
     for message in arriving:
         header, unpack = message

@@ -16,11 +16,11 @@ from typing import IO
 
 from .. import devices
 from ..errors import TransferError, WorkerDiedError, exit_reason
-from .jobs import Job
+from .jobs import Job, Waiting
 from .packing import PackedCall
 from .poller import AT_ONCE
 from .transport import Link, Message
-from .worker import ANSWER_FORMAT, CANCEL, FORGET, STACK_SIGNAL, STARTED, TASK_FORMAT, Order, Task
+from .worker import ANSWER_FORMAT, CANCEL, FORGET, STACK_SIGNAL, TASK_FORMAT, Order, Task
 
 CHUNKS_AT_A_TIME = 16
 STACK_WITHIN_S = 0.5  # for a worker to write its stack, which takes a millisecond where it gets a core
@@ -54,12 +54,12 @@ class Worker:
         self.leaving = False  # it was told to end, or killed by us: its end is no failure
         self.is_free = False
         self.job: Job | None = None
-        self.next_job: Job | None = None  # sent ahead
+        self.next_job: Waiting | None = None  # sent ahead
         self.stack = ""
         self.number = self._next_number = 0  # of its task, and of the one sent ahead
         self._since = 0.0  # when it began, by `time.monotonic`
         self._is_quick = False
-        self._unsent = [STARTED]  # the tasks that have been given to it and not been sent yet
+        self._unsent: list[int] = []  # the tasks that have been given to it and not been sent yet
         self.sender = 0  # the identifier of the thread that sends one
         self._unsendable: TransferError | None = None  # why one could not be sent
         self._stored: set[int] = set()  # the numbers of the handles whose objects it holds
@@ -74,7 +74,7 @@ class Worker:
 
     @property
     def _doing(self) -> str:
-        return self.job.call.name if self.job else "its set-up"
+        return self.job.call.name if self.job else "its start"
 
     @property
     def has_told(self) -> bool:
@@ -96,18 +96,20 @@ class Worker:
         return all(handle.number in self._stored for handle in call.handles)
 
     def begin(self, job: Job, number: int, now: float) -> None:
-        """It gets ``job`` as its task ``number``, or as the one after; sending it is the caller's."""
+        """It gets ``job`` as its task ``number``; sending it is the caller's."""
         self._unsent.append(number)
-        if self.job is not None:
-            self.next_job, self._next_number = job, number
-            os.eventfd_write(self._tokens, 1)
-            return
         self.job, self.number, self.is_free = job, number, False
         self._begin(now, job.call.options.timeout_s)
 
+    def begin_next(self, job: Waiting, number: int) -> None:
+        """It gets ``job`` as the task after the one that it has; sending it is the caller's."""
+        self._unsent.append(number)
+        self.next_job, self._next_number = job, number
+        os.eventfd_write(self._tokens, 1)
+
     def finish(self) -> None:
-        """Its task, or its set-up, is over, and it begins the next one if there is one."""
-        now = time.monotonic()
+        """Its task, or its start, is over, and it begins the next task if there is one."""
+        now, self.started = time.monotonic(), True
         self._is_quick = now - self._since < QUICK_S
         self.deadline = self.stack_by = None
         if not self.leaving:
@@ -118,11 +120,11 @@ class Worker:
         else:
             self.job, self.is_free = None, not self.leaving
 
-    def let_go(self) -> tuple[Job | None, Job | None]:
+    def let_go(self) -> tuple[Job | None, Waiting | None]:
         """It does nothing any more: the job that it had begun, and the one that it had not."""
-        jobs, self.job, self.next_job = (self.job, self.next_job), None, None
+        begun, not_begun, self.job, self.next_job = self.job, self.next_job, None, None
         self.deadline = self.stack_by = None
-        return jobs
+        return begun, not_begun
 
     def _begin(self, now: float, timeout_s: float | None) -> None:
         self._since = now
@@ -130,7 +132,7 @@ class Worker:
             self.deadline = now + timeout_s
             self._timed.add(self)
 
-    def taken_back(self, now: float) -> Job | None:
+    def taken_back(self, now: float) -> Waiting | None:
         """What was sent ahead and has not begun, if the task before takes long.
 
         Nothing else may be sent ahead before the worker has passed over that: it would take its token for this one's.
@@ -188,11 +190,9 @@ class Worker:
         self.leaving, self.is_free, self.kill_at = True, False, None
         self._signal(signal.SIGKILL)
 
-    def named(self, pid: int, timeout_s: float | None) -> None:
-        """The fork server has told its process id; it sets itself up now, in ``timeout_s``, or has done so."""
+    def named(self, pid: int) -> None:
+        """The fork server has told its process id."""
         self.pid = pid
-        if not self.started:
-            self._begin(time.monotonic(), timeout_s)
         if self._kill_when_named:
             self._signal(signal.SIGKILL)
 
