@@ -34,6 +34,7 @@ from nn_parallel import (
     TransferError,
     WorkerDiedError,
     current_world,
+    signals,
 )
 from nn_parallel.executor import evidence, namespaces, segments, worker, workers
 from nn_parallel.executor.jobs import Job, Run
@@ -356,6 +357,54 @@ def test_ctrl_c_keeps_the_workers(pools: ParallelExecutor) -> None:
         pools.run(time.sleep, 3600)
     timer.join()
     assert pools.run(os.getpid) == pids
+
+
+def test_ctrl_c_while_an_answer_is_rebuilt(
+    pools: ParallelExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, so that it is raised there: the thread that rebuilds gets it, and whoever the answer is for the answer."""
+    monkeypatch.setattr(signals, "PATIENCE_S", 0.0)
+    read, write = os.pipe()
+    poller = pools._supervisor._crew.poller  # type: ignore[union-attr]
+
+    def answer_once_read() -> Any:
+        os.read(os.open(f"/proc/{parent}/fd/{read}", os.O_RDONLY), 1)
+        return Rebuilt()
+
+    def tell() -> None:
+        while poller._reader != threading.main_thread().ident:
+            time.sleep(0.001)
+        os.write(write, b"x")
+
+    parent, rebuilt_by[:] = os.getpid(), []
+    future, teller = pools.submit(answer_once_read), threading.Thread(target=tell)
+    teller.start()
+    with pytest.raises(KeyboardInterrupt):
+        pools.run(int)
+    assert future.result(20) == "whole"
+    assert rebuilt_by == ["MainThread", "nn_parallel supervisor"]
+    teller.join()
+    os.close(read)
+    os.close(write)
+    assert pools.run(int) == [0, 0]
+
+
+rebuilt_by: list[str] = []
+
+
+class Rebuilt:
+    """A text, as it arrives; the first time, Ctrl-C comes twice meanwhile."""
+
+    def __reduce__(self) -> Any:
+        return rebuild, ()
+
+
+def rebuild() -> str:
+    rebuilt_by.append(threading.current_thread().name)
+    if len(rebuilt_by) == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    return "whole"
 
 
 def test_a_resize_that_waits_takes_no_processor_time(pools: ParallelExecutor) -> None:

@@ -13,7 +13,9 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from ..errors import ExecutorClosedError, ParallelError
 from ..signals import Delayed
@@ -23,7 +25,7 @@ from .jobs import Job, Resize, Run, SetUp, Waiting, opened
 from .packing import CallOptions, Packer
 from .schedule import Schedule
 from .servers import PoolStore, stop_fork_server, take_standard_descriptors
-from .transport import Header, Unpack
+from .transport import Header
 from .worker import CANCELLED, FAILED, STARTED, SUCCEEDED
 from .workers import LONG_S, Worker
 
@@ -43,6 +45,7 @@ class Supervisor:
         self._store = PoolStore()
         self._schedule = Schedule(settings.devices, self._store.port, self._wake)
         self._failed_starts = 0  # in a row
+        self._left_unread = deque[Worker]()  # by a thread that does not read on
         self._set_up: SetUp | None = None
         if settings.initializer is not None:
             options = CallOptions(pass_device=False, timeout_s=settings.timeout_s)
@@ -189,6 +192,9 @@ class Supervisor:
     def _supervise(self) -> None:
         while not self._is_over():
             self._crew.poller.wait(self._next_deadline())
+            while self._left_unread:
+                with self._crew.poller.reclaimed():
+                    self._take_answers(self._left_unread.popleft())
             while self._packer.forgotten:
                 with self._lock:
                     self._crew.forget(self._packer.forgotten.popleft())
@@ -256,20 +262,43 @@ class Supervisor:
             messages = worker.receive()
             if messages is None:
                 return False  # its end; the fork server will tell the exit code
-            for header, unpack in messages:
-                self._answered(worker, header, unpack)
-        except BaseException:  # Ctrl-C in a thread that leads, or a bug: what is half done is not known
-            worker.receive = lambda: None
-            worker.kill()
+            worker.unread += messages
+        except BaseException:
+            self._give_up_reading(worker)
             raise
+        self._take_answers(worker)
         return True
 
-    def _answered(self, worker: Worker, header: Header, unpack: Unpack) -> None:
-        number, outcome, failed_inside = header
+    def _take_answers(self, worker: Worker) -> None:
+        while worker.unread:
+            header, unpack = worker.unread[0]
+            number, outcome, _ = header
+            if worker.deadline or worker.stack_by:  # it is in time, however long it takes to tell those who wait
+                with self._lock:
+                    worker.deadline = worker.stack_by = None
+            try:
+                value = None
+                if worker.job is not None and number != STARTED:
+                    outcome, value = opened(unpack, outcome, worker.job)
+            except BaseException:  # Ctrl-C in a thread that leads: this one will not read on
+                self._left_unread.append(worker)
+                self._crew.poller.wake()
+                raise
+            try:
+                worker.unread.popleft()
+                self._answered(worker, header, outcome, value)
+            except BaseException:
+                self._give_up_reading(worker)
+                raise
+
+    def _give_up_reading(self, worker: Worker) -> None:
+        """After Ctrl-C in a thread that leads, or a bug: what is half done is not known."""
+        worker.receive = lambda: None
+        worker.kill()
+
+    def _answered(self, worker: Worker, header: Header, outcome: int, value: Any) -> None:
+        number, _, failed_inside = header
         job = worker.job
-        if worker.deadline or worker.stack_by:  # it is in time, however long it takes to tell those who wait
-            with self._lock:
-                worker.deadline = worker.stack_by = None
         if self._crew.outputs.is_any_left():  # what it printed before this answer must be seen before it, too
             for output in worker.output:
                 output.copy(flush=True)
@@ -277,7 +306,6 @@ class Supervisor:
             self._has_started(worker)
             return
         if job is not None:
-            outcome, value = opened(unpack, outcome, job)
             if number != worker.number:
                 raise RuntimeError(f"{worker.description} answers {number} where {worker.number} was asked.")
             if outcome != SUCCEEDED or failed_inside:
@@ -337,6 +365,7 @@ class Supervisor:
         """A worker process is gone: take its last answer, replace it, fail what it was doing."""
         worker = end.worker
         with self._crew.poller.reclaimed():
+            self._take_answers(worker)
             while worker.link.has_more() and self._receive(worker):
                 pass
             schedule = self._schedule

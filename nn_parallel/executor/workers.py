@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import IO
 
@@ -49,6 +50,7 @@ class Worker:
         connection, descriptors, self.control = sockets
         self.link = Link(connection, descriptors, sends=TASK_FORMAT, receives=ANSWER_FORMAT)
         self.receive: Callable[[], Iterable[Message] | None] = functools.partial(self.link.receive, socket.MSG_DONTWAIT)
+        self.unread = deque[Message]()  # answers that have arrived, until they are taken
         self.pid = 0  # until the fork server has told it
         self.started = False
         self.leaving = False  # it was told to end, or killed by us: its end is no failure
