@@ -359,6 +359,18 @@ def test_ctrl_c_keeps_the_workers(pools: ParallelExecutor) -> None:
     assert pools.run(os.getpid) == pids
 
 
+@pytest.mark.parametrize("forgets", [(False, True), (True, False)])
+def test_an_object_that_is_forgotten_on_its_way_is_not_kept(forgets: tuple[bool, bool]) -> None:
+    """The object and the order to forget it come over two connections, so one may overtake the other."""
+    for forget in forgets:
+        if forget:
+            namespaces.forget(-7)
+        else:
+            namespaces.keep(-7, list)
+    assert -7 not in namespaces.stored
+    assert not namespaces._forgotten_before
+
+
 def test_ctrl_c_while_an_answer_is_rebuilt(
     pools: ParallelExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

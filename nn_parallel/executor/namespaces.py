@@ -98,6 +98,20 @@ def bring_up_to_date(versions: Iterable[Version]) -> None:
         _take_over(next(iter(_awaited)))
 
 
+def keep(number: int, unpack: Unpack) -> None:
+    """Store the object that has arrived under ``number``."""
+    stored[number] = Stored(unpack)
+    if number in _forgotten_before:
+        forget(number)
+
+
+def forget(number: int) -> None:
+    """Let go of an object, also of one on its way: what orders this has a connection of its own."""
+    _forgotten_before.add(number)
+    if stored.pop(number, None) is not None:
+        _forgotten_before.discard(number)
+
+
 def stored_object(number: int) -> Any:
     """The object that a handle stands for; called as a task is unpickled."""
     return stored[number].object
@@ -212,6 +226,7 @@ def _take_over(key: Key) -> None:
 
 
 stored: dict[int, Stored] = {}  # by the numbers of handles
+_forgotten_before = set[int]()  # they have arrived
 _spaces: dict[str, dict[str, Any]] = {}  # the globals of each module
 _present: dict[Key, int] = {}  # which version is here
 _functions: dict[Key, tuple[int, types.FunctionType]] = {}  # those that have a name

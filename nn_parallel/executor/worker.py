@@ -31,7 +31,7 @@ from ..launch.context import DEFAULT_TIMEOUT, RankContext, current_world, join, 
 from ..pickling import Packed, dumps, loads
 from ..signals import Interrupted, Interruptible, keep_handler
 from ..world import World
-from .namespaces import Answered, Stored, stored, stored_object, use_main
+from .namespaces import Answered, forget, keep, stored_object, use_main
 from .segments import Segments
 from .transport import Link, Parcel, Unpack
 
@@ -104,7 +104,7 @@ def work(connection: socket.socket, descriptors: socket.socket, control: socket.
         header, unpack = message
         task = Task(*header)
         if not task.is_call:
-            stored[task.number] = Stored(unpack)
+            keep(task.number, unpack)
             continue
         if task.is_ahead and not _take(tokens):
             continue
@@ -153,7 +153,7 @@ class _Worker:
                     return
                 kind, number = Order.unpack(order)
                 if kind == FORGET:
-                    stored.pop(number, None)
+                    forget(number)
                 else:
                     self._cancelled = number  # it may not have begun yet
                     interrupting = self._interrupt_cancelled()
