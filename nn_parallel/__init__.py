@@ -36,6 +36,7 @@ The files, from the bottom up; each knows only those before it in this list::
         forkserver, boot        the process that forks workers; its first lines
         servers, futures        that process as the parent sees it; what a pool will have done, and who is called then
         jobs, workers, crew     what is to be done; who does it, one by one and all together
+        answers                 what they answer, taken in whichever thread reads
         schedule, supervisor    which job goes where; the parent's thread
         executor                the class itself
     shared_pool, data_parallel  parallelize_on_gpus; parallel_on_all_devices

@@ -13,32 +13,9 @@ from typing import Any
 import torch
 
 from ..errors import ExecutorClosedError, RankError, TransferError, WorkerDiedError, lost_connection, rank_error
-from ..signals import raised_by_a_handler
 from .futures import Callbacks, Future
 from .packing import PackedCall
-from .transport import Unpack
 from .worker import CANCELLED, FAILED, SUCCEEDED
-
-
-def opened(unpack: Unpack, outcome: int, job: Job) -> tuple[int, Any]:
-    """How a task of ``job`` ended once its answer is unpacked, and its result or its exception.
-
-    Raises what the handler of a signal raises meanwhile. It may be called again.
-    """
-    if outcome == CANCELLED:
-        return outcome, None
-    try:
-        value = unpack()
-        if outcome == FAILED:
-            value, failure = value
-            value.__cause__ = failure.as_cause()
-    except BaseException as error:  # a SystemExit in user code must not end our thread either
-        if raised_by_a_handler(error):
-            raise
-        value = TransferError(f"The result of {job.call.name} cannot be rebuilt in the parent process: {error!r}")
-        value.__cause__ = error
-        outcome = FAILED
-    return outcome, value
 
 
 class Single:

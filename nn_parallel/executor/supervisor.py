@@ -13,15 +13,15 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from ..errors import ExecutorClosedError, ParallelError
 from ..signals import Delayed
+from .answers import Answers
 from .crew import Crew, End, Settings
 from .futures import Callbacks
-from .jobs import Job, Resize, Run, SetUp, Waiting, opened
+from .jobs import Job, Resize, Run, SetUp, Waiting
 from .packing import CallOptions, Packer
 from .schedule import Schedule
 from .servers import PoolStore, stop_fork_server, take_standard_descriptors
@@ -45,7 +45,6 @@ class Supervisor:
         self._store = PoolStore()
         self._schedule = Schedule(settings.devices, self._store.port, self._wake)
         self._failed_starts = 0  # in a row
-        self._left_unread = deque[Worker]()  # by a thread that does not read on
         self._set_up: SetUp | None = None
         if settings.initializer is not None:
             options = CallOptions(pass_device=False, timeout_s=settings.timeout_s)
@@ -53,6 +52,7 @@ class Supervisor:
             self._set_up = SetUp(call, self._set_up_failed)
         self.callbacks = Callbacks()
         self._crew = Crew(settings, self._packer.segments, self._hear)
+        self._answers = Answers(self._crew.poller, self._lock, self._answered)
         try:
             self._schedule.workers += [self._start(index) for index in range(len(settings.devices))]
         except BaseException:
@@ -192,9 +192,7 @@ class Supervisor:
     def _supervise(self) -> None:
         while not self._is_over():
             self._crew.poller.wait(self._next_deadline())
-            while self._left_unread:
-                with self._crew.poller.reclaimed():
-                    self._take_answers(self._left_unread.popleft())
+            self._answers.take_left()
             while self._packer.forgotten:
                 with self._lock:
                     self._crew.forget(self._packer.forgotten.popleft())
@@ -256,45 +254,6 @@ class Supervisor:
                         worker.kill()
             self._schedule.end_task(job)
         self._crew.poller.wake()
-
-    def _receive(self, worker: Worker) -> bool:
-        try:
-            messages = worker.receive()
-            if messages is None:
-                return False  # its end; the fork server will tell the exit code
-            worker.unread += messages
-        except BaseException:
-            self._give_up_reading(worker)
-            raise
-        self._take_answers(worker)
-        return True
-
-    def _take_answers(self, worker: Worker) -> None:
-        while worker.unread:
-            header, unpack = worker.unread[0]
-            number, outcome, _ = header
-            if worker.deadline or worker.stack_by:  # it is in time, however long it takes to tell those who wait
-                with self._lock:
-                    worker.deadline = worker.stack_by = None
-            try:
-                value = None
-                if worker.job is not None and number != STARTED:
-                    outcome, value = opened(unpack, outcome, worker.job)
-            except BaseException:  # Ctrl-C in a thread that leads: this one will not read on
-                self._left_unread.append(worker)
-                self._crew.poller.wake()
-                raise
-            try:
-                worker.unread.popleft()
-                self._answered(worker, header, outcome, value)
-            except BaseException:
-                self._give_up_reading(worker)
-                raise
-
-    def _give_up_reading(self, worker: Worker) -> None:
-        """After Ctrl-C in a thread that leads, or a bug: what is half done is not known."""
-        worker.receive = lambda: None
-        worker.kill()
 
     def _answered(self, worker: Worker, header: Header, outcome: int, value: Any) -> None:
         number, _, failed_inside = header
@@ -365,8 +324,8 @@ class Supervisor:
         """A worker process is gone: take its last answer, replace it, fail what it was doing."""
         worker = end.worker
         with self._crew.poller.reclaimed():
-            self._take_answers(worker)
-            while worker.link.has_more() and self._receive(worker):
+            self._answers.take(worker)
+            while worker.link.has_more() and self._answers.receive(worker):
                 pass
             schedule = self._schedule
             with self._lock:  # in one hold of it: nothing may be given to a worker that is dismissed
@@ -427,7 +386,7 @@ class Supervisor:
         self._hand_out()
 
     def _start(self, index: int) -> Worker:
-        return self._crew.start(index, self._schedule.devices[index], self._receive)
+        return self._crew.start(index, self._schedule.devices[index], self._answers.receive)
 
 
 @atexit.register

@@ -1,0 +1,94 @@
+"""The answers of a pool's workers, taken in whichever thread reads them: one that an interrupt stops loses none."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import TransferError
+from ..signals import raised_by_a_handler
+from .jobs import Job
+from .poller import Poller
+from .transport import Header, Unpack
+from .worker import CANCELLED, FAILED, STARTED
+from .workers import Worker
+
+
+class Answers:
+    """Rebuilds what workers answer, and hands it on."""
+
+    def __init__(
+        self, poller: Poller, lock: threading.Lock, on_answer: Callable[[Worker, Header, int, Any], None]
+    ) -> None:
+        """``on_answer`` gets a worker, the header of its answer, how its task ended, and the result or the exception.
+
+        ``lock`` guards changes of a worker.
+        """
+        self._poller, self._lock, self._on_answer = poller, lock, on_answer
+        self._left = deque[Worker]()  # by a thread that does not read on
+
+    def receive(self, worker: Worker) -> bool:
+        """Take what has arrived from ``worker``; False at the end of its connection."""
+        try:
+            messages = worker.receive()
+            if messages is None:
+                return False  # the fork server will tell the exit code
+            worker.unread += messages
+        except BaseException:
+            _give_up(worker)
+            raise
+        self.take(worker)
+        return True
+
+    def take(self, worker: Worker) -> None:
+        """Take what has been received from ``worker``."""
+        while worker.unread:
+            header, unpack = worker.unread[0]
+            if worker.deadline or worker.stack_by:  # it is in time, however long it takes to rebuild this
+                with self._lock:
+                    worker.deadline = worker.stack_by = None
+            try:
+                outcome, value = _rebuilt(header, unpack, worker.job)
+            except BaseException:  # Ctrl-C in a thread that leads
+                self._left.append(worker)
+                self._poller.wake()
+                raise
+            try:
+                worker.unread.popleft()
+                self._on_answer(worker, header, outcome, value)
+            except BaseException:
+                _give_up(worker)
+                raise
+
+    def take_left(self) -> None:
+        """In the thread that is not interrupted: take what another one has left."""
+        while self._left:
+            with self._poller.reclaimed():
+                self.take(self._left.popleft())
+
+
+def _rebuilt(header: Header, unpack: Unpack, job: Job | None) -> tuple[int, Any]:
+    """How a task ended, and its result or its exception. Raises what the handler of a signal raises meanwhile."""
+    number, outcome, _ = header
+    if outcome == CANCELLED or job is None or number == STARTED:
+        return outcome, None
+    try:
+        value = unpack()
+        if outcome == FAILED:
+            value, failure = value
+            value.__cause__ = failure.as_cause()
+    except BaseException as error:  # a SystemExit in user code must not end our thread either
+        if raised_by_a_handler(error):
+            raise
+        value = TransferError(f"The result of {job.call.name} cannot be rebuilt in the parent process: {error!r}")
+        value.__cause__ = error
+        outcome = FAILED
+    return outcome, value
+
+
+def _give_up(worker: Worker) -> None:
+    """After Ctrl-C or a bug: what is half done is not known."""
+    worker.receive = lambda: None
+    worker.kill()
