@@ -191,6 +191,10 @@ def _make_lock(path: str) -> None:
         os.fchmod(fd, 0o644)
         with contextlib.suppress(FileExistsError):
             os.link(new, path)
+    except OSError as error:
+        raise LaunchError(
+            f"{path} cannot be made, the lock of a GPU: {error}. TMPDIR may name another folder."
+        ) from error
     finally:
         os.close(fd)
         os.unlink(new)

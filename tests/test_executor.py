@@ -34,6 +34,7 @@ from nn_parallel import (
     ParallelError,
     ParallelExecutor,
     RankError,
+    RankTimeoutError,
     RemoteError,
     TransferError,
     WorkerDiedError,
@@ -42,7 +43,7 @@ from nn_parallel import (
     on_rank,
     seed_everything,
 )
-from nn_parallel.executor import servers
+from nn_parallel.executor import servers, workers
 
 
 @pytest.fixture
@@ -744,6 +745,22 @@ def test_the_start_of_workers_has_no_limit(initializer: Any, monkeypatch: pytest
         with pytest.raises(WorkerDiedError):
             pool.submit(os._exit, 1).result()
         assert pool.run(lambda: sys.argv[-1]) == ["last"] * 2
+
+
+def test_a_start_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for ever for a worker that does not come."""
+    monkeypatch.setattr(sys, "argv", [*sys.argv, SlowToArrive("last")])
+    monkeypatch.setattr(workers, "START_WITHIN_S", 0.2)
+    told = pytest.raises(RankTimeoutError, match=r"The start of workers did not end within 0.2 s.*\nWorker 0 \(pid")
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool, told:
+        pool.run(int)
+
+
+def test_the_initializer_runs_though_nothing_else_does(tmp_path: Path) -> None:
+    """Also where the pool is closed before its workers are there."""
+    with ParallelExecutor(num_workers=2, devices="cpu", initializer=lambda: (tmp_path / f"{os.getpid()}").touch()):
+        pass
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_an_initializer_that_takes_too_long_is_named() -> None:

@@ -176,6 +176,8 @@ def test_a_new_function_of_the_same_code_is_not_sent_again() -> None:
         "f = make()",
         "import functools\ndef add(h):\n h.n += 1\n return h.n\ndef make():\n def g(): pass\n g.n = 0\n"
         " return functools.partial(add, g)\nf = make()",
+        "def make():\n def g(): pass\n g.n = 0\n def f():\n  setattr(g, 'n', g.n + 1)\n  return g.n\n return f\n"
+        "f = make()",
         "def make():\n def f():\n  h = f\n  h.n = getattr(h, 'n', 0) + 1\n  return h.n\n return f\nf = make()",
     ],
 )

@@ -699,40 +699,6 @@ def test_what_a_worker_has_registered_runs_as_it_leaves(tmp_path: Path) -> None:
     assert sorted(printed.getvalue().split()) == sorted(map(str, first))
 
 
-@pytest.mark.parametrize("own_session", [False, True])
-def test_what_a_worker_has_started_ends_with_it(own_session: bool, tmp_path: Path) -> None:
-    """Killed or not, its children and those whose parent has ended; and what another worker has started lives on."""
-
-    def start() -> list[int]:
-        child = subprocess.Popen(["sleep", "3600"], start_new_session=own_session)
-        orphan = subprocess.run(
-            ["sh", "-c", "sleep 3600 > /dev/null & echo $!"],
-            stdout=subprocess.PIPE,
-            start_new_session=own_session,
-            check=True,
-        )
-        return [child.pid, int(orphan.stdout)]
-
-    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
-        killed, left = pool.run(start)
-        with pytest.raises(RankError):
-            pool.run(lambda: os.kill(os.getpid(), signal.SIGKILL) if current_world().rank == 0 else None)
-        _wait_for_ends(killed)
-        assert all(map(_is_alive, left))
-    _wait_for_ends(left)
-
-
-def _wait_for_ends(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
-    while any(map(_is_alive, pids)):
-        assert time.monotonic() < deadline, "it lives on"
-        time.sleep(0.001)
-
-
-def _is_alive(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
-
-
 def test_too_many_descriptors_is_an_error_and_no_leak() -> None:
     """A pool for which there are no descriptors left says so, and what it had opened is closed."""
     import resource

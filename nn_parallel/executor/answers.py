@@ -44,23 +44,24 @@ class Answers:
 
     def take(self, worker: Worker) -> None:
         """Take what has been received from ``worker``."""
-        while worker.unread:
-            header, unpack = worker.unread[0]
-            if worker.deadline or worker.stack_by:  # it is in time, however long it takes to rebuild this
-                with self._lock:
-                    worker.deadline = worker.stack_by = None
-            try:
+        try:
+            while worker.unread:
+                header, unpack = worker.unread[0]
+                if worker.deadline or worker.stack_by:  # it is in time, however long it takes to rebuild this
+                    with self._lock:
+                        worker.deadline = worker.stack_by = None
                 outcome, value = _rebuilt(header, unpack, worker.job)
-            except BaseException:  # Ctrl-C in a thread that leads
+                try:
+                    worker.unread.popleft()
+                    self._on_answer(worker, header, outcome, value)
+                except BaseException:
+                    _give_up(worker)
+                    raise
+        except BaseException:  # Ctrl-C in a thread that leads
+            if worker.unread:
                 self._left.append(worker)
                 self._poller.wake()
-                raise
-            try:
-                worker.unread.popleft()
-                self._on_answer(worker, header, outcome, value)
-            except BaseException:
-                _give_up(worker)
-                raise
+            raise
 
     def take_left(self) -> None:
         """In the thread that is not interrupted: take what another one has left."""
@@ -91,4 +92,5 @@ def _rebuilt(header: Header, unpack: Unpack, job: Job | None) -> tuple[int, Any]
 def _give_up(worker: Worker) -> None:
     """After Ctrl-C or a bug: what is half done is not known."""
     worker.receive = lambda: None
+    worker.unread.clear()
     worker.kill()

@@ -20,9 +20,9 @@ import torch
 
 from ..errors import RankTimeoutError
 from ..pickling import Packed
+from . import workers
 from .evidence import OomKills
 from .jobs import Job
-from .packing import PackedCall
 from .poller import Poller
 from .segments import Segments
 from .servers import open_pool
@@ -125,16 +125,17 @@ class Crew:
         deadlines = (at for worker in self.timed for at in (worker.deadline, worker.stack_by, worker.kill_at))
         return min((at for at in deadlines if at is not None), default=None)
 
-    def keep_deadlines(self) -> dict[Job, list[Worker]]:
+    def keep_deadlines(self) -> dict[Job | None, list[Worker]]:
         """Do what is due; by job, the workers that have had time to tell where they stand, and have run out of it."""
-        now, silent, waited_for = time.monotonic(), dict[Job, list[Worker]](), set()
+        now, silent, waited_for = time.monotonic(), dict[Job | None, list[Worker]](), set()
         for worker in list(self.timed):
             if worker.kill_at is not None and now > worker.kill_at:
                 worker.kill()
-            elif worker.stack_by is not None and worker.job is not None:
-                silent.setdefault(worker.job, []).append(worker)
+            elif worker.stack_by is not None:
+                job = worker.job if worker.has_begun else None
+                silent.setdefault(job, []).append(worker)
                 if now < worker.stack_by and not worker.has_told:
-                    waited_for.add(worker.job)
+                    waited_for.add(job)
             elif worker.deadline is not None and now > worker.deadline:
                 if worker.link.has_more():  # its answer, to which whoever reads has not come
                     worker.deadline = now + STACK_WITHIN_S
@@ -144,13 +145,16 @@ class Crew:
                 self.timed.remove(worker)
         return {job: workers for job, workers in silent.items() if job not in waited_for}
 
-    def silence(self, silent: list[Worker], call: PackedCall) -> RankTimeoutError:
-        """The error of a call during which these workers ran out of time."""
+    def silence(self, silent: list[Worker], job: Job | None) -> RankTimeoutError:
+        """The error of a job, or of the start, during which these workers ran out of time."""
+        what, limit = ("The start of workers", f"{workers.START_WITHIN_S:g} s")
+        if job is not None:
+            what, limit = job.call.name, f"timeout={job.call.options.timeout_s:g} s"
         silent = sorted(silent, key=lambda worker: worker.index)
         stacks = {worker.index: worker.where_it_stands() for worker in silent}
         told = "\n".join(f"{worker.description}:\n{stacks[worker.index]}" for worker in silent)
         return RankTimeoutError(
-            f"{call.name} did not end within timeout={call.options.timeout_s:g} s. Where its workers stand:\n{told}",
+            f"{what} did not end within {limit}. Where its workers stand:\n{told}",
             ranks=list(stacks),
             stacks=stacks,
         )

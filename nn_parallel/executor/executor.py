@@ -375,7 +375,10 @@ def _joined(chunks: Generator[Any, None, None]) -> Iterator[Any]:
             if failed is not None:
                 error, failure = failed
                 error.__cause__ = failure.as_cause()
-                raise error
+                try:
+                    raise error
+                finally:
+                    del results, failed, error  # they would live in a cycle with the traceback
 
 
 def _call_each(fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: torch.device | None = None) -> list[R]:

@@ -15,7 +15,7 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import cloudpickle
@@ -26,7 +26,8 @@ def fingerprint(fn: Callable[..., Any]) -> tuple[tuple[int, ...], list[object]] 
     """A key that is equal for two functions that do the same, and what to keep for as long as keys are compared.
 
     None if there can be no telling: ``fn`` refers to something mutable, or writes what it closes over, or may store an
-    attribute of a function that begins anew in each call. What it stores by ``setattr`` is not seen.
+    attribute of a function that begins anew in each call. Not seen is the first attribute of such a function, if it is
+    stored by ``setattr`` or by a function that is imported.
     """
     found = _Found()
     if not _add(fn, found) or (found.stores_attributes and found.holds_functions):
@@ -100,7 +101,8 @@ def _add_function(fn: types.FunctionType, found: _Found) -> bool:
         annotations, closure, defaults, by_name, attributes = held
         by_name = by_name or {}
         own = *map(_contents, closure or ()), *(defaults or ()), *by_name.values(), *attributes.values()
-        found.holds_functions |= any(map(_begins_anew, own))
+        if not _add_held(own, found):
+            return False
         values += own
         parts += len(values), len(annotations), len(by_name), len(attributes), *annotations, *by_name, *attributes
         parts += annotations.values()
@@ -119,18 +121,23 @@ def _contents(cell: types.CellType) -> Any:
 def _add_partial(fn: functools.partial[Any], found: _Found) -> bool:
     own = *fn.args, *fn.keywords.values()
     found.parts += _PARTIAL, len(fn.args), len(fn.keywords), *map(sys.intern, fn.keywords)
-    found.holds_functions |= any(map(_begins_anew, own))
-    return not fn.__dict__ and all(_add(value, found) for value in (fn.func, *own))
+    return not fn.__dict__ and _add_held(own, found) and all(_add(value, found) for value in (fn.func, *own))
 
 
-def _begins_anew(value: Any) -> bool:
-    """Whether it is, or holds, a function that each call has anew: it travels by value, and has no name there."""
-    kind = type(value)
-    if kind is tuple or kind is frozenset:
-        return any(map(_begins_anew, value))
-    if kind is types.FunctionType:
-        return value.__globals__.get(value.__qualname__) is not value and not _is_importable(value)
-    return kind is functools.partial
+def _add_held(values: Iterable[Any], found: _Found) -> bool:
+    """Note functions that each call has anew, as they travel by value and have no name; False if one has a state."""
+    for value in values:
+        kind = type(value)
+        if kind is tuple or kind is frozenset:
+            if not _add_held(value, found):
+                return False
+        elif kind is functools.partial:
+            found.holds_functions = True
+        elif kind is types.FunctionType and value.__globals__.get(value.__qualname__) is not value:
+            found.holds_functions |= not _is_importable(value)
+            if value.__dict__.keys() - {"__wrapped__"}:
+                return False
+    return True
 
 
 @functools.lru_cache(maxsize=1024)

@@ -3,9 +3,9 @@
 One per program, started for the first pool and kept for the next ones. It runs no tensor operation (a forked OpenMP
 pool hangs) and never looks for a GPU, so a fork of it is as good as a fresh process.
 
-Whatever its workers start ends with it: it is the subreaper of all its descendants, and watches the parent through a
-pidfd. A pipe would not do: anyone who has forked keeps its other end open. Each worker is the subreaper of its own
-descendants, so a child of this process that is no worker is an orphan of a worker that has ended: it is killed.
+Whatever its workers start ends with it: it is the subreaper of all its descendants, puts each worker into a process
+group of its own, and watches the parent through a pidfd. A pipe would not do: anyone who has forked keeps its other end
+open.
 
 It stays in the parent's session. Linux shares the cores between sessions first (autogroup): with workers in another
 one, a supervisor that had something to do was left without a core for more than a second beside two busy programs.
@@ -124,7 +124,6 @@ class _Server:
         try:
             os.setpgid(0, 0)
             _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            _prctl(PR_SET_CHILD_SUBREAPER, 1)
             if os.getppid() != server:
                 os._exit(1)
             signal.set_wakeup_fd(-1)
@@ -141,7 +140,7 @@ class _Server:
             os.close(stdout)
             os.close(stderr)
             code = work(connection, descriptors, control, tokens)
-            atexit._run_exitfuncs()  # what user code and multiprocessing have registered
+            atexit._run_exitfuncs()  # what user code has registered, and modules that the server has imported
             flush_output()
         except BaseException:
             traceback.print_exc()
@@ -162,10 +161,6 @@ class _Server:
                 _kill_group(pid)  # its children; still a zombie, so the number cannot belong to anyone else
             _, status, usage = os.wait4(pid, 0)
             _remove_shared_memory(pid)
-            for child in _children():
-                if child not in self._workers:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(child, signal.SIGKILL)
             if pool is not None:
                 code = os.waitstatus_to_exitcode(status)
                 self._tell(pool, {"exited": pid, "exitcode": code, "max_rss_kib": usage.ru_maxrss})

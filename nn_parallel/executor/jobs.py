@@ -8,11 +8,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, InvalidStateError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import ExecutorClosedError, RankError, TransferError, WorkerDiedError, lost_connection, rank_error
+from ..errors import ExecutorClosedError, RankError, TransferError, lost_connection, rank_error
 from .futures import Callbacks, Future
 from .packing import PackedCall
 from .worker import CANCELLED, FAILED, SUCCEEDED
@@ -201,20 +201,10 @@ class Run:
         return self._results
 
 
-class SetUp:
+class SetUp(NamedTuple):
     """The initializer: the first task of each worker."""
 
-    def __init__(self, call: PackedCall, on_failure: Callable[[int, Exception], None]) -> None:
-        """``on_failure`` is given the rank of a worker that it has failed in, and the error."""
-        self.call, self._on_failure = call, on_failure
-
-    def end(self, rank: int, outcome: int, value: Any) -> None:
-        """The worker of ``rank`` has answered, or is gone: then another takes its place."""
-        if outcome == FAILED and not isinstance(value, WorkerDiedError):
-            self._on_failure(rank, value)
-
-    def give_up(self, error: Exception) -> None:
-        """It takes too long, or the pool cannot go on."""
+    call: PackedCall
 
 
 class Resize:

@@ -226,7 +226,7 @@ def _take_over(key: Key) -> None:
 
 
 stored: dict[int, Stored] = {}  # by the numbers of handles
-_forgotten_before = set[int]()  # they have arrived
+_forgotten_before = set[int]()  # the numbers of objects that were to be forgotten before they had arrived
 _spaces: dict[str, dict[str, Any]] = {}  # the globals of each module
 _present: dict[Key, int] = {}  # which version is here
 _functions: dict[Key, tuple[int, types.FunctionType]] = {}  # those that have a name

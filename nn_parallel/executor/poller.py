@@ -136,7 +136,7 @@ class Poller:
         """Read them in the thread that always waits, unless one that submits reads them time and again.
 
         That one computes meanwhile: it would let go of the interpreter after 5 ms only, and this one needs it after
-        each system call, of which an answer takes several.
+        each system call, of which an answer takes several. While another thread reads, answers do not wake this one.
         """
         left = self._looked_at + STAND_BACK_S - time.monotonic()
         if left > 0:

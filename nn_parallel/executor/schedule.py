@@ -76,20 +76,19 @@ class Schedule:
             task = Task(number, True, is_ahead, call.function, bind, self.cores, size, port, self.epoch)
             for worker in free:
                 if is_ahead:
-                    worker.begin_next(job, number)
+                    worker.get_next(job, number)
                 else:
-                    worker.begin(job, number, self.used_at)
+                    worker.get(job, number)
+                    worker.begin(self.used_at)
             ready.append((free, task, call))
             if call.options.timeout_s is not None:
                 self._wake()  # for the deadlines
         return ready
 
-    def begin_set_up(self, worker: Worker, job: SetUp) -> Task:
-        """Give ``worker``, which has started, the initializer; the caller sends that, without the lock."""
+    def assign_set_up(self, worker: Worker, job: SetUp) -> Task:
+        """Give ``worker``, which still starts, the initializer; the caller sends that, without the lock."""
         number = next(self._numbers)
-        worker.begin(job, number, time.monotonic())
-        if job.call.options.timeout_s is not None:
-            self._wake()  # for the deadlines
+        worker.get(job, number)
         return Task(number, True, function=job.call.function, cores=self.cores)
 
     def take_back(self) -> None:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ExecutorClosedError, ParallelError
+from ..errors import ExecutorClosedError, ParallelError, WorkerDiedError
 from ..signals import Delayed
 from .answers import Answers
 from .crew import Crew, End, Settings
@@ -49,7 +49,7 @@ class Supervisor:
         if settings.initializer is not None:
             options = CallOptions(pass_device=False, timeout_s=settings.timeout_s)
             call = self._packer.pack(settings.initializer, settings.initargs, {}, options)
-            self._set_up = SetUp(call, self._set_up_failed)
+            self._set_up = SetUp(call)
         self.callbacks = Callbacks()
         self._crew = Crew(settings, self._packer.segments, self._hear)
         self._answers = Answers(self._crew.poller, self._lock, self._answered)
@@ -238,9 +238,9 @@ class Supervisor:
         for job, workers in silent.items():
             self._time_out(job, workers)
 
-    def _time_out(self, job: Job, silent: list[Worker]) -> None:
-        error = self._crew.silence(silent, job.call)
-        if job is self._set_up:
+    def _time_out(self, job: Job | None, silent: list[Worker]) -> None:
+        error = self._crew.silence(silent, job)
+        if job is None or isinstance(job, SetUp):
             self._break(error)
             return
         with self._lock:
@@ -262,14 +262,18 @@ class Supervisor:
             for output in worker.output:
                 output.copy(flush=True)
         if number == STARTED:
-            self._has_started(worker)
-            return
-        if job is not None:
+            with self._lock:
+                worker.has_begun = True
+                worker.begin(time.monotonic())
+            self._crew.poller.wake()  # for the deadline of the initializer
+            if job is not None:
+                return
+        elif job is not None:
             if number != worker.number:
                 raise RuntimeError(f"{worker.description} answers {number} where {worker.number} was asked.")
             if outcome != SUCCEEDED or failed_inside:
                 self._has_failed(job, outcome)
-            job.end(worker.index, outcome, value)
+            self._end(job, worker, outcome, value)
         if not worker.started:
             self._failed_starts = 0
         with self._lock:
@@ -289,23 +293,14 @@ class Supervisor:
                     self._schedule.end_task(job)
             self._crew.poller.wake()  # there are deadlines now, which are the supervisor's to keep
 
-    def _has_started(self, worker: Worker) -> None:
-        if self._set_up is not None:
-            with self._lock:
-                task = self._schedule.begin_set_up(worker, self._set_up)
-            worker.send(task, self._set_up.call)
-            return
-        self._failed_starts = 0
-        with self._lock:
-            worker.finish()
-        self._hand_out()
-
-    def _set_up_failed(self, rank: int, error: Exception) -> None:
-        with self._lock:
-            where = next(worker.description for worker in self._crew.living if worker.index == rank)
-        broken = ParallelError(f"The initializer failed in {where}: {error!r}")
-        broken.__cause__ = error
-        self._break(broken)
+    def _end(self, job: Job, worker: Worker, outcome: int, value: Any) -> None:
+        """The task of ``worker`` has ended, or the worker: another takes its place, and is set up."""
+        if not isinstance(job, SetUp):
+            job.end(worker.index, outcome, value)
+        elif outcome == FAILED and not isinstance(value, WorkerDiedError):
+            broken = ParallelError(f"The initializer failed in {worker.description}: {value!r}")
+            broken.__cause__ = value
+            self._break(broken)
 
     def _hear(self) -> bool:
         try:
@@ -341,7 +336,7 @@ class Supervisor:
                 if isinstance(job, Run):
                     schedule.end_task(job)
         if job is not None:
-            job.end(worker.index, CANCELLED if worker.leaving else FAILED, error)
+            self._end(job, worker, CANCELLED if worker.leaving else FAILED, error)
             self._crew.poller.wake()  # a thread that leads sees its end only when it looks
         if not worker.started and not worker.leaving:
             self._failed_starts += 1
@@ -358,7 +353,8 @@ class Supervisor:
         with self._lock:
             self._broken, self._closing = self._broken or error, True
             given = [job for worker in self._crew.living for job in worker.let_go()]
-            jobs = dict.fromkeys([*self._schedule.pending, *(job for job in given if job is not None)])
+            begun = (job for job in given if job is not None and not isinstance(job, SetUp))
+            jobs = dict.fromkeys([*self._schedule.pending, *begun])
             self._schedule.pending.clear()
             for worker in self._crew.living:
                 worker.kill()
@@ -386,7 +382,12 @@ class Supervisor:
         self._hand_out()
 
     def _start(self, index: int) -> Worker:
-        return self._crew.start(index, self._schedule.devices[index], self._answers.receive)
+        worker = self._crew.start(index, self._schedule.devices[index], self._answers.receive)
+        if self._set_up is not None:
+            with self._lock:
+                task = self._schedule.assign_set_up(worker, self._set_up)
+            worker.send(task, self._set_up.call)
+        return worker
 
 
 @atexit.register

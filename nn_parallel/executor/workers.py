@@ -27,6 +27,7 @@ CHUNKS_AT_A_TIME = 16
 STACK_WITHIN_S = 0.5  # for a worker to write its stack, which takes a millisecond where it gets a core
 CANCEL_GRACE_S = 0.5  # for a cancelled task to end, then its process is killed
 END_GRACE_S = 2.0  # for an idle worker to exit
+START_WITHIN_S = 300.0  # for a process to take tasks: longer than any machine is busy, so that no start hangs for ever
 QUICK_S = 0.001  # after a task that took less it is sent the next one ahead,
 LONG_S = 0.005  # which is taken back when the one before takes more: QUICK_S must be less, see `taken_back`
 
@@ -52,7 +53,8 @@ class Worker:
         self.receive: Callable[[], Iterable[Message] | None] = functools.partial(self.link.receive, socket.MSG_DONTWAIT)
         self.unread = deque[Message]()  # answers that have arrived, until they are taken
         self.pid = 0  # until the fork server has told it
-        self.started = False
+        self.has_begun = False  # it takes tasks, the initializer first,
+        self.started = False  # which is over
         self.leaving = False  # it was told to end, or killed by us: its end is no failure
         self.is_free = False
         self.job: Job | None = None
@@ -97,13 +99,18 @@ class Worker:
             return False
         return all(handle.number in self._stored for handle in call.handles)
 
-    def begin(self, job: Job, number: int, now: float) -> None:
+    def get(self, job: Job, number: int) -> None:
         """It gets ``job`` as its task ``number``; sending it is the caller's."""
         self._unsent.append(number)
         self.job, self.number, self.is_free = job, number, False
-        self._begin(now, job.call.options.timeout_s)
 
-    def begin_next(self, job: Waiting, number: int) -> None:
+    def begin(self, now: float) -> None:
+        """Its task begins."""
+        self._since, self.deadline = now, None
+        if self.job is not None and (timeout_s := self.job.call.options.timeout_s) is not None:
+            self._set_deadline(now + timeout_s)
+
+    def get_next(self, job: Waiting, number: int) -> None:
         """It gets ``job`` as the task after the one that it has; sending it is the caller's."""
         self._unsent.append(number)
         self.next_job, self._next_number = job, number
@@ -118,7 +125,7 @@ class Worker:
             self.kill_at = None
         if self.next_job is not None:
             self.job, self.number, self.next_job = self.next_job, self._next_number, None
-            self._begin(now, self.job.call.options.timeout_s)
+            self.begin(now)
         else:
             self.job, self.is_free = None, not self.leaving
 
@@ -128,11 +135,9 @@ class Worker:
         self.deadline = self.stack_by = None
         return begun, not_begun
 
-    def _begin(self, now: float, timeout_s: float | None) -> None:
-        self._since = now
-        if timeout_s is not None:
-            self.deadline = now + timeout_s
-            self._timed.add(self)
+    def _set_deadline(self, deadline: float) -> None:
+        self.deadline = deadline
+        self._timed.add(self)
 
     def taken_back(self, now: float) -> Waiting | None:
         """What was sent ahead and has not begun, if the task before takes long.
@@ -193,8 +198,10 @@ class Worker:
         self._signal(signal.SIGKILL)
 
     def named(self, pid: int) -> None:
-        """The fork server has told its process id."""
+        """The fork server has told its process id; it starts now, or has done so."""
         self.pid = pid
+        if not self.has_begun:
+            self._set_deadline(time.monotonic() + START_WITHIN_S)
         if self._kill_when_named:
             self._signal(signal.SIGKILL)
 
@@ -214,7 +221,7 @@ class Worker:
             error = TransferError(f"{self._doing} could not be sent to {self.description}: {self._unsendable}")
             error.__cause__ = self._unsendable
             return error
-        doing = f"running {self._doing}" if self.job else "idle" if self.started else "starting"
+        doing = "starting" if not self.has_begun else f"running {self._doing}" if self.job else "idle"
         message = f"{self.description} {exit_reason(exitcode)} while {doing}. {evidence}"
         return WorkerDiedError(message, rank=self.index, pid=self.pid, exitcode=exitcode, evidence=evidence)
 
