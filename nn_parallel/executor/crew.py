@@ -143,7 +143,7 @@ class Crew:
                     worker.ask_for_stack()
             elif worker.deadline is worker.stack_by is worker.kill_at is None:
                 self.timed.remove(worker)
-        return {job: workers for job, workers in silent.items() if job not in waited_for}
+        return {job: late for job, late in silent.items() if job not in waited_for}
 
     def silence(self, silent: list[Worker], job: Job | None) -> RankTimeoutError:
         """The error of a job, or of the start, during which these workers ran out of time."""
