@@ -43,7 +43,7 @@ from nn_parallel import (
     on_rank,
     seed_everything,
 )
-from nn_parallel.executor import servers, workers
+from nn_parallel.executor import crew, servers
 
 
 @pytest.fixture
@@ -750,7 +750,7 @@ def test_the_start_of_workers_has_no_limit(initializer: Any, monkeypatch: pytest
 def test_a_start_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for ever for a worker that does not come."""
     monkeypatch.setattr(sys, "argv", [*sys.argv, SlowToArrive("last")])
-    monkeypatch.setattr(workers, "START_WITHIN_S", 0.2)
+    monkeypatch.setattr(crew, "START_WITHIN_S", 0.2)
     told = pytest.raises(RankTimeoutError, match=r"The start of workers did not end within 0.2 s.*\nWorker 0 \(pid")
     with ParallelExecutor(num_workers=1, devices="cpu") as pool, told:
         pool.run(int)

@@ -20,7 +20,6 @@ import torch
 
 from ..errors import RankTimeoutError
 from ..pickling import Packed
-from . import workers
 from .evidence import OomKills
 from .jobs import Job
 from .poller import Poller
@@ -29,6 +28,8 @@ from .servers import open_pool
 from .transport import Parcel, send_fds
 from .worker import STARTED, Setup, Task
 from .workers import STACK_WITHIN_S, Output, Outputs, Worker
+
+START_WITHIN_S = 300.0  # for a process to take tasks: longer than any machine is busy, so that no start hangs for ever
 
 
 class Settings(NamedTuple):
@@ -108,7 +109,7 @@ class Crew:
             evidence = f"It could not be forked: {os.strerror(told['errno'])}."
             return [End(self._unnamed.popleft(), os.EX_OSERR, evidence)]
         if pid := told.get("pid"):
-            self._unnamed.popleft().named(pid)
+            self._unnamed.popleft().named(pid, START_WITHIN_S)
             return []
         evidence = f"Its memory use peaked at {told['max_rss_kib'] // 1024} MiB."
         if kills := self._oom_kills.since_last_asked():
@@ -132,7 +133,7 @@ class Crew:
             if worker.kill_at is not None and now > worker.kill_at:
                 worker.kill()
             elif worker.stack_by is not None:
-                job = worker.job if worker.has_begun else None
+                job = worker.job if worker.has_started else None
                 silent.setdefault(job, []).append(worker)
                 if now < worker.stack_by and not worker.has_told:
                     waited_for.add(job)
@@ -147,7 +148,7 @@ class Crew:
 
     def silence(self, silent: list[Worker], job: Job | None) -> RankTimeoutError:
         """The error of a job, or of the start, during which these workers ran out of time."""
-        what, limit = ("The start of workers", f"{workers.START_WITHIN_S:g} s")
+        what, limit = "The start of workers", f"{START_WITHIN_S:g} s"
         if job is not None:
             what, limit = job.call.name, f"timeout={job.call.options.timeout_s:g} s"
         silent = sorted(silent, key=lambda worker: worker.index)

@@ -133,11 +133,16 @@ def _add_held(values: Iterable[Any], found: _Found) -> bool:
                 return False
         elif kind is functools.partial:
             found.holds_functions = True
-        elif kind is types.FunctionType and value.__globals__.get(value.__qualname__) is not value:
-            found.holds_functions |= not _is_importable(value)
+        elif kind is types.FunctionType and not (_has_name(value) or _is_importable(value)):
+            found.holds_functions = True
             if value.__dict__.keys() - {"__wrapped__"}:
                 return False
     return True
+
+
+def _has_name(fn: types.FunctionType) -> bool:
+    """Whether its module's globals have ``fn`` under its own name."""
+    return fn.__globals__.get(fn.__qualname__) is fn
 
 
 @functools.lru_cache(maxsize=1024)

@@ -118,4 +118,4 @@ class Schedule:
 
     def is_idle(self) -> bool:
         """Whether there is nothing to do, but for workers that still set themselves up."""
-        return not self.pending and all(worker.job is None or not worker.started for worker in self.workers)
+        return not self.pending and all(worker.job is None or not worker.is_set_up for worker in self.workers)

@@ -263,7 +263,7 @@ class Supervisor:
                 output.copy(flush=True)
         if number == STARTED:
             with self._lock:
-                worker.has_begun = True
+                worker.has_started = True
                 worker.begin(time.monotonic())
             self._crew.poller.wake()  # for the deadline of the initializer
             if job is not None:
@@ -274,7 +274,7 @@ class Supervisor:
             if outcome != SUCCEEDED or failed_inside:
                 self._has_failed(job, outcome)
             self._end(job, worker, outcome, value)
-        if not worker.started:
+        if not worker.is_set_up:
             self._failed_starts = 0
         with self._lock:
             worker.finish()
@@ -338,7 +338,7 @@ class Supervisor:
         if job is not None:
             self._end(job, worker, CANCELLED if worker.leaving else FAILED, error)
             self._crew.poller.wake()  # a thread that leads sees its end only when it looks
-        if not worker.started and not worker.leaving:
+        if not worker.is_set_up and not worker.leaving:
             self._failed_starts += 1
             if self._failed_starts > MAX_FAILED_STARTS:
                 self._break(error)

@@ -27,7 +27,6 @@ CHUNKS_AT_A_TIME = 16
 STACK_WITHIN_S = 0.5  # for a worker to write its stack, which takes a millisecond where it gets a core
 CANCEL_GRACE_S = 0.5  # for a cancelled task to end, then its process is killed
 END_GRACE_S = 2.0  # for an idle worker to exit
-START_WITHIN_S = 300.0  # for a process to take tasks: longer than any machine is busy, so that no start hangs for ever
 QUICK_S = 0.001  # after a task that took less it is sent the next one ahead,
 LONG_S = 0.005  # which is taken back when the one before takes more: QUICK_S must be less, see `taken_back`
 
@@ -53,8 +52,8 @@ class Worker:
         self.receive: Callable[[], Iterable[Message] | None] = functools.partial(self.link.receive, socket.MSG_DONTWAIT)
         self.unread = deque[Message]()  # answers that have arrived, until they are taken
         self.pid = 0  # until the fork server has told it
-        self.has_begun = False  # it takes tasks, the initializer first,
-        self.started = False  # which is over
+        self.has_started = False  # it takes tasks, the initializer first,
+        self.is_set_up = False  # which is over
         self.leaving = False  # it was told to end, or killed by us: its end is no failure
         self.is_free = False
         self.job: Job | None = None
@@ -118,7 +117,7 @@ class Worker:
 
     def finish(self) -> None:
         """Its task, or its start, is over, and it begins the next task if there is one."""
-        now, self.started = time.monotonic(), True
+        now, self.is_set_up = time.monotonic(), True
         self._is_quick = now - self._since < QUICK_S
         self.deadline = self.stack_by = None
         if not self.leaving:
@@ -197,11 +196,11 @@ class Worker:
         self.leaving, self.is_free, self.kill_at = True, False, None
         self._signal(signal.SIGKILL)
 
-    def named(self, pid: int) -> None:
-        """The fork server has told its process id; it starts now, or has done so."""
+    def named(self, pid: int, start_within_s: float) -> None:
+        """The fork server has told its process id; it starts now, in this time, or has done so."""
         self.pid = pid
-        if not self.has_begun:
-            self._set_deadline(time.monotonic() + START_WITHIN_S)
+        if not self.has_started:
+            self._set_deadline(time.monotonic() + start_within_s)
         if self._kill_when_named:
             self._signal(signal.SIGKILL)
 
@@ -221,7 +220,7 @@ class Worker:
             error = TransferError(f"{self._doing} could not be sent to {self.description}: {self._unsendable}")
             error.__cause__ = self._unsendable
             return error
-        doing = "starting" if not self.has_begun else f"running {self._doing}" if self.job else "idle"
+        doing = "starting" if not self.has_started else f"running {self._doing}" if self.job else "idle"
         message = f"{self.description} {exit_reason(exitcode)} while {doing}. {evidence}"
         return WorkerDiedError(message, rank=self.index, pid=self.pid, exitcode=exitcode, evidence=evidence)
 
