@@ -37,14 +37,11 @@ def standing(context: RankContext, waits: Waits | None, stands: Position, last: 
 
 def with_root(last: Sequence[Collective], waits_in: Rooted | None) -> list[Collective]:
     """The ``last`` collectives, with the root of the one that the main thread ``waits_in``, the last it has entered."""
-    found = list(last)
-    by_main_thread = [index for index, each in enumerate(last) if each.by_main_thread]
-    if waits_in is not None and by_main_thread:
-        index = by_main_thread[-1]
-        each = last[index]
-        if (each.group, each.name) == (waits_in.group, waits_in.name):
-            found[index] = each._replace(root=each.members[waits_in.group_root])
-    return found
+    newest = next((each for each in reversed(last) if each.by_main_thread), None)
+    if newest is None or waits_in is None or (newest.group, newest.name) != (waits_in.group, waits_in.name):
+        return list(last)
+    known = newest._replace(root=newest.members[waits_in.group_root])
+    return [known if each is newest else each for each in last]
 
 
 def why_never(
