@@ -223,15 +223,14 @@ def test_the_doctor_of_an_old_torch(tmp_path: Path) -> None:
 
 
 def test_the_doctor_in_a_source_tree_that_is_not_installed(tmp_path: Path) -> None:
-    """Its version is not known, and all else works: with the packages of this environment but our own."""
-    for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if "nn_parallel" not in entry.name:
-            (tmp_path / entry.name).symlink_to(entry)
-    path = os.pathsep.join([str(HERE.parent), str(tmp_path)])
+    """Its version is not known, and all else works: the package alone, with what is installed but itself."""
+    (tmp_path / "nn_parallel").symlink_to(HERE.parent / "nn_parallel")
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if "nn_parallel" not in path.name:
+            (tmp_path / path.name).symlink_to(path)
     without_site = [sys.executable, "-S", "-m", "nn_parallel", "doctor"]
-    done = subprocess.run(
-        without_site, env=_clean() | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=100
-    )
+    env = _clean() | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(without_site, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nn_parallel from a source tree that is not installed" in done.stdout
 
