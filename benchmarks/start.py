@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nn_parallel import ParallelExecutor
-from nn_parallel.executor import servers
+from nn_parallel.executor import forkserver_client
 
 from .harness import Figure, python, seconds_of, waiting
 from .peers import STARTS, has
@@ -86,14 +86,14 @@ def figures(repetitions: int) -> Iterator[Figure]:
 
     occupied, by_one, by_a_second, by_forks = [], [], [], []
     for _ in range(min(repetitions // 2, 3)):
-        servers.stop_fork_server()  # each shares libraries with this process, and not with the others
+        forkserver_client.stop_fork_server()  # each shares libraries with this process, and not with the others
         with waiting(ONE_PYTHON) as pids:
             by_one.append(_mib(pids, "Rss"))  # as long as nobody shares anything with it, that is its PSS
             by_a_second.append(_mib(pids, "Pss"))
         with waiting(EIGHT_FORKS) as pids:
             by_forks.append(_mib(pids, "Pss"))
         with ParallelExecutor(num_workers=8, devices="cpu") as pool:
-            occupied.append(_mib([*pool.run(os.getpid), servers.fork_server_pid()], "Pss"))
+            occupied.append(_mib([*pool.run(os.getpid), forkserver_client.fork_server_pid()], "Pss"))
     name = "memory of 8 idle workers and their server (PSS)"
     yield Figure(name, occupied, 1.0, "one python with torch, alone (RSS)", by_one, unit="MiB")
     yield Figure(name, occupied, None, "a second python with torch (PSS)", by_a_second, unit="MiB")

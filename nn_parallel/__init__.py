@@ -29,15 +29,17 @@ The files, from the bottom up; each knows only those before it in this list::
     executor                    ParallelExecutor:
         segments, transport     memory files for what is large; messages
         namespaces              what functions and classes that travel by value find in a worker
-        evidence, poller        why a process died; waiting for many
+        evidence                why a process died
         worker                  a worker process
         fingerprints, modules   whether a function is still the same, and the modules that workers import
         names, script, packing  what functions refer to by names, and when that is sent; what is sent in all
         forkserver, boot        the process that forks workers; its first lines
-        servers, futures        that process as the parent sees it; what a pool will have done, and who is called then
-        jobs, workers, crew     what is to be done; who does it, one by one and all together
-        answers                 what they answer, taken in whichever thread reads
-        schedule, supervisor    which job goes where; the parent's thread
+        forkserver_client       that process as the parent sees it
+        output, tasks           what workers print; what a pool is asked to do
+        process, poller         one worker process as the parent sees it; waiting for many
+        processes, answers      those of a pool; what they answer, taken in whichever thread reads
+        pool_store, pool        the store of the ranks of a run; which task goes where, and the supervisor's thread
+        local, launched         the executor's calls on a pool's workers; on the ranks that a launcher has started
         executor                the class itself
     shared_pool, data_parallel  parallelize_on_gpus; parallel_on_all_devices
     doctor                      verify_ddp_setup

@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from .ddp import join_launched_world
+from .ddp import as_seconds, join_launched_world
 from .devices import choose_devices
 from .errors import ExecutorClosedError
 from .executor import ParallelExecutor
+from .executor.local import LocalWorkers
+from .executor.packing import CallOptions
 
 R = TypeVar("R")
 IDLE_LIMIT_S = 60.0
@@ -72,13 +74,13 @@ class _SharedPool(ParallelExecutor):
     @property
     def has_ended(self) -> bool:
         """Whether it was idle for so long, could not go on, or is that of a process of which this is a fork."""
-        return self._supervisor is None or self._supervisor.has_ended
+        return not isinstance(self._backend, LocalWorkers) or self._backend.pool.has_ended
 
     def for_calls(self, pass_device: bool, timeout: timedelta | float | None) -> _SharedPool:
         """The same workers, called in another way."""
         view = _SharedPool.__new__(_SharedPool)
         vars(view).update(vars(self))
-        view._make_calls(pass_device, timeout)
+        view._options = CallOptions(pass_device, as_seconds(timeout))
         return view
 
 

@@ -19,10 +19,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import hypothesis
 import pytest
-from ranks import launched
+from ranks import launched, trim
 
 from nn_parallel import ParallelExecutor, initialize_ddp, on_rank
-from nn_parallel.executor import servers
+from nn_parallel.executor import forkserver_client
 from nn_parallel.launch import rendezvous
 
 
@@ -74,7 +74,7 @@ def _fork_server() -> Iterator[None]:
     with ParallelExecutor(num_workers=1, devices="cpu") as ex:
         ex.run(int)
     yield
-    servers.stop_fork_server()
+    forkserver_client.stop_fork_server()
     assert _children() == set()
 
 
@@ -129,8 +129,7 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 def _settle(pools: list[ParallelExecutor]) -> None:
     for pool in pools:
         pool.run(_connect)
-        assert pool._supervisor is not None
-        pool._supervisor._packer.segments.trim(0)
+        trim(pool)
 
 
 def _connect() -> None:
@@ -142,7 +141,7 @@ def _connect() -> None:
 
 def _state() -> dict[str, object]:
     return {
-        "children": _children() - {servers.fork_server_pid()},
+        "children": _children() - {forkserver_client.fork_server_pid()},
         "files": Counter(_open_files()),
         "environment": {name: value for name, value in os.environ.items() if name not in SET_BY_OTHERS},
         "threads": sorted(thread.name for thread in threading.enumerate()),

@@ -24,10 +24,17 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from nn_parallel import ParallelExecutor
+
 START_WITHIN_S = 25.0
 ANSWER_WITHIN_S = 25.0
 END_WITHIN_S = 30.0
 AT_ONCE_S = 5.0  # what comes at once, on a busy machine; no timeout in the tests is as short
+
+
+def trim(pool: ParallelExecutor) -> None:
+    """Let go of the memory files that ``pool`` keeps to fill them again."""
+    pool._backend.pool.packer.segments.trim(0)  # type: ignore[union-attr]
 
 
 class Ranks:

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import launched
+from ranks import launched, trim
 
 import nn_parallel.devices
 from nn_parallel import (
@@ -43,7 +43,8 @@ from nn_parallel import (
     on_rank,
     seed_everything,
 )
-from nn_parallel.executor import crew, servers
+from nn_parallel.executor import forkserver_client, process
+from nn_parallel.executor.pool import Pool
 
 
 @pytest.fixture
@@ -436,8 +437,7 @@ def test_the_items_of_a_map_are_let_go_as_they_end(ex: ParallelExecutor) -> None
     """Results that nobody has taken yet do not hold the memory of what was sent for them."""
     results = ex.map(torch.Tensor.numel, (torch.zeros(1 << 16) for _ in range(50)))
     assert ex.run(int) == [0, 0]  # all are over
-    assert ex._supervisor is not None
-    ex._supervisor._packer.segments.trim(0)
+    trim(ex)
     files = [
         os.readlink(f"/proc/self/fd/{fd}")
         for fd in os.listdir("/proc/self/fd")
@@ -750,7 +750,7 @@ def test_the_start_of_workers_has_no_limit(initializer: Any, monkeypatch: pytest
 def test_a_start_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for ever for a worker that does not come."""
     monkeypatch.setattr(sys, "argv", [*sys.argv, SlowToArrive("last")])
-    monkeypatch.setattr(crew, "START_WITHIN_S", 0.2)
+    monkeypatch.setattr(process, "START_WITHIN_S", 0.2)
     told = pytest.raises(RankTimeoutError, match=r"The start of workers did not end within 0.2 s.*\nWorker 0 \(pid")
     with ParallelExecutor(num_workers=1, devices="cpu") as pool, told:
         pool.run(int)
@@ -835,12 +835,10 @@ def test_a_forgotten_executor_ends_its_workers() -> None:
     pool = ParallelExecutor(num_workers=1, devices="cpu")
     (pid,) = _pids(pool)
     ended = os.pidfd_open(pid)
-    thread = pool._supervisor._thread  # type: ignore[union-attr]
     alive = weakref.ref(pool)
     del pool
     gc.collect()
     assert alive() is None
-    thread.join(10)
     assert select.select([ended], [], [], 10)[0]
     os.close(ended)
 
@@ -852,14 +850,14 @@ def test_the_workers_of_a_killed_parent_end(tmp_path: Path) -> None:
         """
 import os, subprocess, sys, time
 from nn_parallel import ParallelExecutor
-from nn_parallel.executor import servers
+from nn_parallel.executor import forkserver_client
 def busy():
     child = subprocess.Popen(["sleep", "600"])
     print(os.getpid(), child.pid, flush=True)
     time.sleep(600)
 with ParallelExecutor(num_workers=2, devices="cpu") as ex:
     ex.run(int)
-    print(servers.fork_server_pid(), flush=True)
+    print(forkserver_client.fork_server_pid(), flush=True)
     ex.run(busy)
 """
     )
@@ -880,12 +878,12 @@ def test_a_killed_fork_server_is_a_clear_error_and_the_next_pool_starts_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The pool that it held is broken and says so; a new executor works."""
-    monkeypatch.setattr(servers, "_fork_server", None)  # not the one that the other tests share
+    monkeypatch.setattr(forkserver_client, "_fork_server", None)  # not the one that the other tests share
     try:
         with ParallelExecutor(num_workers=1, devices="cpu") as pool:
             pool.run(int)
             future = pool.submit(time.sleep, 3600)
-            os.kill(servers.fork_server_pid() or 0, signal.SIGKILL)
+            os.kill(forkserver_client.fork_server_pid() or 0, signal.SIGKILL)
             with pytest.raises(ParallelError, match="fork server has ended"):
                 future.result()
             with pytest.raises(ParallelError, match="fork server has ended"):
@@ -893,7 +891,7 @@ def test_a_killed_fork_server_is_a_clear_error_and_the_next_pool_starts_another(
         with ParallelExecutor(num_workers=1, devices="cpu") as pool:
             assert pool.run(int) == [0]
     finally:
-        servers.stop_fork_server()
+        forkserver_client.stop_fork_server()
 
 
 def test_a_fork_of_the_parent_may_not_use_its_pool(ex: ParallelExecutor) -> None:
@@ -1077,9 +1075,12 @@ def test_a_launched_world_of_one_rank_is_the_worker() -> None:
 
 def test_no_port_is_taken_before_it_is_needed() -> None:
     """A pool that never runs ranks together opens no port."""
+    from test_ddp import _listening_addresses
+
+    before = _listening_addresses()
     with ParallelExecutor(num_workers=1, devices="cpu") as pool:
         assert pool.submit(abs, -1).result() == 1
-        assert pool._supervisor._store._store is None  # type: ignore[union-attr]
+        assert _listening_addresses() == before
 
 
 def test_a_launched_rank_that_waits_to_make_the_group_is_freed() -> None:
@@ -1166,7 +1167,7 @@ def test_a_removed_directory_harms_no_replacement(tmp_path: Path, monkeypatch: p
 def test_a_fault_of_the_supervisor_is_told(ex: ParallelExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the pool's own thread cannot go on, whoever waits gets an error, and so does every later call."""
     ex.run(int)
-    monkeypatch.setattr(ex._supervisor, "_start", lambda index: 1 / 0)
+    monkeypatch.setattr(Pool, "_start", lambda pool, index: 1 / 0)
     with pytest.raises(WorkerDiedError):
         ex.submit(os._exit, 1).result(20)
     for _ in range(2):

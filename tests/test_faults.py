@@ -47,8 +47,9 @@ from nn_parallel import (
     initialize_ddp,
     on_rank,
 )
-from nn_parallel.executor import servers
-from nn_parallel.executor.supervisor import Supervisor
+from nn_parallel.executor import forkserver_client
+from nn_parallel.executor.packing import CallOptions
+from nn_parallel.executor.pool import Pool
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +62,11 @@ def pools() -> Iterator[ParallelExecutor]:
 @contextlib.contextmanager
 def ending_hangs(pool: ParallelExecutor, cell: Cell) -> Iterator[None]:
     """The calls in here have a timeout if they hang; what comes before and after may take long on a busy machine."""
-    pool._make_calls(pass_device=True, timeout=TIMEOUT_S if is_hang(cell) else None)
+    pool._options = CallOptions(pass_device=True, timeout_s=TIMEOUT_S if is_hang(cell) else None)
     try:
         yield
     finally:
-        pool._make_calls(pass_device=True, timeout=None)
+        pool._options = CallOptions(pass_device=True, timeout_s=None)
 
 
 @pytest.fixture
@@ -203,7 +204,7 @@ def leave_soon() -> None:
 
 def workers() -> set[int]:
     """The processes of all pools."""
-    server = servers.fork_server_pid()
+    server = forkserver_client.fork_server_pid()
     return {int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()}
 
 
@@ -242,10 +243,10 @@ def test_at_shutdown(cell: Cell, record: Any, monkeypatch: pytest.MonkeyPatch) -
     pool.run(int)
     outcome: list[Any] = []
     handed_in = threading.Event()
-    hand_out = Supervisor._hand_out
+    hand_out = Pool._hand_out
 
-    def tell(supervisor: Supervisor, job: Any = None) -> None:
-        hand_out(supervisor, job)
+    def tell(pool: Pool, task: Any = None) -> None:
+        hand_out(pool, task)
         handed_in.set()
 
     def make_the_call() -> None:
@@ -254,7 +255,7 @@ def test_at_shutdown(cell: Cell, record: Any, monkeypatch: pytest.MonkeyPatch) -
         except BaseException as raised:
             outcome.append(raised)
 
-    monkeypatch.setattr(Supervisor, "_hand_out", tell)
+    monkeypatch.setattr(Pool, "_hand_out", tell)
     caller = threading.Thread(target=make_the_call)
     start = time.monotonic()
     caller.start()

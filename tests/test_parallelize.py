@@ -28,7 +28,7 @@ from nn_parallel import (
     shared_pool,
 )
 from nn_parallel.devices import cpu_count
-from nn_parallel.executor import servers
+from nn_parallel.executor import forkserver_client
 
 
 @pytest.fixture(autouse=True)
@@ -119,21 +119,21 @@ def test_a_process_that_is_alone_after_a_fallback_keeps_its_pool(monkeypatch: py
 
 def test_a_pool_that_cannot_go_on_is_replaced_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody but the decorator could make another."""
-    monkeypatch.setattr(servers, "_fork_server", None)  # not the one that the other tests share
+    monkeypatch.setattr(forkserver_client, "_fork_server", None)  # not the one that the other tests share
     try:
         sleep = parallelize_on_gpus(num_gpus=1)(time.sleep)
         sleep(0)
-        threading.Timer(0.1, os.kill, (servers.fork_server_pid(), signal.SIGKILL)).start()
+        threading.Timer(0.1, os.kill, (forkserver_client.fork_server_pid(), signal.SIGKILL)).start()
         with pytest.raises(ParallelError, match="fork server has ended"):
             sleep(3600)
         assert sleep(0) == [None]
         (pool,) = shared_pool._pools.values()
-        os.kill(servers.fork_server_pid() or 0, signal.SIGKILL)
-        pool._supervisor._thread.join(10)  # type: ignore[union-attr]
+        os.kill(forkserver_client.fork_server_pid() or 0, signal.SIGKILL)
+        pool._backend.pool.thread.join(10)
         assert sleep(0) == [None]  # nothing was lost
     finally:
         shared_pool._pools.popitem()[1].shutdown()
-        servers.stop_fork_server()
+        forkserver_client.stop_fork_server()
 
 
 def test_an_idle_pool_ends_and_the_next_call_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_an_idle_pool_ends_and_the_next_call_starts_another(monkeypatch: pytest.
 
     (first,) = pid()
     pool = next(iter(shared_pool._pools.values()))
-    pool._supervisor._thread.join(10)  # type: ignore[union-attr]
+    pool._backend.pool.thread.join(10)
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
     (second,) = pid()

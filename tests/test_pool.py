@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import gc
 import io
+import itertools
 import multiprocessing.util
 import os
 import random
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,17 @@ from nn_parallel import (
     current_world,
     signals,
 )
-from nn_parallel.executor import evidence, namespaces, segments, worker, workers
-from nn_parallel.executor.jobs import Job, Run
-from nn_parallel.executor.schedule import Schedule
-from nn_parallel.executor.supervisor import Supervisor
-from nn_parallel.executor.transport import Header, Unpack
-from nn_parallel.executor.workers import Worker
+from nn_parallel.executor import evidence, namespaces, segments, worker
+from nn_parallel.executor.local import LocalWorkers
+from nn_parallel.executor.pool import Pool
+from nn_parallel.executor.process import WorkerProcess
+from nn_parallel.executor.tasks import Run, Task
+
+
+def pool_of(executor: ParallelExecutor) -> Pool:
+    """What is behind an executor that no launcher has started."""
+    assert isinstance(executor._backend, LocalWorkers)
+    return executor._backend.pool
 
 
 @pytest.fixture(scope="module")
@@ -170,27 +176,23 @@ def test_ctrl_c_in_a_resize_leaves_the_pool_whole(monkeypatch: pytest.MonkeyPatc
     """Even if it comes while a worker is being started for that."""
     with ParallelExecutor(num_workers=1, devices="cpu") as pool:
         assert pool.run(int) == [0]
-        supervisor = pool._supervisor
-        start, assign = supervisor._start, supervisor._schedule.assign
+        start, assign = Pool._start, Pool._assign
         is_starting, may_start = threading.Event(), threading.Event()
 
-        def start_late(index: int) -> Worker:
+        def start_late(pool: Pool, index: int) -> WorkerProcess:
             is_starting.set()
             may_start.wait(20)
-            return start(index)
+            return start(pool, index)
 
-        def interrupt() -> Iterator[Any]:
-            yield from ()
-            assert is_starting.wait(20)
-            raise KeyboardInterrupt
+        def assign_and_be_interrupted(pool: Pool) -> Any:
+            assigned = assign(pool)  # which has set the lock free again
+            if threading.current_thread() is threading.main_thread() and not is_starting.is_set():
+                assert is_starting.wait(20)
+                raise KeyboardInterrupt
+            return assigned
 
-        def assign_and_be_interrupted() -> Iterable[Any]:
-            ready = assign()
-            is_main = threading.current_thread() is threading.main_thread()
-            return interrupt() if is_main and not is_starting.is_set() else ready  # once the lock is free again
-
-        monkeypatch.setattr(supervisor, "_start", start_late)
-        monkeypatch.setattr(supervisor._schedule, "assign", assign_and_be_interrupted)
+        monkeypatch.setattr(Pool, "_start", start_late)
+        monkeypatch.setattr(Pool, "_assign", assign_and_be_interrupted)
         with pytest.raises(KeyboardInterrupt):
             pool.resize(2)
         may_start.set()
@@ -232,42 +234,39 @@ def test_who_answers_a_cancellation_at_once_has_run_out_of_time(
 ) -> None:
     """Its answer may be read before the thread that cancels goes on: by then it is settled what the call ends with."""
     answered = threading.Event()
-    end_task, take_answer = Schedule.end_task, Supervisor._answered
+    cancel, take_answer = Pool._cancel, Pool._answered
 
-    def wait_for_the_answer(self: Schedule, job: Job) -> None:
-        monkeypatch.setattr(Schedule, "end_task", end_task)
-        end_task(self, job)
-        lock.release()  # which its caller holds
+    def wait_for_the_answer(self: Pool, task: Task) -> None:
+        monkeypatch.setattr(Pool, "_cancel", cancel)
+        cancel(self, task)
+        self._lock.release()  # which its caller holds
         assert answered.wait(10)
-        lock.acquire()
+        self._lock.acquire()
 
-    def tell(self: Supervisor, worker: Worker, header: Header, unpack: Unpack) -> None:
-        take_answer(self, worker, header, unpack)
+    def tell(self: Pool, *answer: Any) -> None:
+        take_answer(self, *answer)
         answered.set()
 
     with ParallelExecutor(num_workers=1, devices="cpu", timeout=0.2) as pool:
         pool.run(int)
-        assert pool._supervisor is not None
-        lock = pool._supervisor._lock
-        monkeypatch.setattr(Schedule, "end_task", wait_for_the_answer)
-        monkeypatch.setattr(Supervisor, "_answered", tell)
+        monkeypatch.setattr(Pool, "_cancel", wait_for_the_answer)
+        monkeypatch.setattr(Pool, "_answered", tell)
         with pytest.raises(RankTimeoutError, match="did not end within timeout=0.2 s"):
             call(pool)
 
 
 def test_a_process_id_that_is_told_late_starts_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker may be ready before the fork server has told its number; its time is not running then."""
-    is_told, hear = threading.Event(), Supervisor._hear
-    monkeypatch.setattr(Supervisor, "_hear", lambda self: is_told.wait(20) and hear(self))
+    is_told, hear = threading.Event(), Pool._hear
+    monkeypatch.setattr(Pool, "_hear", lambda self: is_told.wait(20) and hear(self))
     with ParallelExecutor(num_workers=2, devices="cpu", timeout=5) as executor:
         assert executor.run(int) == [0, 0]
-        supervisor = executor._supervisor
-        workers = supervisor._schedule.workers
+        workers, lock = pool_of(executor)._workers, pool_of(executor)._lock
         assert [worker.pid for worker in workers] == [0, 0]
         is_told.set()
         while not all(worker.pid for worker in workers):
             time.sleep(0.001)
-        with supervisor._lock:
+        with lock:
             assert [worker.deadline for worker in workers] == [None, None]
         assert executor.run(os.getpid) == [worker.pid for worker in workers]
 
@@ -377,7 +376,7 @@ def test_ctrl_c_while_an_answer_is_rebuilt(
     """Twice, so that it is raised there: the thread that rebuilds gets it, and whoever the answer is for the answer."""
     monkeypatch.setattr(signals, "PATIENCE_S", 0.0)
     read, write = os.pipe()
-    poller = pools._supervisor._crew.poller  # type: ignore[union-attr]
+    poller = pool_of(pools)._poller
 
     def answer_once_read() -> Any:
         os.read(os.open(f"/proc/{parent}/fd/{read}", os.O_RDONLY), 1)
@@ -423,7 +422,7 @@ def test_a_resize_that_waits_takes_no_processor_time(pools: ParallelExecutor) ->
     """Until the calls before it are over, nobody looks again and again whether they are."""
     slow, resize = pools.submit(time.sleep, 2), threading.Thread(target=pools.resize, args=(3,))
     resize.start()
-    while not pools._supervisor._schedule.pending:  # type: ignore[union-attr]
+    while not pool_of(pools)._queue:
         time.sleep(0.001)
     before = time.process_time()
     slow.result()
@@ -502,16 +501,16 @@ def test_ctrl_c_at_any_moment_leaves_the_pool_whole() -> None:
 def test_ctrl_c_in_submit_ends_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has its future: its worker is for others."""
 
-    def interrupted(supervisor: Supervisor, job: Any = None) -> None:
-        hand_out(supervisor, job)
-        if job is not None:
+    def interrupted(pool: Pool, task: Any = None) -> None:
+        hand_out(pool, task)
+        if task is not None:
             signal.raise_signal(signal.SIGINT)
 
-    hand_out = Supervisor._hand_out
+    hand_out = Pool._hand_out
     with ParallelExecutor(num_workers=1, devices="cpu") as pool:
         pool.run(int)
         with monkeypatch.context() as patch:
-            patch.setattr(Supervisor, "_hand_out", interrupted)
+            patch.setattr(Pool, "_hand_out", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 pool.submit(time.sleep, 3600)
         assert pool.submit(int).result(20) == 0
@@ -819,21 +818,6 @@ def test_results_are_those_of_their_items_where_short_and_long_tasks_mix() -> No
             assert list(pool.map(task, range(200))) == list(range(200))
 
 
-def test_an_object_that_a_busy_worker_lacks_is_not_sent_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It might not fit into the buffer of a socket that the worker does not read, and is not taken back."""
-    monkeypatch.setattr(workers, "QUICK_S", 100.0)  # so that its tasks are short on a busy machine, too
-    monkeypatch.setattr(workers, "LONG_S", 200.0)
-    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
-        handle = pool.put("an object")
-        assert pool._supervisor is not None
-        (only,) = pool._supervisor._schedule.workers
-        call = pool._supervisor.packer.pack(len, (handle,), {}, pool._options)
-        assert list(pool.map(abs, range(50))) == list(range(50))
-        assert not only.takes_another(call)
-        pool.run(len, handle)
-        assert only.takes_another(call)
-
-
 def test_nothing_is_given_to_a_worker_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Items that come as the parent learns of its end, and what it had not begun, go to the next one."""
     _learn_slowly_of_deaths(monkeypatch)
@@ -878,13 +862,13 @@ def test_who_waits_hears_of_a_death_at_once(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def _learn_slowly_of_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
-    death = Worker.death
+    exited = WorkerProcess.exited
 
     def slowly(*arguments: Any) -> Any:
         time.sleep(0.05)
-        return death(*arguments)
+        return exited(*arguments)
 
-    monkeypatch.setattr(Worker, "death", slowly)
+    monkeypatch.setattr(WorkerProcess, "exited", slowly)
 
 
 def test_a_callback_may_wait_for_its_pool(pools: ParallelExecutor) -> None:
@@ -1015,18 +999,17 @@ def test_a_pool_can_be_shut_down_in_a_callback() -> None:
 
 def test_the_last_answer_and_the_last_death_may_come_together(pools: ParallelExecutor) -> None:
     """Told by two threads, in any order of their steps."""
-    assert pools._supervisor is not None
-    run = Run(pools._supervisor.packer.pack(int, (), {}, pools._options))
+    run = Run(pool_of(pools).packer.pack(int, (), {}, pools._options))
     run.begin(2)
 
     class Missing(set[int]):
         def discard(self, rank: int) -> None:
             super().discard(rank)
             if rank == 0:
-                run.end(1, worker.SUCCEEDED, "b")
+                run.complete(1, worker.SUCCEEDED, "b")
 
     run._missing = Missing({0, 1})
-    run.end(0, worker.SUCCEEDED, "a")
+    run.complete(0, worker.SUCCEEDED, "a")
     assert run.result() == ["a", "b"]
 
 
@@ -1047,9 +1030,7 @@ def test_a_run_that_a_shutdown_cuts_off_is_no_result() -> None:
         thread = threading.Thread(target=call, args=[pool])
         thread.start()
         is_running.wait()
-        supervisor = pool._supervisor
-        assert supervisor is not None
-        while supervisor._schedule.is_idle():
+        while all(worker.task is None for worker in pool_of(pool)._workers):
             time.sleep(0.001)
         raise ZeroDivisionError
     thread.join(20)
@@ -1073,16 +1054,15 @@ def test_a_map_whose_items_fail_begins_no_more() -> None:
         assert time.monotonic() - begun < 5  # and not 10
 
 
-def test_ctrl_c_in_the_middle_of_sending_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_the_middle_of_sending(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that got half a message is replaced: what comes next would be read as the other half."""
     with ParallelExecutor(num_workers=1, devices="cpu") as pool:
-        assert list(pool.map(abs, range(50))) == list(range(50))  # from here on its tasks are known to be short
-        assert pool._supervisor is not None
-        (worker,) = pool._supervisor._schedule.workers
-        send = worker.link.send
+        assert list(pool.map(abs, range(50))) == list(range(50))
+        (worker,) = pool_of(pool)._workers
+        send, sent = worker.link.send, itertools.count(1)
 
         def interrupted(header: bytes, parcel: Any) -> None:
-            if worker.next_job is None:
+            if next(sent) < 20:
                 send(header, parcel)
             else:
                 worker.link.sock.sendall(bytes(20))

@@ -9,27 +9,27 @@ from typing import Any
 
 from ..errors import TransferError
 from ..signals import raised_by_a_handler
-from .jobs import Job
 from .poller import Poller
+from .process import WorkerProcess
+from .tasks import SetUp, Task
 from .transport import Header, Unpack
 from .worker import CANCELLED, FAILED, STARTED
-from .workers import Worker
 
 
 class Answers:
     """Rebuilds what workers answer, and hands it on."""
 
     def __init__(
-        self, poller: Poller, lock: threading.Lock, on_answer: Callable[[Worker, Header, int, Any], None]
+        self, poller: Poller, lock: threading.Lock, on_answer: Callable[[WorkerProcess, Header, int, Any], None]
     ) -> None:
         """``on_answer`` gets a worker, the header of its answer, how its task ended, and the result or the exception.
 
         ``lock`` guards changes of a worker.
         """
         self._poller, self._lock, self._on_answer = poller, lock, on_answer
-        self._left = deque[Worker]()  # by a thread that does not read on
+        self._left = deque[WorkerProcess]()  # by a thread that does not read on
 
-    def receive(self, worker: Worker) -> bool:
+    def receive(self, worker: WorkerProcess) -> bool:
         """Take what has arrived from ``worker``; False at the end of its connection."""
         try:
             messages = worker.receive()
@@ -42,15 +42,15 @@ class Answers:
         self.take(worker)
         return True
 
-    def take(self, worker: Worker) -> None:
+    def take(self, worker: WorkerProcess) -> None:
         """Take what has been received from ``worker``."""
         try:
             while worker.unread:
                 header, unpack = worker.unread[0]
-                if worker.deadline or worker.stack_by:  # it is in time, however long it takes to rebuild this
+                if worker.deadline is not None:
                     with self._lock:
-                        worker.deadline = worker.stack_by = None
-                outcome, value = _rebuilt(header, unpack, worker.job)
+                        worker.answered()
+                outcome, value = _rebuilt(header, unpack, worker.task)
                 try:
                     worker.unread.popleft()
                     self._on_answer(worker, header, outcome, value)
@@ -63,6 +63,12 @@ class Answers:
                 self._poller.wake()
             raise
 
+    def take_last(self, worker: WorkerProcess) -> None:
+        """Take all that ``worker`` has answered before it exited."""
+        self.take(worker)
+        while worker.link.has_more() and self.receive(worker):
+            pass
+
     def take_left(self) -> None:
         """In the thread that is not interrupted: take what another one has left."""
         while self._left:
@@ -70,10 +76,10 @@ class Answers:
                 self.take(self._left.popleft())
 
 
-def _rebuilt(header: Header, unpack: Unpack, job: Job | None) -> tuple[int, Any]:
+def _rebuilt(header: Header, unpack: Unpack, task: Task | SetUp | None) -> tuple[int, Any]:
     """How a task ended, and its result or its exception. Raises what the handler of a signal raises meanwhile."""
     number, outcome, _ = header
-    if outcome == CANCELLED or job is None or number == STARTED:
+    if outcome == CANCELLED or task is None or number == STARTED:
         return outcome, None
     try:
         value = unpack()
@@ -83,13 +89,13 @@ def _rebuilt(header: Header, unpack: Unpack, job: Job | None) -> tuple[int, Any]
     except BaseException as error:  # a SystemExit in user code must not end our thread either
         if raised_by_a_handler(error):
             raise
-        value = TransferError(f"The result of {job.call.name} cannot be rebuilt in the parent process: {error!r}")
+        value = TransferError(f"The result of {task.call.name} cannot be rebuilt in the parent process: {error!r}")
         value.__cause__ = error
         outcome = FAILED
     return outcome, value
 
 
-def _give_up(worker: Worker) -> None:
+def _give_up(worker: WorkerProcess) -> None:
     """After Ctrl-C or a bug: what is half done is not known."""
     worker.receive = lambda: None
     worker.unread.clear()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import logging
 import sys
-import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from datetime import timedelta
 from types import TracebackType
@@ -16,19 +13,14 @@ from typing import Any, Never, NoReturn, Self, TypeVar
 
 import torch
 
-from ..calls.blocks import block
-from ..calls.records import call_name, call_site
 from ..ddp import as_seconds, join_launched_world
-from ..devices import call_on_device, choose_devices, count, cpu_count, parse_devices
-from ..errors import ExecutorClosedError, ParallelError, RankError, TransferError, rank_error, user_frames
-from ..exchange import all_gather_packed
-from ..launch.context import RankContext
-from ..pickling import dumps
-from .crew import Settings
-from .jobs import Mapped, Resize, Run, Single
+from ..devices import choose_devices, count, cpu_count
+from ..errors import ParallelError, RankError
+from .launched import LaunchedRanks
+from .local import LocalWorkers
 from .packing import CallOptions
-from .supervisor import Supervisor
-from .worker import call_each, in_this_process
+from .pool import Pool
+from .processes import Settings
 
 UNINTERRUPTED = True  # see signals
 R = TypeVar("R")
@@ -90,22 +82,19 @@ class ParallelExecutor(Executor):
         if unknown:
             hint = ": the number of workers is num_workers" if "max_workers" in unknown else ""
             raise TypeError(f"ParallelExecutor() has no parameter {', '.join(map(repr, unknown))}{hint}.")
-        self._make_calls(pass_device, timeout)
-        self._closed = False
-        self._supervisor: Supervisor | None = None
-        self._block: contextlib.AbstractContextManager[None] | None = None
+        self._options = CallOptions(pass_device, as_seconds(timeout))
+        self._backend: LaunchedRanks | LocalWorkers
         context = join_launched_world()
         if context is not None:
-            _check_choice_is_what_runs(context, num_gpus, devices, num_workers)
-            self._context: RankContext | None = context
+            self._backend = LaunchedRanks(context, self._options.timeout_s)
+            self._backend.check_choice(num_gpus, devices, num_workers)
             if initializer is not None:
                 initializer(*initargs)
             return
-        self._context = None
         if sys.platform != "linux":
             raise ParallelError("ParallelExecutor starts worker processes on Linux only: use WSL, Linux or torchrun.")
-        self._devices_for = functools.partial(choose_devices, num_gpus, devices)
-        chosen = self._devices_for(num_workers)
+        devices_for = functools.partial(choose_devices, num_gpus, devices)
+        chosen = devices_for(num_workers)
         if devices is None and chosen[0].type == "cpu":
             n = len(chosen)
             logger.info("No accelerator: %d CPU workers, %d threads each.", n, max(1, cpu_count() // n))
@@ -117,8 +106,7 @@ class ParallelExecutor(Executor):
             idle_limit_s=self._idle_limit_s,
             prefix_output=prefix_output,
         )
-        self._supervisor = Supervisor(settings)
-        weakref.finalize(self, Supervisor.orphan, self._supervisor).atexit = False
+        self._backend = LocalWorkers(devices_for, Pool(settings))
 
     def run(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> list[R]:
         """Call ``fn`` once on every device, all at the same time, as the ranks of one world.
@@ -142,9 +130,7 @@ class ParallelExecutor(Executor):
             ex.run(lambda device, x: str(device), 1)  # ['cpu', 'cpu']
         """
         try:
-            if self._supervisor is None:
-                return self._run_on_ranks(fn, args, kwargs, call_name(fn), call_site(sys._getframe(1)))
-            return self._run_on_workers(self._supervisor, fn, args, kwargs)
+            return self._backend.run(fn, args, kwargs, self._options)
         except RankError as error:
             raise error.with_traceback(None) from error.__cause__  # without our own frames
 
@@ -164,18 +150,7 @@ class ParallelExecutor(Executor):
 
             ex.submit(pow, 2, 10).result()  # 1024
         """
-        if self._supervisor is None:
-            raise ParallelError(
-                "submit() hands a task to one free worker, but here every rank makes every call: use run() or map()."
-            )
-        try:
-            job = Single(self._supervisor.packer.pack(fn, args, kwargs, self._options), self._supervisor.callbacks)
-        except TransferError as error:
-            unsent: Future[R] = Future()
-            unsent.set_exception(error)
-            return unsent
-        self._supervisor.submit(job)
-        return job.future
+        return self._backend.submit(fn, args, kwargs, self._options)
 
     def map(
         self, fn: Callable[..., R], *iterables: Iterable[Any], timeout: float | None = None, chunksize: int = 1
@@ -198,16 +173,8 @@ class ParallelExecutor(Executor):
 
             list(ex.map(lambda x, device: x * 2, range(4)))  # [0, 2, 4, 6]
         """
-        chunksize = count("chunksize", chunksize)
         items = zip(*iterables, strict=False)
-        if self._supervisor is None:
-            return iter(self._map_over_ranks(fn, list(items)))
-        name = call_name(fn)
-        if chunksize == 1:
-            return self._map_over_workers(self._supervisor, fn, items, timeout, name)
-        chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
-        each = functools.partial(call_each, fn)  # no more than that, so that the workers can keep it
-        return _joined(self._map_over_workers(self._supervisor, each, zip(chunks, strict=True), timeout, name))
+        return self._backend.map(fn, items, self._options, timeout, count("chunksize", chunksize))
 
     def put(self, obj: Any) -> Any:
         """Send ``obj`` once to each worker that needs it, and hand out a handle to pass to any number of calls.
@@ -225,9 +192,7 @@ class ParallelExecutor(Executor):
             data = ex.put(torch.ones(1000, 1000))
             ex.run(lambda x: x.sum().item(), data)  # [1000000.0, 1000000.0]
         """
-        if self._supervisor is None:
-            return obj
-        return self._supervisor.packer.put(obj)
+        return self._backend.put(obj)
 
     def resize(self, num_workers: int) -> None:
         """Grow or shrink to ``num_workers``, over the same devices in turn, once the calls made so far are over.
@@ -241,12 +206,7 @@ class ParallelExecutor(Executor):
             ex.resize(4)
             len(ex.run(str))  # 4
         """
-        if self._supervisor is None:
-            assert self._context is not None
-            raise ValueError(f"resize() does not apply here: the workers are the {self._context.world_size} ranks.")
-        job = Resize(self._devices_for(num_workers), self._supervisor.callbacks)
-        self._supervisor.submit(job)
-        job.over.result()
+        self._backend.resize(num_workers)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more calls, finish those that were made, end the workers. May be called again.
@@ -255,131 +215,19 @@ class ParallelExecutor(Executor):
             wait: return only when all is done and the processes are gone.
             cancel_futures: cancel what has not begun.
         """
-        self._closed = True
-        if self._supervisor is not None:
-            self._supervisor.close(wait=wait, cancel_pending=cancel_futures)
+        self._backend.shutdown(wait, cancel_futures)
 
     def __enter__(self) -> Self:
-        if self._supervisor is None:
-            self._raise_if_closed()
-            site, timeout_s = call_site(sys._getframe(1)), self._options.timeout_s
-            self._block = block("with ParallelExecutor()", site, timeout_s, from_end=True)
-            self._block.__enter__()
+        self._backend.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._closed = True
-        if self._supervisor is not None:  # after an exception nobody waits for what still runs
-            self._supervisor.close(kill=error is not None)
-        elif self._block is not None:
-            self._block.__exit__(kind, error, traceback)
+        self._backend.__exit__(kind, error, traceback)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "an executor belongs to the process that made it: make its calls there with what the function returns, or "
             "make another executor in the function"
         )
-
-    def _make_calls(self, pass_device: bool, timeout: timedelta | float | None) -> None:
-        self._options = CallOptions(pass_device, as_seconds(timeout))
-
-    def _raise_if_closed(self) -> None:
-        if self._closed:
-            raise ExecutorClosedError
-
-    def _run_on_workers(self, supervisor: Supervisor, fn: Callable[..., R], args: Any, kwargs: Any) -> list[R]:
-        run = Run(supervisor.packer.pack(fn, args, kwargs, self._options))
-        try:
-            supervisor.lead(run.is_over, job=run)
-            return run.result()
-        except ParallelError:
-            raise
-        except BaseException:  # Ctrl-C: nobody will take the results
-            supervisor.abandon(run)
-            raise
-
-    def _map_over_workers(
-        self,
-        supervisor: Supervisor,
-        fn: Callable[..., Any],
-        items: Iterable[tuple[Any, ...]],
-        timeout: float | None,
-        name: str,
-    ) -> Generator[Any, None, None]:
-        mapped = Mapped(timeout)
-        try:
-            for args in items:
-                try:
-                    call = supervisor.packer.pack(fn, args, {}, self._options, name)
-                except TransferError as error:
-                    mapped.add_unsent(error)
-                else:
-                    # it reads, as the supervisor's thread may have to wait long for its turn
-                    supervisor.submit(mapped.add(call), reads=True)
-        except BaseException:  # of the iterables, or Ctrl-C: nobody will take the results
-            mapped.is_wanted = False
-            raise
-        return mapped.results(supervisor.lead)
-
-    def _run_on_ranks(self, fn: Callable[..., R], args: Any, kwargs: Any, name: str, site: str) -> list[R]:
-        """`run` where the workers are the ranks that all make this call."""
-        self._raise_if_closed()
-        assert self._context is not None
-        device = self._context.world.device if self._options.pass_device else None
-        if self._context.world_size == 1:
-            try:
-                return [in_this_process(call_on_device, fn, args, kwargs, device)]
-            except Exception as error:
-                raise rank_error(name, 1, {0: error.with_traceback(user_frames(error))}) from None
-        with block(name, site, self._options.timeout_s):
-            result = in_this_process(call_on_device, fn, args, kwargs, device)
-            packed = dumps(result, lambda: {"the result": result})
-        with block(name, site, self._options.timeout_s):  # only now are all outcomes known to be good
-            return all_gather_packed(packed)
-
-    def _map_over_ranks(self, fn: Callable[..., R], items: list[tuple[Any, ...]]) -> list[R]:
-        assert self._context is not None
-        rank, count = self._context.rank, self._context.world_size
-        share = functools.partial(_call_each, fn, items[rank::count])
-        shares = self._run_on_ranks(share, (), {}, call_name(fn), "map()")
-        return [shares[index % count][index // count] for index in range(len(items))]
-
-
-def _check_choice_is_what_runs(
-    context: RankContext, num_gpus: int | None, devices: Any, num_workers: int | None
-) -> None:
-    """Under a launcher nothing is chosen: what is asked for must be what is there, so that one file runs both ways."""
-    wrong = [
-        f"{name}={value!r}"
-        for name, value, is_there in (
-            ("num_gpus", num_gpus, num_gpus and count("num_gpus", num_gpus) == context.world_size),
-            ("num_workers", num_workers, num_workers and count("num_workers", num_workers) == context.world_size),
-            ("devices", devices, devices is not None and context.world.device in parse_devices(devices)),
-        )
-        if value is not None and not is_there
-    ]
-    if wrong:
-        raise ValueError(
-            f"{wrong[0]} does not apply here: the workers are the {context.world_size} ranks that run already, this "
-            f"one on {context.world.device}."
-        )
-
-
-def _joined(chunks: Generator[Any, None, None]) -> Iterator[Any]:
-    """The results that `call_each` gives for these chunks, or the first exception."""
-    with contextlib.closing(chunks):  # what has not begun then never does
-        for results, failed in chunks:
-            yield from results
-            if failed is not None:
-                error, failure = failed
-                error.__cause__ = failure.as_cause()
-                try:
-                    raise error
-                finally:
-                    del results, failed, error  # they would live in a cycle with the traceback
-
-
-def _call_each(fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: torch.device | None = None) -> list[R]:
-    return [call_on_device(fn, item, {}, device) for item in items]

@@ -59,7 +59,9 @@ class _Server:
         self._control = control
         self._parent = parent
         self._pools: dict[int, socket.socket] = {}
-        self._workers: dict[int, socket.socket] = {}  # pid -> the connection of its pool
+        self._workers: dict[
+            int, tuple[socket.socket, int]
+        ] = {}  # by process id: its pool's connection, its number there
         self._child_ended, self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(self._wakeup)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -92,26 +94,30 @@ class _Server:
         except ConnectionError:  # closed with something of ours unread
             message, fds = b"", []
         if not message:  # the pool is closed: nobody waits for its workers
-            for pid in [pid for pid, owner in self._workers.items() if owner is pool]:
+            for pid in [pid for pid, (owner, _) in self._workers.items() if owner is pool]:
                 _kill_group(pid)
                 del self._workers[pid]  # reaped like any orphan
             self._poll.unregister(pool)
             del self._pools[pool.fileno()]
             pool.close()
-        elif message == b"fork":
+            return
+        what, _, number = message.decode().partition(" ")
+        worker = pool, int(number)
+        if what == "fork":
             try:
                 pid = self._fork(fds)
             except OSError as error:  # there are as many processes as there may be
-                self._tell(pool, {"errno": error.errno or 0})
+                self._tell(worker, errno=error.errno or 0)
             else:
-                self._workers[pid] = pool
-                self._tell(pool, {"pid": pid})
+                self._workers[pid] = worker
+                self._tell(worker, pid=pid)
             for fd in fds:
                 os.close(fd)
-        else:
-            pid, number = map(int, message.split())
-            if self._workers.get(pid) is pool:  # its number is its own until we reap it
-                _kill_group(pid) if number == signal.SIGKILL else os.kill(pid, number)
+        else:  # a signal
+            for pid in [
+                pid for pid, known in self._workers.items() if known == worker
+            ]:  # its number until it is reaped
+                _kill_group(pid) if int(what) == signal.SIGKILL else os.kill(pid, int(what))
 
     def _fork(self, fds: list[int]) -> int:
         server = os.getpid()
@@ -133,13 +139,13 @@ class _Server:
                 os.close(fd)
             for pool in self._pools.values():
                 os.close(pool.detach())
-            *sockets, tokens, stdout, stderr = fds
+            *sockets, stdout, stderr = fds
             connection, descriptors, control = (socket.socket(fileno=fd) for fd in sockets)
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
             os.close(stdout)
             os.close(stderr)
-            code = work(connection, descriptors, control, tokens)
+            code = work(connection, descriptors, control)
             atexit._run_exitfuncs()  # what user code has registered, and modules that the server has imported
             flush_output()
         except BaseException:
@@ -156,18 +162,18 @@ class _Server:
             if ended is None:
                 return
             pid = ended.si_pid
-            pool = self._workers.pop(pid, None)
-            if pool is not None:
+            worker = self._workers.pop(pid, None)
+            if worker is not None:
                 _kill_group(pid)  # its children; still a zombie, so the number cannot belong to anyone else
             _, status, usage = os.wait4(pid, 0)
             _remove_shared_memory(pid)
-            if pool is not None:
-                code = os.waitstatus_to_exitcode(status)
-                self._tell(pool, {"exited": pid, "exitcode": code, "max_rss_kib": usage.ru_maxrss})
+            if worker is not None:
+                self._tell(worker, exitcode=os.waitstatus_to_exitcode(status), max_rss_kib=usage.ru_maxrss)
 
-    def _tell(self, pool: socket.socket, message: dict[str, int]) -> None:
+    def _tell(self, worker: tuple[socket.socket, int], **what: int) -> None:
+        pool, number = worker
         with contextlib.suppress(OSError):  # the pool is gone
-            pool.send(json.dumps(message).encode())
+            pool.send(json.dumps({"worker": number, **what}).encode())
 
 
 def _prctl(option: int, value: int) -> None:

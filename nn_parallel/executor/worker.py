@@ -45,7 +45,7 @@ SUCCEEDED, FAILED, CANCELLED = range(3)  # how a task ends
 # how it ended; whether a block of a run failed inside, which went on, so that its group was closed, perhaps not on all
 # ranks.
 ANSWER_FORMAT = "QB?"
-TASK_FORMAT = "Q??Q?IIIQ"  # see Task
+TASK_FORMAT = "Q?Q?IIIQ"  # see TaskHeader
 # What the parent orders a worker beside its tasks: a kind and a number.
 Order = struct.Struct("=BQ")
 CANCEL, FORGET = range(2)
@@ -65,26 +65,23 @@ class Setup(NamedTuple):
     authkey: bytes  # of `multiprocessing`: for its managers, listeners and queues
 
 
-class Task(NamedTuple):
+class TaskHeader(NamedTuple):
     """The header of a task, whose packed object is ``(fn, args, kwargs)``; of an object to keep for later tasks."""
 
     number: int  # of the task, greater than that of any earlier one; or of the object
     is_call: bool
-    is_ahead: bool = False  # sent while another task runs: the worker's only if it gets the token
     function: int = 0  # the number under which the worker keeps the function; 0 if it comes with the arguments
     pass_device: bool = False
     cores: int = 0  # for this worker: the threads of torch; 0: it shares one, and leaves it to the others as it waits
     world_size: int = 0  # of the run that it is one rank of; 0: it runs alone
     store_port: int = 0
-    epoch: int = 0  # a new one after each failure: groups and counters of an older one are not used again
+    group: int = 0  # the number of its process group and counters: after a failure they are not used again
 
 
-def work(connection: socket.socket, descriptors: socket.socket, control: socket.socket, tokens: int) -> int:
+def work(connection: socket.socket, descriptors: socket.socket, control: socket.socket) -> int:
     """Answer the tasks that arrive on ``connection``, with ``descriptors``, until it is closed; returns the exit code.
 
-    Meanwhile a thread follows the orders that arrive on ``control``, where also the stacks go that are asked for. For
-    each task that was sent ahead the semaphore ``tokens``, an eventfd, has a token: either this worker takes it, and
-    runs the task, or the parent has taken it back.
+    Meanwhile a thread follows the orders that arrive on ``control``, where also the stacks go that are asked for.
     """
     faulthandler.register(STACK_SIGNAL, control.fileno(), all_threads=False)
     link, segments = Link(connection, descriptors, sends=ANSWER_FORMAT, receives=TASK_FORMAT), Segments()
@@ -102,11 +99,9 @@ def work(connection: socket.socket, descriptors: socket.socket, control: socket.
     threading.Thread(target=worker.follow_orders, args=[control], name="nn_parallel orders", daemon=True).start()
     for message in arriving:
         header, unpack = message
-        task = Task(*header)
+        task = TaskHeader(*header)
         if not task.is_call:
             keep(task.number, unpack)
-            continue
-        if task.is_ahead and not _take(tokens):
             continue
         link.spins = task.cores > 0
         outcome, failed_inside, packed = worker.perform(task, unpack)
@@ -130,8 +125,8 @@ class _Worker:
         self._index = setup.rank
         self.device = torch.device(setup.device)
         self._alone = RankContext(World(False, 0, 0, 1, self.device, launcher="executor"))
-        self._rank: RankContext | None = None  # as a rank of the present epoch
-        self._epoch = 0
+        self._rank: RankContext | None = None  # as a rank, with the group of this number
+        self._group = 0
         self._store: dist.Store | None = None
         self._cores = -1  # not known yet
         self._switching = threading.Lock()  # between the main thread, which changes tasks, and the one that cancels
@@ -177,7 +172,7 @@ class _Worker:
                 self._rank.group.abort()
                 self._block.interrupt()
 
-    def perform(self, task: Task, unpack: Unpack) -> tuple[int, bool, Packed]:
+    def perform(self, task: TaskHeader, unpack: Unpack) -> tuple[int, bool, Packed]:
         """How it ended, whether blocks failed inside, and what comes of it."""
         if task.cores != self._cores:
             self._cores = task.cores
@@ -211,16 +206,16 @@ class _Worker:
         join(self._alone)
         return outcome, task.world_size > 0 and context.generation != generation, packed
 
-    def where(self, task: Task) -> str:
+    def where(self, task: TaskHeader) -> str:
         """Where a task runs, for the description of its failure."""
         where = f"rank {self._index} of {task.world_size}" if task.world_size else "a single task"
         return f"{where} on {self.device}"
 
-    def _call(self, task: Task, unpack: Unpack) -> Packed:
+    def _call(self, task: TaskHeader, unpack: Unpack) -> Packed:
         result = in_this_process(self._result, task, unpack)
         return dumps(result, lambda: {"the result": result}, share=True, by_value=_ANSWERED)
 
-    def _result(self, task: Task, unpack: Unpack) -> Any:
+    def _result(self, task: TaskHeader, unpack: Unpack) -> Any:
         try:
             *_, fn, args, kwargs = unpack()
             if task.function:
@@ -234,7 +229,7 @@ class _Worker:
             self._say_returned(task, call_name(fn))
         return result
 
-    def _say_returned(self, task: Task, name: str) -> None:
+    def _say_returned(self, task: TaskHeader, name: str) -> None:
         """For the ranks that are still in the run: this one enters no collective before all have ended it."""
         others = [rank for rank in range(task.world_size) if rank != self._index]
         next_run = Progress(_generation_of(task) + (1 << 32), 0, WAITING)
@@ -243,11 +238,11 @@ class _Worker:
         self._watcher = here.watch()
         self._watcher.waits = Waits(f"has returned from {name}", tuple(others), next_run)
 
-    def _enter(self, task: Task, generation: int) -> RankContext:
+    def _enter(self, task: TaskHeader, generation: int) -> RankContext:
         """This worker as a rank of a run."""
-        if self._rank is None or self._epoch != task.epoch:
+        if self._rank is None or self._group != task.group:
             self._leave()
-            self._epoch = task.epoch
+            self._group = task.group
             self._rank = RankContext(self._world_of(task.world_size), lambda: self._open_store(task), DEFAULT_TIMEOUT)
             self._rank.on_deadlock = self._end_deadlock
         self._rank.begin_generation(generation)
@@ -256,12 +251,12 @@ class _Worker:
     def _world_of(self, n: int) -> World:
         return World(False, self._index, self._index, n, self.device, local_world_size=n, launcher="executor")
 
-    def _open_store(self, task: Task) -> dist.Store:
+    def _open_store(self, task: TaskHeader) -> dist.Store:
         if self._store is None:
             self._store = dist.TCPStore(
                 "127.0.0.1", task.store_port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False
             )
-        return dist.PrefixStore(f"epoch{task.epoch}", self._store)
+        return dist.PrefixStore(f"group{task.group}", self._store)
 
     def _leave(self) -> None:
         if self._rank is not None:
@@ -270,16 +265,9 @@ class _Worker:
             self._watcher = None
 
 
-def _generation_of(task: Task) -> int:
+def _generation_of(task: TaskHeader) -> int:
     """The ranks of each run count their calls anew; blocks that fail in it begin further generations."""
     return task.number << 32
-
-
-def _take(tokens: int) -> bool:
-    try:
-        return bool(os.eventfd_read(tokens))
-    except BlockingIOError:
-        return False
 
 
 def in_this_process(call: Callable[..., R], /, *args: Any) -> R:

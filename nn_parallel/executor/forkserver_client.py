@@ -1,55 +1,94 @@
-"""What the parent runs beside a pool's workers: the fork server, one per program, and the store of the pool's ranks."""
+"""The fork server as the parent sees it: one process per program, and one connection to it per pool."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
 import threading
-
-import torch.distributed as dist
+import weakref
+from typing import Any, NamedTuple
 
 from . import boot
+from .evidence import OomKills
 from .transport import send_fds
 
 STOP_WITHIN_S = 10.0
 
 
-class PoolStore:
-    """The store through which the ranks of a pool talk, in this process; made for the first `run`."""
+class Forked(NamedTuple):
+    """A worker process is there."""
+
+    worker: int
+    pid: int
+
+
+class Exited(NamedTuple):
+    """A worker process is gone, or could not be forked."""
+
+    worker: int
+    exitcode: int
+    evidence: str
+
+
+class ServerConnection:
+    """The connection of one pool to the fork server, which ends the pool's workers when it is closed."""
 
     def __init__(self) -> None:
-        self._store: dist.TCPStore | None = None
-        self._port = self._epoch = 0
+        self._sock, self._keys, self._oom_kills = _connect(), itertools.count(1), OomKills()
 
-    def port(self, epoch: int) -> int:
-        """The port where it listens, on the loopback; what earlier epochs left in it is deleted."""
-        if self._epoch != epoch:
-            if self._store is None:
-                self._store = self._open()
-            else:
-                for key in self._store.list_keys():
-                    self._store.delete_key(key)
-            self._epoch = epoch
-        return self._port
+    def fileno(self) -> int:
+        """Is readable when there is something for `receive`."""
+        return self._sock.fileno()
+
+    def fork(self, fds: list[int]) -> int:
+        """Ask for a worker process with these descriptors; the number by which it is known here."""
+        key = next(self._keys)
+        with contextlib.suppress(ConnectionError):  # the server has ended: `receive` tells
+            send_fds(self._sock, f"fork {key}".encode(), fds)
+        return key
+
+    def signal(self, worker: int, number: int) -> None:
+        """Send a signal to a worker, SIGKILL to its process group; none if it is gone."""
+        with contextlib.suppress(OSError):
+            self._sock.send(f"{int(number)} {worker}".encode())
+
+    def receive(self) -> Forked | Exited:
+        """What the server tells next.
+
+        Raises:
+            EOFError: it has ended.
+        """
+        try:
+            text = self._sock.recv(4096)
+        except ConnectionError:
+            text = b""
+        if not text:
+            raise EOFError
+        told: dict[str, Any] = json.loads(text)
+        worker = told["worker"]
+        if "errno" in told:
+            return Exited(worker, os.EX_OSERR, f"It could not be forked: {os.strerror(told['errno'])}.")
+        if "pid" in told:
+            return Forked(worker, told["pid"])
+        evidence = f"Its memory use peaked at {told['max_rss_kib'] // 1024} MiB."
+        if kills := self._oom_kills.since_last_asked():
+            evidence += f" The kernel's out-of-memory killer counted {kills} kill{'s' * (kills > 1)} in this cgroup."
+        return Exited(worker, told["exitcode"], evidence)
 
     def close(self) -> None:
-        self._store = None
-
-    def _open(self) -> dist.TCPStore:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self._port = listener.getsockname()[1]
-        # A socket of our own: TCPStore would listen on every interface, and a port chosen first can be taken.
-        return dist.TCPStore(
-            "127.0.0.1", self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold it too: closing is not enough
+        self._sock.close()
 
 
 class _ForkServer:
-    """The fork server as the parent sees it."""
+    """The process of the fork server."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -71,8 +110,8 @@ class _ForkServer:
     def pid(self) -> int:
         return self._process.pid
 
-    def open_pool(self) -> socket.socket:
-        """A connection for one pool; the server ends the workers of a pool whose connection closes.
+    def connect(self) -> socket.socket:
+        """A connection for one pool.
 
         Raises:
             ConnectionError: the server has ended.
@@ -121,17 +160,17 @@ def stop_fork_server() -> None:
             _fork_server = None
 
 
-def open_pool() -> socket.socket:
+def _connect() -> socket.socket:
     """A connection for one pool to the fork server, which is started now if it does not run."""
     global _fork_server
     with _fork_server_lock:
         if _fork_server is not None and _fork_server.owner == os.getpid():
             try:
-                return _fork_server.open_pool()
+                return _fork_server.connect()
             except ConnectionError:  # it has ended
                 _fork_server.stop()
         _fork_server = _ForkServer()
-        return _fork_server.open_pool()
+        return _fork_server.connect()
 
 
 def fork_server_pid() -> int | None:
@@ -141,3 +180,13 @@ def fork_server_pid() -> int | None:
 
 _fork_server: _ForkServer | None = None
 _fork_server_lock = threading.Lock()
+
+
+@atexit.register
+def _end_everything() -> None:
+    for pool in list(close_at_exit):
+        pool.close()
+    stop_fork_server()
+
+
+close_at_exit = weakref.WeakSet[Any]()  # the pools

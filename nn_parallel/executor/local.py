@@ -1,0 +1,144 @@
+"""The calls of `ParallelExecutor` where no launcher has started ranks: its workers are processes of a pool."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..calls.records import call_name
+from ..errors import ParallelError, TransferError
+from .packing import CallOptions
+from .pool import Pool
+from .tasks import CallFuture, Resize, Run
+from .worker import call_each
+
+
+class LocalWorkers:
+    """Worker processes of this program; they end when nobody refers to this any more."""
+
+    def __init__(self, devices_for: Callable[[int | None], list[torch.device]], pool: Pool) -> None:
+        """``devices_for`` gives the devices of so many workers."""
+        self._devices_for, self.pool = devices_for, pool
+        weakref.finalize(self, Pool.orphan, pool).atexit = False
+
+    def run(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions) -> list[Any]:
+        """As `ParallelExecutor.run`."""
+        run = Run(self.pool.packer.pack(fn, args, kwargs, options))
+        try:
+            self.pool.lead(run.is_over, task=run)
+            return run.result()
+        except ParallelError:
+            raise
+        except BaseException:  # Ctrl-C: nobody will take the results
+            self.pool.abandon(run)
+            raise
+
+    def submit(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions, name: str = ""
+    ) -> Future[Any]:
+        """As `ParallelExecutor.submit`; ``name`` is told in errors."""
+        try:
+            call = self.pool.packer.pack(fn, args, kwargs, options, name)
+        except TransferError as error:
+            unsent = Future[Any]()
+            unsent.set_exception(error)
+            return unsent
+        single = CallFuture(call, self.pool.callbacks)
+        self.pool.submit(single)
+        return single
+
+    def map(
+        self,
+        fn: Callable[..., Any],
+        items: Iterator[tuple[Any, ...]],
+        options: CallOptions,
+        timeout_s: float | None,
+        chunksize: int,
+    ) -> Iterator[Any]:
+        """As `ParallelExecutor.map`; each item is the arguments of a call."""
+        name = call_name(fn)
+        if chunksize == 1:
+            return self._map(fn, items, options, timeout_s, name)
+        chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
+        each = functools.partial(call_each, fn)  # no more than that, so that the workers can keep it
+        return _joined(self._map(each, zip(chunks, strict=True), options, timeout_s, name))
+
+    def put(self, obj: Any) -> Any:
+        """As `ParallelExecutor.put`."""
+        return self.pool.packer.put(obj)
+
+    def resize(self, num_workers: int) -> None:
+        """As `ParallelExecutor.resize`."""
+        resize = Resize(self._devices_for(num_workers), self.pool.callbacks)
+        self.pool.submit(resize)
+        resize.result()
+
+    def shutdown(self, wait: bool, cancel_futures: bool) -> None:
+        """As `ParallelExecutor.shutdown`."""
+        self.pool.close(wait=wait, cancel_pending=cancel_futures)
+
+    def __enter__(self) -> None:
+        """Nothing has to begin: the workers are there."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """After an exception nobody waits for what still runs."""
+        self.pool.close(kill=error is not None)
+
+    def _map(
+        self, fn: Callable[..., Any], items: Iterable[Any], options: CallOptions, timeout_s: float | None, name: str
+    ) -> Generator[Any, None, None]:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        futures = deque[Future[Any]]()
+        try:
+            for args in items:
+                futures.append(self.submit(fn, args, {}, options, name))
+        except BaseException:  # of the iterables, or Ctrl-C: nobody will take the results
+            _cancel(futures)
+            raise
+        return self._results(futures, deadline)
+
+    def _results(self, futures: deque[Future[Any]], deadline: float | None) -> Generator[Any, None, None]:
+        try:
+            while futures:
+                yield self._result(futures.popleft(), deadline)
+        finally:
+            _cancel(futures)
+
+    def _result(self, future: Future[Any], deadline: float | None) -> Any:
+        try:
+            if not future.done():
+                self.pool.lead(future.done, deadline)
+            return future.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        finally:
+            del future  # it would live in a cycle with the traceback of its exception
+
+
+def _cancel(futures: Iterable[Future[Any]]) -> None:
+    for future in futures:
+        future.cancel()
+
+
+def _joined(chunks: Generator[Any, None, None]) -> Iterator[Any]:
+    """The results that `call_each` gives for these chunks, or the first exception."""
+    with contextlib.closing(chunks):  # what has not begun then never does
+        for results, failed in chunks:
+            yield from results
+            if failed is not None:
+                error, failure = failed
+                error.__cause__ = failure.as_cause()
+                try:
+                    raise error
+                finally:
+                    del results, failed, error  # they would live in a cycle with the traceback

@@ -1,0 +1,37 @@
+"""The store through which the ranks of a pool talk."""
+
+from __future__ import annotations
+
+import socket
+
+import torch.distributed as dist
+
+
+class PoolStore:
+    """The store through which the ranks of a pool talk, in this process; made for the first `run`."""
+
+    def __init__(self) -> None:
+        self._store: dist.TCPStore | None = None
+        self._port = self._group = 0
+
+    def port(self, group: int) -> int:
+        """The port where it listens, on the loopback; what groups before this one have left is deleted."""
+        if self._group != group:
+            if self._store is None:
+                self._store = self._open()
+            else:
+                for key in self._store.list_keys():
+                    self._store.delete_key(key)
+            self._group = group
+        return self._port
+
+    def close(self) -> None:
+        self._store = None
+
+    def _open(self) -> dist.TCPStore:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self._port = listener.getsockname()[1]
+        # A socket of our own: TCPStore would listen on every interface, and a port chosen first can be taken.
+        return dist.TCPStore(
+            "127.0.0.1", self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )

@@ -1,0 +1,273 @@
+"""One worker process as the parent sees it: its state, its connections, what it works on and until when."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+from .. import devices
+from ..errors import RankTimeoutError, TransferError, WorkerDiedError, exit_reason
+from ..pickling import Packed
+from .forkserver_client import Exited, ServerConnection
+from .output import Output
+from .packing import PackedCall
+from .segments import Segments
+from .tasks import SetUp, Task
+from .transport import Link, Message, Parcel
+from .worker import ANSWER_FORMAT, CANCEL, FORGET, STACK_SIGNAL, STARTED, TASK_FORMAT, Order, Setup, TaskHeader
+
+START_WITHIN_S = 300.0  # for a process to take tasks: longer than any machine is busy, so that no start hangs for ever
+STACK_WITHIN_S = 0.5  # for a worker to write its stack, which takes a millisecond where it gets a core
+CANCEL_GRACE_S = 0.5  # for a cancelled task to end, then its process is killed
+LEAVE_WITHIN_S = 2.0  # for an idle worker to exit
+
+
+class State(enum.Enum):
+    """What a worker process does; only an idle one is given a task."""
+
+    STARTING = enum.auto()  # until its initializer, if there is one, has returned
+    IDLE = enum.auto()
+    BUSY = enum.auto()
+    CANCELLING = enum.auto()  # its task has been told to end
+    LEAVING = enum.auto()  # it was told to exit, or killed by us: its exit is no failure
+    EXITED = enum.auto()
+
+
+class Due(enum.Enum):
+    """What happens at the deadline of a worker."""
+
+    ASK_FOR_STACK = enum.auto()  # its task, or its start, has run out of time
+    TIME_OUT = enum.auto()  # it has had time to tell its stack
+    KILL = enum.auto()  # it has not done as it was told
+
+
+class Deadline(NamedTuple):
+    """When something is due, by `time.monotonic`."""
+
+    at: float
+    due: Due
+
+
+class WorkerProcess:
+    """One worker process. The pool's lock guards its state, and what it works on."""
+
+    def __init__(self, index: int, device: torch.device, server: ServerConnection, prefix: str) -> None:
+        """Have it forked; it need not be there yet."""
+        self.index, self.device, self._server = index, device, server
+        self.state, self.pid = State.STARTING, 0  # until the fork server has told its process id
+        self.has_started = False  # it takes tasks, the initializer first
+        self.task: Task | SetUp | None = None
+        self.number = 0  # of its task
+        self.deadline: Deadline | None = None
+        self.stack = ""
+        self.unread = deque[Message]()  # answers that have arrived, until they are taken
+        self.sender = 0  # the identifier of the thread that sends it a task
+        self._unsendable: TransferError | None = None  # why one could not be sent
+        self._stored = set[int]()  # the numbers of the handles whose objects it holds
+        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as given_away:
+            ours, theirs = [], list[int]()
+            for _ in ("connection", "descriptors", "control"):
+                here, there = socket.socketpair()
+                ours.append(on_failure.enter_context(here))
+                theirs.append(given_away.enter_context(there).fileno())
+            self.output = list[Output]()
+            for name in ("stdout", "stderr"):
+                read, write = os.pipe()
+                given_away.callback(os.close, write)
+                on_failure.callback(os.close, read)
+                self.output.append(Output(read, name, prefix))
+                theirs.append(write)
+            self.key = server.fork(theirs)
+            on_failure.pop_all()
+        connection, descriptors, self.control = ours
+        self.link = Link(connection, descriptors, sends=TASK_FORMAT, receives=ANSWER_FORMAT)
+        self.receive: Callable[[], Iterable[Message] | None] = functools.partial(self.link.receive, socket.MSG_DONTWAIT)
+
+    @property
+    def description(self) -> str:
+        return f"Worker {self.index} (pid {self.pid}, {self.device})"
+
+    @property
+    def _doing(self) -> str:
+        return self.task.call.name if self.task else "its start"
+
+    @property
+    def has_told_stack(self) -> bool:
+        """Whether all of its stack is here, to the outermost frame or to where faulthandler stops."""
+        return self.stack.endswith((" in <module>\n", "  ...\n"))
+
+    # Transitions
+
+    def set_up(self, directory: str, segments: Segments) -> None:
+        """Send it what no fork can know."""
+        setup = Setup(
+            rank=self.index,
+            device=str(self.device),
+            environ=dict(os.environ),
+            directory=directory,
+            path=list(sys.path),
+            argv=list(sys.argv),
+            main_file=getattr(sys.modules.get("__main__"), "__file__", None),
+            authkey=bytes(multiprocessing.current_process().authkey),
+        )
+        packed = Packed(pickle.dumps(tuple(setup)), is_plain=True)
+        with contextlib.suppress(OSError):  # the fork server will tell
+            self.link.send(TaskHeader(STARTED, is_call=False), Parcel(packed, segments))
+
+    def forked(self, pid: int) -> None:
+        """The fork server has told its process id; it starts now, or has started."""
+        self.pid = pid
+        if self.state is State.STARTING and not self.has_started:
+            self.deadline = Deadline(time.monotonic() + START_WITHIN_S, Due.ASK_FOR_STACK)
+
+    def started(self) -> None:
+        """It takes tasks."""
+        self.has_started = True
+        self.answered()
+
+    def begin(self, task: Task | SetUp, number: int) -> None:
+        """It gets ``task``; sending it is the caller's."""
+        if self.state is State.IDLE:
+            self.state = State.BUSY
+        self.task, self.number = task, number
+        if (timeout_s := task.call.options.timeout_s) is not None:
+            self.deadline = Deadline(time.monotonic() + timeout_s, Due.ASK_FOR_STACK)
+
+    def answered(self) -> None:
+        """Its answer is here: in time, however long it takes to rebuild what it holds."""
+        if self.deadline is not None and self.deadline.due is not Due.KILL:
+            self.deadline = None
+
+    def complete(self) -> None:
+        """Its task, or its start, is over."""
+        self.task = None
+        if self.state is not State.LEAVING:
+            self.state, self.deadline = State.IDLE, None
+
+    def cancel(self) -> None:
+        """End its task; if that does not help soon, the process."""
+        if self.state is State.BUSY:
+            self.state = State.CANCELLING
+            self.deadline = Deadline(time.monotonic() + CANCEL_GRACE_S, Due.KILL)
+            self._order(CANCEL, self.number)
+
+    def leave(self) -> None:
+        """Have an idle worker exit by itself."""
+        self.state, self.deadline = State.LEAVING, Deadline(time.monotonic() + LEAVE_WITHIN_S, Due.KILL)
+        with contextlib.suppress(OSError):
+            self.link.sock.shutdown(socket.SHUT_WR)
+
+    def kill(self) -> None:
+        self.state, self.deadline = State.LEAVING, None
+        self._server.signal(self.key, signal.SIGKILL)
+
+    def exited(self, exit: Exited) -> tuple[Task | SetUp | None, WorkerDiedError | TransferError]:
+        """It is gone: what it was working on, and the error of that."""
+        error = self._unsendable or self._death(exit)
+        self.state, self.deadline = State.EXITED, None
+        task, self.task = self.task, None
+        return task, error
+
+    # Messages
+
+    def send(self, header: TaskHeader, call: PackedCall) -> None:
+        """Send a task, and before it the objects that it needs and this worker has not got."""
+        self.sender = threading.get_ident()
+        try:
+            for handle in call.handles:
+                if handle.number not in self._stored:
+                    self._stored.add(handle.number)
+                    self.link.send(TaskHeader(handle.number, is_call=False), handle.parcel)
+            self.link.send(header, call.parcel)
+        except OSError:  # it has exited: the fork server will tell
+            pass
+        except TransferError as error:
+            self._unsendable = TransferError(f"{call.name} could not be sent to {self.description}: {error}")
+            self._unsendable.__cause__ = error
+            self._server.signal(self.key, signal.SIGKILL)  # its exit is the end of the task
+        finally:
+            self.sender = 0
+
+    def forget(self, number: int) -> None:
+        """The handle of that number is gone."""
+        if number in self._stored:
+            self._stored.remove(number)
+            self._order(FORGET, number)
+
+    def ask_for_stack(self) -> None:
+        """Where it stands will be known soon, or at the deadline will not; unless its answer is here, and not read."""
+        if self.link.has_more():
+            self.deadline = Deadline(time.monotonic() + STACK_WITHIN_S, Due.ASK_FOR_STACK)
+            return
+        self.deadline, self.stack = Deadline(time.monotonic() + STACK_WITHIN_S, Due.TIME_OUT), ""
+        self._server.signal(self.key, STACK_SIGNAL)
+
+    def receive_stack(self) -> bool:
+        """Take what there is of its stack; False at the end of the connection."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            text = self.control.recv(1 << 16, socket.MSG_DONTWAIT)
+            self.stack += text.decode(errors="replace")
+            return bool(text)
+        return True
+
+    def where_it_stands(self) -> str:
+        """The Python stack of its main thread down to the task, or why there is none."""
+        if self.stack:
+            user, _, _ = self.stack.partition(_FIRST_FRAME_OF_OURS)
+            return user.rstrip() if "File" in user else f"  In C code of {self._doing}, with no Python frame."
+        with contextlib.suppress(OSError), open(f"/proc/{self.pid}/stat") as file:
+            if file.read().rpartition(")")[2].split()[0] in "Tt":
+                return "  It is stopped (SIGSTOP)."
+        return "  It did not tell."
+
+    @property
+    def fds(self) -> list[int]:
+        """What is watched of it."""
+        return [self.link.sock.fileno(), self.control.fileno(), *(output.fd for output in self.output)]
+
+    def close(self) -> None:
+        """Copy its last words, and let go of all that connects it."""
+        for output in self.output:
+            output.copy(flush=True)
+            os.close(output.fd)
+        self.link.close()
+        self.control.close()
+
+    def _death(self, exit: Exited) -> WorkerDiedError:
+        doing = "starting" if not self.has_started else f"running {self._doing}" if self.task else "idle"
+        message = f"{self.description} {exit_reason(exit.exitcode)} while {doing}. {exit.evidence}"
+        return WorkerDiedError(message, rank=self.index, pid=self.pid, exitcode=exit.exitcode, evidence=exit.evidence)
+
+    def _order(self, kind: int, number: int) -> None:
+        with contextlib.suppress(OSError):
+            self.control.send(Order.pack(kind, number), socket.MSG_DONTWAIT)
+
+
+def timeout_error(task: Task | SetUp | None, silent: Iterable[WorkerProcess]) -> RankTimeoutError:
+    """The error of a task, or of the start, during which these workers ran out of time."""
+    what, limit = "The start of workers", f"{START_WITHIN_S:g} s"
+    if task is not None:
+        what, limit = task.call.name, f"timeout={task.call.options.timeout_s:g} s"
+    silent = sorted(silent, key=lambda worker: worker.index)
+    stacks = {worker.index: worker.where_it_stands() for worker in silent}
+    told = "\n".join(f"{worker.description}:\n{stacks[worker.index]}" for worker in silent)
+    return RankTimeoutError(
+        f"{what} did not end within {limit}. Where its workers stand:\n{told}", ranks=list(stacks), stacks=stacks
+    )
+
+
+_FIRST_FRAME_OF_OURS = f'  File "{devices.__file__}", line'.encode("ascii", "backslashreplace").decode()

@@ -1,0 +1,212 @@
+"""What a pool is asked to do: a call on one worker, a call on all of them, or to have another number of workers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import InvalidStateError
+from queue import SimpleQueue
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from ..errors import ExecutorClosedError, ParallelError, RankError, lost_connection, rank_error
+from ..signals import Condition
+from .packing import CallOptions, PackedCall, Packer
+from .worker import CANCELLED, SUCCEEDED
+
+logger = logging.getLogger("concurrent.futures")  # where the standard library tells of callbacks that raise
+Callback = Callable[[concurrent.futures.Future[Any]], object]
+
+
+class Callbacks:
+    """Calls the done-callbacks of one pool's futures, one after another, in a thread of its own.
+
+    So a callback may wait for its own pool, whose answers other threads read. And what it raises is logged, whatever it
+    is: no signal is handled in this thread, so that SystemExit and KeyboardInterrupt are the callback's own.
+    """
+
+    def __init__(self) -> None:
+        self._due = SimpleQueue[tuple[Callback, concurrent.futures.Future[Any]] | None]()
+        self.thread = threading.Thread(target=self._loop, name="nn_parallel callbacks", daemon=True)
+
+    def call(self, fn: Callback, future: concurrent.futures.Future[Any]) -> None:
+        """Have ``fn(future)`` called after those that came before."""
+        self._due.put((fn, future))
+
+    def end(self) -> None:
+        """Wait for the last call, and end the thread."""
+        self._due.put(None)
+        self.thread.join()
+
+    def _loop(self) -> None:
+        while (due := self._due.get()) is not None:
+            fn, future = due
+            try:
+                fn(future)
+            except BaseException:
+                logger.exception("exception calling callback for %r", future)
+            del due, fn, future  # nothing of it lives on while this waits for the next
+
+
+class Future(concurrent.futures.Future[Any]):
+    """What a pool will have done."""
+
+    def __init__(self, callbacks: Callbacks) -> None:
+        super().__init__()
+        self._callbacks = callbacks
+        self._condition = Condition()  # left locked by Ctrl-C in who waits, it would stop whoever completes this
+
+    def add_done_callback(self, fn: Callback) -> None:
+        """Call ``fn(self)`` once this is over: in this thread if it is over now, else in the pool's for callbacks."""
+        super().add_done_callback(fn if self.done() else functools.partial(self._callbacks.call, fn))
+
+    def begin(self, world_size: int = 0) -> bool:
+        """Whether it is still wanted; from here on it cannot be cancelled."""
+        return self.set_running_or_notify_cancel()
+
+    def complete(self, rank: int, outcome: int, value: Any) -> None:
+        """Its worker has answered, or has exited."""
+        with contextlib.suppress(InvalidStateError):  # it has run out of time, or the user has set it
+            self.set_result(value) if outcome == SUCCEEDED else self.set_exception(value)
+
+    def fail(self, error: Exception) -> None:
+        """End it with ``error``, wherever it is, if it has not ended."""
+        if self.running() or ((self.cancelled() or not self.done()) and self.begin()):
+            with contextlib.suppress(InvalidStateError):
+                self.set_exception(error)
+
+    def discard(self) -> None:
+        """It has not begun, and will not."""
+        if self.cancel():
+            self.begin()  # tells those who wait for it
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a future belongs to the process that made it: send its result() instead")
+
+
+class CallFuture(Future):
+    """A call on whichever worker is free first."""
+
+    def __init__(self, call: PackedCall, callbacks: Callbacks) -> None:
+        super().__init__(callbacks)
+        self.call = call
+
+    def complete(self, rank: int, outcome: int, value: Any) -> None:
+        """As `Future.complete`."""
+        self.call.let_go()  # the result may be taken much later
+        super().complete(rank, outcome, _closed_while_running(self.call) if outcome == CANCELLED else value)
+
+
+class Resize(Future):
+    """Another number of workers, from when all tasks before it are over."""
+
+    def __init__(self, devices: list[torch.device], callbacks: Callbacks) -> None:
+        super().__init__(callbacks)
+        self.devices = devices
+
+    def discard(self) -> None:
+        """As `Future.discard`."""
+        self.fail(ExecutorClosedError("The executor was shut down before it was resized."))
+
+
+class Run:
+    """A call on every worker at once; over when each has answered or has exited."""
+
+    def __init__(self, call: PackedCall) -> None:
+        self.call = call
+        self.failures: dict[int, Exception] = {}
+        self._results: list[Any] = []  # by rank
+        self._missing: set[int] | None = None  # until it begins
+        self._is_cut_off = False  # on some rank, with no failure that would tell why
+        self._error: Exception | None = None
+        self._over = threading.Lock()
+        self._over.acquire()
+
+    def is_over(self) -> bool:
+        """Whether `result` would not wait."""
+        return not self._over.locked()
+
+    def begin(self, world_size: int) -> bool:
+        """It begins on so many workers."""
+        self._results, self._missing = [None] * world_size, set(range(world_size))
+        return True
+
+    def complete(self, rank: int, outcome: int, value: Any) -> None:
+        """The worker of ``rank`` has answered, or has exited."""
+        if outcome == SUCCEEDED:
+            self._results[rank] = value
+        elif isinstance(value, RankError):  # what a rank knows of others' failures is theirs
+            for other, failure in value.failures.items():
+                self.failures.setdefault(other, failure)
+        elif outcome == CANCELLED:
+            self._is_cut_off = True
+        elif rank not in self.failures or lost_connection(self.failures[rank]):
+            self.failures[rank] = value
+        if self._missing:
+            self._missing.discard(rank)
+            if not self._missing:
+                self._release()
+
+    def fail(self, error: Exception) -> None:
+        """End it with ``error``, whatever the workers still say."""
+        self._error = self._error or error
+        if self._missing is None or self._missing:
+            self._missing = set()
+            self._release()
+
+    def discard(self) -> None:
+        """It has not begun, and will not."""
+        self.fail(ExecutorClosedError("The executor was shut down before the call began."))
+
+    def result(self) -> list[Any]:
+        """Wait for the end; the results in rank order, or what went wrong."""
+        self._over.acquire()
+        if self._error is not None:
+            raise self._error
+        if self.failures:
+            raise rank_error(self.call.name, len(self._results), self.failures)
+        if self._is_cut_off:
+            raise _closed_while_running(self.call)
+        return self._results
+
+    def _release(self) -> None:
+        with contextlib.suppress(RuntimeError):  # two threads have ended it: the last answer came as its time was over
+            self._over.release()
+
+
+class SetUp(NamedTuple):
+    """The initializer: the first task of each worker."""
+
+    call: PackedCall
+
+    @classmethod
+    def of(
+        cls,
+        initializer: Callable[..., object] | None,
+        initargs: tuple[Any, ...],
+        timeout_s: float | None,
+        packer: Packer,
+    ) -> SetUp | None:
+        """That of a pool, if it has one."""
+        if initializer is None:
+            return None
+        return cls(packer.pack(initializer, initargs, {}, CallOptions(pass_device=False, timeout_s=timeout_s)))
+
+    @staticmethod
+    def failed(where: str, error: BaseException) -> ParallelError:
+        """The error of the pool after that of its initializer in the worker ``where``."""
+        broken = ParallelError(f"The initializer failed in {where}: {error!r}")
+        broken.__cause__ = error
+        return broken
+
+
+def _closed_while_running(call: PackedCall) -> ExecutorClosedError:
+    return ExecutorClosedError(f"The executor was shut down while {call.name} ran.")
+
+
+Task = CallFuture | Run
