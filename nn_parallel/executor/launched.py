@@ -22,6 +22,7 @@ from ..pickling import dumps
 from .packing import CallOptions
 from .worker import in_this_process
 
+UNINTERRUPTED = True  # see signals
 R = TypeVar("R")
 
 
