@@ -29,7 +29,7 @@ def test_answers_that_another_thread_is_about_to_read_keep_nobody_busy() -> None
 
     poller.watch(pipes[0][0], rebuild, is_answer=True)
     poller.watch(pipes[1][0], take, is_answer=True)
-    reader = threading.Thread(target=poller._read_at_once)
+    reader = threading.Thread(target=poller.read_answers)
     os.write(pipes[0][1], b"x")
     reader.start()
     assert rebuilds.wait(DEADLINE_S)

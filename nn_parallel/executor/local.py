@@ -17,9 +17,9 @@ import torch
 
 from ..calls.records import call_name
 from ..errors import ParallelError, TransferError
-from .packing import CallOptions
+from .packing import CallOptions, PackedCall
 from .pool import Pool
-from .tasks import CallFuture, Resize, Run
+from .tasks import CallFuture, Item, Mapped, Resize, Run
 from .worker import call_each
 
 
@@ -43,12 +43,10 @@ class LocalWorkers:
             self.pool.abandon(run)
             raise
 
-    def submit(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions, name: str = ""
-    ) -> Future[Any]:
-        """As `ParallelExecutor.submit`; ``name`` is told in errors."""
+    def submit(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions) -> Future[Any]:
+        """As `ParallelExecutor.submit`."""
         try:
-            call = self.pool.packer.pack(fn, args, kwargs, options, name)
+            call = self.pool.packer.pack(fn, args, kwargs, options)
         except TransferError as error:
             unsent = Future[Any]()
             unsent.set_exception(error)
@@ -100,34 +98,31 @@ class LocalWorkers:
         self, fn: Callable[..., Any], items: Iterable[Any], options: CallOptions, timeout_s: float | None, name: str
     ) -> Generator[Any, None, None]:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        futures = deque[Future[Any]]()
+        mapped, made = Mapped(), deque[Item]()
         try:
             for args in items:
-                futures.append(self.submit(fn, args, {}, options, name))
+                try:
+                    item = Item(self.pool.packer.pack(fn, args, {}, options, name), mapped)
+                except TransferError as error:
+                    item = Item(PackedCall.unsent(name, options), mapped)
+                    item.fail(error)
+                else:
+                    self.pool.submit(item, reads=True)  # the supervisor's thread may have to wait long for its turn
+                made.append(item)
         except BaseException:  # of the iterables, or Ctrl-C: nobody will take the results
-            _cancel(futures)
+            mapped.is_wanted = False
             raise
-        return self._results(futures, deadline)
+        return self._results(mapped, made, deadline)
 
-    def _results(self, futures: deque[Future[Any]], deadline: float | None) -> Generator[Any, None, None]:
+    def _results(self, mapped: Mapped, made: deque[Item], deadline: float | None) -> Generator[Any, None, None]:
         try:
-            while futures:
-                yield self._result(futures.popleft(), deadline)
+            while made:
+                item = made.popleft()
+                if not item.is_over():
+                    self.pool.lead(item.is_over, deadline)
+                yield item.result(deadline)
         finally:
-            _cancel(futures)
-
-    def _result(self, future: Future[Any], deadline: float | None) -> Any:
-        try:
-            if not future.done():
-                self.pool.lead(future.done, deadline)
-            return future.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        finally:
-            del future  # it would live in a cycle with the traceback of its exception
-
-
-def _cancel(futures: Iterable[Future[Any]]) -> None:
-    for future in futures:
-        future.cancel()
+            mapped.is_wanted = False  # what has not begun then never does
 
 
 def _joined(chunks: Generator[Any, None, None]) -> Iterator[Any]:

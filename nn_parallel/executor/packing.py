@@ -116,6 +116,11 @@ class PackedCall:
         self.name, self.options, self.parcel, self.handles = name, options, parcel, handles
         self.function, self._classes = function, classes
 
+    @classmethod
+    def unsent(cls, name: str, options: CallOptions) -> PackedCall:
+        """Stands for one that could not be packed."""
+        return cls(name, options, _NOTHING, [])
+
     def let_go(self) -> None:
         """It is over: what was sent with it is not needed any more."""
         self.handles, self.parcel, self._classes = [], _NOTHING, ()

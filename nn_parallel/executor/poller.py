@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from ..polling import Spin
 from ..signals import Delayed
 
+STAND_BACK_S = 5e-4
 AT_ONCE = 64  # answers, or outputs; `epoll` makes room for 1 023 if it is told nothing, which takes longer than to look
 
 
@@ -35,7 +36,8 @@ class Poller:
         self._is_reclaimed = False
         self._is_masked = False  # answers do not wake the thread that always waits
         self._spin, self._arrived = Spin(), functools.partial(self._answers.poll, 0, AT_ONCE)
-        self.watch(self._answers.fileno(), self._read_at_once)
+        self._looked_at = 0.0  # when a thread has called `read_answers`
+        self.watch(self._answers.fileno(), self._stand_in)
 
     def watch(self, fd: int, read: Callable[[], bool], *, is_answer: bool = False) -> None:
         """Call ``read`` whenever ``fd`` is readable, until it returns False."""
@@ -121,12 +123,32 @@ class Poller:
             self._all.close()
             self._answers.close()
 
+    def read_answers(self) -> None:
+        """Read the answers that are there, if no other thread is about to: for one that submits, time and again."""
+        self._looked_at = time.monotonic()
+        self._read_at_once()
+
     def is_reading(self) -> bool:
         """Whether it is this thread that reads answers: an object in one of them is rebuilt just now, or collected."""
         return self._reader == threading.get_ident()
 
+    def _stand_in(self) -> bool:
+        """Read them in the thread that always waits, unless one that submits reads them time and again.
+
+        That one computes meanwhile: it would let go of the interpreter after 5 ms only, and this one needs it after
+        each system call, of which an answer takes several. While another thread reads, answers do not wake this one.
+        """
+        left = self._looked_at + STAND_BACK_S - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+        elif not self._read_at_once():
+            self._mask()  # until the thread that reads has read them
+            if not self._reading.locked():  # and does not see that any more
+                self._unmask()
+        return True
+
     def _read_at_once(self) -> bool:
-        """Read them in the thread that always waits; while another thread reads, they do not wake this one."""
+        """Whether no other thread reads just now."""
         if self._reading.acquire(blocking=False):
             try:
                 self._reader = threading.get_ident()
@@ -134,11 +156,8 @@ class Poller:
                     self._call_readers(self._arrived())
             finally:
                 self._release()
-        else:
-            self._mask()  # until the thread that reads has read them
-            if not self._reading.locked():  # and does not see that any more
-                self._unmask()
-        return True
+            return True
+        return False
 
     def _call_readers(self, ready: list[tuple[int, int]]) -> None:
         for fd, _ in ready:

@@ -48,11 +48,9 @@ class Pool:
         self._use(settings.devices)
         self._numbers = itertools.count(STARTED + 1)  # of tasks
         self._group = 1  # see TaskHeader
-        self._failed_starts = 0
-        self._closing = self._orphaned = False
+        self._failed_starts, self._closing, self._orphaned = 0, False, False
         self._broken: ParallelError | None = None
-        self._store = PoolStore()
-        self._packer = Packer(self._wake)
+        self._store, self._packer = PoolStore(), Packer(self._wake)
         self._set_up = SetUp.of(settings.initializer, settings.initargs, settings.timeout_s, self._packer)
         self.callbacks = Callbacks()
         self._poller = Poller()
@@ -82,12 +80,14 @@ class Pool:
         self._raise_if_closed()
         return self._packer
 
-    def submit(self, task: Task | Resize) -> None:
-        """Queue ``task``; tasks begin in this order."""
+    def submit(self, task: Task | Resize, reads: bool = False) -> None:
+        """Queue ``task``, and if it ``reads``, take the answers that are there. Tasks begin in this order."""
         self._raise_if_forked()
         try:
             with Delayed(self._hurry):
                 self._hand_out(task)
+                if reads:
+                    self._poller.read_answers()
         except BaseException:  # Ctrl-C, if not that the pool is closed
             self.abandon(task)
             raise

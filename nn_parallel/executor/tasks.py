@@ -7,8 +7,9 @@ import contextlib
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import InvalidStateError
+from concurrent.futures import CancelledError, InvalidStateError
 from queue import SimpleQueue
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,7 +18,7 @@ import torch
 from ..errors import ExecutorClosedError, ParallelError, RankError, lost_connection, rank_error
 from ..signals import Condition
 from .packing import CallOptions, PackedCall, Packer
-from .worker import CANCELLED, SUCCEEDED
+from .worker import CANCELLED, FAILED, SUCCEEDED
 
 logger = logging.getLogger("concurrent.futures")  # where the standard library tells of callbacks that raise
 Callback = Callable[[concurrent.futures.Future[Any]], object]
@@ -100,6 +101,77 @@ class CallFuture(Future):
         """As `Future.complete`."""
         self.call.let_go()  # the result may be taken much later
         super().complete(rank, outcome, _closed_while_running(self.call) if outcome == CANCELLED else value)
+
+
+class Mapped:
+    """What the items of one map share."""
+
+    def __init__(self) -> None:
+        self.is_wanted = True
+        self._awaited: Item | None = None
+        self._ended = threading.Lock()  # released when that is over: a semaphore which an interrupt leaves whole
+        self._ended.acquire()
+
+    def ended(self, item: Item) -> None:
+        """An item is over."""
+        if self._awaited is item:
+            with contextlib.suppress(RuntimeError):  # it is released already, for one that nobody had to wait for
+                self._ended.release()
+
+    def wait(self, item: Item, deadline: float | None) -> None:
+        """Wait until ``item`` is over, or raise `TimeoutError` at ``deadline``."""
+        self._awaited = item
+        while not item.is_over():
+            left = threading.TIMEOUT_MAX if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._ended.acquire(timeout=min(left, threading.TIMEOUT_MAX))
+
+
+class Item:
+    """One call of a map: as `CallFuture`, without what a future costs, a third of the time of a small task."""
+
+    __slots__ = ("_mapped", "_outcome", "_value", "call")
+
+    def __init__(self, call: PackedCall, mapped: Mapped) -> None:
+        self.call, self._mapped = call, mapped
+        self._outcome: int | None = None
+        self._value: Any = None
+
+    def is_over(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._outcome is not None
+
+    def begin(self, world_size: int = 0) -> bool:
+        """Whether it is still wanted."""
+        return self._mapped.is_wanted
+
+    def complete(self, rank: int, outcome: int, value: Any) -> None:
+        """Its worker has answered, or has exited."""
+        if self._outcome is None:
+            self._value = _closed_while_running(self.call) if outcome == CANCELLED else value
+            self._outcome = outcome
+            self.call.let_go()  # the results may be taken much later
+            self._mapped.ended(self)
+
+    def fail(self, error: Exception) -> None:
+        """End it with ``error``, wherever it is."""
+        self.complete(0, FAILED, error)
+
+    def discard(self) -> None:
+        """It has not begun, and will not."""
+        self.fail(CancelledError())
+
+    def result(self, deadline: float | None = None) -> Any:
+        """Its result, to be taken once, or its exception; `TimeoutError` if neither is there at ``deadline``."""
+        self._mapped.wait(self, deadline)
+        value, self._value = self._value, None  # from here on the caller's alone
+        if self._outcome == SUCCEEDED:
+            return value
+        try:
+            raise value
+        finally:
+            del value  # it would live in a cycle with its traceback
 
 
 class Resize(Future):
@@ -209,4 +281,4 @@ def _closed_while_running(call: PackedCall) -> ExecutorClosedError:
     return ExecutorClosedError(f"The executor was shut down while {call.name} ran.")
 
 
-Task = CallFuture | Run
+Task = CallFuture | Item | Run
