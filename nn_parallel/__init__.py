@@ -27,7 +27,7 @@ The files, from the bottom up; each knows only those before it in this list::
         states                  what of them is stored in a checkpoint, and whether it fits
         checkpoint, profiling   save_checkpoint, load_checkpoint; profile_ranks
     executor                    ParallelExecutor:
-        segments, transport     memory files for what is large; messages
+        memfd, connection       memory files for what is large; messages
         namespaces              what functions and classes that travel by value find in a worker
         evidence                why a process died
         worker                  a worker process

@@ -34,7 +34,7 @@ AT_ONCE_S = 5.0  # what comes at once, on a busy machine; no timeout in the test
 
 def trim(pool: ParallelExecutor) -> None:
     """Let go of the memory files that ``pool`` keeps to fill them again."""
-    pool._backend.pool.packer.segments.trim(0)  # type: ignore[union-attr]
+    pool._backend.pool.packer.files.trim(0)  # type: ignore[union-attr]
 
 
 class Ranks:

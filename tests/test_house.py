@@ -73,7 +73,7 @@ def test_the_layer_test_sees_upward_imports() -> None:
     tree = ast.parse(
         "def f():\n    from .. import world\n    from ..calls.blocks import block\n    from .worker import work"
     )
-    found = {name for node in ast.walk(tree) for name in _imports(node, "executor.transport")}
+    found = {name for node in ast.walk(tree) for name in _imports(node, "executor.connection")}
     assert found == {"world", "calls.blocks", "executor.worker"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -9,10 +10,10 @@ from typing import Any
 
 from ..errors import TransferError
 from ..signals import raised_by_a_handler
+from .connection import Header, Unpack
 from .poller import Poller
 from .process import WorkerProcess
 from .tasks import SetUp, Task
-from .transport import Header, Unpack
 from .worker import CANCELLED, FAILED, STARTED
 
 
@@ -32,41 +33,40 @@ class Answers:
     def receive(self, worker: WorkerProcess) -> bool:
         """Take what has arrived from ``worker``; False at the end of its connection."""
         try:
-            messages = worker.receive()
-            if messages is None:
-                return False  # the fork server will tell the exit code
-            worker.unread += messages
+            worker.unread = worker.connection.receive(socket.MSG_DONTWAIT)
+        except EOFError:
+            return False  # the fork server will tell the exit code
         except BaseException:
-            _give_up(worker)
+            worker.kill()  # Ctrl-C or a bug: its answer may be lost
             raise
         self.take(worker)
         return True
 
     def take(self, worker: WorkerProcess) -> None:
         """Take what has been received from ``worker``."""
+        if worker.unread is None:
+            return
+        header, unpack = worker.unread
         try:
-            while worker.unread:
-                header, unpack = worker.unread[0]
-                if worker.deadline is not None:
-                    with self._lock:
-                        worker.answered()
-                outcome, value = _rebuilt(header, unpack, worker.task)
-                try:
-                    worker.unread.popleft()
-                    self._on_answer(worker, header, outcome, value)
-                except BaseException:
-                    _give_up(worker)
-                    raise
+            if worker.deadline is not None:
+                with self._lock:
+                    worker.answered()
+            outcome, value = _rebuilt(header, unpack, worker.task)
         except BaseException:  # Ctrl-C in a thread that leads
-            if worker.unread:
-                self._left.append(worker)
-                self._poller.wake()
+            self._left.append(worker)
+            self._poller.wake()
+            raise
+        try:
+            worker.unread = None
+            self._on_answer(worker, header, outcome, value)
+        except BaseException:
+            worker.kill()  # what is half done is not known
             raise
 
     def take_last(self, worker: WorkerProcess) -> None:
         """Take all that ``worker`` has answered before it exited."""
         self.take(worker)
-        while worker.link.has_more() and self.receive(worker):
+        while worker.connection.has_more() and self.receive(worker):
             pass
 
     def take_left(self) -> None:
@@ -93,10 +93,3 @@ def _rebuilt(header: Header, unpack: Unpack, task: Task | SetUp | None) -> tuple
         value.__cause__ = error
         outcome = FAILED
     return outcome, value
-
-
-def _give_up(worker: WorkerProcess) -> None:
-    """After Ctrl-C or a bug: what is half done is not known."""
-    worker.receive = lambda: None
-    worker.unread.clear()
-    worker.kill()

@@ -27,7 +27,7 @@ import socket
 import traceback
 import weakref
 
-from .transport import receive_fds
+from .connection import receive_fds
 from .worker import flush_output, work
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -58,6 +58,7 @@ class _Server:
     def __init__(self, control: socket.socket, parent: int) -> None:
         self._control = control
         self._parent = parent
+        self._packet = bytearray(64)
         self._pools: dict[int, socket.socket] = {}
         self._workers: dict[
             int, tuple[socket.socket, int]
@@ -81,8 +82,8 @@ class _Server:
             for fd in ready & self._pools.keys():
                 self._serve_pool(self._pools[fd])
             if self._control.fileno() in ready:
-                message, fds = receive_fds(self._control, 1)
-                if not message:
+                size, fds = receive_fds(self._control, self._packet)
+                if not size:
                     return
                 for fd in fds:  # one, or none where no more can be opened: then the pool finds its connection closed
                     self._pools[fd] = socket.socket(fileno=fd)
@@ -90,10 +91,10 @@ class _Server:
 
     def _serve_pool(self, pool: socket.socket) -> None:
         try:
-            message, fds = receive_fds(pool, 64)
+            size, fds = receive_fds(pool, self._packet)
         except ConnectionError:  # closed with something of ours unread
-            message, fds = b"", []
-        if not message:  # the pool is closed: nobody waits for its workers
+            size, fds = 0, []
+        if not size:  # the pool is closed: nobody waits for its workers
             for pid in [pid for pid, (owner, _) in self._workers.items() if owner is pool]:
                 _kill_group(pid)
                 del self._workers[pid]  # reaped like any orphan
@@ -101,7 +102,7 @@ class _Server:
             del self._pools[pool.fileno()]
             pool.close()
             return
-        what, _, number = message.decode().partition(" ")
+        what, _, number = self._packet[:size].decode().partition(" ")
         worker = pool, int(number)
         if what == "fork":
             try:
@@ -140,12 +141,12 @@ class _Server:
             for pool in self._pools.values():
                 os.close(pool.detach())
             *sockets, stdout, stderr = fds
-            connection, descriptors, control = (socket.socket(fileno=fd) for fd in sockets)
+            sock, control = (socket.socket(fileno=fd) for fd in sockets)
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
             os.close(stdout)
             os.close(stderr)
-            code = work(connection, descriptors, control)
+            code = work(sock, control)
             atexit._run_exitfuncs()  # what user code has registered, and modules that the server has imported
             flush_output()
         except BaseException:

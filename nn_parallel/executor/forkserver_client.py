@@ -15,8 +15,8 @@ import weakref
 from typing import Any, NamedTuple
 
 from . import boot
+from .connection import send_fds
 from .evidence import OomKills
-from .transport import send_fds
 
 STOP_WITHIN_S = 10.0
 

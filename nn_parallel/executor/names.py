@@ -16,8 +16,8 @@ import torch
 from cloudpickle import cloudpickle
 
 from . import namespaces
+from .connection import Parcel
 from .namespaces import Key
-from .transport import Parcel
 
 Globals = dict[str, Any]
 Origin = tuple[Globals, str] | weakref.ref[type]  # the globals in which a name is found, and who reads it; or a class

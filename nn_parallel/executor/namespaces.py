@@ -26,7 +26,7 @@ from typing import Any
 from cloudpickle import cloudpickle
 
 from ..pickling import loads
-from .transport import Unpack
+from .connection import Unpack
 
 Key = tuple[str, str] | str  # of a global: its module and its name; of a class: its number for cloudpickle
 Version = tuple[tuple[Key, ...], int]  # what was sent together, and under which number

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from ..calls.records import call_name
 from ..pickling import ATOMS, Packed, dumps
 from . import namespaces
+from .connection import Parcel
 from .fingerprints import fingerprint
+from .memfd import Files
 from .modules import Modules, Watched
 from .names import Handle, Names, met
 from .script import Along, Script, Settled
-from .segments import Segments
-from .transport import Parcel
 
 FUNCTIONS_KEPT = 128
 
@@ -138,7 +138,7 @@ class Packer:
 
     def __init__(self, on_forgotten: Callable[[], object]) -> None:
         """``on_forgotten`` is called when there is something new in ``forgotten``, by the collector, in any thread."""
-        self.segments = Segments()
+        self.files = Files()
         self.forgotten = deque[int]()  # the numbers of handles that are gone: workers may forget their objects
         self._on_forgotten = on_forgotten
         self._script = Script(self._keep)
@@ -175,7 +175,7 @@ class Packer:
                 handles += (unit.handle for unit in settled.units)
         finally:
             met.owner = met.handles = None
-        parcel, classes = Parcel(packed, self.segments), list(names.classes)
+        parcel, classes = Parcel(packed, self.files), list(names.classes)
         if kept is None:
             return PackedCall(name, options, parcel, handles, classes=classes)
         return PackedCall(
@@ -191,12 +191,12 @@ class Packer:
 
     def close(self) -> None:
         """The pool has ended."""
-        self.segments.close()
+        self.files.close()
         self._functions.clear()
         self._script.clear()
 
     def _keep(self, packed: Packed, what: str) -> Handle:
-        handle = Handle(Parcel(packed, self.segments), what, self)
+        handle = Handle(Parcel(packed, self.files), what, self)
         weakref.finalize(handle, self._forget, handle.number).atexit = False
         return handle
 
@@ -205,4 +205,4 @@ class Packer:
         self._on_forgotten()
 
 
-_NOTHING, _NO_ARGUMENTS = Parcel(Packed(b""), Segments()), Parcel(dumps((None, (), {})), Segments())
+_NOTHING, _NO_ARGUMENTS = Parcel(Packed(b""), Files()), Parcel(dumps((None, (), {})), Files())

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from ..devices import cpu_count
-from ..errors import ExecutorClosedError, ParallelError, WorkerDiedError
+from ..errors import ExecutorClosedError, ParallelError, TransferError, WorkerDiedError
 from ..signals import Delayed
 from .answers import Answers
+from .connection import Header
 from .forkserver_client import Exited, close_at_exit, take_standard_descriptors
 from .packing import PackedCall, Packer
 from .poller import Poller
@@ -29,7 +30,6 @@ from .pool_store import PoolStore
 from .process import State, WorkerProcess, timeout_error
 from .processes import Processes, Settings
 from .tasks import Callbacks, Resize, Run, SetUp, Task
-from .transport import Header
 from .worker import CANCELLED, FAILED, STARTED, SUCCEEDED, TaskHeader
 
 MAX_FAILED_STARTS = 3  # in a row
@@ -55,7 +55,7 @@ class Pool:
         self.callbacks = Callbacks()
         self._poller = Poller()
         self._answers = Answers(self._poller, self._lock, self._answered)
-        self._processes = Processes(self._poller, self._lock, self._packer.segments, settings.prefix_output, self._hear)
+        self._processes = Processes(self._poller, self._lock, self._packer.files, settings.prefix_output, self._hear)
         try:
             self._workers += [self._start(index) for index in range(len(self._devices))]
         except BaseException:
@@ -139,7 +139,7 @@ class Pool:
         """An interrupt waits for the main thread to leave one of these blocks; whether that may never come to be."""
         self._poller.wake()
         me = threading.get_ident()
-        return any(worker.sender == me and worker.link.is_stuck() for worker in self._processes)
+        return any(worker.sender == me and worker.connection.is_stuck() for worker in self._processes)
 
     def _wake(self) -> None:
         if self._pid == os.getpid():
@@ -170,13 +170,24 @@ class Pool:
             unsent = list(workers)
             try:
                 while unsent:
-                    unsent[0].send(header, call)
+                    self._send(unsent[0], header, call)
                     del unsent[0]
-            except BaseException:  # a signal's handler: with half a message a worker cannot read on
+            except BaseException:  # a signal's handler: whether a worker has got the task is not known
                 with self._lock:
                     for worker in unsent:
                         worker.kill()
                 raise
+
+    def _send(self, worker: WorkerProcess, header: TaskHeader, call: PackedCall) -> None:
+        """Send ``worker`` its task; if that cannot be sent, it has failed, and the worker is replaced."""
+        try:
+            worker.send(header, call)
+        except TransferError as error:
+            with self._lock:
+                task, worker.task = worker.task, None
+                worker.kill()  # it has perhaps stopped, with descriptors that wait for it
+            if task is not None:
+                self._complete(task, worker, FAILED, error)
 
     def _assign(self) -> tuple[Sequence[WorkerProcess], TaskHeader, PackedCall] | None:
         """Give the first task that waits to workers, if they are idle; sending it is the caller's, without the lock."""
@@ -231,7 +242,7 @@ class Pool:
                 set_up = self._set_up
                 told = self._given(set_up, [worker]) if set_up is not None else None
             if set_up is not None and told is not None:
-                worker.send(told, set_up.call)
+                self._send(worker, told, set_up.call)
                 return
         elif worker.task is not None:
             if number != worker.number:

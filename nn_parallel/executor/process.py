@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import multiprocessing
 import os
 import pickle
@@ -13,8 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -22,12 +20,12 @@ import torch
 from .. import devices
 from ..errors import RankTimeoutError, TransferError, WorkerDiedError, exit_reason
 from ..pickling import Packed
+from .connection import Connection, Message, Parcel
 from .forkserver_client import Exited, ServerConnection
+from .memfd import Files
 from .output import Output
 from .packing import PackedCall
-from .segments import Segments
 from .tasks import SetUp, Task
-from .transport import Link, Message, Parcel
 from .worker import ANSWER_FORMAT, CANCEL, FORGET, STACK_SIGNAL, STARTED, TASK_FORMAT, Order, Setup, TaskHeader
 
 START_WITHIN_S = 300.0  # for a process to take tasks: longer than any machine is busy, so that no start hangs for ever
@@ -74,14 +72,13 @@ class WorkerProcess:
         self.number = 0  # of its task
         self.deadline: Deadline | None = None
         self.stack = ""
-        self.unread = deque[Message]()  # answers that have arrived, until they are taken
+        self.unread: Message | None = None  # an answer that has arrived, until it is taken
         self.sender = 0  # the identifier of the thread that sends it a task
-        self._unsendable: TransferError | None = None  # why one could not be sent
         self._stored = set[int]()  # the numbers of the handles whose objects it holds
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as given_away:
             ours, theirs = [], list[int]()
-            for _ in ("connection", "descriptors", "control"):
-                here, there = socket.socketpair()
+            for kind in (socket.SOCK_SEQPACKET, socket.SOCK_STREAM):
+                here, there = socket.socketpair(socket.AF_UNIX, kind)
                 ours.append(on_failure.enter_context(here))
                 theirs.append(given_away.enter_context(there).fileno())
             self.output = list[Output]()
@@ -93,9 +90,8 @@ class WorkerProcess:
                 theirs.append(write)
             self.key = server.fork(theirs)
             on_failure.pop_all()
-        connection, descriptors, self.control = ours
-        self.link = Link(connection, descriptors, sends=TASK_FORMAT, receives=ANSWER_FORMAT)
-        self.receive: Callable[[], Iterable[Message] | None] = functools.partial(self.link.receive, socket.MSG_DONTWAIT)
+        sock, self.control = ours
+        self.connection = Connection(sock, sends=TASK_FORMAT, receives=ANSWER_FORMAT)
 
     @property
     def description(self) -> str:
@@ -112,7 +108,7 @@ class WorkerProcess:
 
     # Transitions
 
-    def set_up(self, directory: str, segments: Segments) -> None:
+    def set_up(self, directory: str, files: Files) -> None:
         """Send it what no fork can know."""
         setup = Setup(
             rank=self.index,
@@ -126,7 +122,7 @@ class WorkerProcess:
         )
         packed = Packed(pickle.dumps(tuple(setup)), is_plain=True)
         with contextlib.suppress(OSError):  # the fork server will tell
-            self.link.send(TaskHeader(STARTED, is_call=False), Parcel(packed, segments))
+            self.connection.send(TaskHeader(STARTED, is_call=False), Parcel(packed, files))
 
     def forked(self, pid: int) -> None:
         """The fork server has told its process id; it starts now, or has started."""
@@ -169,15 +165,15 @@ class WorkerProcess:
         """Have an idle worker exit by itself."""
         self.state, self.deadline = State.LEAVING, Deadline(time.monotonic() + LEAVE_WITHIN_S, Due.KILL)
         with contextlib.suppress(OSError):
-            self.link.sock.shutdown(socket.SHUT_WR)
+            self.connection.sock.shutdown(socket.SHUT_WR)
 
     def kill(self) -> None:
         self.state, self.deadline = State.LEAVING, None
         self._server.signal(self.key, signal.SIGKILL)
 
-    def exited(self, exit: Exited) -> tuple[Task | SetUp | None, WorkerDiedError | TransferError]:
+    def exited(self, exit: Exited) -> tuple[Task | SetUp | None, WorkerDiedError]:
         """It is gone: what it was working on, and the error of that."""
-        error = self._unsendable or self._death(exit)
+        error = self._death(exit)
         self.state, self.deadline = State.EXITED, None
         task, self.task = self.task, None
         return task, error
@@ -185,20 +181,22 @@ class WorkerProcess:
     # Messages
 
     def send(self, header: TaskHeader, call: PackedCall) -> None:
-        """Send a task, and before it the objects that it needs and this worker has not got."""
+        """Send a task, and before it the objects that it needs and this worker has not got.
+
+        Raises:
+            TransferError: one of them cannot be sent; the worker knows nothing of the task.
+        """
         self.sender = threading.get_ident()
         try:
             for handle in call.handles:
                 if handle.number not in self._stored:
+                    self.connection.send(TaskHeader(handle.number, is_call=False), handle.parcel)
                     self._stored.add(handle.number)
-                    self.link.send(TaskHeader(handle.number, is_call=False), handle.parcel)
-            self.link.send(header, call.parcel)
+            self.connection.send(header, call.parcel)
         except OSError:  # it has exited: the fork server will tell
             pass
         except TransferError as error:
-            self._unsendable = TransferError(f"{call.name} could not be sent to {self.description}: {error}")
-            self._unsendable.__cause__ = error
-            self._server.signal(self.key, signal.SIGKILL)  # its exit is the end of the task
+            raise TransferError(f"{call.name} could not be sent to {self.description}: {error}") from error
         finally:
             self.sender = 0
 
@@ -210,7 +208,7 @@ class WorkerProcess:
 
     def ask_for_stack(self) -> None:
         """Where it stands will be known soon, or at the deadline will not; unless its answer is here, and not read."""
-        if self.link.has_more():
+        if self.connection.has_more():
             self.deadline = Deadline(time.monotonic() + STACK_WITHIN_S, Due.ASK_FOR_STACK)
             return
         self.deadline, self.stack = Deadline(time.monotonic() + STACK_WITHIN_S, Due.TIME_OUT), ""
@@ -237,14 +235,14 @@ class WorkerProcess:
     @property
     def fds(self) -> list[int]:
         """What is watched of it."""
-        return [self.link.sock.fileno(), self.control.fileno(), *(output.fd for output in self.output)]
+        return [self.connection.sock.fileno(), self.control.fileno(), *(output.fd for output in self.output)]
 
     def close(self) -> None:
         """Copy its last words, and let go of all that connects it."""
         for output in self.output:
             output.copy(flush=True)
             os.close(output.fd)
-        self.link.close()
+        self.connection.close()
         self.control.close()
 
     def _death(self, exit: Exited) -> WorkerDiedError:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .forkserver_client import Exited, ServerConnection
+from .memfd import Files
 from .poller import Poller
 from .process import Due, WorkerProcess
-from .segments import Segments
 from .tasks import SetUp, Task
 
 
@@ -40,12 +40,12 @@ class Processes:
         self,
         poller: Poller,
         lock: threading.Lock,
-        segments: Segments,
+        files: Files,
         prefix_output: bool,
         on_news: Callable[[], bool],
     ) -> None:
         """``lock`` guards the states of the workers; ``on_news`` is called when there is something to `hear`."""
-        self._poller, self._lock, self._segments, self._prefix_output = poller, lock, segments, prefix_output
+        self._poller, self._lock, self._files, self._prefix_output = poller, lock, files, prefix_output
         self._directory = os.getcwd()
         self._by_key = dict[int, WorkerProcess]()
         self._server, self.has_server = ServerConnection(), True
@@ -62,11 +62,11 @@ class Processes:
         prefix = f"[rank {index}] " if self._prefix_output else ""
         worker = WorkerProcess(index, device, self._server, prefix)
         self._by_key[worker.key] = worker
-        self._poller.watch(worker.link.sock.fileno(), functools.partial(read, worker), is_answer=True)
+        self._poller.watch(worker.connection.sock.fileno(), functools.partial(read, worker), is_answer=True)
         self._poller.watch(worker.control.fileno(), worker.receive_stack)
         for output in worker.output:
             self._poller.watch(output.fd, output.copy)
-        worker.set_up(self._directory, self._segments)
+        worker.set_up(self._directory, self._files)
         return worker
 
     def hear(self) -> list[tuple[WorkerProcess, Exited]]:

@@ -31,9 +31,9 @@ from ..launch.context import DEFAULT_TIMEOUT, RankContext, current_world, join, 
 from ..pickling import Packed, dumps, loads
 from ..signals import Interrupted, Interruptible, keep_handler
 from ..world import World
+from .connection import Connection, Parcel, Unpack
+from .memfd import Files
 from .namespaces import Answered, forget, keep, stored_object, use_main
-from .segments import Segments
-from .transport import Link, Parcel, Unpack
 
 UNINTERRUPTED = True  # see signals
 R = TypeVar("R")
@@ -78,14 +78,14 @@ class TaskHeader(NamedTuple):
     group: int = 0  # the number of its process group and counters: after a failure they are not used again
 
 
-def work(connection: socket.socket, descriptors: socket.socket, control: socket.socket) -> int:
-    """Answer the tasks that arrive on ``connection``, with ``descriptors``, until it is closed; returns the exit code.
+def work(sock: socket.socket, control: socket.socket) -> int:
+    """Answer the tasks that arrive on ``sock`` until it is closed; returns the exit code.
 
     Meanwhile a thread follows the orders that arrive on ``control``, where also the stacks go that are asked for.
     """
     faulthandler.register(STACK_SIGNAL, control.fileno(), all_threads=False)
-    link, segments = Link(connection, descriptors, sends=ANSWER_FORMAT, receives=TASK_FORMAT), Segments()
-    arriving = link.messages()
+    connection, files = Connection(sock, sends=ANSWER_FORMAT, receives=TASK_FORMAT), Files()
+    arriving = connection.messages()
     first = next(arriving, None)
     if first is None:
         return 0
@@ -94,8 +94,8 @@ def work(connection: socket.socket, descriptors: socket.socket, control: socket.
     _become_like_the_parent(setup)
     keep_handler()
     worker = _Worker(setup)
-    link.device = worker.device
-    link.send((STARTED, SUCCEEDED, False), Parcel(_NOTHING, segments))
+    connection.device = worker.device
+    connection.send((STARTED, SUCCEEDED, False), Parcel(_NOTHING, files))
     threading.Thread(target=worker.follow_orders, args=[control], name="nn_parallel orders", daemon=True).start()
     for message in arriving:
         header, unpack = message
@@ -103,18 +103,18 @@ def work(connection: socket.socket, descriptors: socket.socket, control: socket.
         if not task.is_call:
             keep(task.number, unpack)
             continue
-        link.spins = task.cores > 0
+        connection.spins = task.cores > 0
         outcome, failed_inside, packed = worker.perform(task, unpack)
         del message, unpack  # a tensor that the result does not need must not outlive its task
-        parcel = Parcel(packed, segments)
-        del packed
         flush_output()
         try:
             try:
-                link.send((task.number, outcome, failed_inside), parcel)
+                parcel = Parcel(packed, files)
+                del packed
+                connection.send((task.number, outcome, failed_inside), parcel)
             except TransferError as error:
-                told = Parcel(_pack_exception(error, worker.where(task)), segments)
-                link.send((task.number, FAILED, failed_inside), told)
+                told = Parcel(_pack_exception(error, worker.where(task)), files)
+                connection.send((task.number, FAILED, failed_inside), told)
         except ConnectionError:  # the parent is gone
             return 0
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import resource
 import socket
@@ -20,9 +21,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from nn_parallel import ParallelExecutor, TransferError, current_world
-from nn_parallel.executor import segments, transport
-from nn_parallel.executor.segments import Segments
-from nn_parallel.executor.transport import Link, Parcel
+from nn_parallel.executor import connection, memfd
+from nn_parallel.executor.connection import Connection, Parcel
+from nn_parallel.executor.memfd import Files
 from nn_parallel.pickling import dumps
 
 LARGE = 1 << 18  # elements: above what stays in a pickle
@@ -32,21 +33,21 @@ class Ends:
     """Both ends of a connection in this process, and the files of the first."""
 
     def __init__(self) -> None:
-        (here, there), (fds_here, fds_there) = socket.socketpair(), socket.socketpair()
-        self.sender, self.receiver = Link(here, fds_here, "I", "I"), Link(there, fds_there, "I", "I")
-        self.segments = Segments()
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sender, self.receiver = Connection(here, "I", "I"), Connection(there, "I", "I")
+        self.files = Files()
         self._arriving, self._returning = self.receiver.messages(), self.sender.messages()
 
     def send(self, obj: Any) -> Any:
         """``obj`` as the receiver gets it."""
-        self.sender.send((7,), Parcel(dumps(obj, share=True), self.segments))
+        self.sender.send((7,), Parcel(dumps(obj, share=True), self.files))
         header, unpack = next(self._arriving)
         assert header == [7]
         return unpack()
 
     def answer(self) -> None:
         """Let the receiver say what it has let go of."""
-        self.receiver.send((0,), Parcel(dumps(None), self.segments))
+        self.receiver.send((0,), Parcel(dumps(None), self.files))
         next(self._returning)
 
 
@@ -56,7 +57,7 @@ def ends() -> Iterator[Ends]:
     yield pair
     pair.sender.close()
     pair.receiver.close()
-    pair.segments.close()
+    pair.files.close()
 
 
 def _memory_files() -> int:
@@ -90,7 +91,7 @@ def test_a_file_is_filled_again_only_when_nobody_sees_it(ends: Ends) -> None:
     assert _memory_files() == 2  # one is kept, one is filled again and again
     del kept
     ends.answer()
-    ends.segments.trim(0)
+    ends.files.trim(0)
     assert (_memory_files(), _maps()) == (0, 0)
 
 
@@ -128,7 +129,7 @@ def test_what_a_child_may_see_is_never_filled_again(ends: Ends) -> None:
 
 def test_idle_files_are_few(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits to be filled again is bounded in bytes."""
-    monkeypatch.setattr(ends.segments, "_idle_bytes", 10 << 20)
+    monkeypatch.setattr(ends.files, "_idle_bytes", 10 << 20)
     many = [ends.send(torch.zeros(1 << 20)) for _ in range(5)]
     assert _memory_files() == 5
     many.clear()
@@ -167,33 +168,37 @@ def test_a_large_pickle_does_not_go_through_the_socket(ends: Ends) -> None:
     assert ends.send([text, torch.ones(LARGE)])[0] == text
 
 
-def test_without_memory_files_it_goes_through_the_socket() -> None:
-    """Files that may not grow, as under a limit: slower, and the same."""
+def test_without_memory_files_what_is_large_is_an_error() -> None:
+    """Files that may not grow, as under a limit: nothing was begun, and the workers go on."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with ParallelExecutor(num_workers=1, devices="cpu") as ex:
-        ex.run(int)
+        pids = ex.run(os.getpid)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
         try:
-            assert ex.run(lambda x: (x + 1).sum().item(), torch.zeros(LARGE)) == [LARGE]
+            with pytest.raises(TransferError, match="no memory file to be had.*: .*File too large"):
+                ex.run(lambda x: (x + 1).sum().item(), torch.zeros(LARGE))
+            assert ex.run(os.getpid) == pids
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_more_than_there_are_descriptors_for_goes_through_the_socket(ends: Ends) -> None:
-    """However much the receiver keeps, the sender's descriptors do not run out."""
-    segments_before = segments.FILES_AT_ONCE
-    here, there = ends.sender, ends.receiver
-    here.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-    there.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
-    kept = [ends.send(torch.full((1 << 13,), float(k))) for k in range(segments_before + 20)]
-    assert _memory_files() == segments_before
-    assert [int(each[-1]) for each in kept] == list(range(segments_before + 20))
+def test_more_than_there_are_descriptors_for_is_copied(ends: Ends) -> None:
+    """However much is on its way and however much the receiver keeps, the sender's descriptors do not run out."""
+    most = memfd.FILES_AT_ONCE + 20
+    parcels = [Parcel(dumps(torch.full((1 << 13,), float(k))), ends.files) for k in range(most)]
+    assert _memory_files() == memfd.FILES_AT_ONCE
+    kept = []
+    for parcel in parcels:
+        ends.sender.send((7,), parcel)
+        _, unpack = next(ends._arriving)
+        kept.append(unpack())
+    assert _memory_files() == memfd.FILES_AT_ONCE
+    assert [int(each[-1]) for each in kept] == list(range(most))
 
 
-def test_what_came_through_the_socket_is_let_go_of(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_copied_is_let_go_of(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver keeps nothing of a message that its user has dropped."""
-    monkeypatch.setattr(segments, "FILES_AT_ONCE", 0)
-    ends.sender.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    monkeypatch.setattr(memfd, "FILES_AT_ONCE", 0)
     tensor = torch.zeros(1 << 14)
     tracemalloc.start()
     try:
@@ -206,8 +211,8 @@ def test_what_came_through_the_socket_is_let_go_of(ends: Ends, monkeypatch: pyte
 def test_a_receiver_without_descriptors_says_so_and_goes_on(ends: Ends) -> None:
     """The message is lost, and told; the next ones are themselves."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ends.sender.send((1,), Parcel(dumps(torch.ones(LARGE)), ends.segments))
-    ends.sender.send((2,), Parcel(dumps(torch.full((LARGE,), 2.0)), ends.segments))
+    ends.sender.send((1,), Parcel(dumps(torch.ones(LARGE)), ends.files))
+    ends.sender.send((2,), Parcel(dumps(torch.full((LARGE,), 2.0)), ends.files))
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
     try:
         first = next(ends._arriving)
@@ -235,6 +240,28 @@ def test_shared_memory_stays_shared(ends: Ends, count: int) -> None:
         assert (ours[0], theirs[1]) == (k, -k)
     received["again"][1] = 5
     assert tensors[0][2] == 5
+
+
+def test_descriptors_of_a_message_that_was_not_sent_are_not_those_of_the_next(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in packets before it had been sent already: they are closed."""
+    unsent = [torch.zeros(4).share_memory_() for _ in range(600)]
+    send, sent = connection.send_fds, itertools.count(1)
+
+    def no_room(*packet: Any) -> None:
+        if next(sent) == 3:
+            raise TransferError("no room")
+        send(*packet)
+
+    before = len(list(_fds()))
+    with monkeypatch.context() as patch:
+        patch.setattr(connection, "send_fds", no_room)
+        with pytest.raises(TransferError):
+            ends.send(unsent)
+    received = ends.send([torch.full((4,), float(k)).share_memory_() for k in range(300)])
+    assert [int(each[0]) for each in received] == list(range(300))
+    assert len(list(_fds())) == before
 
 
 def test_shared_memory_in_a_pool() -> None:
@@ -306,8 +333,8 @@ def test_no_child_inherits_what_is_received() -> None:
     """Descriptors are closed in whatever is started while they are open, in another thread."""
     here, there = socket.socketpair()
     with here, there, open(os.devnull) as file:
-        transport.send_fds(here, b" ", [file.fileno()] * 3)
-        _, received = transport.receive_fds(there, 1)
+        connection.send_fds(here, b" ", [file.fileno()] * 3)
+        _, received = connection.receive_fds(there, bytearray(1))
     assert len(received) == 3
     assert not any(map(os.get_inheritable, received))
     for fd in received:
@@ -321,20 +348,11 @@ def test_what_a_worker_starts_inherits_nothing_of_it(tmp_path: Path) -> None:
     assert (tmp_path / "inherited").read_text().split() == ["0", "1", "2", "3"]  # 3: the folder
 
 
-def test_who_does_not_receive_descriptors_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error once the socket is full, be it blocking."""
-    monkeypatch.setattr(transport, "ROOM_WITHIN_S", 0.1)
-    here, there = socket.socketpair()
-    with here, there, open(os.devnull) as file, pytest.raises(TransferError):
-        for _ in range(10_000):
-            transport.send_fds(here, b" ", [file.fileno()], socket.MSG_DONTWAIT)
-
-
 MANY_SHARED = """
 import os, resource, signal, socket
 import torch
 from nn_parallel import ParallelExecutor, TransferError
-from nn_parallel.executor import transport
+from nn_parallel.executor import connection
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 make = lambda: [torch.zeros(4).share_memory_() for _ in range(300)]
@@ -345,7 +363,7 @@ with ParallelExecutor(num_workers=4, devices="cpu") as pool:
     pids = pool.run(os.getpid)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    transport.ROOM_WITHIN_S = 0.5
+    connection.ROOM_WITHIN_S = 0.5
     *received_late, unsent = [pool.submit(len, data) for _ in pids]  # it is too much in the middle of the last one
     assert isinstance(unsent.exception(), TransferError), unsent
     assert pool.submit(os.getpid).result() not in pids  # its worker has been replaced, for which there was room
@@ -357,7 +375,7 @@ with ParallelExecutor(num_workers=4, devices="cpu") as pool:
         except TransferError as error:
             print(error)
     print(unsent.exception())
-    transport.ROOM_WITHIN_S = 50
+    connection.ROOM_WITHIN_S = 50
     for pid in pids[:3]:
         os.kill(pid, signal.SIGCONT)
     assert [future.result() for future in received_late] == [300] * 3
@@ -369,7 +387,7 @@ UNSENT_RESULT = """
 import os, resource, socket
 import torch
 from nn_parallel import ParallelExecutor
-from nn_parallel.executor import transport
+from nn_parallel.executor import connection
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 
@@ -377,10 +395,10 @@ def numbers():
     return [torch.full((4,), number).share_memory_() for number in range(300)]
 
 def numbers_without_room():
-    transport.ROOM_WITHIN_S = 0.2
+    connection.ROOM_WITHIN_S = 0.2
     torch.on_their_way = socket.socketpair()
-    for _ in range(4):
-        socket.send_fds(torch.on_their_way[0], [b" "], [0] * 200)  # so that there is room for some, and not for all
+    for _ in range(6):  # the kernel looks how many there are already
+        socket.send_fds(torch.on_their_way[0], [b" "], [0] * 200)
     return numbers()
 
 def make_room():
@@ -414,5 +432,5 @@ def test_more_descriptors_than_may_be_on_their_way() -> None:
 
 
 def test_a_result_whose_descriptors_find_no_room_is_an_error_and_the_worker_goes_on() -> None:
-    """Those that had been sent already are not taken for those of the next result."""
+    """The next result finds room, and is itself."""
     assert _with_counted_descriptors(UNSENT_RESULT).startswith("TransferError No room for the descriptors of ")

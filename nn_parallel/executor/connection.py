@@ -1,0 +1,264 @@
+"""Messages between the parent and a worker: one packet each, over a Unix socket that keeps their bounds.
+
+A message is a header of a few numbers and a packed object. A small object lies in the packet itself, any other one in a
+memory file whose descriptor comes along. So a message is sent whole or not at all, and it fits into the buffer of the
+socket: sending it waits for nobody, as a rule.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import functools
+import mmap
+import os
+import pickle
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import TransferError
+from ..pickling import Buffer, Packed, loads
+from ..polling import Spin
+from .memfd import File, Files, map_shared, read_file
+
+# Before the header: is it plain; how many files are given back; how many descriptors come along; the number of the
+# file, how many buffers it holds, and in how many bytes. After it: the numbers of the files given back, and the pickle
+# where there is no file.
+_HEAD = "=?HIQIQ"
+_NUMBER = struct.Struct("=q")
+_SMALL_BYTES = 1 << 16  # a packet must fit into the buffer of the socket, which has 208 KiB by default
+_PACKET_BYTES = 1 << 17
+_FDS_AT_ONCE = 250  # the kernel takes 253 with one packet
+_ONLY_FDS = b" "  # a packet of descriptors that belong to the message after it
+_ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)
+ROOM_WITHIN_S = 5.0
+
+Header = Sequence[Any]
+Unpack = Callable[[], Any]  # the packed object; raises whatever unpickling raises
+Message = tuple[Header, Unpack]
+
+
+class Parcel:
+    """A packed object on its way: its pickle if it is small, else a memory file, or copies that are put into one."""
+
+    def __init__(self, packed: Packed, files: Files) -> None:
+        """Copy what is large.
+
+        Raises:
+            TransferError: there is no memory file to be had.
+        """
+        self.pickle, buffers, self.shared, self.is_plain = packed
+        self._file: File | None = None
+        self._copies: list[memoryview] = []
+        self.is_small = not buffers and len(self.pickle) <= _SMALL_BYTES
+        if not self.is_small:
+            parts = [memoryview(self.pickle), *buffers]
+            self.pickle = b""
+            self._file = _filled(files.fill, parts)
+            if self._file is None:  # too many are in use: one is filled when this is sent
+                self._copies = [memoryview(bytes(part)) for part in parts]
+
+    def file(self) -> File | None:
+        """The memory file, if it needs one; raises as the constructor."""
+        return self._file or (_filled(File.once, self._copies) if self._copies else None)
+
+    def holds(self, packed: Packed) -> bool:
+        """Whether it would be the same if it were made of ``packed``."""
+        if [storage._cdata for storage in packed.shared] != [storage._cdata for storage in self.shared]:
+            return False
+        if self.is_small:
+            return not packed.buffers and packed.pickle == self.pickle
+        parts = [memoryview(packed.pickle), *packed.buffers]
+        held = self._file.buffers() if self._file is not None else self._copies
+        return len(held) == len(parts) and all(map(_is_equal, held, parts))
+
+
+class Connection:
+    """One end of a connection."""
+
+    def __init__(self, sock: socket.socket, sends: str, receives: str) -> None:
+        """``sends`` and ``receives`` are the formats of the headers, as for `struct`."""
+        self.sock = sock
+        self.device: torch.device | None = None  # where accelerator tensors of what arrives land; None: on the CPU
+        self._sends, self._receives = struct.Struct(_HEAD + sends), struct.Struct(_HEAD + receives)
+        self._lent: dict[int, File] = {}  # what the other side may have a map of
+        self._returned = deque[int]()  # what this side has let go of, and the other has not heard of
+        self._packet = memoryview(mmap.mmap(-1, _PACKET_BYTES, mmap.MAP_PRIVATE))  # takes memory as it is used
+        self._fds = list[int]()  # that came before their message
+        self._is_sending_fds = False
+        self.spins = False  # before it waits for a message
+        self._spin = Spin()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    def send(self, header: Header, parcel: Parcel) -> None:
+        """Send one message.
+
+        Raises:
+            OSError: the other side is gone.
+            TransferError: there is no room for its descriptors, or no memory file; others can be sent.
+        """
+        if parcel.is_small and not parcel.shared and not self._returned:
+            self.sock.send(self._sends.pack(parcel.is_plain, 0, 0, 0, 0, 0, *header) + parcel.pickle)
+            return
+        file, number, buffer_count, size = parcel.file(), 0, 0, 0
+        fds = [storage._share_fd_cpu_()[0] for storage in parcel.shared]
+        if file is not None:
+            number, buffer_count, size = file.number, file.buffer_count, file.size
+            fds.append(file.fd)
+            if number:
+                self._lent[number] = file
+        returned = [self._returned.popleft() for _ in range(len(self._returned))]
+        head = self._sends.pack(parcel.is_plain, len(returned), len(fds), number, buffer_count, size, *header)
+        packet = b"".join((head, *map(_NUMBER.pack, returned), parcel.pickle))
+        self._is_sending_fds = bool(fds)
+        try:
+            while len(fds) > _FDS_AT_ONCE:
+                send_fds(self.sock, _ONLY_FDS, fds[:_FDS_AT_ONCE])
+                del fds[:_FDS_AT_ONCE]
+            send_fds(self.sock, packet, fds)
+        except BaseException:
+            self._lent.pop(number, None)
+            self._returned.extend(returned)
+            raise
+        finally:
+            self._is_sending_fds = False
+
+    def receive(self, flags: int = 0) -> Message | None:
+        """The next message; None where there is none yet and ``flags`` say not to wait for it.
+
+        Raises:
+            EOFError: the other side has closed.
+        """
+        head, packet = self._receives, self._packet
+        while True:
+            try:
+                size, fds = receive_fds(self.sock, packet, flags)
+            except BlockingIOError:
+                return None
+            except ConnectionError:
+                raise EOFError from None
+            if not size:
+                raise EOFError
+            if size >= head.size:
+                break
+            self._fds += fds
+        is_plain, returns, fd_count, number, buffer_count, file_size, *header = head.unpack_from(packet)
+        start = head.size + returns * _NUMBER.size
+        for (returned,) in _NUMBER.iter_unpack(packet[head.size : start]):
+            file = self._lent.pop(abs(returned), None)
+            if file is not None and returned < 0:
+                file.spoil()
+        pickled = bytes(packet[start:size])
+        if not fd_count:
+            return header, functools.partial(pickle.loads, pickled) if is_plain else self._unpack(pickled, (), ())
+        try:
+            buffers, shared = self._map(deque(self._fds + fds), fd_count, number, buffer_count, file_size)
+        except OSError as error:  # this process has no descriptor or memory left
+            return header, functools.partial(_raise, error)
+        return header, self._unpack(buffers.pop(0) if buffers else pickled, buffers, shared)
+
+    def messages(self) -> Iterator[Message]:
+        """The messages that arrive, one after another, until the other side closes."""
+        with contextlib.suppress(EOFError):
+            while True:
+                yield self.receive()  # type: ignore[misc]  # it waits; and through no variable, which would keep memory
+                if self.spins:
+                    self._spin.until(self.has_more)
+
+    def is_stuck(self) -> bool:
+        """Whether the thread that is sending may be waiting for the other side."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLOUT)
+        return self._is_sending_fds or not poll.poll(0)
+
+    def has_more(self) -> bool:
+        """Whether there is something to read, be it the end."""
+        return bool(self._poll.poll(0))
+
+    def close(self) -> None:
+        """The other side is gone, and its maps with it."""
+        self._lent.clear()
+        self.sock.close()
+
+    def _unpack(self, pickled: bytes | Buffer, buffers: Sequence[Buffer], shared: Sequence[Buffer]) -> Unpack:
+        return functools.partial(loads, pickled, buffers, self.device, shared)
+
+    def _map(
+        self, fds: deque[int], count: int, number: int, buffer_count: int, size: int
+    ) -> tuple[list[memoryview], list[memoryview]]:
+        """The buffers of the memory file, if there is one, and the memory that is shared: of the last ``count`` fds."""
+        self._fds.clear()
+        try:
+            while len(fds) > count:  # of a message that was not sent after them
+                os.close(fds.popleft())
+            if len(fds) < count:
+                if number:
+                    self._returned.append(number)
+                raise OSError(errno.EMFILE, "no free file descriptor for what came with the message")
+            buffers = read_file(fds.pop(), number, buffer_count, size, self._returned) if buffer_count else []
+            return buffers, [map_shared(fds.popleft()) for _ in range(len(fds))]
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+def send_fds(sock: socket.socket, message: bytes, fds: Sequence[int]) -> None:
+    """Send a packet with descriptors; if the kernel takes no more of these, wait a while for others to receive theirs.
+
+    Raises:
+        OSError: the other side is gone.
+        TransferError: there was no room in time.
+    """
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+    deadline = time.monotonic() + ROOM_WITHIN_S
+    while True:
+        try:
+            sock.sendmsg([message], ancillary)
+        except OSError as error:
+            # Of descriptors that nobody has received yet all of a user's processes together may have as many as one
+            # may have open.
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            if time.monotonic() > deadline:
+                told = f"for {ROOM_WITHIN_S:g} s too many have been on their way to processes that do not receive them"
+                raise TransferError(f"No room for the descriptors of shared tensors: {told} ({error}).") from error
+            time.sleep(0.001)  # nobody tells when there is room
+        else:
+            return
+
+
+def receive_fds(sock: socket.socket, packet: bytearray | memoryview, flags: int = 0) -> tuple[int, list[int]]:
+    """Receive into ``packet``: its size, and the descriptors, fewer than were sent if this process may not open more.
+
+    No child inherits them, while those of `socket.recv_fds` are inherited by whatever a worker starts.
+    """
+    size, ancillary, _, _ = sock.recvmsg_into([packet], _ANCILLARY, flags | socket.MSG_CMSG_CLOEXEC)
+    return size, [fd for _, _, fds in ancillary for fd in array.array("i", fds)]
+
+
+def _filled(fill: Callable[[Sequence[memoryview]], File | None], parts: Sequence[memoryview]) -> File | None:
+    try:
+        return fill(parts)
+    except OSError as error:
+        why = str(error)  # and no more of it: its traceback would keep the file
+    raise TransferError(f"There is no memory file to be had for what is large: {why}.")
+
+
+def _is_equal(held: memoryview, buffer: memoryview) -> bool:
+    if held.readonly or buffer.readonly or not held.nbytes:
+        return held == buffer
+    here, there = (torch.frombuffer(each, dtype=torch.uint8) for each in (held, buffer))
+    return torch.equal(here, there)  # in a tenth of the time
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
