@@ -37,7 +37,7 @@ The files, from the bottom up; each knows only those before it in this list::
         forkserver_client       that process as the parent sees it
         output, tasks           what workers print; what a pool is asked to do
         process, poller         one worker process as the parent sees it; waiting for many
-        processes, answers      those of a pool; what they answer, taken in whichever thread reads
+        processes               those of a pool
         pool_store, pool        the store of the ranks of a run; which task goes where, and the supervisor's thread
         local, launched         the executor's calls on a pool's workers; on the ranks that a launcher has started
         executor                the class itself

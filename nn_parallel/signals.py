@@ -18,7 +18,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
@@ -154,12 +153,6 @@ class Condition(threading.Condition):
 
     __enter__ = property(operator.attrgetter("_lock.__enter__"))
     __exit__ = property(operator.attrgetter("_lock.__exit__"))
-
-
-def raised_by_a_handler(error: BaseException) -> bool:
-    """Whether the handler of a signal has raised it, and not the code that the signal has interrupted."""
-    handlers = [getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()]
-    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:

@@ -31,8 +31,7 @@ class Poller:
         self._wakeups = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2)]
         self.watch(self._wakeups[0], lambda: self._woken(0))
         self.watch(self._wakeups[1], lambda: self._woken(1), is_answer=True)
-        self._reading = threading.Lock()  # held by the thread that reads answers,
-        self._reader = 0  # whose identifier this is
+        self._reading = threading.Lock()  # held by the thread that reads answers
         self._is_reclaimed = False
         self._is_masked = False  # answers do not wake the thread that always waits
         self._spin, self._arrived = Spin(), functools.partial(self._answers.poll, 0, AT_ONCE)
@@ -64,7 +63,6 @@ class Poller:
         """
         if self._reading.acquire(blocking=False):
             try:
-                self._reader = threading.get_ident()
                 if self._wakeups:
                     self._read_until(is_over, deadline, begin, delayed)
                     return
@@ -86,7 +84,6 @@ class Poller:
 
     def _release(self) -> None:
         """Another thread may read answers."""
-        self._reader = 0
         self._reading.release()
         if self._is_masked:
             self._unmask()
@@ -128,10 +125,6 @@ class Poller:
         self._looked_at = time.monotonic()
         self._read_at_once()
 
-    def is_reading(self) -> bool:
-        """Whether it is this thread that reads answers: an object in one of them is rebuilt just now, or collected."""
-        return self._reader == threading.get_ident()
-
     def _stand_in(self) -> bool:
         """Read them in the thread that always waits, unless one that submits reads them time and again.
 
@@ -151,7 +144,6 @@ class Poller:
         """Whether no other thread reads just now."""
         if self._reading.acquire(blocking=False):
             try:
-                self._reader = threading.get_ident()
                 if self._wakeups:
                     self._call_readers(self._arrived())
             finally:

@@ -10,26 +10,25 @@ import functools
 import itertools
 import math
 import os
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from ..devices import cpu_count
-from ..errors import ExecutorClosedError, ParallelError, TransferError, WorkerDiedError
+from ..errors import ExecutorClosedError, ParallelError, TransferError
 from ..signals import Delayed
-from .answers import Answers
-from .connection import Header
+from .connection import Header, Unpack
 from .forkserver_client import Exited, close_at_exit, take_standard_descriptors
 from .packing import PackedCall, Packer
 from .poller import Poller
 from .pool_store import PoolStore
 from .process import State, WorkerProcess, timeout_error
 from .processes import Processes, Settings
-from .tasks import Callbacks, Resize, Run, SetUp, Task
+from .tasks import Answer, Callbacks, Resize, Run, SetUp, Task
 from .worker import CANCELLED, FAILED, STARTED, SUCCEEDED, TaskHeader
 
 MAX_FAILED_STARTS = 3  # in a row
@@ -54,7 +53,6 @@ class Pool:
         self._set_up = SetUp.of(settings.initializer, settings.initargs, settings.timeout_s, self._packer)
         self.callbacks = Callbacks()
         self._poller = Poller()
-        self._answers = Answers(self._poller, self._lock, self._answered)
         self._processes = Processes(self._poller, self._lock, self._packer.files, settings.prefix_output, self._hear)
         try:
             self._workers += [self._start(index) for index in range(len(self._devices))]
@@ -127,7 +125,7 @@ class Pool:
                 task.discard()
             self._poller.wake()
         ours = self.thread, self.callbacks.thread
-        if wait and threading.current_thread() not in ours and not self._poller.is_reading():
+        if wait and threading.current_thread() not in ours:
             self.thread.join()
 
     def orphan(self) -> None:
@@ -187,7 +185,7 @@ class Pool:
                 task, worker.task = worker.task, None
                 worker.kill()  # it has perhaps stopped, with descriptors that wait for it
             if task is not None:
-                self._complete(task, worker, FAILED, error)
+                self._complete(task, worker, Answer.of(task.call, error))
 
     def _assign(self) -> tuple[Sequence[WorkerProcess], TaskHeader, PackedCall] | None:
         """Give the first task that waits to workers, if they are idle; sending it is the caller's, without the lock."""
@@ -232,8 +230,20 @@ class Pool:
 
     # What workers tell, in whichever thread reads
 
-    def _answered(self, worker: WorkerProcess, header: Header, outcome: int, value: Any) -> None:
-        number, _, failed_inside = header
+    def _receive(self, worker: WorkerProcess) -> bool:
+        """Take the answer that has arrived from ``worker``; False at the end of its connection."""
+        try:
+            if (message := worker.connection.receive(socket.MSG_DONTWAIT)) is not None:
+                self._answered(worker, *message)
+        except EOFError:
+            return False  # the fork server will tell the exit code
+        except BaseException:  # of a signal's handler, or a bug: what is half done is not known
+            worker.kill()
+            raise
+        return True
+
+    def _answered(self, worker: WorkerProcess, header: Header, unpack: Unpack) -> None:
+        number, outcome, failed_inside = header
         for output in worker.output:  # what it printed before this answer must be seen before it, too
             output.copy_all()
         if number == STARTED:
@@ -247,7 +257,7 @@ class Pool:
         elif worker.task is not None:
             if number != worker.number:
                 raise RuntimeError(f"{worker.description} answers {number} where {worker.number} was asked.")
-            self._complete(worker.task, worker, outcome, value, failed_inside)
+            self._complete(worker.task, worker, Answer(worker.task.call, outcome, unpack), failed_inside)
         if worker.state is State.STARTING:
             self._failed_starts = 0
         with self._lock:
@@ -257,22 +267,20 @@ class Pool:
         if self._closing:
             self._poller.wake()  # this may have been the last
 
-    def _complete(
-        self, task: Task | SetUp, worker: WorkerProcess, outcome: int, value: Any, failed_inside: bool = False
-    ) -> None:
+    def _complete(self, task: Task | SetUp, worker: WorkerProcess, answer: Answer, failed_inside: bool = False) -> None:
         """A worker has come to an end with ``task``, or to its own."""
         if isinstance(task, SetUp):
-            if outcome == FAILED and not isinstance(value, WorkerDiedError):  # else another takes its place
-                self._break(task.failed(worker.description, value))
+            if answer.outcome == FAILED:
+                self._break(task.failed(worker.description, answer))
             return
-        if isinstance(task, Run) and (outcome != SUCCEEDED or failed_inside):
+        if isinstance(task, Run) and (answer.outcome != SUCCEEDED or failed_inside):
             with self._lock:
-                if not task.failures:
+                if not task.has_failed:
                     self._group += 1
-                if outcome != SUCCEEDED:
+                if answer.outcome != SUCCEEDED:
                     self._cancel(task)
             self._poller.wake()  # there are deadlines now, which are the supervisor's to keep
-        task.complete(worker.index, outcome, value)
+        task.complete(worker.index, answer)
 
     # The supervisor's thread
 
@@ -280,7 +288,6 @@ class Pool:
         try:
             while not self._is_over():
                 self._poller.wait(self._next_deadline())
-                self._answers.take_left()
                 self._processes.forget(self._packer.forgotten)
                 for task, workers in self._processes.keep_deadlines().items():
                     self._time_out(task, workers)
@@ -365,7 +372,8 @@ class Pool:
     def _exited(self, worker: WorkerProcess, told: Exited) -> None:
         """A worker process is gone: take its last answer, replace it, fail what it was doing."""
         with self._poller.reclaimed():
-            self._answers.take_last(worker)
+            while worker.connection.has_more() and self._receive(worker):  # its last answer
+                pass
             with self._lock:  # in one hold of it: nothing may be given to a worker that is let go
                 self._processes.let_go(worker)
                 before = worker.state
@@ -373,8 +381,8 @@ class Pool:
                 if is_missed := worker in self._workers:
                     self._group += 1
                     self._workers.remove(worker)
-        if task is not None:
-            self._complete(task, worker, CANCELLED if before is State.LEAVING else FAILED, error)
+        if task is not None and not isinstance(task, SetUp):  # else another worker takes its place
+            self._complete(task, worker, Answer.of(task.call, error, CANCELLED if before is State.LEAVING else FAILED))
             self._poller.wake()  # a thread that leads sees its end only when it looks
         if before is State.STARTING:
             self._failed_starts += 1
@@ -408,4 +416,4 @@ class Pool:
         self._packer.close()
 
     def _start(self, index: int) -> WorkerProcess:
-        return self._processes.start(index, self._devices[index], self._answers.receive)
+        return self._processes.start(index, self._devices[index], self._receive)

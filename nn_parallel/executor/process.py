@@ -20,7 +20,7 @@ import torch
 from .. import devices
 from ..errors import RankTimeoutError, TransferError, WorkerDiedError, exit_reason
 from ..pickling import Packed
-from .connection import Connection, Message, Parcel
+from .connection import Connection, Parcel
 from .forkserver_client import Exited, ServerConnection
 from .memfd import Files
 from .output import Output
@@ -72,7 +72,6 @@ class WorkerProcess:
         self.number = 0  # of its task
         self.deadline: Deadline | None = None
         self.stack = ""
-        self.unread: Message | None = None  # an answer that has arrived, until it is taken
         self.sender = 0  # the identifier of the thread that sends it a task
         self._stored = set[int]()  # the numbers of the handles whose objects it holds
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as given_away:
@@ -132,8 +131,7 @@ class WorkerProcess:
 
     def started(self) -> None:
         """It takes tasks."""
-        self.has_started = True
-        self.answered()
+        self.has_started, self.deadline = True, None
 
     def begin(self, task: Task | SetUp, number: int) -> None:
         """It gets ``task``; sending it is the caller's."""
@@ -142,11 +140,6 @@ class WorkerProcess:
         self.task, self.number = task, number
         if (timeout_s := task.call.options.timeout_s) is not None:
             self.deadline = Deadline(time.monotonic() + timeout_s, Due.ASK_FOR_STACK)
-
-    def answered(self) -> None:
-        """Its answer is here: in time, however long it takes to rebuild what it holds."""
-        if self.deadline is not None and self.deadline.due is not Due.KILL:
-            self.deadline = None
 
     def complete(self) -> None:
         """Its task, or its start, is over."""

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from ..errors import ExecutorClosedError, ParallelError, RankError, lost_connection, rank_error
+from ..errors import ExecutorClosedError, ParallelError, RankError, TransferError, lost_connection, rank_error
 from ..signals import Condition
+from .connection import Unpack
 from .packing import CallOptions, PackedCall, Packer
 from .worker import CANCELLED, FAILED, SUCCEEDED
 
@@ -54,6 +55,43 @@ class Callbacks:
             del due, fn, future  # nothing of it lives on while this waits for the next
 
 
+class Answer:
+    """How a worker has ended a task. Its result or exception is rebuilt by who asks for it, in that thread.
+
+    So what user code does as it is unpickled, or what takes long, holds up nobody else, and Ctrl-C is raised in it.
+    """
+
+    __slots__ = ("_call", "_unpack", "outcome")
+
+    def __init__(self, call: PackedCall, outcome: int, unpack: Unpack) -> None:
+        self._call, self.outcome, self._unpack = call, outcome, unpack
+
+    @classmethod
+    def of(cls, call: PackedCall, error: Exception, outcome: int = FAILED) -> Answer:
+        """That of a worker which did not answer, because of ``error``."""
+        return cls(call, outcome, lambda: (error, None))
+
+    def rebuild(self) -> tuple[Any, Exception | None]:
+        """The result, or None and the exception; once only: the memory of the answer becomes that of the result."""
+        if self.outcome == CANCELLED:
+            return None, ExecutorClosedError(f"The executor was shut down while {self._call.name} ran.")
+        try:
+            value = self._unpack()
+        except Exception as error:
+            what = f"The result of {self._call.name}"
+            unusable = TransferError(f"{what} cannot be rebuilt in the parent process: {error!r}")
+            unusable.__cause__ = error
+            return None, unusable
+        del self._unpack  # it keeps the memory of the answer
+        if self.outcome == SUCCEEDED:
+            return value, None
+        raised: Exception
+        raised, failure = value
+        if failure is not None:
+            raised.__cause__ = failure.as_cause()
+        return None, raised
+
+
 class Future(concurrent.futures.Future[Any]):
     """What a pool will have done."""
 
@@ -69,11 +107,6 @@ class Future(concurrent.futures.Future[Any]):
     def begin(self, world_size: int = 0) -> bool:
         """Whether it is still wanted; from here on it cannot be cancelled."""
         return self.set_running_or_notify_cancel()
-
-    def complete(self, rank: int, outcome: int, value: Any) -> None:
-        """Its worker has answered, or has exited."""
-        with contextlib.suppress(InvalidStateError):  # it has run out of time, or the user has set it
-            self.set_result(value) if outcome == SUCCEEDED else self.set_exception(value)
 
     def fail(self, error: Exception) -> None:
         """End it with ``error``, wherever it is, if it has not ended."""
@@ -93,14 +126,33 @@ class Future(concurrent.futures.Future[Any]):
 class CallFuture(Future):
     """A call on whichever worker is free first."""
 
+    _result: Any  # the standard library's: an `Answer` until somebody asks for it
+    _exception: Any
+
     def __init__(self, call: PackedCall, callbacks: Callbacks) -> None:
         super().__init__(callbacks)
         self.call = call
+        self._rebuilding = threading.Lock()
 
-    def complete(self, rank: int, outcome: int, value: Any) -> None:
-        """As `Future.complete`."""
+    def complete(self, rank: int, answer: Answer) -> None:
+        """Its worker has answered, or has exited."""
         self.call.let_go()  # the result may be taken much later
-        super().complete(rank, outcome, _closed_while_running(self.call) if outcome == CANCELLED else value)
+        with contextlib.suppress(InvalidStateError):  # it has run out of time, or the user has set it
+            self.set_result(answer) if answer.outcome == SUCCEEDED else self.set_exception(answer)  # type: ignore[arg-type]
+
+    def result(self, timeout: float | None = None) -> Any:
+        """As `concurrent.futures.Future.result`."""
+        self.exception(timeout)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As `concurrent.futures.Future.exception`."""
+        super().exception(timeout)
+        with self._rebuilding:
+            for answer in (self._result, self._exception):
+                if isinstance(answer, Answer):
+                    self._result, self._exception = answer.rebuild()
+        return super().exception()
 
 
 class Mapped:
@@ -131,32 +183,30 @@ class Mapped:
 class Item:
     """One call of a map: as `CallFuture`, without what a future costs, a third of the time of a small task."""
 
-    __slots__ = ("_mapped", "_outcome", "_value", "call")
+    __slots__ = ("_answer", "_mapped", "call")
 
     def __init__(self, call: PackedCall, mapped: Mapped) -> None:
         self.call, self._mapped = call, mapped
-        self._outcome: int | None = None
-        self._value: Any = None
+        self._answer: Answer | None = None
 
     def is_over(self) -> bool:
         """Whether `result` would not wait."""
-        return self._outcome is not None
+        return self._answer is not None
 
     def begin(self, world_size: int = 0) -> bool:
         """Whether it is still wanted."""
         return self._mapped.is_wanted
 
-    def complete(self, rank: int, outcome: int, value: Any) -> None:
+    def complete(self, rank: int, answer: Answer) -> None:
         """Its worker has answered, or has exited."""
-        if self._outcome is None:
-            self._value = _closed_while_running(self.call) if outcome == CANCELLED else value
-            self._outcome = outcome
+        if self._answer is None:
+            self._answer = answer
             self.call.let_go()  # the results may be taken much later
             self._mapped.ended(self)
 
     def fail(self, error: Exception) -> None:
         """End it with ``error``, wherever it is."""
-        self.complete(0, FAILED, error)
+        self.complete(0, Answer.of(self.call, error))
 
     def discard(self) -> None:
         """It has not begun, and will not."""
@@ -165,13 +215,14 @@ class Item:
     def result(self, deadline: float | None = None) -> Any:
         """Its result, to be taken once, or its exception; `TimeoutError` if neither is there at ``deadline``."""
         self._mapped.wait(self, deadline)
-        value, self._value = self._value, None  # from here on the caller's alone
-        if self._outcome == SUCCEEDED:
+        assert self._answer is not None
+        value, error = self._answer.rebuild()
+        if error is None:
             return value
         try:
-            raise value
+            raise error
         finally:
-            del value  # it would live in a cycle with its traceback
+            del error  # it would live in a cycle with its traceback
 
 
 class Resize(Future):
@@ -191,10 +242,9 @@ class Run:
 
     def __init__(self, call: PackedCall) -> None:
         self.call = call
-        self.failures: dict[int, Exception] = {}
-        self._results: list[Any] = []  # by rank
+        self.has_failed = False  # on some rank
+        self._answers: dict[int, Answer] = {}  # by rank, in the order of their arrival
         self._missing: set[int] | None = None  # until it begins
-        self._is_cut_off = False  # on some rank, with no failure that would tell why
         self._error: Exception | None = None
         self._over = threading.Lock()
         self._over.acquire()
@@ -205,21 +255,14 @@ class Run:
 
     def begin(self, world_size: int) -> bool:
         """It begins on so many workers."""
-        self._results, self._missing = [None] * world_size, set(range(world_size))
+        self._missing = set(range(world_size))
         return True
 
-    def complete(self, rank: int, outcome: int, value: Any) -> None:
+    def complete(self, rank: int, answer: Answer) -> None:
         """The worker of ``rank`` has answered, or has exited."""
-        if outcome == SUCCEEDED:
-            self._results[rank] = value
-        elif isinstance(value, RankError):  # what a rank knows of others' failures is theirs
-            for other, failure in value.failures.items():
-                self.failures.setdefault(other, failure)
-        elif outcome == CANCELLED:
-            self._is_cut_off = True
-        elif rank not in self.failures or lost_connection(self.failures[rank]):
-            self.failures[rank] = value
+        self.has_failed |= answer.outcome != SUCCEEDED
         if self._missing:
+            self._answers[rank] = answer
             self._missing.discard(rank)
             if not self._missing:
                 self._release()
@@ -240,11 +283,21 @@ class Run:
         self._over.acquire()
         if self._error is not None:
             raise self._error
-        if self.failures:
-            raise rank_error(self.call.name, len(self._results), self.failures)
-        if self._is_cut_off:
-            raise _closed_while_running(self.call)
-        return self._results
+        results, failures, cut_off = dict[int, Any](), dict[int, Exception](), None
+        for rank, answer in self._answers.items():
+            results[rank], error = answer.rebuild()
+            if answer.outcome == CANCELLED:
+                cut_off = error
+            elif isinstance(error, RankError):  # what a rank knows of others' failures is theirs
+                for other, failure in error.failures.items():
+                    failures.setdefault(other, failure)
+            elif error is not None and (rank not in failures or lost_connection(failures[rank])):
+                failures[rank] = error
+        if failures:
+            raise rank_error(self.call.name, len(results), failures)
+        if cut_off is not None:  # on some rank, with no failure that would tell why
+            raise cut_off
+        return [results[rank] for rank in range(len(results))]
 
     def _release(self) -> None:
         with contextlib.suppress(RuntimeError):  # two threads have ended it: the last answer came as its time was over
@@ -270,15 +323,12 @@ class SetUp(NamedTuple):
         return cls(packer.pack(initializer, initargs, {}, CallOptions(pass_device=False, timeout_s=timeout_s)))
 
     @staticmethod
-    def failed(where: str, error: BaseException) -> ParallelError:
+    def failed(where: str, answer: Answer) -> ParallelError:
         """The error of the pool after that of its initializer in the worker ``where``."""
+        _, error = answer.rebuild()
         broken = ParallelError(f"The initializer failed in {where}: {error!r}")
         broken.__cause__ = error
         return broken
-
-
-def _closed_while_running(call: PackedCall) -> ExecutorClosedError:
-    return ExecutorClosedError(f"The executor was shut down while {call.name} ran.")
 
 
 Task = CallFuture | Item | Run
