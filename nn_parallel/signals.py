@@ -1,12 +1,12 @@
 """What is raised in the main thread from outside: where it is meant to be, and nowhere else.
 
-`Interruptible` is a block that another thread can end, by a signal that raises in it. SIGURG serves because nothing
+`CancelScope` is a block that another thread can end, by a signal that raises in it. SIGURG serves because nothing
 else uses it: its default action is to be ignored. Nothing is raised in the few lines that enter and leave blocks, where
 it would leave them half done: a module that has such lines says so by ``UNINTERRUPTED = True``; the signal that comes
 there is passed over, the next one counts. Nor is it raised in an import that the block has begun: many a module that
 has run by half cannot be imported again.
 
-`Delayed` is the opposite: a block that neither this nor Ctrl-C leaves half done.
+`DeferredSignals` is the opposite: a block that neither this nor Ctrl-C leaves half done.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ IMPORT_PATIENCE_S = 30.0  # a whole program may run in an import
 
 
 class Interrupted(BaseException):
-    """Raised in a block by `Interruptible.interrupt`. No `Exception`, which user code would swallow."""
+    """Raised in a block by `CancelScope.interrupt`. No `Exception`, which user code would swallow."""
 
 
-class Interruptible:
+class CancelScope:
     """A block of the main thread that other threads can end; in any other thread it is a plain block.
 
     Sleeps, locks and waits end at once, Python loops at their next turn; a call into C when it returns.
@@ -84,23 +84,23 @@ class Interruptible:
         return now - self._import_seen_at < IMPORT_PATIENCE_S
 
 
-class Delayed:
+class DeferredSignals:
     """A block of the main thread at whose end Ctrl-C and `Interrupted` are raised: they leave nothing half done.
 
     When one arrives, ``due`` is no longer None, and ``on_arrival`` is called, in the signal's handler: it has the block
-    end soon, or returns True where it may never end. There, and where it has not ended after a second, Ctrl-C is raised
-    at once. In any other thread this is a plain block.
+    end soon. Where that has not ended after a second, one more Ctrl-C is raised at once. In any other thread this is a
+    plain block.
 
     Example::
 
-        with Delayed(on_arrival=poller.wake) as delayed:
+        with DeferredSignals(on_arrival=poller.wake) as delayed:
             while delayed.due is None:
                 poller.wait()
     """
 
     __slots__ = ("_before", "_on_arrival", "_since", "due")
 
-    def __init__(self, on_arrival: Callable[[], bool | None] = lambda: None) -> None:
+    def __init__(self, on_arrival: Callable[[], object] = lambda: None) -> None:
         self._on_arrival = on_arrival
         self._before: Any = None  # the handler to put back at the end
         self.due: tuple[Callable[..., object], int] | None = None  # the handler of what has come, and its signal
@@ -123,11 +123,11 @@ class Delayed:
                 handler, signum = self.due
                 handler(signum, sys._getframe(1))
 
-    def note(self, handler: Callable[..., object], signum: int) -> bool | None:
-        """Have ``handler`` called at the end; what ``on_arrival`` returns."""
+    def note(self, handler: Callable[..., object], signum: int) -> None:
+        """Have ``handler`` called at the end."""
         if self.due is None or signum == _SIGINT:
             self.due = handler, signum
-        return self._on_arrival()
+        self._on_arrival()
 
     def put_back(self) -> None:
         """Have Ctrl-C raised at once again."""
@@ -143,7 +143,8 @@ class Delayed:
             return
         now = time.monotonic()
         self._since = self._since or now
-        if self.note(self._before, signum) or now - self._since > PATIENCE_S:
+        self.note(self._before, signum)
+        if now - self._since > PATIENCE_S:
             self.due = None
             self._before(signum, frame)
 
@@ -204,6 +205,6 @@ def _begin_anew() -> None:
 _main = threading.main_thread().ident or 0  # the thread that runs signals' handlers
 _is_handler_kept = False
 _SIGINT = int(signal.SIGINT)
-_running: list[Interruptible] = []
-_delayed: list[Delayed] = []  # the innermost last
+_running: list[CancelScope] = []
+_delayed: list[DeferredSignals] = []  # the innermost last
 os.register_at_fork(after_in_child=_begin_anew)

@@ -35,6 +35,7 @@ from nn_parallel import (
     TransferError,
     WorkerDiedError,
     current_world,
+    signals,
 )
 from nn_parallel.executor import evidence, namespaces, worker
 from nn_parallel.executor.local import LocalWorkers
@@ -500,12 +501,13 @@ def test_ctrl_c_in_submit_ends_the_task(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_ctrl_c_ends_a_call_that_cannot_be_sent() -> None:
-    """A stopped worker does not read: what does not fit into its socket waits until the caller has had enough."""
+    """A stopped worker does not read: what does not fit into its socket waits until Ctrl-C is pressed once more."""
     with ParallelExecutor(num_workers=2, devices="cpu") as pool, interrupter() as interrupt_after:
         (stopped, _), data = pool.run(os.getpid), [pool.put("x" * 60_000) for _ in range(10)]
         os.kill(stopped, signal.SIGSTOP)
         with pytest.raises(KeyboardInterrupt):
             interrupt_after(0.3)
+            interrupt_after(signals.PATIENCE_S + 0.1)
             pool.run(len, data)
         assert pool.run(len, data) == [10] * 2
         assert stopped not in pool.run(os.getpid)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nn_parallel import signals
-from nn_parallel.signals import Condition, Delayed, Interrupted, Interruptible
+from nn_parallel.signals import CancelScope, Condition, DeferredSignals, Interrupted
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def _handled(number: int, handler: Any) -> Iterator[None]:
 def test_ctrl_c_comes_at_the_end() -> None:
     """All of the block is done, and it has been told."""
     done = []
-    with pytest.raises(KeyboardInterrupt), Delayed(lambda: done.append("told")):
+    with pytest.raises(KeyboardInterrupt), DeferredSignals(lambda: done.append("told")):
         signal.raise_signal(signal.SIGINT)
         done.append("done")
     assert done == ["told", "done"]
@@ -46,8 +46,8 @@ def test_ctrl_c_comes_at_the_end() -> None:
 def test_an_inner_block_leaves_it_to_the_outer_one() -> None:
     """The outer one is not cut short at the end of the inner one."""
     done = []
-    with pytest.raises(KeyboardInterrupt), Delayed(lambda: done.append("outer")):
-        with Delayed(lambda: done.append("inner")):
+    with pytest.raises(KeyboardInterrupt), DeferredSignals(lambda: done.append("outer")):
+        with DeferredSignals(lambda: done.append("inner")):
             signal.raise_signal(signal.SIGINT)
         done.append("done")
     assert done == ["inner", "outer", "done"]
@@ -56,7 +56,7 @@ def test_an_inner_block_leaves_it_to_the_outer_one() -> None:
 def test_one_more_is_raised_at_once_where_the_block_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a second: whoever sees no effect presses it again."""
     done = []
-    with pytest.raises(KeyboardInterrupt), Delayed(lambda: None):
+    with pytest.raises(KeyboardInterrupt), DeferredSignals(lambda: None):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         done.append("done")
@@ -66,18 +66,9 @@ def test_one_more_is_raised_at_once_where_the_block_does_not_end(monkeypatch: py
     assert done == ["done"]
 
 
-def test_it_is_raised_at_once_in_a_block_that_may_never_end() -> None:
-    """Who waits in it for another process says so."""
-    done = []
-    with pytest.raises(KeyboardInterrupt), Delayed(lambda: True):
-        signal.raise_signal(signal.SIGINT)
-        done.append("never")
-    assert not done
-
-
 def test_a_block_that_another_signal_has_ended_holds_nothing_back() -> None:
     """Whatever the handler of that has raised, in the middle of the end."""
-    delayed = Delayed(pytest.fail)
+    delayed = DeferredSignals(pytest.fail)
     delayed.__enter__()
     signals._delayed.clear()  # as if it had been raised in the next step
     with pytest.raises(KeyboardInterrupt):
@@ -86,14 +77,14 @@ def test_a_block_that_another_signal_has_ended_holds_nothing_back() -> None:
 
 def test_ctrl_c_that_is_ignored_stays_so() -> None:
     """Nothing is raised that would not be raised otherwise."""
-    with _handled(signal.SIGINT, signal.SIG_IGN), Delayed(pytest.fail):
+    with _handled(signal.SIGINT, signal.SIG_IGN), DeferredSignals(pytest.fail):
         signal.raise_signal(signal.SIGINT)
 
 
 def test_a_handler_set_in_the_block_stays() -> None:
     """Only what the block has put there is taken away."""
     with _handled(signal.SIGINT, signal.default_int_handler):
-        with Delayed(pytest.fail):
+        with DeferredSignals(pytest.fail):
             signal.signal(signal.SIGINT, _mine)
         assert signal.getsignal(signal.SIGINT) is _mine
 
@@ -108,7 +99,7 @@ def test_other_threads_are_not_concerned() -> None:
     seen = []
 
     def block() -> None:
-        with Delayed(pytest.fail):
+        with DeferredSignals(pytest.fail):
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=block)
@@ -127,7 +118,7 @@ def test_a_fork_by_another_thread_is_not_in_the_block() -> None:
             os._exit(3 if signal.getsignal(signal.SIGINT) is before else 4)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
-    with Delayed(pytest.fail):
+    with DeferredSignals(pytest.fail):
         thread = threading.Thread(target=fork)
         thread.start()
         thread.join()
@@ -137,8 +128,8 @@ def test_a_fork_by_another_thread_is_not_in_the_block() -> None:
 def test_what_ends_a_block_around_it_waits_as_well() -> None:
     """`Interrupted` comes at the end too, though its handler is never replaced."""
     done = []
-    block = Interruptible()
-    with pytest.raises(Interrupted), block, Delayed(lambda: done.append("told")):
+    block = CancelScope()
+    with pytest.raises(Interrupted), block, DeferredSignals(lambda: done.append("told")):
         thread = threading.Thread(target=block.interrupt)
         thread.start()
         thread.join()
@@ -147,9 +138,9 @@ def test_what_ends_a_block_around_it_waits_as_well() -> None:
 
 
 def test_ctrl_c_is_not_forgotten_for_what_comes_later() -> None:
-    """A late signal of `Interruptible`, which has nothing to end, must not take its place."""
+    """A late signal of `CancelScope`, which has nothing to end, must not take its place."""
     late = _handled(signal.SIGURG, signals._raise_in_the_outermost)
-    with late, pytest.raises(KeyboardInterrupt), Delayed(lambda: None):
+    with late, pytest.raises(KeyboardInterrupt), DeferredSignals(lambda: None):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGURG)
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from ..errors import ParallelError, rank_error
 from ..launch.context import RankContext, rank_context
 from ..launch.store import LEFT_KEY, ended_key
-from ..signals import Delayed, Interrupted
+from ..signals import DeferredSignals, Interrupted
 from .calls import Calls, Wait, exceptions_in, failures_in
 from .records import WAITING, BlockOutcome, Call, FailedCall, rebuilt
 from .watcher import Block, is_consequence
@@ -85,7 +85,7 @@ class Blocks(Calls):
                     yield
                 self._leave_together(block)
             except BaseException as error:
-                with Delayed():  # Ctrl-C leaves no generation half ended
+                with DeferredSignals():  # Ctrl-C leaves no generation half ended
                     failed = self._fail(block, block.cause(error))
                 try:
                     if failed is error:

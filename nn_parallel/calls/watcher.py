@@ -20,7 +20,7 @@ from ..launch.context import RankContext
 from ..launch.flight_recorder import Collective
 from ..launch.liveness import Liveness
 from ..launch.store import LEFT_KEY, standing_key
-from ..signals import Condition, Interrupted, Interruptible
+from ..signals import CancelScope, Condition, Interrupted
 from .deadlock import standing, why_never, with_root
 from .outcomes import BlockOutcomes
 from .records import Call, Progress, Standing, Waits
@@ -45,7 +45,7 @@ class Block:
     timeout_s: float | None = None
     began: float | None = None  # from when its time counts; if None, from when the first rank has left it
     left_value: str = ""  # what the first rank that has left it writes under `LEFT_KEY`
-    body: Interruptible = field(default_factory=Interruptible)
+    body: CancelScope = field(default_factory=CancelScope)
     is_active: bool = False  # its body runs
     must_leave: bool = False  # it has failed, or is to fail on this rank
     reason: ParallelError | None = None  # why, if not because of another rank

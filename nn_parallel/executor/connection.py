@@ -93,7 +93,6 @@ class Connection:
         self._returned = deque[int]()  # what this side has let go of, and the other has not heard of
         self._packet = memoryview(mmap.mmap(-1, _PACKET_BYTES, mmap.MAP_PRIVATE))  # takes memory as it is used
         self._fds = list[int]()  # that came before their message
-        self._is_sending_fds = False
         self.spins = False  # before it waits for a message
         self._spin = Spin()
         self._poll = select.poll()
@@ -119,7 +118,6 @@ class Connection:
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
         head = self._sends.pack(parcel.is_plain, len(returned), len(fds), number, buffer_count, size, *header)
         packet = b"".join((head, *map(_NUMBER.pack, returned), parcel.pickle))
-        self._is_sending_fds = bool(fds)
         try:
             while len(fds) > _FDS_AT_ONCE:
                 send_fds(self.sock, _ONLY_FDS, fds[:_FDS_AT_ONCE])
@@ -129,8 +127,6 @@ class Connection:
             self._lent.pop(number, None)
             self._returned.extend(returned)
             raise
-        finally:
-            self._is_sending_fds = False
 
     def receive(self, flags: int = 0) -> Message | None:
         """The next message; None where there is none yet and ``flags`` say not to wait for it.
@@ -173,12 +169,6 @@ class Connection:
                 yield self.receive()  # type: ignore[misc]  # it waits; and through no variable, which would keep memory
                 if self.spins:
                     self._spin.until(self.has_more)
-
-    def is_stuck(self) -> bool:
-        """Whether the thread that is sending may be waiting for the other side."""
-        poll = select.poll()
-        poll.register(self.sock, select.POLLOUT)
-        return self._is_sending_fds or not poll.poll(0)
 
     def has_more(self) -> bool:
         """Whether there is something to read, be it the end."""

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 
 from ..polling import Spin
-from ..signals import Delayed
 
 STAND_BACK_S = 5e-4
 AT_ONCE = 64  # answers, or outputs; `epoll` makes room for 1 023 if it is told nothing, which takes longer than to look
@@ -53,10 +52,8 @@ class Poller:
         """Wait until there is something to read, or `wake` was called, or until ``deadline`` of `time.monotonic`."""
         self._call_readers(self._all.poll(_seconds_to(deadline)))
 
-    def lead(
-        self, is_over: Callable[[], bool], deadline: float | None, begin: Callable[[], None] | None, delayed: Delayed
-    ) -> None:
-        """Read answers in this thread, until ``is_over()``, ``deadline`` or an interrupt, or the other one needs to.
+    def lead(self, is_over: Callable[[], bool], deadline: float | None, begin: Callable[[], None] | None) -> None:
+        """Read answers in this thread, until ``is_over()`` or ``deadline``, or until the other one needs to.
 
         Before that it calls ``begin``: what that asks for is answered here, and wakes nobody else. Reads nothing if
         another thread does. `wake` has ``is_over`` looked at again.
@@ -64,7 +61,7 @@ class Poller:
         if self._reading.acquire(blocking=False):
             try:
                 if self._wakeups:
-                    self._read_until(is_over, deadline, begin, delayed)
+                    self._read_until(is_over, deadline, begin)
                     return
             finally:
                 self._release()
@@ -72,12 +69,12 @@ class Poller:
             begin()
 
     def _read_until(
-        self, is_over: Callable[[], bool], deadline: float | None, begin: Callable[[], None] | None, delayed: Delayed
+        self, is_over: Callable[[], bool], deadline: float | None, begin: Callable[[], None] | None
     ) -> None:
         self._mask()
         if begin is not None:
             begin()
-        while delayed.due is None and not (is_over() or self._is_reclaimed):
+        while not (is_over() or self._is_reclaimed):
             if deadline is not None and time.monotonic() >= deadline:
                 break
             self._call_readers(self._spin.until(self._arrived) or self._answers.poll(_seconds_to(deadline)))

@@ -10,7 +10,6 @@ import functools
 import itertools
 import math
 import os
-import socket
 import threading
 import time
 from collections import deque
@@ -20,7 +19,7 @@ import torch
 
 from ..devices import cpu_count
 from ..errors import ExecutorClosedError, ParallelError, TransferError
-from ..signals import Delayed
+from ..signals import DeferredSignals
 from .connection import Header, Unpack
 from .forkserver_client import Exited, close_at_exit, take_standard_descriptors
 from .packing import PackedCall, Packer
@@ -53,7 +52,9 @@ class Pool:
         self._set_up = SetUp.of(settings.initializer, settings.initargs, settings.timeout_s, self._packer)
         self.callbacks = Callbacks()
         self._poller = Poller()
-        self._processes = Processes(self._poller, self._lock, self._packer.files, settings.prefix_output, self._hear)
+        self._processes = Processes(
+            self._poller, self._lock, self._packer.files, settings.prefix_output, self._answered, self._hear
+        )
         try:
             self._workers += [self._start(index) for index in range(len(self._devices))]
         except BaseException:
@@ -82,7 +83,7 @@ class Pool:
         """Queue ``task``, and if it ``reads``, take the answers that are there. Tasks begin in this order."""
         self._raise_if_forked()
         try:
-            with Delayed(self._hurry):
+            with DeferredSignals():
                 self._hand_out(task)
                 if reads:
                     self._poller.read_answers()
@@ -97,12 +98,12 @@ class Pool:
         """
         self._raise_if_forked()
         begin = functools.partial(self._hand_out, task) if task else None
-        with Delayed(self._hurry) as delayed:
-            self._poller.lead(is_over, deadline, begin, delayed)
+        with DeferredSignals(self._poller.wake) as signals:
+            self._poller.lead(lambda: signals.due is not None or is_over(), deadline, begin)
 
     def abandon(self, task: Task | Resize) -> None:
         """Nobody waits for ``task`` any more: take it out of the queue, or end it where it runs."""
-        with Delayed(self._hurry):
+        with DeferredSignals():
             with self._lock:
                 if task in self._queue:
                     self._queue.remove(task)
@@ -114,7 +115,7 @@ class Pool:
         """Take no more tasks, finish those there are (or cancel the waiting, or kill the running), end the workers."""
         if self._pid != os.getpid():
             return  # a fork has the object, but neither the thread nor the right to the workers
-        with Delayed(self._hurry):
+        with DeferredSignals():
             with self._lock:
                 self._closing = True
                 discarded = [self._queue.popleft() for _ in range(len(self._queue) * (cancel_pending or kill))]
@@ -132,12 +133,6 @@ class Pool:
         """Nobody can submit any more. Called by the collector, so perhaps in a thread that holds our lock."""
         self._orphaned = True
         self._wake()
-
-    def _hurry(self) -> bool:
-        """An interrupt waits for the main thread to leave one of these blocks; whether that may never come to be."""
-        self._poller.wake()
-        me = threading.get_ident()
-        return any(worker.sender == me and worker.connection.is_stuck() for worker in self._processes)
 
     def _wake(self) -> None:
         if self._pid == os.getpid():
@@ -229,18 +224,6 @@ class Pool:
         self._cores = cpu_count() // len(devices)  # for each worker
 
     # What workers tell, in whichever thread reads
-
-    def _receive(self, worker: WorkerProcess) -> bool:
-        """Take the answer that has arrived from ``worker``; False at the end of its connection."""
-        try:
-            if (message := worker.connection.receive(socket.MSG_DONTWAIT)) is not None:
-                self._answered(worker, *message)
-        except EOFError:
-            return False  # the fork server will tell the exit code
-        except BaseException:  # of a signal's handler, or a bug: what is half done is not known
-            worker.kill()
-            raise
-        return True
 
     def _answered(self, worker: WorkerProcess, header: Header, unpack: Unpack) -> None:
         number, outcome, failed_inside = header
@@ -337,9 +320,7 @@ class Pool:
     def _resize_if_due(self) -> None:
         with self._lock:
             task = self._queue[0] if self._queue else None
-            if not isinstance(task, Resize) or len(self._workers) < len(self._devices):
-                return
-            if not all(worker.state is State.IDLE for worker in self._workers):
+            if not isinstance(task, Resize) or any(worker.state is not State.IDLE for worker in self._workers):
                 return
             self._use(task.devices)
             self._group += 1
@@ -347,11 +328,9 @@ class Pool:
                 worker.leave()
             del self._workers[len(self._devices) :]
             missing = range(len(self._workers), len(self._devices))
-        for index in missing:
-            started = self._start(index)
-            with self._lock:
-                self._workers.append(started)
+        started = [self._start(index) for index in missing]
         with self._lock:
+            self._workers += started
             if is_awaited := task in self._queue:  # still: Ctrl-C, or the end of the pool, takes it out
                 self._queue.remove(task)
         if is_awaited:
@@ -372,8 +351,7 @@ class Pool:
     def _exited(self, worker: WorkerProcess, told: Exited) -> None:
         """A worker process is gone: take its last answer, replace it, fail what it was doing."""
         with self._poller.reclaimed():
-            while worker.connection.has_more() and self._receive(worker):  # its last answer
-                pass
+            self._processes.receive_last(worker)
             with self._lock:  # in one hold of it: nothing may be given to a worker that is let go
                 self._processes.let_go(worker)
                 before = worker.state
@@ -416,4 +394,4 @@ class Pool:
         self._packer.close()
 
     def _start(self, index: int) -> WorkerProcess:
-        return self._processes.start(index, self._devices[index], self._receive)
+        return self._processes.start(index, self._devices[index])

@@ -10,7 +10,6 @@ import pickle
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -72,7 +71,6 @@ class WorkerProcess:
         self.number = 0  # of its task
         self.deadline: Deadline | None = None
         self.stack = ""
-        self.sender = 0  # the identifier of the thread that sends it a task
         self._stored = set[int]()  # the numbers of the handles whose objects it holds
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as given_away:
             ours, theirs = [], list[int]()
@@ -179,7 +177,6 @@ class WorkerProcess:
         Raises:
             TransferError: one of them cannot be sent; the worker knows nothing of the task.
         """
-        self.sender = threading.get_ident()
         try:
             for handle in call.handles:
                 if handle.number not in self._stored:
@@ -190,8 +187,6 @@ class WorkerProcess:
             pass
         except TransferError as error:
             raise TransferError(f"{call.name} could not be sent to {self.description}: {error}") from error
-        finally:
-            self.sender = 0
 
     def forget(self, number: int) -> None:
         """The handle of that number is gone."""

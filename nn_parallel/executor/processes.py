@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import signal
+import socket
 import threading
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .connection import Header, Unpack
 from .forkserver_client import Exited, ServerConnection
 from .memfd import Files
 from .poller import Poller
@@ -42,9 +44,11 @@ class Processes:
         lock: threading.Lock,
         files: Files,
         prefix_output: bool,
+        on_answer: Callable[[WorkerProcess, Header, Unpack], None],
         on_news: Callable[[], bool],
     ) -> None:
         """``lock`` guards the states of the workers; ``on_news`` is called when there is something to `hear`."""
+        self._on_answer = on_answer
         self._poller, self._lock, self._files, self._prefix_output = poller, lock, files, prefix_output
         self._directory = os.getcwd()
         self._by_key = dict[int, WorkerProcess]()
@@ -57,12 +61,12 @@ class Processes:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def start(self, index: int, device: torch.device, read: Callable[[WorkerProcess], bool]) -> WorkerProcess:
-        """Have a worker forked; it need not be there yet. ``read`` takes what it answers."""
+    def start(self, index: int, device: torch.device) -> WorkerProcess:
+        """Have a worker forked; it need not be there yet."""
         prefix = f"[rank {index}] " if self._prefix_output else ""
         worker = WorkerProcess(index, device, self._server, prefix)
         self._by_key[worker.key] = worker
-        self._poller.watch(worker.connection.sock.fileno(), functools.partial(read, worker), is_answer=True)
+        self._poller.watch(worker.connection.sock.fileno(), functools.partial(self._receive, worker), is_answer=True)
         self._poller.watch(worker.control.fileno(), worker.receive_stack)
         for output in worker.output:
             self._poller.watch(output.fd, output.copy)
@@ -91,6 +95,11 @@ class Processes:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.pid, signal.SIGKILL)
         return [(worker, Exited(worker.key, -signal.SIGKILL, "The fork server has ended.")) for worker in self]
+
+    def receive_last(self, worker: WorkerProcess) -> None:
+        """Take all that ``worker`` has answered before it exited."""
+        while worker.connection.has_more() and self._receive(worker):
+            pass
 
     def let_go(self, worker: WorkerProcess) -> None:
         """It has exited, or nobody will hear of it."""
@@ -127,6 +136,18 @@ class Processes:
                 elif now >= at:
                     worker.kill() if due is Due.KILL else worker.ask_for_stack()
         return {task: workers for task, workers in silent.items() if task not in awaited}
+
+    def _receive(self, worker: WorkerProcess) -> bool:
+        """Take the answer that has arrived from ``worker``; False at the end of its connection."""
+        try:
+            if (message := worker.connection.receive(socket.MSG_DONTWAIT)) is not None:
+                self._on_answer(worker, *message)
+        except EOFError:
+            return False  # the fork server will tell the exit code
+        except BaseException:  # of a signal's handler, or a bug: what is half done is not known
+            worker.kill()
+            raise
+        return True
 
     def close(self) -> None:
         """Let go of all; the fork server ends those that are left."""

@@ -29,7 +29,7 @@ from ..devices import call_on_device
 from ..errors import Failure, ParallelError, RemoteError, TransferError, qualified_name, user_frames
 from ..launch.context import DEFAULT_TIMEOUT, RankContext, current_world, join, rank_context
 from ..pickling import Packed, dumps, loads
-from ..signals import Interrupted, Interruptible, keep_handler
+from ..signals import CancelScope, Interrupted, keep_handler
 from ..world import World
 from .connection import Connection, Parcel, Unpack
 from .memfd import Files
@@ -131,7 +131,7 @@ class _Worker:
         self._cores = -1  # not known yet
         self._switching = threading.Lock()  # between the main thread, which changes tasks, and the one that cancels
         self._task = self._cancelled = NO_TASK
-        self._block = Interruptible()  # what the main thread does for the task
+        self._block = CancelScope()  # what the main thread does for the task
         self._watcher: Watcher | None = None  # of the last run that left a process group
         self._deadlock: ParallelError | None = None  # why it was interrupted, if it was not cancelled
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..devices import as_table, hardware_id
 from ..errors import LaunchError, ParallelError, summary
 from ..polling import looks
-from ..signals import Delayed
+from ..signals import DeferredSignals
 from .context import RankContext, world_of
 from .environment import Launch, is_loopback
 from .liveness import connect_nodes
@@ -153,7 +153,7 @@ def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:
         answer_within_s = min(max(left, ATTEMPT_MIN_S), ATTEMPT_MAX_S)
         try:
             # Ctrl-C is raised when the attempt is over: in the middle it would leave a socket open.
-            with Delayed(), socket.create_connection(address, answer_within_s):
+            with DeferredSignals(), socket.create_connection(address, answer_within_s):
                 return
         except OSError:
             if left <= 0:
