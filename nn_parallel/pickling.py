@@ -1,12 +1,13 @@
 """To bytes and back: functions and classes of ``__main__`` by value, tensors by their storage, errors with a path.
 
-One rule serves every tensor: what is used of its `torch.UntypedStorage` leaves the pickle as a buffer (pickle protocol
-5, out of band). Views, strides, aliasing, parameters, tied weights, sparse and quantised tensors and every dtype then
-come out right by torch's own pickling of the rest.
+One rule serves every tensor: it names its `torch.UntypedStorage` and its place there, and what is used of a large
+storage leaves the pickle as buffers, out of band (protocol 5). Views, strides, aliasing, parameters, tied weights,
+sparse and quantised tensors and every dtype then come out right by torch's own pickling of the rest.
 """
 
 from __future__ import annotations
 
+import array
 import bisect
 import ctypes
 import functools
@@ -15,7 +16,7 @@ import operator
 import pickle
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import cloudpickle
@@ -25,13 +26,18 @@ from .culprits import find_culprit
 from .errors import TransferError, qualified_name
 
 Buffer = bytearray | memoryview | pickle.PickleBuffer
+_Parts = list[tuple[int, torch.UntypedStorage]]  # of a large storage: where they begin, ascending, in bytes
 LARGE_BYTES = 1 << 15  # what is smaller stays in the pickle
 ATOMS: set[type] = {type(None), bool, int, float}  # and what reduces itself to such
 _ALIGNMENT = 64  # of the parts of a storage: what torch gives a storage itself
 
 
 class Packed(NamedTuple):
-    """An object as a pickle and what left it: large buffers, and memory that is shared rather than sent."""
+    """An object as a pickle and what left it: large buffers, and memory that is shared rather than sent.
+
+    The first buffer, where there are any, says what the next ones are, as two integers of 64 bits each: the number of a
+    storage, and the byte at which this part of it begins. The pickle asks for the rest one after another.
+    """
 
     pickle: bytes
     buffers: Sequence[memoryview] = ()
@@ -88,14 +94,22 @@ def loads(
     Accelerator tensors land on ``device``, or on the CPU if that is None. Raises whatever unpickling raises.
     """
     with torch._C.DisableTorchFunction():  # a user's default device must not move what is rebuilt
-        unpickler = _Unpickler(io.BytesIO(packed), buffers=buffers)
-        unpickler._device, unpickler._shared = device, shared
+        table, *others = buffers or [bytearray()]
+        places = memoryview(table).cast("B").cast("Q")
+        parts: dict[int, list[tuple[int, Buffer]]] = {}
+        for number, start, part in zip(places[::2], places[1::2], others, strict=False):
+            parts.setdefault(number, []).append((start, part))
+        unpickler = _Unpickler(io.BytesIO(packed), buffers=others[len(places) // 2 :])
+        unpickler._device, unpickler._shared, unpickler._parts = device, shared, parts
         return unpickler.load()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    def __init__(self, memory: _Memory, by_value: ByValue | None) -> None:
-        self.file, self._memory, self._by_value = io.BytesIO(), memory, by_value
+    def __init__(self, share: bool, by_value: ByValue | None) -> None:
+        self.file, self._share, self._by_value = io.BytesIO(), share, by_value
+        self._storages: dict[int, _Storage] = {}
+        self.shared: list[torch.UntypedStorage] = []  # memory that is to be the same in the other process
+        self.large: list[_Storage] = []  # by the numbers by which the pickle names them
         buffers: list[memoryview] = []
         self.buffers = buffers
 
@@ -111,16 +125,24 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if kind is torch.Tensor and _is_plain(obj):
-            part, offset = self._memory.part_of(obj)
-            return _plain_tensor, (part, obj.dtype, offset, tuple(obj.size()), obj.stride(), obj.requires_grad)
-        if kind is _Part:
+            storage = self._storage(obj.untyped_storage())
+            storage.use(obj)
+            offset = int(obj.storage_offset())
+            return _plain_tensor, (storage, obj.dtype, offset, tuple(obj.size()), obj.stride(), obj.requires_grad)
+        if kind is _Storage:
             if obj.is_shared:
-                return _shared_storage, (self._memory.share(obj.storage), obj.end)
-            return _untyped_storage, (pickle.PickleBuffer(obj.bytes()), obj.on_accelerator)
+                self.shared.append(obj.storage)
+                return _shared_storage, (len(self.shared) - 1, obj.size)
+            if obj.size >= LARGE_BYTES:
+                self.large.append(obj)
+                return _large_storage, (len(self.large) - 1, obj.on_accelerator)
+            return _untyped_storage, (pickle.PickleBuffer(obj.bytes(0, obj.size)), obj.on_accelerator)
         if kind is torch.storage.TypedStorage:  # what torch's own reduction of other tensors refers to
             return _typed_storage, (obj._untyped_storage, obj.dtype)
         if kind is torch.UntypedStorage and obj.device.type != "meta":
-            return _itself, (self._memory.whole(obj),)
+            storage = self._storage(obj)
+            storage.used.append((0, storage.size))
+            return _whole, (storage,)
         if kind is types.FunctionType and obj.__module__ == __name__:  # by name, without any looking
             return NotImplemented
         if self._by_value is not None and (reduced := self._by_value.reduce(obj, self)) is not None:
@@ -129,18 +151,31 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
             return _cached, (obj.__wrapped__, obj.cache_parameters(), obj.__dict__)
         return super().reducer_override(obj)
 
+    def seen(self) -> list[torch.UntypedStorage]:
+        """The storages of all tensors."""
+        return [storage.storage for storage in self._storages.values()]
+
+    def _storage(self, storage: torch.UntypedStorage) -> _Storage:
+        """The same for every tensor in it."""
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = _Storage(storage, self._share and _has_descriptor(storage))
+        return self._storages[storage._cdata]
+
 
 class _Unpickler(pickle.Unpickler):
     _device: torch.device | None
     _shared: Sequence[Buffer]
+    _parts: dict[int, list[tuple[int, Buffer]]]
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
         # What is returned must not refer to the unpickler, whose memo holds it: all that was unpickled would live on
         # in a cycle.
-        device, shared = self._device, self._shared
+        device, shared, parts = self._device, self._shared, self._parts
         if found is _untyped_storage:
             return lambda buffer, on_accelerator: _untyped_storage(buffer, on_accelerator, device)
+        if found is _large_storage:
+            return lambda number, on_accelerator: _large_storage(parts.get(number, ()), on_accelerator, device)
         if found is _shared_storage:
             return lambda index, size: _untyped_storage(memoryview(shared[index])[:size], False)
         if module == "torch._utils" and name == "_rebuild_tensor_v3":
@@ -150,100 +185,45 @@ class _Unpickler(pickle.Unpickler):
         return found
 
 
-class _Part:
-    """The bytes of a storage from ``start`` to ``end``, as one buffer."""
+class _Storage:
+    """A storage that is pickled, and what is used of it."""
 
-    def __init__(self, storage: torch.UntypedStorage, start: int, end: int, is_shared: bool = False) -> None:
-        self.storage, self.start, self.end, self.is_shared = storage, start, end, is_shared
+    def __init__(self, storage: torch.UntypedStorage, is_shared: bool) -> None:
+        self.storage, self.is_shared, self.size = storage, is_shared, storage.nbytes()
         self.on_accelerator = storage.device.type != "cpu"
+        self.used: list[tuple[int, int]] = []  # from, to, in bytes
 
-    def bytes(self) -> Any:
+    def use(self, tensor: torch.Tensor) -> None:
+        """Note the bytes that ``tensor`` uses."""
+        if tensor.numel():
+            length: int = sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
+            start = int(tensor.storage_offset()) * tensor.dtype.itemsize
+            self.used.append((start, start + length * tensor.dtype.itemsize))
+
+    def parts(self) -> list[tuple[int, int]]:
+        """What is sent of it: all, or only what is used if that is less than half; bytes that overlap, together."""
+        parts: list[tuple[int, int]] = []
+        for start, end in sorted((start - start % _ALIGNMENT, end) for start, end in self.used):
+            if parts and start < parts[-1][1]:
+                parts[-1] = parts[-1][0], max(end, parts[-1][1])
+            else:
+                parts.append((start, end))
+        return parts if 2 * sum(end - start for start, end in parts) <= self.size else [(0, self.size)]
+
+    def bytes(self, start: int, end: int) -> Any:
         """An object with the buffer interface that keeps the memory alive; a copy if that is an accelerator's.
 
         Not a memoryview: when the collector clears one that a `PickleBuffer` exports, Python before 3.13 crashes.
         """
-        size = self.end - self.start
-        if size == 0:
+        if start == end:
             return bytearray()
-        storage, start = self.storage, self.start
+        storage = self.storage
         if self.on_accelerator:
-            there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (size,), (1,))
-            storage, start = there.cpu().untyped_storage(), 0
-        array = (ctypes.c_char * size).from_address(storage.data_ptr() + start)
+            there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (end - start,), (1,))
+            storage, start, end = there.cpu().untyped_storage(), 0, end - start
+        array = (ctypes.c_char * (end - start)).from_address(storage.data_ptr() + start)
         array.storage = storage  # type: ignore[attr-defined]
         return array
-
-
-class _Memory:
-    """Which bytes of which storages the tensors of one object use.
-
-    Not known before all of them have been seen: where it turns out to be little, the object is pickled once more, with
-    only those parts. Tensors whose bytes overlap find themselves in the same part.
-    """
-
-    def __init__(self, share: bool) -> None:
-        self.shared: list[torch.UntypedStorage] = []  # memory that is to be the same in the other process
-        self._share = share
-        self._parts: dict[int, list[_Part]] = {}  # by storage, ascending
-        self._used: dict[int, list[tuple[int, int]]] = {}  # from, to; of storages that may be sent in parts
-
-    def part_of(self, tensor: torch.Tensor) -> tuple[_Part, int]:
-        """The part that ``tensor`` lies in, and its offset there, in elements."""
-        storage, size = tensor.untyped_storage(), tensor.dtype.itemsize
-        parts = self._parts_of(storage)
-        offset = int(tensor.storage_offset())
-        if (used := self._used.get(storage._cdata)) is None:
-            if not tensor.numel():  # it lies nowhere, perhaps before the first part
-                return parts[0], 0
-            part = parts[bisect.bisect_right(parts, offset * size, key=operator.attrgetter("start")) - 1]
-            return part, offset - part.start // size
-        if tensor.numel():
-            length: int = sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
-            used.append((offset * size, (offset + length) * size))
-        return parts[0], offset
-
-    def whole(self, storage: torch.UntypedStorage) -> _Part:
-        """All of ``storage``."""
-        part = self._parts_of(storage)[0]
-        self._used.pop(storage._cdata, None)
-        return part if part.end - part.start == storage.nbytes() else _Part(storage, 0, storage.nbytes())
-
-    def storages(self) -> list[torch.UntypedStorage]:
-        """Those in which the tensors lie."""
-        return [parts[0].storage for parts in self._parts.values()]
-
-    def share(self, storage: torch.UntypedStorage) -> int:
-        """The number under which the receiver finds the same memory."""
-        self.shared.append(storage)
-        return len(self.shared) - 1
-
-    def narrow(self) -> bool:
-        """From now on hand out only the used parts; False if nothing would be won."""
-        narrowed = False
-        for key, used in self._used.items():
-            storage = self._parts[key][0].storage
-            spans: list[tuple[int, int]] = []
-            for start, end in sorted((start - start % _ALIGNMENT, end) for start, end in used):
-                if spans and start < spans[-1][1]:
-                    spans[-1] = spans[-1][0], max(end, spans[-1][1])
-                else:
-                    spans.append((start, end))
-            if 2 * sum(end - start for start, end in spans) <= storage.nbytes():
-                self._parts[key] = [_Part(storage, start, end) for start, end in spans or [(0, 0)]]
-                narrowed = True
-        self._used.clear()
-        if narrowed:
-            self.shared.clear()
-        return narrowed
-
-    def _parts_of(self, storage: torch.UntypedStorage) -> list[_Part]:
-        key = storage._cdata
-        if key not in self._parts:
-            is_shared = self._share and _has_descriptor(storage)
-            self._parts[key] = [_Part(storage, 0, storage.nbytes(), is_shared)]
-            if storage.nbytes() >= LARGE_BYTES and not is_shared:
-                self._used[key] = []
-        return self._parts[key]
 
 
 def _is_atomic(obj: Any) -> bool:
@@ -259,17 +239,18 @@ def _is_atomic(obj: Any) -> bool:
 
 
 def _dumps(obj: Any, share: bool, by_value: ByValue | None = None) -> Packed:
-    memory = _Memory(share)
-    pickler = _Pickler(memory, by_value)
+    pickler = _Pickler(share, by_value)
     pickler.dump(obj)
     if by_value is not None:
-        by_value.saw(pickler, memory.storages())
-    first = pickler
-    if memory.narrow():
-        pickler = _Pickler(memory, by_value)
-        pickler.dump(obj)
-    first._by_value = pickler._by_value = None  # which may refer to the pickler: all that it met would live in a cycle
-    return Packed(pickler.file.getvalue(), pickler.buffers, memory.shared)
+        by_value.saw(pickler, pickler.seen())
+    pickler._by_value = None  # which may refer to the pickler: all that it met would live in a cycle
+    parts = [(number, *part) for number, storage in enumerate(pickler.large) for part in storage.parts()]
+    buffers = [memoryview(pickler.large[number].bytes(start, end)).cast("B") for number, start, end in parts]
+    buffers += pickler.buffers
+    if buffers:
+        places = array.array("Q", (number for storage, start, _ in parts for number in (storage, start)))
+        buffers.insert(0, memoryview(places).cast("B"))
+    return Packed(pickler.file.getvalue(), buffers, pickler.shared)
 
 
 def _can_be_pickled(obj: Any) -> bool:
@@ -292,13 +273,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _plain_tensor(
-    storage: torch.UntypedStorage,
+    storage: torch.UntypedStorage | _Parts,
     dtype: torch.dtype,
     offset: int,
     size: Sequence[int],
     stride: Sequence[int],
     requires_grad: bool,
 ) -> torch.Tensor:
+    if isinstance(storage, list):
+        storage, offset = _part_with(storage, offset, dtype.itemsize, is_empty=0 in size)
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     tensor.set_(storage, offset, size, stride)
     return tensor.requires_grad_() if requires_grad else tensor
@@ -344,8 +327,21 @@ def _shared_storage(index: int, size: int) -> None:
     """Stands in a pickle for `_Unpickler`'s own."""
 
 
-def _itself(obj: Any) -> Any:
-    return obj
+def _large_storage(parts: Iterable[tuple[int, Buffer]], on_accelerator: bool, device: torch.device | None) -> _Parts:
+    return [(start, _untyped_storage(buffer, on_accelerator, device)) for start, buffer in parts]
+
+
+def _part_with(parts: _Parts, offset: int, itemsize: int, is_empty: bool) -> tuple[torch.UntypedStorage, int]:
+    """The part in which a tensor lies, and its offset there, in elements."""
+    if is_empty:  # it lies nowhere, perhaps before the first part
+        return torch.UntypedStorage(0), 0  # type: ignore[no-untyped-call]
+    index = bisect.bisect_right(parts, offset * itemsize, key=operator.itemgetter(0)) - 1
+    start, storage = parts[index]
+    return storage, offset - start // itemsize
+
+
+def _whole(storage: torch.UntypedStorage | _Parts) -> torch.UntypedStorage:
+    return storage[0][1] if isinstance(storage, list) else storage
 
 
 def _cached(fn: Callable[..., Any], parameters: dict[str, Any], attributes: dict[str, Any]) -> Any:

@@ -257,8 +257,8 @@ def expected(cell: Cell) -> tuple[str, str] | None:
         return fault.error
     if cell.phase == "pickling the task" and fault.kind == "leaving":
         return cell.fault, ""  # the caller's own way out
-    if cell.phase == "unpickling the result" and cell.mode in LAUNCHED_MODES and cell.fault == "KeyboardInterrupt":
-        return cell.fault, ""  # each rank's own way out
+    if cell.phase == "unpickling the result" and cell.fault == "KeyboardInterrupt":
+        return cell.fault, ""  # the same: it may be the user's
     if cell.phase in ("pickling the task", "unpickling the task", "unpickling the result") and fault.kind in (
         "exception",
         "leaving",

@@ -77,7 +77,7 @@ class Answer:
             return None, ExecutorClosedError(f"The executor was shut down while {self._call.name} ran.")
         try:
             value = self._unpack()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a KeyboardInterrupt may be the user's
             what = f"The result of {self._call.name}"
             unusable = TransferError(f"{what} cannot be rebuilt in the parent process: {error!r}")
             unusable.__cause__ = error
