@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import TransferError
-from ..pickling import Buffer, Packed, loads
+from ..pickling import Packed, loads
 from ..polling import Spin
 from .memfd import File, Files, map_shared, read_file
 
@@ -39,6 +39,8 @@ _PACKET_BYTES = 1 << 17
 _FDS_AT_ONCE = 250  # the kernel takes 253 with one packet
 _ONLY_FDS = b" "  # a packet of descriptors that belong to the message after it
 _ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)
+_CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # an integer, as it takes 0.5 us to combine members of an enum
+_AT_ONCE = _CLOEXEC | int(socket.MSG_DONTWAIT)
 ROOM_WITHIN_S = 5.0
 
 Header = Sequence[Any]
@@ -128,8 +130,8 @@ class Connection:
             self._returned.extend(returned)
             raise
 
-    def receive(self, flags: int = 0) -> Message | None:
-        """The next message; None where there is none yet and ``flags`` say not to wait for it.
+    def receive(self, *, wait: bool = True) -> Message | None:
+        """The next message; None if there is none yet and this need not ``wait`` for it.
 
         Raises:
             EOFError: the other side has closed.
@@ -137,7 +139,7 @@ class Connection:
         head, packet = self._receives, self._packet
         while True:
             try:
-                size, fds = receive_fds(self.sock, packet, flags)
+                size, fds = receive_fds(self.sock, packet, _CLOEXEC if wait else _AT_ONCE)
             except BlockingIOError:
                 return None
             except ConnectionError:
@@ -148,19 +150,20 @@ class Connection:
                 break
             self._fds += fds
         is_plain, returns, fd_count, number, buffer_count, file_size, *header = head.unpack_from(packet)
-        start = head.size + returns * _NUMBER.size
-        for (returned,) in _NUMBER.iter_unpack(packet[head.size : start]):
-            file = self._lent.pop(abs(returned), None)
-            if file is not None and returned < 0:
-                file.spoil()
+        start = head.size
+        if returns:
+            start += returns * _NUMBER.size
+            self._take_back(packet[head.size : start])
         pickled = bytes(packet[start:size])
-        if not fd_count:
-            return header, functools.partial(pickle.loads, pickled) if is_plain else self._unpack(pickled, (), ())
-        try:
-            buffers, shared = self._map(deque(self._fds + fds), fd_count, number, buffer_count, file_size)
-        except OSError as error:  # this process has no descriptor or memory left
-            return header, functools.partial(_raise, error)
-        return header, self._unpack(buffers.pop(0) if buffers else pickled, buffers, shared)
+        if is_plain and not fd_count:
+            return header, functools.partial(pickle.loads, pickled)
+        buffers, shared = list[memoryview](), list[memoryview]()
+        if fd_count:
+            try:
+                buffers, shared = self._map(deque(self._fds + fds), fd_count, number, buffer_count, file_size)
+            except OSError as error:  # this process has no descriptor or memory left
+                return header, functools.partial(_raise, error)
+        return header, functools.partial(loads, buffers.pop(0) if buffers else pickled, buffers, self.device, shared)
 
     def messages(self) -> Iterator[Message]:
         """The messages that arrive, one after another, until the other side closes."""
@@ -179,8 +182,12 @@ class Connection:
         self._lent.clear()
         self.sock.close()
 
-    def _unpack(self, pickled: bytes | Buffer, buffers: Sequence[Buffer], shared: Sequence[Buffer]) -> Unpack:
-        return functools.partial(loads, pickled, buffers, self.device, shared)
+    def _take_back(self, numbers: memoryview) -> None:
+        """The other side has let go of the files of these numbers; a negative one: but perhaps not a fork of it."""
+        for (number,) in _NUMBER.iter_unpack(numbers):
+            file = self._lent.pop(abs(number), None)
+            if file is not None and number < 0:
+                file.spoil()
 
     def _map(
         self, fds: deque[int], count: int, number: int, buffer_count: int, size: int
@@ -226,13 +233,13 @@ def send_fds(sock: socket.socket, message: bytes, fds: Sequence[int]) -> None:
             return
 
 
-def receive_fds(sock: socket.socket, packet: bytearray | memoryview, flags: int = 0) -> tuple[int, list[int]]:
+def receive_fds(sock: socket.socket, packet: bytearray | memoryview, flags: int = _CLOEXEC) -> tuple[int, list[int]]:
     """Receive into ``packet``: its size, and the descriptors, fewer than were sent if this process may not open more.
 
     No child inherits them, while those of `socket.recv_fds` are inherited by whatever a worker starts.
     """
-    size, ancillary, _, _ = sock.recvmsg_into([packet], _ANCILLARY, flags | socket.MSG_CMSG_CLOEXEC)
-    return size, [fd for _, _, fds in ancillary for fd in array.array("i", fds)]
+    size, ancillary, _, _ = sock.recvmsg_into([packet], _ANCILLARY, flags)
+    return size, [fd for _, _, fds in ancillary for fd in array.array("i", fds)] if ancillary else []
 
 
 def _filled(fill: Callable[[Sequence[memoryview]], File | None], parts: Sequence[memoryview]) -> File | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import sys
 import threading
 from typing import IO
@@ -19,22 +18,15 @@ class Output:
         self.fd, self._name, self._prefix = fd, name, prefix
         self._unfinished = b""  # part of a line
         self._copying = threading.Lock()
-        self._holds_some = False  # it may have read what it has not copied
-        self._poll = select.poll()
-        self._poll.register(fd, select.POLLIN)
+        self.holds_some = False  # it may have read what it has not copied
         os.set_blocking(fd, False)
-
-    def copy_all(self) -> None:
-        """Copy all that was printed up to now, also an unfinished line."""
-        if self._poll.poll(0) or self._holds_some:  # in this order: another thread may have read it meanwhile
-            self.copy(flush=True)
 
     def copy(self, flush: bool = False) -> bool:
         """Copy what is there now, with ``flush`` an unfinished line too; False at the end of the stream."""
         with self._copying:
-            self._holds_some = True
+            self.holds_some = True
             more = self._copy(flush)
-            self._holds_some = bool(self._unfinished)
+            self.holds_some = bool(self._unfinished)
             return more
 
     def _copy(self, flush: bool) -> bool:

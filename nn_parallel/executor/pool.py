@@ -158,7 +158,7 @@ class Pool:
                 self._queue.append(task)
                 if self._queue[0] is not task:
                     return  # who makes room for the first one hands out this one, too
-        while (assigned := self._assign()) is not None:
+        while self._queue and (assigned := self._assign()) is not None:
             workers, header, call = assigned
             unsent = list(workers)
             try:
@@ -227,8 +227,7 @@ class Pool:
 
     def _answered(self, worker: WorkerProcess, header: Header, unpack: Unpack) -> None:
         number, outcome, failed_inside = header
-        for output in worker.output:  # what it printed before this answer must be seen before it, too
-            output.copy_all()
+        worker.copy_output()  # what it printed before this answer must be seen before it, too
         if number == STARTED:
             with self._lock:
                 worker.started()

@@ -7,6 +7,7 @@ import enum
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
@@ -87,6 +88,9 @@ class WorkerProcess:
                 theirs.append(write)
             self.key = server.fork(theirs)
             on_failure.pop_all()
+        self._printed = select.poll()
+        for each in self.output:
+            self._printed.register(each.fd, select.POLLIN)
         sock, self.control = ours
         self.connection = Connection(sock, sends=TASK_FORMAT, receives=ANSWER_FORMAT)
 
@@ -187,6 +191,13 @@ class WorkerProcess:
             pass
         except TransferError as error:
             raise TransferError(f"{call.name} could not be sent to {self.description}: {error}") from error
+
+    def copy_output(self) -> None:
+        """Copy all that it has printed up to now, also an unfinished line."""
+        stdout, stderr = self.output
+        if self._printed.poll(0) or stdout.holds_some or stderr.holds_some:  # in this order: another thread may read it
+            stdout.copy(flush=True)
+            stderr.copy(flush=True)
 
     def forget(self, number: int) -> None:
         """The handle of that number is gone."""

@@ -7,7 +7,6 @@ import functools
 import math
 import os
 import signal
-import socket
 import threading
 import time
 from collections import deque
@@ -140,7 +139,7 @@ class Processes:
     def _receive(self, worker: WorkerProcess) -> bool:
         """Take the answer that has arrived from ``worker``; False at the end of its connection."""
         try:
-            if (message := worker.connection.receive(socket.MSG_DONTWAIT)) is not None:
+            if (message := worker.connection.receive(wait=False)) is not None:
                 self._on_answer(worker, *message)
         except EOFError:
             return False  # the fork server will tell the exit code
