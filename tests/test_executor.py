@@ -959,11 +959,12 @@ def test_pools_listen_on_the_loopback_only(ex: ParallelExecutor) -> None:
         ({"num_workers": True}, TypeError, "num_workers=True must be an integer, not a bool"),
         ({"num_gpus": "2"}, TypeError, "num_gpus='2' must be an integer, not a str"),
         ({"max_workers": 2}, TypeError, "no parameter 'max_workers': the number of workers is num_workers"),
+        ({"initializer": 123}, TypeError, "initializer=123 must be a callable"),
         ({"num_worker": 2}, TypeError, r"no parameter 'num_worker'\.$"),
     ],
 )
 def test_arguments_that_cannot_be(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    """A wrong choice of workers names what exists, and nothing is started."""
+    """What is wrong is named, with what exists, and nothing is started."""
     with pytest.raises(error, match=text):
         ParallelExecutor(**arguments)
 

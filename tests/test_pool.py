@@ -730,6 +730,29 @@ with ParallelExecutor(num_workers=1, devices="cpu") as pool:
 """
 
 
+def _wait_to_be_killed_once(folder: str) -> None:
+    """The first five processes that call this wait; those after them go on."""
+    for index in range(5):
+        with contextlib.suppress(FileExistsError):
+            Path(folder, f"{index}.new").touch(exist_ok=False)
+            Path(folder, f"{index}.new").with_suffix(".pid").write_text(str(os.getpid()))
+            time.sleep(3600)
+
+
+def test_all_workers_may_die_once_as_they_start(tmp_path: Path) -> None:
+    """That is no row of failures: each place has had one."""
+    with ParallelExecutor(
+        num_workers=5, devices="cpu", initializer=_wait_to_be_killed_once, initargs=(str(tmp_path),)
+    ) as pool:
+        while len(list(tmp_path.glob("*.pid"))) < 5:
+            time.sleep(0.01)
+        for path in tmp_path.glob("*.pid"):
+            while not (pid := path.read_text()):
+                time.sleep(0.01)
+            os.kill(int(pid), signal.SIGKILL)
+        assert pool.run(abs, -1) == [1] * 5
+
+
 def test_no_more_processes_is_an_error_of_the_pool_that_needs_them(tmp_path: Path) -> None:
     """The others go on. Nothing limits the number of root's processes, so the fork that is refused is a fake."""
     (tmp_path / "sitecustomize.py").write_text(NO_MORE_PROCESSES)

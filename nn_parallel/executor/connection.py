@@ -34,8 +34,8 @@ from .memfd import File, Files, map_shared, read_file
 # where there is no file.
 _HEAD = "=?HIQIQ"
 _NUMBER = struct.Struct("=q")
-_SMALL_BYTES = 1 << 16  # a packet must fit into the buffer of the socket, which has 208 KiB by default
-_PACKET_BYTES = 1 << 17
+_SMALL_BYTES = 1 << 16
+_PACKET_BYTES = 1 << 17  # at most
 _FDS_AT_ONCE = 250  # the kernel takes 253 with one packet
 _ONLY_FDS = b" "  # a packet of descriptors that belong to the message after it
 _ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)
@@ -89,6 +89,7 @@ class Connection:
     def __init__(self, sock: socket.socket, sends: str, receives: str) -> None:
         """``sends`` and ``receives`` are the formats of the headers, as for `struct`."""
         self.sock = sock
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _PACKET_BYTES)  # a larger packet is refused
         self.device: torch.device | None = None  # where accelerator tensors of what arrives land; None: on the CPU
         self._sends, self._receives = struct.Struct(_HEAD + sends), struct.Struct(_HEAD + receives)
         self._lent: dict[int, File] = {}  # what the other side may have a map of
@@ -108,7 +109,8 @@ class Connection:
             TransferError: there is no room for its descriptors, or no memory file; others can be sent.
         """
         if parcel.is_small and not parcel.shared and not self._returned:
-            self.sock.send(self._sends.pack(parcel.is_plain, 0, 0, 0, 0, 0, *header) + parcel.pickle)
+            head = self._sends.pack(parcel.is_plain, 0, 0, 0, 0, 0, *header)
+            self.sock.send(head + parcel.pickle)
             return
         file, number, buffer_count, size = parcel.file(), 0, 0, 0
         fds = [storage._share_fd_cpu_()[0] for storage in parcel.shared]

@@ -53,7 +53,7 @@ class ParallelExecutor(Executor):
         prefix_output: begin each line that a worker prints with ``[rank 1]``.
 
     Raises:
-        TypeError: ``num_gpus`` together with ``devices``; ``num_gpus`` or ``num_workers`` is no integer.
+        TypeError: ``num_gpus`` together with ``devices``; a count is no integer, ``initializer`` no callable.
         ValueError: there are fewer devices, or none of that name; under a launcher, other workers than its ranks.
         TransferError: the initializer cannot be sent.
 
@@ -82,6 +82,8 @@ class ParallelExecutor(Executor):
         if unknown:
             hint = ": the number of workers is num_workers" if "max_workers" in unknown else ""
             raise TypeError(f"ParallelExecutor() has no parameter {', '.join(map(repr, unknown))}{hint}.")
+        if initializer is not None and not callable(initializer):
+            raise TypeError(f"initializer={initializer!r} must be a callable.")
         self._options = CallOptions(pass_device, as_seconds(timeout))
         self._backend: LaunchedRanks | LocalWorkers
         context = join_launched_world()

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -30,7 +30,7 @@ from .processes import Processes, Settings
 from .tasks import Answer, Callbacks, Resize, Run, SetUp, Task
 from .worker import CANCELLED, FAILED, STARTED, SUCCEEDED, TaskHeader
 
-MAX_FAILED_STARTS = 3  # in a row
+MAX_FAILED_STARTS = 3  # in a row, in the place of one worker
 
 
 class Pool:
@@ -46,7 +46,8 @@ class Pool:
         self._use(settings.devices)
         self._numbers = itertools.count(STARTED + 1)  # of tasks
         self._group = 1  # see TaskHeader
-        self._failed_starts, self._closing, self._orphaned = 0, False, False
+        self._failed_starts = Counter[int]()  # by rank
+        self._closing, self._orphaned = False, False
         self._broken: ParallelError | None = None
         self._store, self._packer = PoolStore(), Packer(self._wake)
         self._set_up = SetUp.of(settings.initializer, settings.initargs, settings.timeout_s, self._packer)
@@ -241,7 +242,7 @@ class Pool:
                 raise RuntimeError(f"{worker.description} answers {number} where {worker.number} was asked.")
             self._complete(worker.task, worker, Answer(worker.task.call, outcome, unpack), failed_inside)
         if worker.state is State.STARTING:
-            self._failed_starts = 0
+            self._failed_starts[worker.index] = 0
         with self._lock:
             worker.complete()
         if self._queue:  # what comes later is assigned by whoever submits it, who sees this worker idle
@@ -362,8 +363,8 @@ class Pool:
             self._complete(task, worker, Answer.of(task.call, error, CANCELLED if before is State.LEAVING else FAILED))
             self._poller.wake()  # a thread that leads sees its end only when it looks
         if before is State.STARTING:
-            self._failed_starts += 1
-            if self._failed_starts > MAX_FAILED_STARTS:
+            self._failed_starts[worker.index] += 1
+            if self._failed_starts[worker.index] > MAX_FAILED_STARTS:
                 self._break(error)
         if is_missed and self._broken is None and (self._queue or not self._closing):
             replacement = self._start(worker.index)
