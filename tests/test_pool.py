@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -383,6 +384,36 @@ def test_an_answer_is_rebuilt_by_whoever_asks_for_it(pools: ParallelExecutor) ->
         assert list(threads.map(lambda _: future.result(), range(4))) == ["whole"] * 4
     assert len(rebuilt_by) == 2
     assert rebuilt_by[0] == "MainThread"
+
+
+def test_a_result_may_be_of_a_class_that_only_its_call_knew(pools: ParallelExecutor) -> None:
+    """Until it is rebuilt, however late; and so may an exception."""
+
+    def calls() -> tuple[Future[Any], Future[Any], Iterator[Any]]:
+        class Local(Exception):
+            pass
+
+        def fail() -> None:
+            raise Local
+
+        return pools.submit(lambda: Local()), pools.submit(fail), pools.map(lambda _: Local(), range(2))
+
+    made, failed, mapped = calls()
+    wait([made, failed])
+    gc.collect()
+    assert type(made.result()).__name__ == "Local"
+    assert type(failed.exception()).__name__ == "Local"
+    assert [type(each).__name__ for each in mapped] == ["Local", "Local"]
+
+
+def test_a_future_that_has_raised_is_gone_with_its_last_reference(pools: ParallelExecutor) -> None:
+    """As the standard library's: its exception is in no cycle with it."""
+    future = pools.submit(int, "x")
+    with pytest.raises(ValueError, match="invalid literal"):
+        future.result()
+    gone = weakref.ref(future)
+    del future
+    assert gone() is None
 
 
 rebuilt_by: list[str] = []

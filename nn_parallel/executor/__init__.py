@@ -1,4 +1,4 @@
-"""`ParallelExecutor`, one file per process role: executor and supervisor (parent), forkserver, worker, transport."""
+"""`ParallelExecutor`, one file per process role: executor and supervisor (parent), forkserver, worker, connection."""
 
 from .executor import ParallelExecutor
 

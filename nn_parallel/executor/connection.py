@@ -96,6 +96,7 @@ class Connection:
         self._returned = deque[int]()  # what this side has let go of, and the other has not heard of
         self._packet = memoryview(mmap.mmap(-1, _PACKET_BYTES, mmap.MAP_PRIVATE))  # takes memory as it is used
         self._fds = list[int]()  # that came before their message
+        self.has_strays = False  # descriptors were sent, and their message could not be
         self.spins = False  # before it waits for a message
         self._spin = Spin()
         self._poll = select.poll()
@@ -125,8 +126,10 @@ class Connection:
         try:
             while len(fds) > _FDS_AT_ONCE:
                 send_fds(self.sock, _ONLY_FDS, fds[:_FDS_AT_ONCE])
+                self.has_strays = True
                 del fds[:_FDS_AT_ONCE]
             send_fds(self.sock, packet, fds)
+            self.has_strays = False
         except BaseException:
             self._lent.pop(number, None)
             self._returned.extend(returned)
@@ -183,6 +186,8 @@ class Connection:
         """The other side is gone, and its maps with it."""
         self._lent.clear()
         self.sock.close()
+        while self._fds:
+            os.close(self._fds.pop())
 
     def _take_back(self, numbers: memoryview) -> None:
         """The other side has let go of the files of these numbers; a negative one: but perhaps not a fork of it."""

@@ -26,8 +26,9 @@ IDLE_BYTES = 256 << 20  # of files that wait to be filled again
 class _Memory:
     """The memory of a file, and this process's map of it."""
 
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("nn_parallel", os.MFD_CLOEXEC)
+    def __init__(self, fd: int) -> None:
+        """``fd`` is that of the file, which is empty; it is closed with this."""
+        self.fd = fd
         self.view = memoryview(b"")
 
     def reserve(self, size: int) -> memoryview:
@@ -38,6 +39,10 @@ class _Memory:
 
     def __del__(self) -> None:
         os.close(self.fd)
+
+
+def _new_memory() -> _Memory:
+    return _Memory(os.memfd_create("nn_parallel", os.MFD_CLOEXEC))
 
 
 class File:
@@ -66,7 +71,7 @@ class File:
     @classmethod
     def once(cls, buffers: Sequence[memoryview]) -> File:
         """One that is not filled again; raises as `Files.fill`."""
-        return cls(_Memory(), buffers)
+        return cls(_new_memory(), buffers)
 
     def buffers(self) -> list[memoryview]:
         """What it was filled with."""
@@ -113,7 +118,7 @@ class Files:
         try:
             return self._idle.pop()
         except IndexError:
-            return _Memory()
+            return _new_memory()
 
     def _give_back(self, memory: _Memory) -> None:  # called by the collector, in any thread
         self._idle.append(memory)

@@ -122,8 +122,8 @@ class PackedCall:
         return cls(name, options, _NOTHING, [])
 
     def let_go(self) -> None:
-        """It is over: what was sent with it is not needed any more."""
-        self.handles, self.parcel, self._classes = [], _NOTHING, ()
+        """It is over: what was sent with it is not needed any more, but for the classes of a result not yet rebuilt."""
+        self.handles, self.parcel = [], _NOTHING
 
 
 def _parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

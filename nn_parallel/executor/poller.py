@@ -30,7 +30,8 @@ class Poller:
         self._wakeups = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2)]
         self.watch(self._wakeups[0], lambda: self._woken(0))
         self.watch(self._wakeups[1], lambda: self._woken(1), is_answer=True)
-        self._reading = threading.Lock()  # held by the thread that reads answers
+        self._reading = threading.Lock()  # held by the thread that reads answers,
+        self._reader = 0  # whose identifier this is
         self._is_reclaimed = False
         self._is_masked = False  # answers do not wake the thread that always waits
         self._spin, self._arrived = Spin(), functools.partial(self._answers.poll, 0, AT_ONCE)
@@ -60,6 +61,7 @@ class Poller:
         """
         if self._reading.acquire(blocking=False):
             try:
+                self._reader = threading.get_ident()
                 if self._wakeups:
                     self._read_until(is_over, deadline, begin)
                     return
@@ -81,6 +83,7 @@ class Poller:
 
     def _release(self) -> None:
         """Another thread may read answers."""
+        self._reader = 0
         self._reading.release()
         if self._is_masked:
             self._unmask()
@@ -122,6 +125,10 @@ class Poller:
         self._looked_at = time.monotonic()
         self._read_at_once()
 
+    def is_reading(self) -> bool:
+        """Whether it is this thread that reads answers: the collector, or a user's stream, may run code in it."""
+        return self._reader == threading.get_ident()
+
     def _stand_in(self) -> bool:
         """Read them in the thread that always waits, unless one that submits reads them time and again.
 
@@ -141,6 +148,7 @@ class Poller:
         """Whether no other thread reads just now."""
         if self._reading.acquire(blocking=False):
             try:
+                self._reader = threading.get_ident()
                 if self._wakeups:
                     self._call_readers(self._arrived())
             finally:

@@ -127,7 +127,7 @@ class Pool:
                 task.discard()
             self._poller.wake()
         ours = self.thread, self.callbacks.thread
-        if wait and threading.current_thread() not in ours:
+        if wait and threading.current_thread() not in ours and not self._poller.is_reading():
             self.thread.join()
 
     def orphan(self) -> None:
@@ -173,13 +173,15 @@ class Pool:
                 raise
 
     def _send(self, worker: WorkerProcess, header: TaskHeader, call: PackedCall) -> None:
-        """Send ``worker`` its task; if that cannot be sent, it has failed, and the worker is replaced."""
+        """Send ``worker`` its task; if that cannot be sent, it has failed."""
         try:
             worker.send(header, call)
         except TransferError as error:
             with self._lock:
-                task, worker.task = worker.task, None
-                worker.kill()  # it has perhaps stopped, with descriptors that wait for it
+                task = worker.task
+                worker.complete()
+                if worker.connection.has_strays:
+                    worker.kill()  # it has perhaps stopped, and others need the room of these descriptors
             if task is not None:
                 self._complete(task, worker, Answer.of(task.call, error))
 
@@ -237,10 +239,10 @@ class Pool:
             if set_up is not None and told is not None:
                 self._send(worker, told, set_up.call)
                 return
-        elif worker.task is not None:
+        elif (task := worker.task) is not None:  # else the pool has ended meanwhile
             if number != worker.number:
                 raise RuntimeError(f"{worker.description} answers {number} where {worker.number} was asked.")
-            self._complete(worker.task, worker, Answer(worker.task.call, outcome, unpack), failed_inside)
+            self._complete(task, worker, Answer(task.call, outcome, unpack), failed_inside)
         if worker.state is State.STARTING:
             self._failed_starts[worker.index] = 0
         with self._lock:

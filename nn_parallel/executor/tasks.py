@@ -82,14 +82,14 @@ class Answer:
             unusable = TransferError(f"{what} cannot be rebuilt in the parent process: {error!r}")
             unusable.__cause__ = error
             return None, unusable
-        del self._unpack  # it keeps the memory of the answer
-        if self.outcome == SUCCEEDED:
-            return value, None
-        raised: Exception
-        raised, failure = value
-        if failure is not None:
-            raised.__cause__ = failure.as_cause()
-        return None, raised
+        raised: Exception | None = None
+        if self.outcome != SUCCEEDED:
+            raised, failure = value
+            value = None
+            if raised is not None and failure is not None:
+                raised.__cause__ = failure.as_cause()
+        del self._unpack  # last, as Ctrl-C may come before: it keeps the memory of the answer
+        return value, raised
 
 
 class Future(concurrent.futures.Future[Any]):
@@ -143,7 +143,10 @@ class CallFuture(Future):
     def result(self, timeout: float | None = None) -> Any:
         """As `concurrent.futures.Future.result`."""
         self.exception(timeout)
-        return super().result()
+        try:
+            return super().result()
+        finally:
+            del self  # it would live in a cycle with the traceback
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As `concurrent.futures.Future.exception`."""
@@ -153,6 +156,12 @@ class CallFuture(Future):
                 if isinstance(answer, Answer):
                     self._result, self._exception = answer.rebuild()
         return super().exception()
+
+    def _get_snapshot(self) -> Any:
+        """What asyncio reads of a future, from Python 3.14 on."""
+        if self.done() and not self.cancelled():
+            self.exception()
+        return super()._get_snapshot()  # type: ignore[misc]
 
 
 class Mapped:
