@@ -248,7 +248,7 @@ def _dumps(obj: Any, share: bool, by_value: ByValue | None = None) -> Packed:
     buffers = [memoryview(pickler.large[number].bytes(start, end)).cast("B") for number, start, end in parts]
     buffers += pickler.buffers
     if buffers:
-        places = array.array("Q", (number for storage, start, _ in parts for number in (storage, start)))
+        places = array.array("Q", (each for number, start, _ in parts for each in (number, start)))
         buffers.insert(0, memoryview(places).cast("B"))
     return Packed(pickler.file.getvalue(), buffers, pickler.shared)
 
@@ -341,6 +341,7 @@ def _part_with(parts: _Parts, offset: int, itemsize: int, is_empty: bool) -> tup
 
 
 def _whole(storage: torch.UntypedStorage | _Parts) -> torch.UntypedStorage:
+    """All of a storage, which was sent in one part as all of it is used."""
     return storage[0][1] if isinstance(storage, list) else storage
 
 

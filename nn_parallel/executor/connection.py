@@ -1,8 +1,8 @@
 """Messages between the parent and a worker: one packet each, over a Unix socket that keeps their bounds.
 
-A message is a header of a few numbers and a packed object. A small object lies in the packet itself, any other one in a
-memory file whose descriptor comes along. So a message is sent whole or not at all, and it fits into the buffer of the
-socket: sending it waits for nobody, as a rule.
+A message is a header of a few numbers and a packed object. An object that is a small pickle and nothing else lies in
+the packet itself, any other one in a memory file whose descriptor comes along. So a message is sent whole or not at
+all, and it fits into the buffer of the socket: sending it waits for nobody, as a rule.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Parcel:
                 self._copies = [memoryview(bytes(part)) for part in parts]
 
     def file(self) -> File | None:
-        """The memory file, if it needs one; raises as the constructor."""
+        """The memory file; None if the object is small. Raises as the constructor."""
         return self._file or (_filled(File.once, self._copies) if self._copies else None)
 
     def holds(self, packed: Packed) -> bool:
@@ -190,7 +190,7 @@ class Connection:
             os.close(self._fds.pop())
 
     def _take_back(self, numbers: memoryview) -> None:
-        """The other side has let go of the files of these numbers; a negative one: but perhaps not a fork of it."""
+        """The other side has let go of these files; a negative number says that a fork of it may still have the map."""
         for (number,) in _NUMBER.iter_unpack(numbers):
             file = self._lent.pop(abs(number), None)
             if file is not None and number < 0:

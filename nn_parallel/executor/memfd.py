@@ -51,9 +51,9 @@ class File:
     def __init__(
         self, memory: _Memory, buffers: Sequence[memoryview], give_back: Callable[[_Memory], None] | None = None
     ) -> None:
-        """When the last reference to this is gone, ``give_back`` gets its memory. If None, receivers copy the buffers.
+        """Receivers map the file, and tell by its ``number`` when they have let go of it.
 
-        They map the file otherwise, and tell when they have let go of its ``number``.
+        When the last reference to this is gone, ``give_back`` gets its memory. If None, receivers copy the buffers.
         """
         self.number = next(_numbers) if give_back else 0
         self.fd, self.buffer_count, self._memory = memory.fd, len(buffers), memory

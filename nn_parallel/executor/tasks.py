@@ -72,7 +72,7 @@ class Answer:
         return cls(call, outcome, lambda: (error, None))
 
     def rebuild(self) -> tuple[Any, Exception | None]:
-        """The result, or None and the exception; once only: the memory of the answer becomes that of the result."""
+        """The result, or None and the exception. Called until it returns once: then the memory is the result's."""
         if self.outcome == CANCELLED:
             return None, ExecutorClosedError(f"The executor was shut down while {self._call.name} ran.")
         try:
