@@ -185,7 +185,7 @@ def test_without_memory_files_what_is_large_is_an_error() -> None:
 def test_more_than_there_are_descriptors_for_is_copied(ends: Ends) -> None:
     """However much is on its way and however much the receiver keeps, the sender's descriptors do not run out."""
     most = memfd.FILES_AT_ONCE + 20
-    parcels = [Parcel(dumps(torch.full((1 << 13,), float(k))), ends.files) for k in range(most)]
+    parcels = [Parcel(dumps(torch.full((1 << 15,), float(k))), ends.files) for k in range(most)]
     assert _memory_files() == memfd.FILES_AT_ONCE
     kept = []
     for parcel in parcels:
@@ -196,10 +196,32 @@ def test_more_than_there_are_descriptors_for_is_copied(ends: Ends) -> None:
     assert [int(each[-1]) for each in kept] == list(range(most))
 
 
+def test_a_small_view_of_a_large_tensor_needs_no_memory_file(ends: Ends) -> None:
+    """A row of a table is a row, in the packet; so is what just fits, in one part or in many."""
+    table = torch.arange(4096 * 64, dtype=torch.float64).view(4096, 64)
+    rows = [ends.send(row) for row in table[:200]]
+    assert all(map(torch.equal, rows, table[:200]))
+    rows[0].zero_()
+    assert rows[1].equal(table[1])
+    received = ends.send([table[:50], table[1], *table[::64]])
+    assert received[0].equal(table[:50])
+    assert received[1].data_ptr() == received[0][1].data_ptr()
+    assert torch.stack(received[2:]).equal(table[::64])
+    assert _memory_files() == 0
+
+
+@pytest.mark.parametrize("size", range((1 << 16) - 700, (1 << 16) + 300, 50))
+def test_what_just_fits_into_a_packet_and_what_does_not(ends: Ends, size: int) -> None:
+    """Both arrive as they were."""
+    tensor = torch.arange(size, dtype=torch.uint8)
+    assert ends.send(tensor).equal(tensor)
+    assert ends.send(tensor.numpy().tobytes()) == tensor.numpy().tobytes()
+
+
 def test_what_was_copied_is_let_go_of(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver keeps nothing of a message that its user has dropped."""
     monkeypatch.setattr(memfd, "FILES_AT_ONCE", 0)
-    tensor = torch.zeros(1 << 14)
+    tensor = torch.zeros(1 << 15)
     tracemalloc.start()
     try:
         assert ends.send(tensor).equal(tensor)
@@ -259,6 +281,17 @@ def test_descriptors_of_a_message_that_was_not_sent_are_not_those_of_the_next(
         patch.setattr(connection, "send_fds", no_room)
         with pytest.raises(TransferError):
             ends.send(unsent)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ends.sender.send((7,), Parcel(dumps([torch.zeros(4).share_memory_() for _ in range(3)], share=True), ends.files))
+    assert len(list(_fds())) == before
+    highest = before + 500 + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, limit[1]))  # of the three only one can be opened
+    try:
+        _, unpack = next(ends._arriving)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    with pytest.raises(OSError, match="file descriptor"):  # and no memory of `unsent` in the place of the other two
+        unpack()
     received = ends.send([torch.full((4,), float(k)).share_memory_() for k in range(300)])
     assert [int(each[0]) for each in received] == list(range(300))
     assert len(list(_fds())) == before
@@ -334,8 +367,8 @@ def test_no_child_inherits_what_is_received() -> None:
     here, there = socket.socketpair()
     with here, there, open(os.devnull) as file:
         connection.send_fds(here, b" ", [file.fileno()] * 3)
-        _, received = connection.receive_fds(there, bytearray(1))
-    assert len(received) == 3
+        _, received, is_whole = connection.receive_fds(there, bytearray(1))
+    assert (len(received), is_whole) == (3, True)
     assert not any(map(os.get_inheritable, received))
     for fd in received:
         os.close(fd)

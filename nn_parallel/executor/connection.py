@@ -1,8 +1,8 @@
 """Messages between the parent and a worker: one packet each, over a Unix socket that keeps their bounds.
 
-A message is a header of a few numbers and a packed object. An object that is a small pickle and nothing else lies in
-the packet itself, any other one in a memory file whose descriptor comes along. So a message is sent whole or not at
-all, and it fits into the buffer of the socket: sending it waits for nobody, as a rule.
+A message is a header of a few numbers and a packed object. A small object lies in the packet itself, any other one in a
+memory file whose descriptor comes along. So a message is sent whole or not at all, and it fits into the buffer of the
+socket: sending it waits for nobody, as a rule.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import torch
 from ..errors import TransferError
 from ..pickling import Packed, loads
 from ..polling import Spin
-from .memfd import File, Files, map_shared, read_file
+from .memfd import Files, Filling, join, map_shared, read_file, split
 
-# Before the header: is it plain; how many files are given back; how many descriptors come along; the number of the
-# file, how many buffers it holds, and in how many bytes. After it: the numbers of the files given back, and the pickle
-# where there is no file.
-_HEAD = "=?HIQIQ"
+# Before the header: is it plain; how many files are given back; how many descriptors come along; how many buffers the
+# block of the object holds, 0 if the object is a pickle alone; number and size of the file that holds the block. After
+# it: the numbers of the files given back, and the pickle or the block where there is no file.
+_HEAD = "=?HIIQQ"
 _NUMBER = struct.Struct("=q")
 _SMALL_BYTES = 1 << 16
 _PACKET_BYTES = 1 << 17  # at most
@@ -49,7 +49,7 @@ Message = tuple[Header, Unpack]
 
 
 class Parcel:
-    """A packed object on its way: its pickle if it is small, else a memory file, or copies that are put into one."""
+    """A packed object on its way: its bytes if it is small, else a memory file, or copies that are put into one."""
 
     def __init__(self, packed: Packed, files: Files) -> None:
         """Copy what is large.
@@ -57,30 +57,28 @@ class Parcel:
         Raises:
             TransferError: there is no memory file to be had.
         """
-        self.pickle, buffers, self.shared, self.is_plain = packed
-        self._file: File | None = None
+        self.shared, self.is_plain = packed.shared, packed.is_plain
+        self.inline, self.buffer_count = _inline(packed)
+        self._filling: Filling | None = None
         self._copies: list[memoryview] = []
-        self.is_small = not buffers and len(self.pickle) <= _SMALL_BYTES
-        if not self.is_small:
-            parts = [memoryview(self.pickle), *buffers]
-            self.pickle = b""
-            self._file = _filled(files.fill, parts)
-            if self._file is None:  # too many are in use: one is filled when this is sent
-                self._copies = [memoryview(bytes(part)) for part in parts]
+        if self.inline is None:
+            buffers = _buffers(packed)
+            self.buffer_count, self._filling = len(buffers), _filled(files.fill, buffers)
+            if self._filling is None:  # too many are in use: one is filled when this is sent
+                self._copies = [memoryview(bytes(buffer)) for buffer in buffers]
 
-    def file(self) -> File | None:
+    def filling(self) -> Filling | None:
         """The memory file; None if the object is small. Raises as the constructor."""
-        return self._file or (_filled(File.once, self._copies) if self._copies else None)
+        return self._filling or (_filled(Filling.once, self._copies) if self._copies else None)
 
     def holds(self, packed: Packed) -> bool:
         """Whether it would be the same if it were made of ``packed``."""
         if [storage._cdata for storage in packed.shared] != [storage._cdata for storage in self.shared]:
             return False
-        if self.is_small:
-            return not packed.buffers and packed.pickle == self.pickle
-        parts = [memoryview(packed.pickle), *packed.buffers]
-        held = self._file.buffers() if self._file is not None else self._copies
-        return len(held) == len(parts) and all(map(_is_equal, held, parts))
+        if self.inline is not None:
+            return _inline(packed) == (self.inline, self.buffer_count)
+        held, buffers = self._filling.buffers() if self._filling is not None else self._copies, _buffers(packed)
+        return len(held) == len(buffers) and all(map(_is_equal, held, buffers))
 
 
 class Connection:
@@ -92,10 +90,11 @@ class Connection:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _PACKET_BYTES)  # a larger packet is refused
         self.device: torch.device | None = None  # where accelerator tensors of what arrives land; None: on the CPU
         self._sends, self._receives = struct.Struct(_HEAD + sends), struct.Struct(_HEAD + receives)
-        self._lent: dict[int, File] = {}  # what the other side may have a map of
+        self._lent: dict[int, Filling] = {}  # what the other side may have a map of
         self._returned = deque[int]()  # what this side has let go of, and the other has not heard of
         self._packet = memoryview(mmap.mmap(-1, _PACKET_BYTES, mmap.MAP_PRIVATE))  # takes memory as it is used
-        self._fds = list[int]()  # that came before their message
+        self._fds = list[int]()  # of the message that arrives; some come before it
+        self._has_all_fds = True  # fewer arrive where this process may not open more
         self.has_strays = False  # descriptors were sent, and their message could not be
         self.spins = False  # before it waits for a message
         self._spin = Spin()
@@ -109,20 +108,20 @@ class Connection:
             OSError: the other side is gone.
             TransferError: there is no room for its descriptors, or no memory file; others can be sent.
         """
-        if parcel.is_small and not parcel.shared and not self._returned:
-            head = self._sends.pack(parcel.is_plain, 0, 0, 0, 0, 0, *header)
-            self.sock.send(head + parcel.pickle)
+        if parcel.inline is not None and not parcel.shared and not self._returned:
+            head = self._sends.pack(parcel.is_plain, 0, 0, parcel.buffer_count, 0, 0, *header)
+            self.sock.send(head + parcel.inline)
             return
-        file, number, buffer_count, size = parcel.file(), 0, 0, 0
+        filling, number, size = parcel.filling(), 0, 0
         fds = [storage._share_fd_cpu_()[0] for storage in parcel.shared]
-        if file is not None:
-            number, buffer_count, size = file.number, file.buffer_count, file.size
-            fds.append(file.fd)
+        if filling is not None:
+            number, size = filling.number, filling.size
+            fds.append(filling.fd)
             if number:
-                self._lent[number] = file
+                self._lent[number] = filling
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
-        head = self._sends.pack(parcel.is_plain, len(returned), len(fds), number, buffer_count, size, *header)
-        packet = b"".join((head, *map(_NUMBER.pack, returned), parcel.pickle))
+        head = self._sends.pack(parcel.is_plain, len(returned), len(fds), parcel.buffer_count, number, size, *header)
+        packet = b"".join((head, *map(_NUMBER.pack, returned), parcel.inline or b""))
         try:
             while len(fds) > _FDS_AT_ONCE:
                 send_fds(self.sock, _ONLY_FDS, fds[:_FDS_AT_ONCE])
@@ -144,31 +143,35 @@ class Connection:
         head, packet = self._receives, self._packet
         while True:
             try:
-                size, fds = receive_fds(self.sock, packet, _CLOEXEC if wait else _AT_ONCE)
+                size, fds, is_whole = receive_fds(self.sock, packet, _CLOEXEC if wait else _AT_ONCE)
             except BlockingIOError:
                 return None
             except ConnectionError:
                 raise EOFError from None
             if not size:
                 raise EOFError
+            self._fds += fds
+            self._has_all_fds &= is_whole
             if size >= head.size:
                 break
-            self._fds += fds
-        is_plain, returns, fd_count, number, buffer_count, file_size, *header = head.unpack_from(packet)
+        is_plain, returns, fd_count, buffer_count, number, file_size, *header = head.unpack_from(packet)
         start = head.size
         if returns:
             start += returns * _NUMBER.size
             self._take_back(packet[head.size : start])
-        pickled = bytes(packet[start:size])
+        inline = packet[start:size]
         if is_plain and not fd_count:
-            return header, functools.partial(pickle.loads, pickled)
-        buffers, shared = list[memoryview](), list[memoryview]()
+            return header, functools.partial(pickle.loads, bytes(inline))
+        block, shared = None, list[memoryview]()
         if fd_count:
             try:
-                buffers, shared = self._map(deque(self._fds + fds), fd_count, number, buffer_count, file_size)
+                block, shared = self._map(fd_count, number, file_size)
             except OSError as error:  # this process has no descriptor or memory left
-                return header, functools.partial(_raise, error)
-        return header, functools.partial(loads, buffers.pop(0) if buffers else pickled, buffers, self.device, shared)
+                return header, functools.partial(_raise, *error.args)
+        if not buffer_count:
+            return header, functools.partial(loads, bytes(inline), [], self.device, shared)
+        pickled, *buffers = split(block or memoryview(bytearray(inline)), buffer_count)
+        return header, functools.partial(loads, pickled, buffers, self.device, shared)
 
     def messages(self) -> Iterator[Message]:
         """The messages that arrive, one after another, until the other side closes."""
@@ -196,20 +199,19 @@ class Connection:
             if file is not None and number < 0:
                 file.spoil()
 
-    def _map(
-        self, fds: deque[int], count: int, number: int, buffer_count: int, size: int
-    ) -> tuple[list[memoryview], list[memoryview]]:
-        """The buffers of the memory file, if there is one, and the memory that is shared: of the last ``count`` fds."""
-        self._fds.clear()
+    def _map(self, count: int, number: int, size: int) -> tuple[memoryview | None, list[memoryview]]:
+        """The block in the memory file, if one came, and the memory that is shared."""
+        fds, is_whole = deque(self._fds), self._has_all_fds
+        self._fds, self._has_all_fds = [], True
         try:
             while len(fds) > count:  # of a message that was not sent after them
                 os.close(fds.popleft())
-            if len(fds) < count:
+            if not is_whole:
                 if number:
                     self._returned.append(number)
                 raise OSError(errno.EMFILE, "no free file descriptor for what came with the message")
-            buffers = read_file(fds.pop(), number, buffer_count, size, self._returned) if buffer_count else []
-            return buffers, [map_shared(fds.popleft()) for _ in range(len(fds))]
+            block = read_file(fds.pop(), number, size, self._returned) if size else None
+            return block, [map_shared(fds.popleft()) for _ in range(len(fds))]
         finally:
             for fd in fds:
                 os.close(fd)
@@ -240,18 +242,33 @@ def send_fds(sock: socket.socket, message: bytes, fds: Sequence[int]) -> None:
             return
 
 
-def receive_fds(sock: socket.socket, packet: bytearray | memoryview, flags: int = _CLOEXEC) -> tuple[int, list[int]]:
-    """Receive into ``packet``: its size, and the descriptors, fewer than were sent if this process may not open more.
+def receive_fds(
+    sock: socket.socket, packet: bytearray | memoryview, flags: int = _CLOEXEC
+) -> tuple[int, list[int], bool]:
+    """Receive into ``packet``: its size, its descriptors, and whether this process could open as many as were sent.
 
     No child inherits them, while those of `socket.recv_fds` are inherited by whatever a worker starts.
     """
-    size, ancillary, _, _ = sock.recvmsg_into([packet], _ANCILLARY, flags)
-    return size, [fd for _, _, fds in ancillary for fd in array.array("i", fds)] if ancillary else []
+    size, ancillary, told, _ = sock.recvmsg_into([packet], _ANCILLARY, flags)
+    fds = [fd for _, _, some in ancillary for fd in array.array("i", some)] if ancillary else []
+    return size, fds, not told & socket.MSG_CTRUNC
 
 
-def _filled(fill: Callable[[Sequence[memoryview]], File | None], parts: Sequence[memoryview]) -> File | None:
+def _buffers(packed: Packed) -> list[memoryview]:
+    return [memoryview(packed.pickle), *packed.buffers]
+
+
+def _inline(packed: Packed) -> tuple[bytes | None, int]:
+    """The object as it lies in a packet, None if it is not small, and how many buffers the block holds that it is."""
+    if not packed.buffers:
+        return packed.pickle if len(packed.pickle) <= _SMALL_BYTES else None, 0
+    buffers = _buffers(packed)
+    return join(buffers, _SMALL_BYTES), len(buffers)
+
+
+def _filled(fill: Callable[[Sequence[memoryview]], Filling | None], buffers: Sequence[memoryview]) -> Filling | None:
     try:
-        return fill(parts)
+        return fill(buffers)
     except OSError as error:
         why = str(error)  # and no more of it: its traceback would keep the file
     raise TransferError(f"There is no memory file to be had for what is large: {why}.")
@@ -264,5 +281,5 @@ def _is_equal(held: memoryview, buffer: memoryview) -> bool:
     return torch.equal(here, there)  # in a tenth of the time
 
 
-def _raise(error: OSError) -> NoReturn:
-    raise error
+def _raise(*args: Any) -> NoReturn:
+    raise OSError(*args)  # a new one each time: with its traceback it would refer to whoever catches it

@@ -82,7 +82,7 @@ class _Server:
             for fd in ready & self._pools.keys():
                 self._serve_pool(self._pools[fd])
             if self._control.fileno() in ready:
-                size, fds = receive_fds(self._control, self._packet)
+                size, fds, _ = receive_fds(self._control, self._packet)
                 if not size:
                     return
                 for fd in fds:  # one, or none where no more can be opened: then the pool finds its connection closed
@@ -91,7 +91,7 @@ class _Server:
 
     def _serve_pool(self, pool: socket.socket) -> None:
         try:
-            size, fds = receive_fds(pool, self._packet)
+            size, fds, _ = receive_fds(pool, self._packet)
         except ConnectionError:  # closed with something of ours unread
             size, fds = 0, []
         if not size:  # the pool is closed: nobody waits for its workers

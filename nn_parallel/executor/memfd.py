@@ -1,4 +1,4 @@
-"""Large buffers in memory files: copied once by the sender, mapped by as many receivers as there are.
+"""Buffers as one block of bytes, and memory files for blocks that are large: filled once, mapped by each receiver.
 
 Each receiver maps the file privately, so that it may write to what it got. Such a map shows what the sender writes
 later, in pages that the receiver has not written to itself: so a file is filled again only once nobody holds a map of
@@ -23,11 +23,30 @@ FILES_AT_ONCE = 64  # that one process fills again and again: descriptors are sc
 IDLE_BYTES = 256 << 20  # of files that wait to be filled again
 
 
-class _Memory:
-    """The memory of a file, and this process's map of it."""
+def join(buffers: Sequence[memoryview], at_most: int) -> bytes | None:
+    """A block: a table of the sizes of ``buffers``, and the buffers, each at the next multiple of 64 bytes.
+
+    None if it would have more than ``at_most`` bytes.
+    """
+    table, spans = _layout(buffers)
+    if spans[-1].stop > at_most:
+        return None
+    block = bytearray(spans[-1].stop)
+    for span, part in zip(spans, [table, *buffers], strict=True):
+        block[span] = part
+    return bytes(block)
+
+
+def split(block: memoryview, count: int) -> list[memoryview]:
+    """The ``count`` buffers of a block."""
+    return [block[span] for span in _spans(block[: count * _SIZE_BYTES].cast("Q"))[1:]]
+
+
+class _File:
+    """A memory file, and this process's map of it."""
 
     def __init__(self, fd: int) -> None:
-        """``fd`` is that of the file, which is empty; it is closed with this."""
+        """``fd`` is that of an empty file; it is closed with this."""
         self.fd = fd
         self.view = memoryview(b"")
 
@@ -41,41 +60,39 @@ class _Memory:
         os.close(self.fd)
 
 
-def _new_memory() -> _Memory:
-    return _Memory(os.memfd_create("nn_parallel", os.MFD_CLOEXEC))
+def _new_file() -> _File:
+    return _File(os.memfd_create("nn_parallel", os.MFD_CLOEXEC))
 
 
-class File:
-    """A file filled with buffers, each at the beginning of a page; before them stands a table of their sizes."""
+class Filling:
+    """A memory file that holds a block."""
 
     def __init__(
-        self, memory: _Memory, buffers: Sequence[memoryview], give_back: Callable[[_Memory], None] | None = None
+        self, file: _File, buffers: Sequence[memoryview], give_back: Callable[[_File], None] | None = None
     ) -> None:
         """Receivers map the file, and tell by its ``number`` when they have let go of it.
 
-        When the last reference to this is gone, ``give_back`` gets its memory. If None, receivers copy the buffers.
+        When the last reference to this is gone, ``give_back`` gets the file. If None, receivers copy the block.
         """
         self.number = next(_numbers) if give_back else 0
-        self.fd, self.buffer_count, self._memory = memory.fd, len(buffers), memory
-        table = memoryview(array.array("Q", [buffer.nbytes for buffer in buffers]))
-        self._spans = _spans(table)
-        self.size = self._spans[-1].stop
-        view = memory.reserve(self.size)
-        for span, buffer in zip(self._spans, [table.cast("B"), *buffers], strict=True):
-            _copy(buffer, view[span])
-        self._return: weakref.finalize[..., File] | None = None
+        self.fd, self.buffer_count, self._file = file.fd, len(buffers), file
+        table, spans = _layout(buffers)
+        self.size = spans[-1].stop
+        block = file.reserve(self.size)
+        for span, part in zip(spans, [table, *buffers], strict=True):
+            _copy(part, block[span])
+        self._return: weakref.finalize[..., Filling] | None = None
         if give_back is not None:
-            self._return = weakref.finalize(self, give_back, memory)
+            self._return = weakref.finalize(self, give_back, file)
             self._return.atexit = False
 
     @classmethod
-    def once(cls, buffers: Sequence[memoryview]) -> File:
-        """One that is not filled again; raises as `Files.fill`."""
-        return cls(_new_memory(), buffers)
+    def once(cls, buffers: Sequence[memoryview]) -> Filling:
+        """Of a file that is not filled again; raises as `Files.fill`."""
+        return cls(_new_file(), buffers)
 
     def buffers(self) -> list[memoryview]:
-        """What it was filled with."""
-        return [self._memory.view[span] for span in self._spans[1:]]
+        return split(self._file.view[: self.size], self.buffer_count)
 
     def spoil(self) -> None:
         """Never fill it again: a map of it may live in a process that nobody hears of."""
@@ -87,11 +104,11 @@ class Files:
     """The files that one process fills for the others of a pool."""
 
     def __init__(self) -> None:
-        self._idle = deque[_Memory]()  # the least recently used first
+        self._idle = deque[_File]()  # the least recently used first
         self._idle_bytes = IDLE_BYTES
-        self._in_use = weakref.WeakSet[File]()
+        self._in_use = weakref.WeakSet[Filling]()
 
-    def fill(self, buffers: Sequence[memoryview]) -> File | None:
+    def fill(self, buffers: Sequence[memoryview]) -> Filling | None:
         """Copy ``buffers`` into a file; None while too many are in use.
 
         Raises:
@@ -99,9 +116,9 @@ class Files:
         """
         if len(self._in_use) >= FILES_AT_ONCE:
             return None
-        file = File(self._take(), buffers, self._give_back)
-        self._in_use.add(file)
-        return file
+        filling = Filling(self._take(), buffers, self._give_back)
+        self._in_use.add(filling)
+        return filling
 
     def close(self) -> None:
         """Keep no file to be filled again."""
@@ -111,41 +128,38 @@ class Files:
     def trim(self, idle_bytes: int) -> None:
         """Let go of files that wait to be filled again, the least recently used first, down to so many bytes."""
         with contextlib.suppress(IndexError):  # none left: other threads take some too
-            while sum(memory.view.nbytes for memory in list(self._idle)) > idle_bytes:
+            while sum(file.view.nbytes for file in list(self._idle)) > idle_bytes:
                 self._idle.popleft()
 
-    def _take(self) -> _Memory:
+    def _take(self) -> _File:
         try:
             return self._idle.pop()
         except IndexError:
-            return _new_memory()
+            return _new_file()
 
-    def _give_back(self, memory: _Memory) -> None:  # called by the collector, in any thread
-        self._idle.append(memory)
+    def _give_back(self, file: _File) -> None:  # called by the collector, in any thread
+        self._idle.append(file)
         self.trim(self._idle_bytes)
 
 
-def read_file(fd: int, number: int, buffer_count: int, size: int, returned: deque[int]) -> list[memoryview]:
-    """The buffers in the file ``fd``, which is closed: mapped privately, or copied if its ``number`` is 0.
+def read_file(fd: int, number: int, size: int, returned: deque[int]) -> memoryview:
+    """The block in the file ``fd``, which is closed: mapped privately, or copied if its ``number`` is 0.
 
-    When all of them are gone, the number is put into ``returned``; as a negative number if this process has forked
-    meanwhile, so that the child may have the map for longer.
+    When the last view of it is gone, the number is put into ``returned``; as a negative number if this process has
+    forked meanwhile, so that the child may have the map for longer.
     """
     try:
         if number:
             held = _Held(number, returned)
             _held.add(held)  # before there is a map: a fork in between would not be noticed
             try:
-                view = _map(fd, size, mmap.MAP_PRIVATE, held.let_go)
+                return _map(fd, size, mmap.MAP_PRIVATE, held.let_go)
             except OSError:
                 held.let_go()
                 raise
-        else:
-            view = memoryview(bytearray(_map(fd, size, mmap.MAP_SHARED)))
+        return memoryview(bytearray(_map(fd, size, mmap.MAP_SHARED)))
     finally:
         os.close(fd)
-    sizes = view[: buffer_count * _SIZE_BYTES].cast("Q")
-    return [view[span] for span in _spans(sizes)[1:]]
 
 
 def map_shared(fd: int) -> memoryview:
@@ -156,11 +170,23 @@ def map_shared(fd: int) -> memoryview:
         os.close(fd)
 
 
-def _spans(sizes: Sequence[int] | memoryview) -> list[slice]:
-    """Where in a file the table of these sizes lies, and then buffers of them."""
-    sizes = [len(sizes) * _SIZE_BYTES, *sizes]
-    starts = itertools.accumulate(map(_page_up, sizes), initial=0)
-    return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+def _layout(buffers: Sequence[memoryview]) -> tuple[memoryview, list[slice]]:
+    """The table of a block, and where in the block the table and the buffers lie."""
+    table = memoryview(array.array("Q", [buffer.nbytes for buffer in buffers]))
+    return table.cast("B"), _spans(table)
+
+
+def _spans(sizes: memoryview) -> list[slice]:
+    sizes_of_all = [sizes.nbytes, *sizes]
+    starts = itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes_of_all), initial=0)
+    return [slice(start, start + size) for start, size in zip(starts, sizes_of_all, strict=False)]
+
+
+def _copy(part: memoryview, target: memoryview) -> None:
+    if part.readonly or not part.nbytes:
+        target[:] = part
+    else:  # by several threads, and without the interpreter's lock
+        torch.frombuffer(target, dtype=torch.uint8).copy_(torch.frombuffer(part, dtype=torch.uint8))
 
 
 def _map(fd: int, size: int, kind: int, when_gone: Callable[[], None] | None = None) -> memoryview:
@@ -190,23 +216,12 @@ class _Held:
         self._returned.append(self.number)
 
 
-def _copy(buffer: memoryview, target: memoryview) -> None:
-    if buffer.readonly or not buffer.nbytes:
-        target[:] = buffer
-    else:  # by several threads, and without the interpreter's lock
-        torch.frombuffer(target, dtype=torch.uint8).copy_(torch.frombuffer(buffer, dtype=torch.uint8))
-
-
-def _page_up(size: int) -> int:
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
 def _mark_forked() -> None:
     for held in list(_held):
         held.number = -abs(held.number)
 
 
-_SIZE_BYTES = array.array("Q").itemsize
+_SIZE_BYTES, _ALIGNMENT = array.array("Q").itemsize, 64
 _numbers = itertools.count(1)
 _held = set[_Held]()
 os.register_at_fork(after_in_parent=_mark_forked)

@@ -78,10 +78,7 @@ class Answer:
         try:
             value = self._unpack()
         except (Exception, SystemExit) as error:  # a KeyboardInterrupt may be the user's
-            what = f"The result of {self._call.name}"
-            unusable = TransferError(f"{what} cannot be rebuilt in the parent process: {error!r}")
-            unusable.__cause__ = error
-            return None, unusable
+            return None, self._unusable(error)
         raised: Exception | None = None
         if self.outcome != SUCCEEDED:
             raised, failure = value
@@ -90,6 +87,11 @@ class Answer:
                 raised.__cause__ = failure.as_cause()
         del self._unpack  # last, as Ctrl-C may come before: it keeps the memory of the answer
         return value, raised
+
+    def _unusable(self, cause: BaseException) -> TransferError:
+        error = TransferError(f"The result of {self._call.name} cannot be rebuilt in the parent process: {cause!r}")
+        error.__cause__ = cause
+        return error
 
 
 class Future(concurrent.futures.Future[Any]):
