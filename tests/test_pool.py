@@ -713,6 +713,41 @@ def test_what_a_worker_has_registered_runs_as_it_leaves(tmp_path: Path) -> None:
     assert sorted(printed.getvalue().split()) == sorted(map(str, first))
 
 
+@pytest.mark.parametrize("own_session", [False, True])
+def test_what_a_worker_has_started_ends_with_it(own_session: bool) -> None:
+    """With one that is killed because it does not end, and with one that leaves; and with no other worker."""
+
+    def start() -> list[int]:
+        command = ["sh", "-c", "sleep 3600 & echo $!; wait"]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=own_session)
+        assert child.stdout is not None
+        return [child.pid, int(child.stdout.readline())]
+
+    def hang_on_rank_0() -> None:
+        while current_world().rank == 0:
+            with contextlib.suppress(BaseException):
+                time.sleep(60)
+
+    with ParallelExecutor(num_workers=2, devices="cpu", timeout=5) as pool:
+        killed, left = pool.run(start)
+        with pytest.raises(RankTimeoutError):
+            pool.run(hang_on_rank_0)
+        _wait_for_ends(killed)
+        assert all(map(_is_alive, left))
+    _wait_for_ends(left)
+
+
+def _wait_for_ends(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while any(map(_is_alive, pids)):
+        assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.001)
+
+
+def _is_alive(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
 def test_too_many_descriptors_is_an_error_and_no_leak() -> None:
     """A pool for which there are no descriptors left says so, and what it had opened is closed."""
     import resource

@@ -3,9 +3,9 @@
 One per program, started for the first pool and kept for the next ones. It runs no tensor operation (a forked OpenMP
 pool hangs) and never looks for a GPU, so a fork of it is as good as a fresh process.
 
-Whatever its workers start ends with it: it is the subreaper of all its descendants, puts each worker into a process
-group of its own, and watches the parent through a pidfd. A pipe would not do: anyone who has forked keeps its other end
-open.
+Whatever its workers start ends with it: it is the subreaper of all its descendants, and watches the parent through a
+pidfd. A pipe would not do: anyone who has forked keeps its other end open. What a worker starts ends with the worker:
+its process group, and, unless the worker dies by itself, what descends from it in other groups and sessions.
 
 It stays in the parent's session. Linux shares the cores between sessions first (autogroup): with workers in another
 one, a supervisor that had something to do was left without a core for more than a second beside two busy programs.
@@ -26,6 +26,7 @@ import signal
 import socket
 import traceback
 import weakref
+from collections.abc import Iterable
 
 from .connection import receive_fds
 from .worker import flush_output, work
@@ -96,7 +97,7 @@ class _Server:
             size, fds = 0, []
         if not size:  # the pool is closed: nobody waits for its workers
             for pid in [pid for pid, (owner, _) in self._workers.items() if owner is pool]:
-                _kill_group(pid)
+                _kill_worker(pid)
                 del self._workers[pid]  # reaped like any orphan
             self._poll.unregister(pool)
             del self._pools[pool.fileno()]
@@ -118,7 +119,7 @@ class _Server:
             for pid in [
                 pid for pid, known in self._workers.items() if known == worker
             ]:  # its number until it is reaped
-                _kill_group(pid) if int(what) == signal.SIGKILL else os.kill(pid, int(what))
+                _kill_worker(pid) if int(what) == signal.SIGKILL else os.kill(pid, int(what))
 
     def _fork(self, fds: list[int]) -> int:
         server = os.getpid()
@@ -149,6 +150,7 @@ class _Server:
             code = work(sock, control)
             atexit._run_exitfuncs()  # what user code has registered, and modules that the server has imported
             flush_output()
+            _kill(_descendants(os.getpid()))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -165,7 +167,7 @@ class _Server:
             pid = ended.si_pid
             worker = self._workers.pop(pid, None)
             if worker is not None:
-                _kill_group(pid)  # its children; still a zombie, so the number cannot belong to anyone else
+                _kill_worker(pid)  # its group; still a zombie, so the number cannot belong to anyone else
             _, status, usage = os.wait4(pid, 0)
             _remove_shared_memory(pid)
             if worker is not None:
@@ -181,20 +183,36 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _kill_group(pid: int) -> None:
+def _kill_worker(pid: int) -> None:
+    """Kill a worker, its process group, and all that descends from it, in whichever session."""
+    descendants = _descendants(pid)  # before they lose their parent
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+    _kill(descendants)
 
 
 def _kill_descendants() -> None:
     """Kill whatever descends from this process: as its subreaper it inherits every orphan, daemons too."""
-    while children := _children():
-        for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    while descendants := _descendants(os.getpid()):
+        _kill(descendants)
         with contextlib.suppress(ChildProcessError):
             pid, _ = os.waitpid(-1, 0)
             _remove_shared_memory(pid)
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    """All that descends from a process, but for those that have lost their parent."""
+    children = list[int]()
+    for path in glob.glob(f"/proc/{pid}/task/*/children"):  # each thread has its own
+        with contextlib.suppress(OSError), open(path) as file:
+            children += map(int, file.read().split())
+    return children + [each for child in children for each in _descendants(child)]
 
 
 def _remove_shared_memory(pid: int) -> None:
@@ -212,8 +230,3 @@ def _remove_shared_memory(pid: int) -> None:
                 os.unlink(path)
             finally:
                 os.close(fd)
-
-
-def _children() -> list[int]:
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return [int(pid) for pid in file.read().split()]
