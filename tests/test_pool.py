@@ -38,10 +38,11 @@ from nn_parallel import (
     current_world,
     signals,
 )
-from nn_parallel.executor import evidence, namespaces, worker
+from nn_parallel.executor import evidence, forkserver_client, namespaces, worker
 from nn_parallel.executor.local import LocalWorkers
 from nn_parallel.executor.pool import Pool
 from nn_parallel.executor.process import WorkerProcess
+from nn_parallel.executor.processes import Processes
 from nn_parallel.executor.tasks import Answer, Run, Task
 
 
@@ -233,27 +234,20 @@ def test_a_timeout_holds_the_stack_of_the_silent_worker_only() -> None:
 def test_who_answers_a_cancellation_at_once_has_run_out_of_time(
     call: Callable[[ParallelExecutor], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answer may be read before the thread that cancels goes on: by then it is settled what the call ends with."""
-    answered = threading.Event()
-    cancel, take_answer = Pool._cancel, Pool._answered
+    """Another thread may read its answer: by the time it is cancelled it is settled what the call ends with."""
+    cancel, settled = Processes.cancel, list[bool]()
 
-    def wait_for_the_answer(self: Pool, task: Task) -> None:
-        monkeypatch.setattr(Pool, "_cancel", cancel)
+    def look(self: Processes, task: Task) -> None:
+        settled.append(task.is_over())
         cancel(self, task)
-        self._lock.release()  # which its caller holds
-        assert answered.wait(10)
-        self._lock.acquire()
 
-    def tell(self: Pool, *answer: Any) -> None:
-        take_answer(self, *answer)
-        answered.set()
-
+    monkeypatch.setattr(Processes, "cancel", look)
     with ParallelExecutor(num_workers=1, devices="cpu", timeout=0.2) as pool:
-        pool.run(int)
-        monkeypatch.setattr(Pool, "_cancel", wait_for_the_answer)
-        monkeypatch.setattr(Pool, "_answered", tell)
         with pytest.raises(RankTimeoutError, match="did not end within timeout=0.2 s"):
             call(pool)
+        pool.run(int)
+    assert settled
+    assert all(settled)
 
 
 def test_a_process_id_that_is_told_late_starts_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -711,6 +705,36 @@ def test_what_a_worker_has_registered_runs_as_it_leaves(tmp_path: Path) -> None:
             pool.shutdown()
     assert list(tmp_path.iterdir()) == []
     assert sorted(printed.getvalue().split()) == sorted(map(str, first))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_what_was_given_to_a_worker_that_had_exited_begins_elsewhere(workers: int, mapped: bool) -> None:
+    """The pool notices as it sends: the task has not begun, so it has not failed."""
+    with ParallelExecutor(num_workers=workers, devices="cpu") as pool:
+        first = pool.run(os.getpid)[0]
+        server = forkserver_client.fork_server_pid()
+        assert server is not None
+        os.kill(server, signal.SIGSTOP)  # it cannot tell of the exit
+        try:
+            os.kill(first, signal.SIGKILL)
+            while Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.001)
+            if mapped:
+                results = pool.map(pow, [3, 4, 5], [2, 2, 2])
+            else:
+                futures = [pool.submit(pow, base, 2) for base in (3, 4, 5)]
+        finally:
+            os.kill(server, signal.SIGCONT)
+        assert (list(results) if mapped else [future.result() for future in futures]) == [9, 16, 25]
+        assert len(set(pool.run(os.getpid)) - {first}) == workers
+
+
+def test_a_timeout_of_years_is_no_error() -> None:
+    """The kernel waits for some days at most; the pool, for as long as it is told."""
+    with ParallelExecutor(num_workers=1, devices="cpu", timeout=1e9) as pool:
+        assert pool.run(lambda: time.sleep(0.1)) == [None]
+        assert list(pool.map(abs, [-1], timeout=1e9)) == [1]
 
 
 @pytest.mark.parametrize("own_session", [False, True])

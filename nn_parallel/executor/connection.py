@@ -139,6 +139,7 @@ class Connection:
 
         Raises:
             EOFError: the other side has closed.
+            ConnectionResetError: and it has not read the last that it was sent.
         """
         head, packet = self._receives, self._packet
         while True:
@@ -146,8 +147,6 @@ class Connection:
                 size, fds, is_whole = receive_fds(self.sock, packet, _CLOEXEC if wait else _AT_ONCE)
             except BlockingIOError:
                 return None
-            except ConnectionError:
-                raise EOFError from None
             if not size:
                 raise EOFError
             self._fds += fds
@@ -175,7 +174,7 @@ class Connection:
 
     def messages(self) -> Iterator[Message]:
         """The messages that arrive, one after another, until the other side closes."""
-        with contextlib.suppress(EOFError):
+        with contextlib.suppress(EOFError, ConnectionResetError):
             while True:
                 yield self.receive()  # type: ignore[misc]  # it waits; and through no variable, which would keep memory
                 if self.spins:

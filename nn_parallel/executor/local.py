@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import time
 import weakref
 from collections import deque
@@ -97,7 +98,7 @@ class LocalWorkers:
     def _map(
         self, fn: Callable[..., Any], items: Iterable[Any], options: CallOptions, timeout_s: float | None, name: str
     ) -> Generator[Any, None, None]:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         mapped, made = Mapped(), deque[Item]()
         try:
             for args in items:
@@ -114,7 +115,7 @@ class LocalWorkers:
             raise
         return self._results(mapped, made, deadline)
 
-    def _results(self, mapped: Mapped, made: deque[Item], deadline: float | None) -> Generator[Any, None, None]:
+    def _results(self, mapped: Mapped, made: deque[Item], deadline: float) -> Generator[Any, None, None]:
         try:
             while made:
                 item = made.popleft()

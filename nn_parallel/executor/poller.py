@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from ..polling import Spin
 
 STAND_BACK_S = 5e-4
+MOST_S = 1e6  # that one wait may last: `epoll` takes no more than some 24 days
 AT_ONCE = 64  # answers, or outputs; `epoll` makes room for 1 023 if it is told nothing, which takes longer than to look
 
 
@@ -49,11 +50,11 @@ class Poller:
                 with contextlib.suppress(FileNotFoundError):  # it is in the other one
                     epoll.unregister(fd)
 
-    def wait(self, deadline: float | None) -> None:
+    def wait(self, deadline: float) -> None:
         """Wait until there is something to read, or `wake` was called, or until ``deadline`` of `time.monotonic`."""
         self._call_readers(self._all.poll(_seconds_to(deadline)))
 
-    def lead(self, is_over: Callable[[], bool], deadline: float | None, begin: Callable[[], None] | None) -> None:
+    def lead(self, is_over: Callable[[], bool], deadline: float, begin: Callable[[], None] | None) -> None:
         """Read answers in this thread, until ``is_over()`` or ``deadline``, or until the other one needs to.
 
         Before that it calls ``begin``: what that asks for is answered here, and wakes nobody else. Reads nothing if
@@ -70,15 +71,11 @@ class Poller:
         if begin is not None:
             begin()
 
-    def _read_until(
-        self, is_over: Callable[[], bool], deadline: float | None, begin: Callable[[], None] | None
-    ) -> None:
+    def _read_until(self, is_over: Callable[[], bool], deadline: float, begin: Callable[[], None] | None) -> None:
         self._mask()
         if begin is not None:
             begin()
-        while not (is_over() or self._is_reclaimed):
-            if deadline is not None and time.monotonic() >= deadline:
-                break
+        while not (is_over() or self._is_reclaimed or time.monotonic() >= deadline):
             self._call_readers(self._spin.until(self._arrived) or self._answers.poll(_seconds_to(deadline)))
 
     def _release(self) -> None:
@@ -167,5 +164,5 @@ class Poller:
         return True
 
 
-def _seconds_to(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic()) + 0.001
+def _seconds_to(deadline: float) -> float:
+    return min(max(0.0, deadline - time.monotonic()) + 0.001, MOST_S)

@@ -27,7 +27,7 @@ from .poller import Poller
 from .pool_store import PoolStore
 from .process import State, WorkerProcess, timeout_error
 from .processes import Processes, Settings
-from .tasks import Answer, Callbacks, Resize, Run, SetUp, Task
+from .tasks import Answer, Callbacks, CallFuture, Item, Resize, Run, SetUp, Task
 from .worker import CANCELLED, FAILED, STARTED, SUCCEEDED, TaskHeader
 
 MAX_FAILED_STARTS = 3  # in a row, in the place of one worker
@@ -92,7 +92,7 @@ class Pool:
             self.abandon(task)
             raise
 
-    def lead(self, is_over: Callable[[], bool], deadline: float | None = None, task: Task | None = None) -> None:
+    def lead(self, is_over: Callable[[], bool], deadline: float = math.inf, task: Task | None = None) -> None:
         """Submit ``task`` if it is given, and read answers in the calling thread until it has its own.
 
         Perhaps it reads none, because another thread does so, or a signal comes.
@@ -108,7 +108,7 @@ class Pool:
             with self._lock:
                 if task in self._queue:
                     self._queue.remove(task)
-                self._cancel(task)
+                self._processes.cancel(task)
             self._poller.wake()
             self._hand_out()  # what waited behind it
 
@@ -215,12 +215,6 @@ class Pool:
             self._poller.wake()  # for the deadlines
         return TaskHeader(number, True, task.call.function, bind, self._cores, size, port, self._group)
 
-    def _cancel(self, task: Task | Resize) -> None:
-        """End ``task`` where it runs."""
-        for worker in self._workers:
-            if worker.task is task:
-                worker.cancel()
-
     def _use(self, devices: Sequence[torch.device]) -> None:
         """From now on these are the devices of the workers."""
         self._devices, self._used_at = list(devices), time.monotonic()
@@ -260,10 +254,9 @@ class Pool:
             return
         if isinstance(task, Run) and (answer.outcome != SUCCEEDED or failed_inside):
             with self._lock:
-                if not task.has_failed:
-                    self._group += 1
+                self._group += 1
                 if answer.outcome != SUCCEEDED:
-                    self._cancel(task)
+                    self._processes.cancel(task)
             self._poller.wake()  # there are deadlines now, which are the supervisor's to keep
         task.complete(worker.index, answer)
 
@@ -299,10 +292,9 @@ class Pool:
                 return not len(self._processes)
         return False
 
-    def _next_deadline(self) -> float | None:
+    def _next_deadline(self) -> float:
         idle_until = math.inf if self._closing else self._used_at + self._idle_limit_s
-        deadline = min(self._processes.next_deadline(), idle_until)
-        return None if deadline == math.inf else deadline
+        return min(self._processes.next_deadline(), idle_until)
 
     def _time_out(self, task: Task | SetUp | None, silent: list[WorkerProcess]) -> None:
         error = timeout_error(task, silent)
@@ -316,7 +308,7 @@ class Pool:
             for worker in silent:
                 if worker.task is task and not worker.stack:  # stopped, or worse: it will not hear of a cancellation
                     worker.kill()
-            self._cancel(task)
+            self._processes.cancel(task)
         self._poller.wake()
 
     def _resize_if_due(self) -> None:
@@ -361,6 +353,9 @@ class Pool:
                 if is_missed := worker in self._workers:
                     self._group += 1
                     self._workers.remove(worker)
+                if worker.has_unread and before is State.BUSY and isinstance(task, CallFuture | Item):
+                    self._queue.appendleft(task)  # for another worker
+                    task = None
         if task is not None and not isinstance(task, SetUp):  # else another worker takes its place
             self._complete(task, worker, Answer.of(task.call, error, CANCELLED if before is State.LEAVING else FAILED))
             self._poller.wake()  # a thread that leads sees its end only when it looks

@@ -72,6 +72,7 @@ class WorkerProcess:
         self.number = 0  # of its task
         self.deadline: Deadline | None = None
         self.stack = ""
+        self.has_unread = False  # it has exited, and not read what it was sent last: it has not begun its task
         self._stored = set[int]()  # the numbers of the handles whose objects it holds
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as given_away:
             ours, theirs = [], list[int]()
@@ -187,9 +188,9 @@ class WorkerProcess:
                     self.connection.send(TaskHeader(handle.number, is_call=False), handle.parcel)
                     self._stored.add(handle.number)
             self.connection.send(header, call.parcel)
-        except OSError:  # it has exited: the fork server will tell
-            pass
-        except TransferError as error:
+        except ConnectionError:  # it has exited: the fork server will tell
+            self.has_unread = True
+        except (OSError, TransferError) as error:
             raise TransferError(f"{call.name} could not be sent to {self.description}: {error}") from error
 
     def copy_output(self) -> None:
@@ -245,7 +246,8 @@ class WorkerProcess:
         self.control.close()
 
     def _death(self, exit: Exited) -> WorkerDiedError:
-        doing = "starting" if not self.has_started else f"running {self._doing}" if self.task else "idle"
+        is_idle = self.task is None or self.has_unread
+        doing = "starting" if not self.has_started else "idle" if is_idle else f"running {self._doing}"
         message = f"{self.description} {exit_reason(exit.exitcode)} while {doing}. {exit.evidence}"
         return WorkerDiedError(message, rank=self.index, pid=self.pid, exitcode=exit.exitcode, evidence=exit.evidence)
 

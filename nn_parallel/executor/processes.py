@@ -95,6 +95,12 @@ class Processes:
                     os.killpg(worker.pid, signal.SIGKILL)
         return [(worker, Exited(worker.key, -signal.SIGKILL, "The fork server has ended.")) for worker in self]
 
+    def cancel(self, task: object) -> None:
+        """End ``task`` where it runs; the caller holds the lock."""
+        for worker in self:
+            if worker.task is task:
+                worker.cancel()
+
     def receive_last(self, worker: WorkerProcess) -> None:
         """Take all that ``worker`` has answered before it exited."""
         while worker.connection.has_more() and self._receive(worker):
@@ -143,6 +149,9 @@ class Processes:
                 self._on_answer(worker, *message)
         except EOFError:
             return False  # the fork server will tell the exit code
+        except ConnectionResetError:
+            worker.has_unread = True
+            return False
         except BaseException:  # of a signal's handler, or a bug: what is half done is not known
             worker.kill()
             raise

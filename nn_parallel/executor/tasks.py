@@ -107,8 +107,8 @@ class Future(concurrent.futures.Future[Any]):
         super().add_done_callback(fn if self.done() else functools.partial(self._callbacks.call, fn))
 
     def begin(self, world_size: int = 0) -> bool:
-        """Whether it is still wanted; from here on it cannot be cancelled."""
-        return self.set_running_or_notify_cancel()
+        """Whether it is still wanted; from here on it cannot be cancelled. It begins anew if it could not be sent."""
+        return self.running() or self.set_running_or_notify_cancel()
 
     def fail(self, error: Exception) -> None:
         """End it with ``error``, wherever it is, if it has not ended."""
@@ -181,12 +181,11 @@ class Mapped:
             with contextlib.suppress(RuntimeError):  # it is released already, for one that nobody had to wait for
                 self._ended.release()
 
-    def wait(self, item: Item, deadline: float | None) -> None:
+    def wait(self, item: Item, deadline: float) -> None:
         """Wait until ``item`` is over, or raise `TimeoutError` at ``deadline``."""
         self._awaited = item
         while not item.is_over():
-            left = threading.TIMEOUT_MAX if deadline is None else deadline - time.monotonic()
-            if left <= 0:
+            if (left := deadline - time.monotonic()) <= 0:
                 raise TimeoutError
             self._ended.acquire(timeout=min(left, threading.TIMEOUT_MAX))
 
@@ -223,7 +222,7 @@ class Item:
         """It has not begun, and will not."""
         self.fail(CancelledError())
 
-    def result(self, deadline: float | None = None) -> Any:
+    def result(self, deadline: float) -> Any:
         """Its result, to be taken once, or its exception; `TimeoutError` if neither is there at ``deadline``."""
         self._mapped.wait(self, deadline)
         assert self._answer is not None
@@ -253,7 +252,6 @@ class Run:
 
     def __init__(self, call: PackedCall) -> None:
         self.call = call
-        self.has_failed = False  # on some rank
         self._answers: dict[int, Answer] = {}  # by rank, in the order of their arrival
         self._missing: set[int] | None = None  # until it begins
         self._error: Exception | None = None
@@ -262,7 +260,7 @@ class Run:
 
     def is_over(self) -> bool:
         """Whether `result` would not wait."""
-        return not self._over.locked()
+        return self._missing == set()
 
     def begin(self, world_size: int) -> bool:
         """It begins on so many workers."""
@@ -271,7 +269,6 @@ class Run:
 
     def complete(self, rank: int, answer: Answer) -> None:
         """The worker of ``rank`` has answered, or has exited."""
-        self.has_failed |= answer.outcome != SUCCEEDED
         if self._missing:
             self._answers[rank] = answer
             self._missing.discard(rank)
