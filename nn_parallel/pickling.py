@@ -26,7 +26,7 @@ from .culprits import find_culprit
 from .errors import TransferError, qualified_name
 
 Buffer = bytearray | memoryview | pickle.PickleBuffer
-_Parts = list[tuple[int, torch.UntypedStorage]]  # of a large storage: where they begin, ascending, in bytes
+_Parts = list[tuple[int, torch.UntypedStorage]]  # of a storage: where they begin, ascending, in bytes
 LARGE_BYTES = 1 << 15  # what is smaller stays in the pickle
 ATOMS: set[type] = {type(None), bool, int, float}  # and what reduces itself to such
 _ALIGNMENT = 64  # of the parts of a storage: what torch gives a storage itself
@@ -136,7 +136,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
             if obj.size >= LARGE_BYTES:
                 self.large.append(obj)
                 return _large_storage, (len(self.large) - 1, obj.on_accelerator)
-            return _untyped_storage, (pickle.PickleBuffer(obj.bytes(0, obj.size)), obj.on_accelerator)
+            return _small_storage, (pickle.PickleBuffer(obj.bytes(0, obj.size)), obj.on_accelerator)
         if kind is torch.storage.TypedStorage:  # what torch's own reduction of other tensors refers to
             return _typed_storage, (obj._untyped_storage, obj.dtype)
         if kind is torch.UntypedStorage and obj.device.type != "meta":
@@ -172,12 +172,12 @@ class _Unpickler(pickle.Unpickler):
         # What is returned must not refer to the unpickler, whose memo holds it: all that was unpickled would live on
         # in a cycle.
         device, shared, parts = self._device, self._shared, self._parts
-        if found is _untyped_storage:
-            return lambda buffer, on_accelerator: _untyped_storage(buffer, on_accelerator, device)
+        if found is _small_storage:
+            return lambda buffer, on_accelerator: _storage([(0, buffer)], on_accelerator, device)
         if found is _large_storage:
-            return lambda number, on_accelerator: _large_storage(parts.get(number, ()), on_accelerator, device)
+            return lambda number, on_accelerator: _storage(parts.get(number, ()), on_accelerator, device)
         if found is _shared_storage:
-            return lambda index, size: _untyped_storage(memoryview(shared[index])[:size], False)
+            return lambda index, size: _storage([(0, memoryview(shared[index])[:size])])
         if module == "torch._utils" and name == "_rebuild_tensor_v3":
             return _rebuild_tensor_of_any_dtype
         if module == "cloudpickle.cloudpickle" and name == "_make_skeleton_class":
@@ -273,15 +273,14 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _plain_tensor(
-    storage: torch.UntypedStorage | _Parts,
+    parts: _Parts,
     dtype: torch.dtype,
     offset: int,
     size: Sequence[int],
     stride: Sequence[int],
     requires_grad: bool,
 ) -> torch.Tensor:
-    if isinstance(storage, list):
-        storage, offset = _part_with(storage, offset, dtype.itemsize, is_empty=0 in size)
+    storage, offset = _part_with(parts, offset, dtype.itemsize, is_empty=0 in size)
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     tensor.set_(storage, offset, size, stride)
     return tensor.requires_grad_() if requires_grad else tensor
@@ -298,7 +297,7 @@ def _rebuild_tensor_of_any_dtype(
     metadata: Any = None,
 ) -> torch.Tensor:
     """torch's `_rebuild_tensor_v3`, for the dtypes that no typed storage has (float8, uint16, complex32, ...)."""
-    tensor = _plain_tensor(storage, dtype, offset, tuple(size), tuple(stride), requires_grad)
+    tensor = _plain_tensor([(0, storage)], dtype, offset, tuple(size), tuple(stride), requires_grad)
     if metadata:
         torch._utils.set_tensor_metadata(tensor, metadata)  # type: ignore[no-untyped-call]
     tensor._backward_hooks = hooks
@@ -315,20 +314,28 @@ def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.s
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
-def _untyped_storage(buffer: Buffer, on_accelerator: bool, device: torch.device | None = None) -> torch.UntypedStorage:
-    size = memoryview(buffer).nbytes
-    if size == 0:
-        return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
-    tensor = torch.frombuffer(buffer, dtype=torch.uint8)
-    return tensor.to(device).untyped_storage() if on_accelerator and device is not None else tensor.untyped_storage()
+def _small_storage(buffer: Buffer, on_accelerator: bool) -> None:
+    """Stands in a pickle for `_Unpickler`'s own, as the next ones do."""
 
 
-def _shared_storage(index: int, size: int) -> None:
-    """Stands in a pickle for `_Unpickler`'s own."""
+def _large_storage(number: int, on_accelerator: bool) -> None: ...
 
 
-def _large_storage(parts: Iterable[tuple[int, Buffer]], on_accelerator: bool, device: torch.device | None) -> _Parts:
-    return [(start, _untyped_storage(buffer, on_accelerator, device)) for start, buffer in parts]
+def _shared_storage(index: int, size: int) -> None: ...
+
+
+def _storage(
+    parts: Iterable[tuple[int, Buffer]], on_accelerator: bool = False, device: torch.device | None = None
+) -> _Parts:
+    rebuilt: _Parts = []
+    for start, buffer in parts:
+        if memoryview(buffer).nbytes:
+            part = torch.frombuffer(buffer, dtype=torch.uint8)
+            part = part.to(device) if on_accelerator and device is not None else part
+            rebuilt.append((start, part.untyped_storage()))
+        else:
+            rebuilt.append((start, torch.UntypedStorage(0)))  # type: ignore[no-untyped-call]
+    return rebuilt
 
 
 def _part_with(parts: _Parts, offset: int, itemsize: int, is_empty: bool) -> tuple[torch.UntypedStorage, int]:
@@ -340,9 +347,9 @@ def _part_with(parts: _Parts, offset: int, itemsize: int, is_empty: bool) -> tup
     return storage, offset - start // itemsize
 
 
-def _whole(storage: torch.UntypedStorage | _Parts) -> torch.UntypedStorage:
+def _whole(parts: _Parts) -> torch.UntypedStorage:
     """All of a storage, which was sent in one part as all of it is used."""
-    return storage[0][1] if isinstance(storage, list) else storage
+    return parts[0][1]
 
 
 def _cached(fn: Callable[..., Any], parameters: dict[str, Any], attributes: dict[str, Any]) -> Any:
