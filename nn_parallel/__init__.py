@@ -4,7 +4,8 @@ The files, from the bottom up; each knows only those before it in this list::
 
     errors, collector           every error; Python's garbage collector
     devices, gpus               which devices there are; what NVML tells of GPUs
-    culprits, pickling          which part of an object cannot be pickled; objects to bytes and back
+    pickle_diagnostics          which part of an object cannot be pickled
+    pickling                    objects to bytes and back
     signals, polling            what is raised in the main thread from outside; looking for something again and again
     world                       who a process is among the ranks
     launch                      how the ranks are started, find each other, are connected, and know who is dead:
@@ -32,7 +33,8 @@ The files, from the bottom up; each knows only those before it in this list::
         evidence                why a process died
         worker                  a worker process
         fingerprints, modules   whether a function is still the same, and the modules that workers import
-        names, script, packing  what functions refer to by names, and when that is sent; what is sent in all
+        names, script           what functions refer to by names, and when that is sent
+        function_cache, packing the functions that workers keep; what is sent in all
         forkserver, boot        the process that forks workers; its first lines
         forkserver_client       that process as the parent sees it
         output, tasks           what workers print; what a pool is asked to do

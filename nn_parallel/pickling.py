@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Protocol
 import cloudpickle
 import torch
 
-from .culprits import find_culprit
 from .errors import TransferError, qualified_name
+from .pickle_diagnostics import find_unpicklable
 
 Buffer = bytearray | memoryview | pickle.PickleBuffer
 _Parts = list[tuple[int, torch.UntypedStorage]]  # of a storage: where they begin, ascending, in bytes
@@ -76,9 +76,9 @@ def dumps(
             return Packed(pickle.dumps(obj, protocol=5), is_plain=True)
         return _dumps(obj, share, by_value)
     except Exception as error:
-        path, culprit = find_culprit(parts() if parts else {"the object": obj}, _can_be_pickled)
+        path, part = find_unpicklable(parts() if parts else {"the object": obj}, _can_be_pickled)
         raise TransferError(
-            f"{path[0].upper()}{path[1:]} is a {qualified_name(type(culprit))} and cannot be sent to another process: "
+            f"{path[0].upper()}{path[1:]} is a {qualified_name(type(part))} and cannot be sent to another process: "
             f"{error}"
         ) from error
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from nn_parallel.executor import namespaces
 from nn_parallel.executor.fingerprints import fingerprint
+from nn_parallel.executor.function_cache import FUNCTIONS_KEPT
 from nn_parallel.executor.namespaces import Stored
-from nn_parallel.executor.packing import FUNCTIONS_KEPT, CallOptions, Packer
+from nn_parallel.executor.packing import CallOptions, Packer
 from nn_parallel.pickling import loads
 
 OPTIONS = CallOptions(pass_device=False, timeout_s=None)
@@ -79,9 +80,9 @@ class Pool:
         call = self.packer.pack(fn, (), {}, OPTIONS)
         for handle in call.handles:
             if handle.number not in namespaces.stored:
-                namespaces.stored[handle.number] = Stored(functools.partial(loads, handle.parcel.pickle, []))
+                namespaces.stored[handle.number] = Stored(functools.partial(loads, handle.parcel.inline or b"", []))
                 self.sent += handle.number == call.function
-        *_, received, args, kwargs = loads(call.parcel.pickle, [])
+        *_, received, args, kwargs = loads(call.parcel.inline or b"", [])
         self.sent += received is not None
         return (namespaces.stored_object(call.function).function() if call.function else received)(*args, **kwargs)
 

@@ -153,9 +153,9 @@ def read_file(fd: int, number: int, size: int, returned: deque[int]) -> memoryvi
             held = _Held(number, returned)
             _held.add(held)  # before there is a map: a fork in between would not be noticed
             try:
-                return _map(fd, size, mmap.MAP_PRIVATE, held.let_go)
+                return _map(fd, size, mmap.MAP_PRIVATE, held.release)
             except OSError:
-                held.let_go()
+                held.release()
                 raise
         return memoryview(bytearray(_map(fd, size, mmap.MAP_SHARED)))
     finally:
@@ -211,7 +211,7 @@ class _Held:
     def __init__(self, number: int, returned: deque[int]) -> None:
         self.number, self._returned = number, returned
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         _held.discard(self)
         self._returned.append(self.number)
 

@@ -347,7 +347,7 @@ class Pool:
         with self._poller.reclaimed():
             self._processes.receive_last(worker)
             with self._lock:  # in one hold of it: nothing may be given to a worker that is let go
-                self._processes.let_go(worker)
+                self._processes.remove(worker)
                 before = worker.state
                 task, error = worker.exited(told)
                 if is_missed := worker in self._workers:

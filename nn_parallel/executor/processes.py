@@ -106,7 +106,7 @@ class Processes:
         while worker.connection.has_more() and self._receive(worker):
             pass
 
-    def let_go(self, worker: WorkerProcess) -> None:
+    def remove(self, worker: WorkerProcess) -> None:
         """It has exited, or nobody will hear of it."""
         for fd in worker.fds:
             self._poller.unwatch(fd)
@@ -160,5 +160,5 @@ class Processes:
     def close(self) -> None:
         """Let go of all; the fork server ends those that are left."""
         for worker in self:
-            self.let_go(worker)
+            self.remove(worker)
         self._server.close()

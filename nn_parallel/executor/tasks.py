@@ -138,7 +138,7 @@ class CallFuture(Future):
 
     def complete(self, rank: int, answer: Answer) -> None:
         """Its worker has answered, or has exited."""
-        self.call.let_go()  # the result may be taken much later
+        self.call.release()  # the result may be taken much later
         with contextlib.suppress(InvalidStateError):  # it has run out of time, or the user has set it
             self.set_result(answer) if answer.outcome == SUCCEEDED else self.set_exception(answer)  # type: ignore[arg-type]
 
@@ -211,7 +211,7 @@ class Item:
         """Its worker has answered, or has exited."""
         if self._answer is None:
             self._answer = answer
-            self.call.let_go()  # the results may be taken much later
+            self.call.release()  # the results may be taken much later
             self._mapped.ended(self)
 
     def fail(self, error: Exception) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 
-def find_culprit(parts: Mapping[str, Any], can_be_pickled: Callable[[Any], bool]) -> tuple[str, Any]:
+def find_unpicklable(parts: Mapping[str, Any], can_be_pickled: Callable[[Any], bool]) -> tuple[str, Any]:
     """The path to the innermost thing that cannot be pickled, and that thing.
 
     ``parts`` are objects by their paths. If every part can be pickled by itself, it is the first.
@@ -25,7 +25,7 @@ def _search(parts: Mapping[str, Any], can_be_pickled: Callable[[Any], bool], see
         seen.add(id(part))
         inner = dict(_parts(part, path))
         found = _search(inner, can_be_pickled, seen)
-        # Where all inner parts that fail lead back to where we came from, this part holds no culprit of its own.
+        # Where all inner parts that fail lead back to where we came from, it is not a part of this one that fails.
         if found or not any(id(value) in seen for value in inner.values()):
             return found or (path, part)
     return None
