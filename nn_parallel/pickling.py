@@ -125,7 +125,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if kind is torch.Tensor and _is_plain(obj):
-            storage = self._storage(obj.untyped_storage())
+            storage = self._noted(obj.untyped_storage())
             storage.use(obj)
             offset = int(obj.storage_offset())
             return _plain_tensor, (storage, obj.dtype, offset, tuple(obj.size()), obj.stride(), obj.requires_grad)
@@ -140,7 +140,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         if kind is torch.storage.TypedStorage:  # what torch's own reduction of other tensors refers to
             return _typed_storage, (obj._untyped_storage, obj.dtype)
         if kind is torch.UntypedStorage and obj.device.type != "meta":
-            storage = self._storage(obj)
+            storage = self._noted(obj)
             storage.used.append((0, storage.size))
             return _whole, (storage,)
         if kind is types.FunctionType and obj.__module__ == __name__:  # by name, without any looking
@@ -155,7 +155,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         """The storages of all tensors."""
         return [storage.storage for storage in self._storages.values()]
 
-    def _storage(self, storage: torch.UntypedStorage) -> _Storage:
+    def _noted(self, storage: torch.UntypedStorage) -> _Storage:
         """The same for every tensor in it."""
         if storage._cdata not in self._storages:
             self._storages[storage._cdata] = _Storage(storage, self._share and _has_descriptor(storage))
@@ -173,11 +173,13 @@ class _Unpickler(pickle.Unpickler):
         # in a cycle.
         device, shared, parts = self._device, self._shared, self._parts
         if found is _small_storage:
-            return lambda buffer, on_accelerator: _storage([(0, buffer)], on_accelerator, device)
+            return lambda buffer, on_accelerator: _rebuild_storage([(0, buffer)], on_accelerator, device)
         if found is _large_storage:
-            return lambda number, on_accelerator: _storage(parts.get(number, ()), on_accelerator, device)
+            return lambda number, on_accelerator: _rebuild_storage(
+                parts.get(number, _NONE_USED), on_accelerator, device
+            )
         if found is _shared_storage:
-            return lambda index, size: _storage([(0, memoryview(shared[index])[:size])])
+            return lambda index, size: _rebuild_storage([(0, memoryview(shared[index])[:size])])
         if module == "torch._utils" and name == "_rebuild_tensor_v3":
             return _rebuild_tensor_of_any_dtype
         if module == "cloudpickle.cloudpickle" and name == "_make_skeleton_class":
@@ -280,7 +282,7 @@ def _plain_tensor(
     stride: Sequence[int],
     requires_grad: bool,
 ) -> torch.Tensor:
-    storage, offset = _part_with(parts, offset, dtype.itemsize, is_empty=0 in size)
+    storage, offset = _part_with(parts, offset, dtype.itemsize)
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     tensor.set_(storage, offset, size, stride)
     return tensor.requires_grad_() if requires_grad else tensor
@@ -314,37 +316,35 @@ def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.s
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
-def _small_storage(buffer: Buffer, on_accelerator: bool) -> None:
+def _small_storage(buffer: Buffer, on_accelerator: bool) -> Any:
     """Stands in a pickle for `_Unpickler`'s own, as the next ones do."""
 
 
-def _large_storage(number: int, on_accelerator: bool) -> None: ...
+def _large_storage(number: int, on_accelerator: bool) -> Any: ...
 
 
-def _shared_storage(index: int, size: int) -> None: ...
+def _shared_storage(index: int, size: int) -> Any: ...
 
 
-def _storage(
-    parts: Iterable[tuple[int, Buffer]], on_accelerator: bool = False, device: torch.device | None = None
+def _rebuild_storage(
+    buffers: Iterable[tuple[int, Buffer]], on_accelerator: bool = False, device: torch.device | None = None
 ) -> _Parts:
-    rebuilt: _Parts = []
-    for start, buffer in parts:
-        if memoryview(buffer).nbytes:
-            part = torch.frombuffer(buffer, dtype=torch.uint8)
-            part = part.to(device) if on_accelerator and device is not None else part
-            rebuilt.append((start, part.untyped_storage()))
-        else:
-            rebuilt.append((start, torch.UntypedStorage(0)))  # type: ignore[no-untyped-call]
-    return rebuilt
+    where = device if on_accelerator and device is not None else torch.device("cpu")
+    parts: _Parts = []
+    for start, buffer in buffers:
+        size = memoryview(buffer).nbytes
+        memory = (
+            torch.frombuffer(buffer, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
+        parts.append((start, memory.to(where).untyped_storage()))
+    return parts
 
 
-def _part_with(parts: _Parts, offset: int, itemsize: int, is_empty: bool) -> tuple[torch.UntypedStorage, int]:
-    """The part in which a tensor lies, and its offset there, in elements."""
-    if is_empty:  # it lies nowhere, perhaps before the first part
-        return torch.UntypedStorage(0), 0  # type: ignore[no-untyped-call]
+def _part_with(parts: _Parts, offset: int, itemsize: int) -> tuple[torch.UntypedStorage, int]:
+    """The part in which a tensor lies, and its offset there, in elements; an empty one may lie before the first."""
     index = bisect.bisect_right(parts, offset * itemsize, key=operator.itemgetter(0)) - 1
-    start, storage = parts[index]
-    return storage, offset - start // itemsize
+    start, storage = parts[max(index, 0)]
+    return storage, max(offset - start // itemsize, 0)
 
 
 def _whole(parts: _Parts) -> torch.UntypedStorage:
@@ -370,3 +370,4 @@ def _adopt(cls: Any) -> Any:
 
 
 _FEW = 8
+_NONE_USED: list[tuple[int, Buffer]] = [(0, bytearray())]

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from nn_parallel import ParallelExecutor, TransferError, current_world
 from nn_parallel.executor import connection, memfd
-from nn_parallel.executor.connection import Connection, Parcel
+from nn_parallel.executor.connection import Connection, Payload
 from nn_parallel.executor.memfd import Files
 from nn_parallel.pickling import dumps
 
@@ -40,14 +40,14 @@ class Ends:
 
     def send(self, obj: Any) -> Any:
         """``obj`` as the receiver gets it."""
-        self.sender.send((7,), Parcel(dumps(obj, share=True), self.files))
+        self.sender.send((7,), Payload(dumps(obj, share=True), self.files))
         header, unpack = next(self._arriving)
         assert header == [7]
         return unpack()
 
     def answer(self) -> None:
         """Let the receiver say what it has let go of."""
-        self.receiver.send((0,), Parcel(dumps(None), self.files))
+        self.receiver.send((0,), Payload(dumps(None), self.files))
         next(self._returning)
 
 
@@ -185,11 +185,11 @@ def test_without_memory_files_what_is_large_is_an_error() -> None:
 def test_more_than_there_are_descriptors_for_is_copied(ends: Ends) -> None:
     """However much is on its way and however much the receiver keeps, the sender's descriptors do not run out."""
     most = memfd.FILES_AT_ONCE + 20
-    parcels = [Parcel(dumps(torch.full((1 << 15,), float(k))), ends.files) for k in range(most)]
+    payloads = [Payload(dumps(torch.full((1 << 15,), float(k))), ends.files) for k in range(most)]
     assert _memory_files() == memfd.FILES_AT_ONCE
     kept = []
-    for parcel in parcels:
-        ends.sender.send((7,), parcel)
+    for payload in payloads:
+        ends.sender.send((7,), payload)
         _, unpack = next(ends._arriving)
         kept.append(unpack())
     assert _memory_files() == memfd.FILES_AT_ONCE
@@ -233,8 +233,8 @@ def test_what_was_copied_is_let_go_of(ends: Ends, monkeypatch: pytest.MonkeyPatc
 def test_a_receiver_without_descriptors_says_so_and_goes_on(ends: Ends) -> None:
     """The message is lost, and told; the next ones are themselves."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ends.sender.send((1,), Parcel(dumps(torch.ones(LARGE)), ends.files))
-    ends.sender.send((2,), Parcel(dumps(torch.full((LARGE,), 2.0)), ends.files))
+    ends.sender.send((1,), Payload(dumps(torch.ones(LARGE)), ends.files))
+    ends.sender.send((2,), Payload(dumps(torch.full((LARGE,), 2.0)), ends.files))
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
     try:
         first = next(ends._arriving)
@@ -282,7 +282,7 @@ def test_descriptors_of_a_message_that_was_not_sent_are_not_those_of_the_next(
         with pytest.raises(TransferError):
             ends.send(unsent)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ends.sender.send((7,), Parcel(dumps([torch.zeros(4).share_memory_() for _ in range(3)], share=True), ends.files))
+    ends.sender.send((7,), Payload(dumps([torch.zeros(4).share_memory_() for _ in range(3)], share=True), ends.files))
     assert len(list(_fds())) == before
     highest = before + 500 + 1
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest, limit[1]))  # of the three only one can be opened

@@ -80,9 +80,9 @@ class Pool:
         call = self.packer.pack(fn, (), {}, OPTIONS)
         for handle in call.handles:
             if handle.number not in namespaces.stored:
-                namespaces.stored[handle.number] = Stored(functools.partial(loads, handle.parcel.inline or b"", []))
+                namespaces.stored[handle.number] = Stored(functools.partial(loads, handle.payload.inline or b"", []))
                 self.sent += handle.number == call.function
-        *_, received, args, kwargs = loads(call.parcel.inline or b"", [])
+        *_, received, args, kwargs = loads(call.payload.inline or b"", [])
         self.sent += received is not None
         return (namespaces.stored_object(call.function).function() if call.function else received)(*args, **kwargs)
 

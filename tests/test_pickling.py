@@ -542,6 +542,30 @@ def test_named_parts_begin_the_path() -> None:
         dumps(tuple(parts.values()), lambda: parts)
 
 
+def test_an_empty_view_is_one_of_its_tensor() -> None:
+    """It has the memory and the offset of its tensor."""
+    base = torch.arange(10.0)
+    whole, empty = round_trip([base, base[3:3]])
+    assert empty.untyped_storage().data_ptr() == whole.data_ptr()
+    assert empty.storage_offset() == 3
+
+
+def test_an_empty_tensor_lands_on_the_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As any other one of an accelerator, for which "meta" and the CPU stand here."""
+    begin = pickling._Storage.__init__
+
+    def on_accelerator(self: pickling._Storage, *args: Any) -> None:
+        begin(self, *args)
+        self.on_accelerator = True
+
+    monkeypatch.setattr(pickling._Storage, "__init__", on_accelerator)
+    large = torch.arange(1e5)
+    for tensor in (torch.empty(0), torch.zeros(0, 5), torch.ones(40)[5:5], large[3:5], large[5:5]):
+        packed = dumps(tensor)
+        received = loads(packed.pickle, [bytearray(each) for each in packed.buffers], torch.device("meta"))
+        assert (received.device.type, received.shape) == ("meta", tensor.shape)
+
+
 def test_a_cycle_does_not_hide_the_culprit() -> None:
     """A child that refers to its parent is not the culprit, only on the way to it."""
     parent = Holder(child=Holder(), guard=LOCK)

@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -730,6 +731,64 @@ def test_what_was_given_to_a_worker_that_had_exited_begins_elsewhere(workers: in
         assert len(set(pool.run(os.getpid)) - {first}) == workers
 
 
+def _stop(pid: int) -> None:
+    """SIGSTOP, and wait until it has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.001)
+
+
+def test_what_a_worker_has_not_read_begins_elsewhere() -> None:
+    """The kernel tells that it was not read. A future that the user has completed meanwhile is left as it is."""
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        for by_user in (False, True):
+            (pid,) = pool.run(os.getpid)
+            _stop(pid)
+            future = pool.submit(pow, 3, 2)
+            if by_user:
+                future.set_result("mine")
+            os.kill(pid, signal.SIGKILL)
+            assert future.result() == ("mine" if by_user else 9)
+            assert pool.run(os.getpid) != [pid]
+
+
+@pytest.mark.parametrize("how", ["shutdown", "exception"])
+def test_what_was_about_to_begin_elsewhere_ends_with_the_pool(how: str, tmp_path: Path) -> None:
+    """While the worker that takes the place of another one still starts."""
+    is_slow = tmp_path / "slow"
+
+    def wait_while_slow() -> None:
+        while is_slow.exists():
+            time.sleep(0.001)
+
+    with contextlib.suppress(ZeroDivisionError), ParallelExecutor(1, "cpu", initializer=wait_while_slow) as pool:
+        (pid,) = pool.run(os.getpid)
+        _stop(pid)
+        future = pool.submit(pow, 3, 2)
+        is_slow.touch()
+        os.kill(pid, signal.SIGKILL)
+        while not pool_of(pool)._queue:
+            time.sleep(0.001)
+        if how == "exception":
+            raise ZeroDivisionError
+        pool.shutdown(wait=False, cancel_futures=True)
+        is_slow.unlink()
+    with pytest.raises(ExecutorClosedError):
+        future.result(10)
+
+
+def test_shared_memory_that_a_task_has_left_goes_with_the_worker() -> None:
+    """As at the end of a script: Python's resource tracker removes it, and has the time to."""
+
+    def leave() -> str:
+        return SharedMemory(create=True, size=1).name
+
+    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
+        names = pool.run(leave)
+        assert all(os.path.exists(f"/dev/shm/{name}") for name in names)
+    assert not any(os.path.exists(f"/dev/shm/{name}") for name in names)
+
+
 def test_a_timeout_of_years_is_no_error() -> None:
     """The kernel waits for some days at most; the pool, for as long as it is told."""
     with ParallelExecutor(num_workers=1, devices="cpu", timeout=1e9) as pool:
@@ -1151,20 +1210,23 @@ def test_a_map_whose_items_fail_begins_no_more() -> None:
         assert time.monotonic() - begun < 5  # and not 10
 
 
-def test_ctrl_c_in_the_middle_of_sending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a worker has got its task is not known then: it is replaced."""
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, TimeoutError])
+def test_a_signal_in_the_middle_of_sending(interruption: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C, or what a handler of the user raises, which is perhaps an OSError.
+
+    Whether a worker has got its task is not known then: it is replaced.
+    """
     with ParallelExecutor(num_workers=1, devices="cpu") as pool:
         assert list(pool.map(abs, range(50))) == list(range(50))
         (worker,) = pool_of(pool)._workers
         send, sent = worker.connection.send, itertools.count(1)
 
-        def interrupted(header: bytes, parcel: Any) -> None:
-            if next(sent) < 20 or threading.current_thread() is not threading.main_thread():  # no other gets Ctrl-C
-                send(header, parcel)
-            else:
-                raise KeyboardInterrupt
+        def interrupted(header: bytes, payload: Any) -> None:
+            send(header, payload)
+            if next(sent) >= 20 and threading.current_thread() is threading.main_thread():  # no other gets signals
+                raise interruption
 
         monkeypatch.setattr(worker.connection, "send", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(interruption):
             list(pool.map(abs, range(1000)))
         assert list(pool.map(abs, range(10))) == list(range(10))

@@ -27,11 +27,11 @@ import torch
 from ..errors import TransferError
 from ..pickling import Packed, loads
 from ..polling import Spin
-from .memfd import Files, Filling, join, map_shared, read_file, split
+from .memfd import Files, FilledFile, join, map_shared, read_file, split
 
 # Before the header: is it plain; how many files are given back; how many descriptors come along; how many buffers the
-# block of the object holds, 0 if the object is a pickle alone; number and size of the file that holds the block. After
-# it: the numbers of the files given back, and the pickle or the block where there is no file.
+# payload holds, 0 if it is a pickle alone; number and size of the file that holds the payload. After the header: the
+# numbers of the files given back, and the payload where there is no file.
 _HEAD = "=?HIIQQ"
 _NUMBER = struct.Struct("=q")
 _SMALL_BYTES = 1 << 16
@@ -41,6 +41,7 @@ _ONLY_FDS = b" "  # a packet of descriptors that belong to the message after it
 _ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)
 _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # an integer, as it takes 0.5 us to combine members of an enum
 _AT_ONCE = _CLOEXEC | int(socket.MSG_DONTWAIT)
+_TRUNCATED = int(socket.MSG_CTRUNC)
 ROOM_WITHIN_S = 5.0
 
 Header = Sequence[Any]
@@ -48,8 +49,8 @@ Unpack = Callable[[], Any]  # the packed object; raises whatever unpickling rais
 Message = tuple[Header, Unpack]
 
 
-class Parcel:
-    """A packed object on its way: its bytes if it is small, else a memory file, or copies that are put into one."""
+class Payload:
+    """A packed object as messages carry it: bytes if it is small, else a memory file, or copies to be put into one."""
 
     def __init__(self, packed: Packed, files: Files) -> None:
         """Copy what is large.
@@ -58,26 +59,26 @@ class Parcel:
             TransferError: there is no memory file to be had.
         """
         self.shared, self.is_plain = packed.shared, packed.is_plain
-        self.inline, self.buffer_count = _inline(packed)
-        self._filling: Filling | None = None
+        self.inline, self.buffer_count = _small_payload(packed)
+        self._file: FilledFile | None = None
         self._copies: list[memoryview] = []
         if self.inline is None:
             buffers = _buffers(packed)
-            self.buffer_count, self._filling = len(buffers), _filled(files.fill, buffers)
-            if self._filling is None:  # too many are in use: one is filled when this is sent
+            self.buffer_count, self._file = len(buffers), _filled(files.fill, buffers)
+            if self._file is None:  # too many are in use: one is filled when this is sent
                 self._copies = [memoryview(bytes(buffer)) for buffer in buffers]
 
-    def filling(self) -> Filling | None:
+    def file(self) -> FilledFile | None:
         """The memory file; None if the object is small. Raises as the constructor."""
-        return self._filling or (_filled(Filling.once, self._copies) if self._copies else None)
+        return self._file or (_filled(FilledFile.once, self._copies) if self._copies else None)
 
     def holds(self, packed: Packed) -> bool:
         """Whether it would be the same if it were made of ``packed``."""
         if [storage._cdata for storage in packed.shared] != [storage._cdata for storage in self.shared]:
             return False
         if self.inline is not None:
-            return _inline(packed) == (self.inline, self.buffer_count)
-        held, buffers = self._filling.buffers() if self._filling is not None else self._copies, _buffers(packed)
+            return _small_payload(packed) == (self.inline, self.buffer_count)
+        held, buffers = self._file.buffers() if self._file is not None else self._copies, _buffers(packed)
         return len(held) == len(buffers) and all(map(_is_equal, held, buffers))
 
 
@@ -90,7 +91,7 @@ class Connection:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _PACKET_BYTES)  # a larger packet is refused
         self.device: torch.device | None = None  # where accelerator tensors of what arrives land; None: on the CPU
         self._sends, self._receives = struct.Struct(_HEAD + sends), struct.Struct(_HEAD + receives)
-        self._lent: dict[int, Filling] = {}  # what the other side may have a map of
+        self._lent: dict[int, FilledFile] = {}  # what the other side may have a map of
         self._returned = deque[int]()  # what this side has let go of, and the other has not heard of
         self._packet = memoryview(mmap.mmap(-1, _PACKET_BYTES, mmap.MAP_PRIVATE))  # takes memory as it is used
         self._fds = list[int]()  # of the message that arrives; some come before it
@@ -101,27 +102,27 @@ class Connection:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
-    def send(self, header: Header, parcel: Parcel) -> None:
+    def send(self, header: Header, payload: Payload) -> None:
         """Send one message.
 
         Raises:
             OSError: the other side is gone.
             TransferError: there is no room for its descriptors, or no memory file; others can be sent.
         """
-        if parcel.inline is not None and not parcel.shared and not self._returned:
-            head = self._sends.pack(parcel.is_plain, 0, 0, parcel.buffer_count, 0, 0, *header)
-            self.sock.send(head + parcel.inline)
+        if payload.inline is not None and not payload.shared and not self._returned:
+            head = self._sends.pack(payload.is_plain, 0, 0, payload.buffer_count, 0, 0, *header)
+            self.sock.send(head + payload.inline)
             return
-        filling, number, size = parcel.filling(), 0, 0
-        fds = [storage._share_fd_cpu_()[0] for storage in parcel.shared]
-        if filling is not None:
-            number, size = filling.number, filling.size
-            fds.append(filling.fd)
+        file, number, size = payload.file(), 0, 0
+        fds = [storage._share_fd_cpu_()[0] for storage in payload.shared]
+        if file is not None:
+            number, size = file.number, file.size
+            fds.append(file.fd)
             if number:
-                self._lent[number] = filling
+                self._lent[number] = file
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
-        head = self._sends.pack(parcel.is_plain, len(returned), len(fds), parcel.buffer_count, number, size, *header)
-        packet = b"".join((head, *map(_NUMBER.pack, returned), parcel.inline or b""))
+        head = self._sends.pack(payload.is_plain, len(returned), len(fds), payload.buffer_count, number, size, *header)
+        packet = b"".join((head, *map(_NUMBER.pack, returned), payload.inline or b""))
         try:
             while len(fds) > _FDS_AT_ONCE:
                 send_fds(self.sock, _ONLY_FDS, fds[:_FDS_AT_ONCE])
@@ -139,7 +140,7 @@ class Connection:
 
         Raises:
             EOFError: the other side has closed.
-            ConnectionResetError: and it has not read the last that it was sent.
+            ConnectionResetError: the other side has closed, and had not read what it was sent last.
         """
         head, packet = self._receives, self._packet
         while True:
@@ -153,23 +154,26 @@ class Connection:
             self._has_all_fds &= is_whole
             if size >= head.size:
                 break
+        fds, is_whole, self._fds, self._has_all_fds = self._fds, self._has_all_fds, [], True
         is_plain, returns, fd_count, buffer_count, number, file_size, *header = head.unpack_from(packet)
         start = head.size
         if returns:
             start += returns * _NUMBER.size
             self._take_back(packet[head.size : start])
         inline = packet[start:size]
-        if is_plain and not fd_count:
+        if is_plain and not (fds or fd_count):
             return header, functools.partial(pickle.loads, bytes(inline))
-        block, shared = None, list[memoryview]()
-        if fd_count:
+        payload, shared = None, list[memoryview]()
+        if fd_count or fds:
             try:
-                block, shared = self._map(fd_count, number, file_size)
+                payload, shared = self._map(deque(fds), is_whole, fd_count, number, file_size)
             except OSError as error:  # this process has no descriptor or memory left
+                if error.errno is None:  # of a signal's handler
+                    raise
                 return header, functools.partial(_raise, *error.args)
         if not buffer_count:
             return header, functools.partial(loads, bytes(inline), [], self.device, shared)
-        pickled, *buffers = split(block or memoryview(bytearray(inline)), buffer_count)
+        pickled, *buffers = split(payload or memoryview(bytearray(inline)), buffer_count)
         return header, functools.partial(loads, pickled, buffers, self.device, shared)
 
     def messages(self) -> Iterator[Message]:
@@ -194,23 +198,23 @@ class Connection:
     def _take_back(self, numbers: memoryview) -> None:
         """The other side has let go of these files; a negative number says that a fork of it may still have the map."""
         for (number,) in _NUMBER.iter_unpack(numbers):
-            file = self._lent.pop(abs(number), None)
-            if file is not None and number < 0:
-                file.spoil()
+            filled = self._lent.pop(abs(number), None)
+            if filled is not None and number < 0:
+                filled.spoil()
 
-    def _map(self, count: int, number: int, size: int) -> tuple[memoryview | None, list[memoryview]]:
-        """The block in the memory file, if one came, and the memory that is shared."""
-        fds, is_whole = deque(self._fds), self._has_all_fds
-        self._fds, self._has_all_fds = [], True
+    def _map(
+        self, fds: deque[int], is_whole: bool, count: int, number: int, size: int
+    ) -> tuple[memoryview | None, list[memoryview]]:
+        """The payload in the memory file, if one came, and the memory that is shared; closes ``fds``."""
         try:
             while len(fds) > count:  # of a message that was not sent after them
                 os.close(fds.popleft())
-            if not is_whole:
+            if not is_whole and count:
                 if number:
                     self._returned.append(number)
                 raise OSError(errno.EMFILE, "no free file descriptor for what came with the message")
-            block = read_file(fds.pop(), number, size, self._returned) if size else None
-            return block, [map_shared(fds.popleft()) for _ in range(len(fds))]
+            payload = read_file(fds.pop(), number, size, self._returned) if size else None
+            return payload, [map_shared(fds.popleft()) for _ in range(len(fds))]
         finally:
             for fd in fds:
                 os.close(fd)
@@ -248,24 +252,26 @@ def receive_fds(
 
     No child inherits them, while those of `socket.recv_fds` are inherited by whatever a worker starts.
     """
-    size, ancillary, told, _ = sock.recvmsg_into([packet], _ANCILLARY, flags)
+    size, ancillary, received, _ = sock.recvmsg_into([packet], _ANCILLARY, flags)
     fds = [fd for _, _, some in ancillary for fd in array.array("i", some)] if ancillary else []
-    return size, fds, not told & socket.MSG_CTRUNC
+    return size, fds, not received & _TRUNCATED
 
 
 def _buffers(packed: Packed) -> list[memoryview]:
     return [memoryview(packed.pickle), *packed.buffers]
 
 
-def _inline(packed: Packed) -> tuple[bytes | None, int]:
-    """The object as it lies in a packet, None if it is not small, and how many buffers the block holds that it is."""
+def _small_payload(packed: Packed) -> tuple[bytes | bytearray | None, int]:
+    """What a packet holds of the object, or None if that is not small; and how many buffers it is made of."""
     if not packed.buffers:
         return packed.pickle if len(packed.pickle) <= _SMALL_BYTES else None, 0
     buffers = _buffers(packed)
     return join(buffers, _SMALL_BYTES), len(buffers)
 
 
-def _filled(fill: Callable[[Sequence[memoryview]], Filling | None], buffers: Sequence[memoryview]) -> Filling | None:
+def _filled(
+    fill: Callable[[Sequence[memoryview]], FilledFile | None], buffers: Sequence[memoryview]
+) -> FilledFile | None:
     try:
         return fill(buffers)
     except OSError as error:

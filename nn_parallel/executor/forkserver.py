@@ -4,8 +4,9 @@ One per program, started for the first pool and kept for the next ones. It runs 
 pool hangs) and never looks for a GPU, so a fork of it is as good as a fresh process.
 
 Whatever its workers start ends with it: it is the subreaper of all its descendants, and watches the parent through a
-pidfd. A pipe would not do: anyone who has forked keeps its other end open. What a worker starts ends with the worker:
-its process group, and, unless the worker dies by itself, what descends from it in other groups and sessions.
+pidfd. A pipe would not do: anyone who has forked keeps its other end open. What a worker has started ends with the
+worker: its process group, and, if the worker is killed or leaves, what descends from it in other sessions. Orphans in
+other sessions end with the fork server.
 
 It stays in the parent's session. Linux shares the cores between sessions first (autogroup): with workers in another
 one, a supervisor that had something to do was left without a core for more than a second beside two busy programs.
@@ -27,6 +28,7 @@ import socket
 import traceback
 import weakref
 from collections.abc import Iterable
+from multiprocessing import resource_tracker
 
 from .connection import receive_fds
 from .worker import flush_output, work
@@ -150,6 +152,7 @@ class _Server:
             code = work(sock, control)
             atexit._run_exitfuncs()  # what user code has registered, and modules that the server has imported
             flush_output()
+            resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]  # it removes what is left, and ends
             _kill(_descendants(os.getpid()))
         except BaseException:
             traceback.print_exc()
@@ -167,7 +170,7 @@ class _Server:
             pid = ended.si_pid
             worker = self._workers.pop(pid, None)
             if worker is not None:
-                _kill_worker(pid)  # its group; still a zombie, so the number cannot belong to anyone else
+                _kill_group(pid, signal.SIGKILL)  # still a zombie: the number cannot belong to anyone else
             _, status, usage = os.wait4(pid, 0)
             _remove_shared_memory(pid)
             if worker is not None:
@@ -185,34 +188,50 @@ def _prctl(option: int, value: int) -> None:
 
 def _kill_worker(pid: int) -> None:
     """Kill a worker, its process group, and all that descends from it, in whichever session."""
+    _kill_group(pid, signal.SIGSTOP)  # so that it starts nothing any more
     descendants = _descendants(pid)  # before they lose their parent
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+    _kill_group(pid, signal.SIGKILL)
     _kill(descendants)
+
+
+def _kill_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
 
 
 def _kill_descendants() -> None:
     """Kill whatever descends from this process: as its subreaper it inherits every orphan, daemons too."""
-    while descendants := _descendants(os.getpid()):
-        _kill(descendants)
+    while _kill(_children(os.getpid())):
         with contextlib.suppress(ChildProcessError):
             pid, _ = os.waitpid(-1, 0)
             _remove_shared_memory(pid)
 
 
-def _kill(pids: Iterable[int]) -> None:
+def _kill(pids: Iterable[int]) -> bool:
+    """Kill these processes; whether there was one that this process may kill."""
+    has_killed = False
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
+            has_killed = True
+    return has_killed
 
 
 def _descendants(pid: int) -> list[int]:
     """All that descends from a process, but for those that have lost their parent."""
+    found = [pid]
+    for each in found:  # it grows on the way
+        found += _children(each)
+    return found[1:]
+
+
+def _children(pid: int) -> list[int]:
     children = list[int]()
-    for path in glob.glob(f"/proc/{pid}/task/*/children"):  # each thread has its own
-        with contextlib.suppress(OSError), open(path) as file:
-            children += map(int, file.read().split())
-    return children + [each for child in children for each in _descendants(child)]
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):  # each has its own
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                children += map(int, file.read().split())
+    return children
 
 
 def _remove_shared_memory(pid: int) -> None:

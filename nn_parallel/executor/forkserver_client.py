@@ -54,7 +54,7 @@ class ServerConnection:
         return key
 
     def signal(self, worker: int, number: int) -> None:
-        """Send a signal to a worker, SIGKILL to its process group; none if it is gone."""
+        """Send a signal to a worker, SIGKILL also to all that it has started; none if it is gone."""
         with contextlib.suppress(OSError):
             self._sock.send(f"{int(number)} {worker}".encode())
 

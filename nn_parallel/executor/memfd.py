@@ -1,4 +1,4 @@
-"""Buffers as one block of bytes, and memory files for blocks that are large: filled once, mapped by each receiver.
+"""Buffers as one payload of bytes, and memory files for large payloads: filled once, mapped by each receiver.
 
 Each receiver maps the file privately, so that it may write to what it got. Such a map shows what the sender writes
 later, in pages that the receiver has not written to itself: so a file is filled again only once nobody holds a map of
@@ -23,23 +23,23 @@ FILES_AT_ONCE = 64  # that one process fills again and again: descriptors are sc
 IDLE_BYTES = 256 << 20  # of files that wait to be filled again
 
 
-def join(buffers: Sequence[memoryview], at_most: int) -> bytes | None:
-    """A block: a table of the sizes of ``buffers``, and the buffers, each at the next multiple of 64 bytes.
+def join(buffers: Sequence[memoryview], at_most: int) -> bytearray | None:
+    """A payload: a table of the sizes of ``buffers``, and the buffers, each at the next multiple of 64 bytes in it.
 
     None if it would have more than ``at_most`` bytes.
     """
     table, spans = _layout(buffers)
     if spans[-1].stop > at_most:
         return None
-    block = bytearray(spans[-1].stop)
+    payload = bytearray(spans[-1].stop)
     for span, part in zip(spans, [table, *buffers], strict=True):
-        block[span] = part
-    return bytes(block)
+        payload[span] = part
+    return payload
 
 
-def split(block: memoryview, count: int) -> list[memoryview]:
-    """The ``count`` buffers of a block."""
-    return [block[span] for span in _spans(block[: count * _SIZE_BYTES].cast("Q"))[1:]]
+def split(payload: memoryview, count: int) -> list[memoryview]:
+    """The ``count`` buffers of a payload."""
+    return [payload[span] for span in _spans(payload[: count * _SIZE_BYTES].cast("Q"))[1:]]
 
 
 class _File:
@@ -51,6 +51,7 @@ class _File:
         self.view = memoryview(b"")
 
     def reserve(self, size: int) -> memoryview:
+        """A map of at least so many bytes."""
         if self.view.nbytes < size:
             os.ftruncate(self.fd, size)
             self.view = _map(self.fd, size, mmap.MAP_SHARED)
@@ -64,30 +65,30 @@ def _new_file() -> _File:
     return _File(os.memfd_create("nn_parallel", os.MFD_CLOEXEC))
 
 
-class Filling:
-    """A memory file that holds a block."""
+class FilledFile:
+    """A memory file that holds a payload."""
 
     def __init__(
         self, file: _File, buffers: Sequence[memoryview], give_back: Callable[[_File], None] | None = None
     ) -> None:
         """Receivers map the file, and tell by its ``number`` when they have let go of it.
 
-        When the last reference to this is gone, ``give_back`` gets the file. If None, receivers copy the block.
+        When the last reference to this is gone, ``give_back`` gets the file. If None, receivers copy the payload.
         """
         self.number = next(_numbers) if give_back else 0
         self.fd, self.buffer_count, self._file = file.fd, len(buffers), file
         table, spans = _layout(buffers)
         self.size = spans[-1].stop
-        block = file.reserve(self.size)
+        view = file.reserve(self.size)
         for span, part in zip(spans, [table, *buffers], strict=True):
-            _copy(part, block[span])
-        self._return: weakref.finalize[..., Filling] | None = None
+            _copy(part, view[span])
+        self._return: weakref.finalize[..., FilledFile] | None = None
         if give_back is not None:
             self._return = weakref.finalize(self, give_back, file)
             self._return.atexit = False
 
     @classmethod
-    def once(cls, buffers: Sequence[memoryview]) -> Filling:
+    def once(cls, buffers: Sequence[memoryview]) -> FilledFile:
         """Of a file that is not filled again; raises as `Files.fill`."""
         return cls(_new_file(), buffers)
 
@@ -106,9 +107,9 @@ class Files:
     def __init__(self) -> None:
         self._idle = deque[_File]()  # the least recently used first
         self._idle_bytes = IDLE_BYTES
-        self._in_use = weakref.WeakSet[Filling]()
+        self._in_use = weakref.WeakSet[FilledFile]()
 
-    def fill(self, buffers: Sequence[memoryview]) -> Filling | None:
+    def fill(self, buffers: Sequence[memoryview]) -> FilledFile | None:
         """Copy ``buffers`` into a file; None while too many are in use.
 
         Raises:
@@ -116,9 +117,9 @@ class Files:
         """
         if len(self._in_use) >= FILES_AT_ONCE:
             return None
-        filling = Filling(self._take(), buffers, self._give_back)
-        self._in_use.add(filling)
-        return filling
+        filled = FilledFile(self._take(), buffers, self._give_back)
+        self._in_use.add(filled)
+        return filled
 
     def close(self) -> None:
         """Keep no file to be filled again."""
@@ -143,7 +144,7 @@ class Files:
 
 
 def read_file(fd: int, number: int, size: int, returned: deque[int]) -> memoryview:
-    """The block in the file ``fd``, which is closed: mapped privately, or copied if its ``number`` is 0.
+    """The payload in the file ``fd``, which is closed: mapped privately, or copied if its ``number`` is 0.
 
     When the last view of it is gone, the number is put into ``returned``; as a negative number if this process has
     forked meanwhile, so that the child may have the map for longer.
@@ -171,7 +172,7 @@ def map_shared(fd: int) -> memoryview:
 
 
 def _layout(buffers: Sequence[memoryview]) -> tuple[memoryview, list[slice]]:
-    """The table of a block, and where in the block the table and the buffers lie."""
+    """The table of a payload, and where in the payload the table and the buffers lie."""
     table = memoryview(array.array("Q", [buffer.nbytes for buffer in buffers]))
     return table.cast("B"), _spans(table)
 

@@ -16,7 +16,7 @@ import torch
 from cloudpickle import cloudpickle
 
 from . import namespaces
-from .connection import Parcel
+from .connection import Payload
 from .namespaces import Key
 
 Globals = dict[str, Any]
@@ -146,8 +146,8 @@ class Handle:
     The workers let go of the object when the last reference to its handle is gone.
     """
 
-    def __init__(self, parcel: Parcel, what: str, owner: object) -> None:
-        self.number, self.parcel, self._what, self._owner = next(_numbers), parcel, what, owner
+    def __init__(self, payload: Payload, what: str, owner: object) -> None:
+        self.number, self.payload, self._what, self._owner = next(_numbers), payload, what, owner
         self.names = Names()  # what the object refers to: it is brought up to date by each call that this goes with
 
     def __reduce__(self) -> tuple[Any, ...]:

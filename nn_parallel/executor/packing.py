@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..calls.records import call_name
 from ..pickling import ATOMS, Packed, dumps
-from .connection import Parcel
+from .connection import Payload
 from .function_cache import FunctionCache
 from .memfd import Files
 from .names import Handle, Names, met
@@ -33,13 +33,13 @@ class PackedCall:
         self,
         name: str,
         options: CallOptions,
-        parcel: Parcel,
+        payload: Payload,
         handles: list[Handle],
         function: int = 0,
         classes: Iterable[type] = (),
     ) -> None:
         """``function`` is the number under which the workers keep it, ``classes`` what results may be instances of."""
-        self.name, self.options, self.parcel, self.handles = name, options, parcel, handles
+        self.name, self.options, self.payload, self.handles = name, options, payload, handles
         self.function, self._classes = function, classes
 
     @classmethod
@@ -49,7 +49,7 @@ class PackedCall:
 
     def release(self) -> None:
         """It is over: what was sent with it is not needed any more, but for the classes of a result not yet rebuilt."""
-        self.handles, self.parcel = [], _NOTHING
+        self.handles, self.payload = [], _NOTHING
 
 
 def _parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -101,11 +101,11 @@ class Packer:
                 handles += (unit.handle for unit in settled.units)
         finally:
             met.owner = met.handles = None
-        parcel, classes = Parcel(packed, self.files), list(names.classes)
+        payload, classes = Payload(packed, self.files), list(names.classes)
         if kept is None:
-            return PackedCall(name, options, parcel, handles, classes=classes)
+            return PackedCall(name, options, payload, handles, classes=classes)
         return PackedCall(
-            name, options, parcel, [*kept.handles, *handles] if handles else kept.handles, kept.number, classes
+            name, options, payload, [*kept.handles, *handles] if handles else kept.handles, kept.number, classes
         )
 
     def put(self, obj: Any) -> Handle:
@@ -122,7 +122,7 @@ class Packer:
         self._script.clear()
 
     def _keep(self, packed: Packed, what: str) -> Handle:
-        handle = Handle(Parcel(packed, self.files), what, self)
+        handle = Handle(Payload(packed, self.files), what, self)
         weakref.finalize(handle, self._forget, handle.number).atexit = False
         return handle
 
@@ -131,4 +131,4 @@ class Packer:
         self._on_forgotten()
 
 
-_NOTHING, _NO_ARGUMENTS = Parcel(Packed(b""), Files()), Parcel(dumps((None, (), {})), Files())
+_NOTHING, _NO_ARGUMENTS = Payload(Packed(b""), Files()), Payload(dumps((None, (), {})), Files())

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from ..polling import Spin
 
 STAND_BACK_S = 5e-4
-MOST_S = 1e6  # that one wait may last: `epoll` takes no more than some 24 days
+MAX_WAIT_S = 1e6  # that one wait may last: `epoll` takes no more than some 24 days
 AT_ONCE = 64  # answers, or outputs; `epoll` makes room for 1 023 if it is told nothing, which takes longer than to look
 
 
@@ -165,4 +165,4 @@ class Poller:
 
 
 def _seconds_to(deadline: float) -> float:
-    return min(max(0.0, deadline - time.monotonic()) + 0.001, MOST_S)
+    return min(max(0.0, deadline - time.monotonic()) + 0.001, MAX_WAIT_S)

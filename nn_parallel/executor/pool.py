@@ -353,7 +353,7 @@ class Pool:
                 if is_missed := worker in self._workers:
                     self._group += 1
                     self._workers.remove(worker)
-                if worker.has_unread and before is State.BUSY and isinstance(task, CallFuture | Item):
+                if before is State.BUSY and not worker.is_given and isinstance(task, CallFuture | Item):
                     self._queue.appendleft(task)  # for another worker
                     task = None
         if task is not None and not isinstance(task, SetUp):  # else another worker takes its place

@@ -20,7 +20,7 @@ import torch
 from .. import devices
 from ..errors import RankTimeoutError, TransferError, WorkerDiedError, exit_reason
 from ..pickling import Packed
-from .connection import Connection, Parcel
+from .connection import Connection, Payload
 from .forkserver_client import Exited, ServerConnection
 from .memfd import Files
 from .output import Output
@@ -72,7 +72,7 @@ class WorkerProcess:
         self.number = 0  # of its task
         self.deadline: Deadline | None = None
         self.stack = ""
-        self.has_unread = False  # it has exited, and not read what it was sent last: it has not begun its task
+        self.is_given = False  # its task was sent, and it has not exited without reading that
         self._stored = set[int]()  # the numbers of the handles whose objects it holds
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as given_away:
             ours, theirs = [], list[int]()
@@ -124,7 +124,7 @@ class WorkerProcess:
         )
         packed = Packed(pickle.dumps(tuple(setup)), is_plain=True)
         with contextlib.suppress(OSError):  # the fork server will tell
-            self.connection.send(TaskHeader(STARTED, is_call=False), Parcel(packed, files))
+            self.connection.send(TaskHeader(STARTED, is_call=False), Payload(packed, files))
 
     def forked(self, pid: int) -> None:
         """The fork server has told its process id; it starts now, or has started."""
@@ -140,14 +140,14 @@ class WorkerProcess:
         """It gets ``task``; sending it is the caller's."""
         if self.state is State.IDLE:
             self.state = State.BUSY
-        self.task, self.number = task, number
+        self.task, self.number, self.is_given = task, number, False
         if (timeout_s := task.call.options.timeout_s) is not None:
             self.deadline = Deadline(time.monotonic() + timeout_s, Due.ASK_FOR_STACK)
 
     def complete(self) -> None:
         """Its task, or its start, is over."""
         self.task = None
-        if self.state is not State.LEAVING:
+        if self.state is not State.LEAVING and self.state is not State.EXITED:
             self.state, self.deadline = State.IDLE, None
 
     def cancel(self) -> None:
@@ -185,13 +185,16 @@ class WorkerProcess:
         try:
             for handle in call.handles:
                 if handle.number not in self._stored:
-                    self.connection.send(TaskHeader(handle.number, is_call=False), handle.parcel)
+                    self.connection.send(TaskHeader(handle.number, is_call=False), handle.payload)
                     self._stored.add(handle.number)
-            self.connection.send(header, call.parcel)
-        except ConnectionError:  # it has exited: the fork server will tell
-            self.has_unread = True
+            self.is_given = True
+            self.connection.send(header, call.payload)
         except (OSError, TransferError) as error:
-            raise TransferError(f"{call.name} could not be sent to {self.description}: {error}") from error
+            if isinstance(error, OSError) and error.errno is None:  # of a signal's handler: it may have been sent
+                raise
+            if not isinstance(error, ConnectionError):
+                raise TransferError(f"{call.name} could not be sent to {self.description}: {error}") from error
+            self.is_given = False  # it has exited: the fork server will tell
 
     def copy_output(self) -> None:
         """Copy all that it has printed up to now, also an unfinished line."""
@@ -246,8 +249,8 @@ class WorkerProcess:
         self.control.close()
 
     def _death(self, exit: Exited) -> WorkerDiedError:
-        is_idle = self.task is None or self.has_unread
-        doing = "starting" if not self.has_started else "idle" if is_idle else f"running {self._doing}"
+        is_running = self.task is not None and self.is_given
+        doing = "starting" if not self.has_started else f"running {self._doing}" if is_running else "idle"
         message = f"{self.description} {exit_reason(exit.exitcode)} while {doing}. {exit.evidence}"
         return WorkerDiedError(message, rank=self.index, pid=self.pid, exitcode=exit.exitcode, evidence=exit.evidence)
 

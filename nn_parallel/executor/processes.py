@@ -145,13 +145,15 @@ class Processes:
     def _receive(self, worker: WorkerProcess) -> bool:
         """Take the answer that has arrived from ``worker``; False at the end of its connection."""
         try:
-            if (message := worker.connection.receive(wait=False)) is not None:
-                self._on_answer(worker, *message)
+            received = worker.connection.receive(wait=False)
         except EOFError:
             return False  # the fork server will tell the exit code
         except ConnectionResetError:
-            worker.has_unread = True
+            worker.is_given = False
             return False
+        try:
+            if received is not None:
+                self._on_answer(worker, *received)
         except BaseException:  # of a signal's handler, or a bug: what is half done is not known
             worker.kill()
             raise

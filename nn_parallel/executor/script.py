@@ -58,7 +58,7 @@ class Unit:
         if self.keys != tuple(part.key for part in parts):
             return False
         same = all(part.is_class or part.value is value for part, value in zip(parts, self._values, strict=True))
-        return same and (packed is _NOT_PACKED or self.handle.parcel.holds(packed))
+        return same and (packed is _NOT_PACKED or self.handle.payload.holds(packed))
 
 
 class Settled(NamedTuple):

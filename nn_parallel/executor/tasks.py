@@ -88,7 +88,7 @@ class Answer:
         del self._unpack  # last, as Ctrl-C may come before: it keeps the memory of the answer
         return value, raised
 
-    def _unusable(self, cause: BaseException) -> TransferError:
+    def _unusable(self, cause: BaseException) -> TransferError:  # no lines of `rebuild`: `cause` would refer to `error`
         error = TransferError(f"The result of {self._call.name} cannot be rebuilt in the parent process: {cause!r}")
         error.__cause__ = cause
         return error
@@ -107,12 +107,16 @@ class Future(concurrent.futures.Future[Any]):
         super().add_done_callback(fn if self.done() else functools.partial(self._callbacks.call, fn))
 
     def begin(self, world_size: int = 0) -> bool:
-        """Whether it is still wanted; from here on it cannot be cancelled. It begins anew if it could not be sent."""
-        return self.running() or self.set_running_or_notify_cancel()
+        """Whether it is still wanted; from here on it cannot be cancelled.
+
+        It begins again if its worker has exited and had not read it.
+        """
+        is_open = self.cancelled() or not self.done()  # else the user has completed it
+        return self.running() or (is_open and self.set_running_or_notify_cancel())
 
     def fail(self, error: Exception) -> None:
         """End it with ``error``, wherever it is, if it has not ended."""
-        if self.running() or ((self.cancelled() or not self.done()) and self.begin()):
+        if self.begin():
             with contextlib.suppress(InvalidStateError):
                 self.set_exception(error)
 
@@ -120,6 +124,8 @@ class Future(concurrent.futures.Future[Any]):
         """It has not begun, and will not."""
         if self.cancel():
             self.begin()  # tells those who wait for it
+        else:  # it was about to begin again
+            self.fail(ExecutorClosedError("The executor was shut down before the call began."))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a future belongs to the process that made it: send its result() instead")

@@ -31,7 +31,7 @@ from ..launch.context import DEFAULT_TIMEOUT, RankContext, current_world, join, 
 from ..pickling import Packed, dumps, loads
 from ..signals import CancelScope, Interrupted, keep_handler
 from ..world import World
-from .connection import Connection, Parcel, Unpack
+from .connection import Connection, Payload, Unpack
 from .memfd import Files
 from .namespaces import Answered, forget, keep, stored_object, use_main
 
@@ -95,7 +95,7 @@ def work(sock: socket.socket, control: socket.socket) -> int:
     keep_handler()
     worker = _Worker(setup)
     connection.device = worker.device
-    connection.send((STARTED, SUCCEEDED, False), Parcel(_NOTHING, files))
+    connection.send((STARTED, SUCCEEDED, False), Payload(_NOTHING, files))
     threading.Thread(target=worker.follow_orders, args=[control], name="nn_parallel orders", daemon=True).start()
     for message in arriving:
         header, unpack = message
@@ -109,11 +109,11 @@ def work(sock: socket.socket, control: socket.socket) -> int:
         flush_output()
         try:
             try:
-                parcel = Parcel(packed, files)
+                payload = Payload(packed, files)
                 del packed
-                connection.send((task.number, outcome, failed_inside), parcel)
+                connection.send((task.number, outcome, failed_inside), payload)
             except TransferError as error:
-                told = Parcel(_pack_exception(error, worker.where(task)), files)
+                told = Payload(_pack_exception(error, worker.where(task)), files)
                 connection.send((task.number, FAILED, failed_inside), told)
         except ConnectionError:  # the parent is gone
             return 0
