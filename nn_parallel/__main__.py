@@ -1,4 +1,4 @@
-"""The command line: ``nn-parallel gpus | run | doctor``, or ``python -m nn_parallel``."""
+"""The command line: ``nn-parallel gpus | run | doctor | stacks``, or ``python -m nn_parallel``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from . import GPU, LaunchError, current_world, list_gpus, parse_gpu_selection, select_gpus, verify_ddp_setup
 from .devices import accelerators, as_table, cpu_count
+from .stack_dump import by_call_site, processes_of, stacks_of, users_part
 
 PROGRAM = "nn-parallel"
 COLUMNS = {
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given[:1] == ["run"]:
             return _run(given[1:])
         options = _parser().parse_args(given)
-        return _gpus(options) if options.command == "gpus" else _doctor()
+        return {"gpus": _gpus, "doctor": _doctor, "stacks": _stacks}[options.command](options)
     except (LaunchError, ValueError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
@@ -57,6 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands.add_parser("run", help="start a script on every device, by torchrun: `run --help`")
     commands.add_parser("doctor", help="try what distributed training needs, and say what to do")
+    stacks = commands.add_parser("stacks", help="where all ranks below a process stand")
+    stacks.add_argument("pid", type=int, help="of the script, of the launcher, or of one rank, on this node")
     return parser
 
 
@@ -104,11 +107,26 @@ def _run(arguments: list[str]) -> int:
     return 0
 
 
-def _doctor() -> int:
+def _doctor(_: argparse.Namespace) -> int:
     report = verify_ddp_setup()
     if not dist.is_initialized() or current_world().is_main:  # else another rank prints it
         print(report)
     return 0 if report else 1
+
+
+def _stacks(options: argparse.Namespace) -> int:
+    found = processes_of(options.pid)
+    if not found:
+        raise ValueError(
+            f"no process that uses nn_parallel is {options.pid} or descends from it, as far as you may look into it."
+        )
+    stacks = stacks_of(found)
+    print(by_call_site({process.name: stack for process, stack in stacks.items()}))
+    for process, stack in stacks.items():
+        print(
+            f"\n{process.name} (pid {process.pid}), innermost frame first:\n{users_part(stack) or '  It did not tell.'}"
+        )
+    return 0
 
 
 def _for_cuda(gpus: list[GPU]) -> str:

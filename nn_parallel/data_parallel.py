@@ -46,7 +46,7 @@ def parallel_on_all_devices(func: Callable[P, R]) -> Callable[P, R]:
     """
 
     @functools.wraps(func)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call_in_parts(*args: P.args, **kwargs: P.kwargs) -> R:
         join_launched_world()
         devices = accelerators() if current_world().launcher == "none" else []
         if len(devices) < 2:
@@ -54,7 +54,7 @@ def parallel_on_all_devices(func: Callable[P, R]) -> Callable[P, R]:
         result: R = _split_run_gather(func, devices, args, kwargs)
         return result
 
-    return wrapper
+    return call_in_parts
 
 
 def _split_run_gather(

@@ -176,7 +176,7 @@ def _decorator(
         name = call_name(fn)
 
         @functools.wraps(fn)
-        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        def call_on_rank(*args: P.args, **kwargs: P.kwargs) -> R | None:
             here = blocks_of(join_launched_world())
             if here is None:
                 return fn(*args, **kwargs)
@@ -206,7 +206,7 @@ def _decorator(
                 raise error.with_traceback(None) from error.__cause__  # without our own frames
             return result
 
-        return wrapper
+        return call_on_rank
 
     return decorate
 

@@ -55,7 +55,7 @@ def parallelize_on_gpus(
 
     def decorate(fn: Callable[..., R]) -> Callable[..., list[R]]:
         @functools.wraps(fn)
-        def wrapper(*args: Any, **kwargs: Any) -> list[R]:
+        def call_on_all(*args: Any, **kwargs: Any) -> list[R]:
             while True:
                 pool = _shared_pool(num_gpus, pass_device, devices, timeout)
                 try:
@@ -63,7 +63,7 @@ def parallelize_on_gpus(
                 except ExecutorClosedError:  # its idle minute ended just now
                     continue
 
-        return wrapper
+        return call_on_all
 
     return decorate
 

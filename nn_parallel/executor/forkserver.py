@@ -30,6 +30,7 @@ import weakref
 from collections.abc import Iterable
 from multiprocessing import resource_tracker
 
+from ..stack_dump import children_of, descendants_of
 from .connection import receive_fds
 from .worker import flush_output, work
 
@@ -153,7 +154,7 @@ class _Server:
             atexit._run_exitfuncs()  # what user code has registered, and modules that the server has imported
             flush_output()
             resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]  # it removes what is left, and ends
-            _kill(_descendants(os.getpid()))
+            _kill(descendants_of(os.getpid()))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -189,9 +190,9 @@ def _prctl(option: int, value: int) -> None:
 def _kill_worker(pid: int) -> None:
     """Kill a worker, its process group, and all that descends from it, in whichever session."""
     _kill_group(pid, signal.SIGSTOP)  # so that it starts nothing any more
-    descendants = _descendants(pid)  # before they lose their parent
+    others = descendants_of(pid)  # before they lose their parent
     _kill_group(pid, signal.SIGKILL)
-    _kill(descendants)
+    _kill(others)
 
 
 def _kill_group(pid: int, number: int) -> None:
@@ -201,7 +202,7 @@ def _kill_group(pid: int, number: int) -> None:
 
 def _kill_descendants() -> None:
     """Kill whatever descends from this process: as its subreaper it inherits every orphan, daemons too."""
-    while _kill(_children(os.getpid())):
+    while _kill(children_of(os.getpid())):
         with contextlib.suppress(ChildProcessError):
             pid, _ = os.waitpid(-1, 0)
             _remove_shared_memory(pid)
@@ -215,23 +216,6 @@ def _kill(pids: Iterable[int]) -> bool:
             os.kill(pid, signal.SIGKILL)
             has_killed = True
     return has_killed
-
-
-def _descendants(pid: int) -> list[int]:
-    """All that descends from a process, but for those that have lost their parent."""
-    found = [pid]
-    for each in found:  # it grows on the way
-        found += _children(each)
-    return found[1:]
-
-
-def _children(pid: int) -> list[int]:
-    children = list[int]()
-    with contextlib.suppress(OSError):  # it has ended
-        for thread in os.listdir(f"/proc/{pid}/task"):  # each has its own
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
-                children += map(int, file.read().split())
-    return children
 
 
 def _remove_shared_memory(pid: int) -> None:

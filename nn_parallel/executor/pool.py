@@ -20,6 +20,7 @@ import torch
 from ..devices import cpu_count
 from ..errors import ExecutorClosedError, ParallelError, TransferError
 from ..signals import DeferredSignals
+from ..stack_dump import offer_stack
 from .connection import Header, Unpack
 from .forkserver_client import Exited, close_at_exit, take_standard_descriptors
 from .packing import PackedCall, Packer
@@ -38,6 +39,7 @@ class Pool:
 
     def __init__(self, settings: Settings) -> None:
         take_standard_descriptors()
+        offer_stack()
         self._pid = os.getpid()
         self._idle_limit_s = math.inf if settings.idle_limit_s is None else settings.idle_limit_s
         self._lock = threading.Lock()

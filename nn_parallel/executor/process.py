@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from .. import devices
 from ..errors import RankTimeoutError, TransferError, WorkerDiedError, exit_reason
 from ..pickling import Packed
+from ..stack_dump import by_call_site, is_whole, users_part
 from .connection import Connection, Payload
 from .forkserver_client import Exited, ServerConnection
 from .memfd import Files
@@ -106,7 +106,7 @@ class WorkerProcess:
     @property
     def has_told_stack(self) -> bool:
         """Whether all of its stack is here, to the outermost frame or to where faulthandler stops."""
-        return self.stack.endswith((" in <module>\n", "  ...\n"))
+        return is_whole(self.stack)
 
     # Transitions
 
@@ -228,8 +228,8 @@ class WorkerProcess:
     def where_it_stands(self) -> str:
         """The Python stack of its main thread down to the task, or why there is none."""
         if self.stack:
-            user, _, _ = self.stack.partition(_FIRST_FRAME_OF_OURS)
-            return user.rstrip() if "File" in user else f"  In C code of {self._doing}, with no Python frame."
+            user = users_part(self.stack)
+            return user if "File" in user else f"  In C code of {self._doing}, with no Python frame."
         with contextlib.suppress(OSError), open(f"/proc/{self.pid}/stat") as file:
             if file.read().rpartition(")")[2].split()[0] in "Tt":
                 return "  It is stopped (SIGSTOP)."
@@ -266,10 +266,10 @@ def timeout_error(task: Task | SetUp | None, silent: Iterable[WorkerProcess]) ->
         what, limit = task.call.name, f"timeout={task.call.options.timeout_s:g} s"
     silent = sorted(silent, key=lambda worker: worker.index)
     stacks = {worker.index: worker.where_it_stands() for worker in silent}
+    sites = by_call_site({f"rank {worker.index}": worker.stack for worker in silent})
     told = "\n".join(f"{worker.description}:\n{stacks[worker.index]}" for worker in silent)
     return RankTimeoutError(
-        f"{what} did not end within {limit}. Where its workers stand:\n{told}", ranks=list(stacks), stacks=stacks
+        f"{what} did not end within {limit}. Where its workers stand:\n{sites}\n\n{told}",
+        ranks=list(stacks),
+        stacks=stacks,
     )
-
-
-_FIRST_FRAME_OF_OURS = f'  File "{devices.__file__}", line'.encode("ascii", "backslashreplace").decode()

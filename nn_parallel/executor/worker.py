@@ -30,6 +30,7 @@ from ..errors import Failure, ParallelError, RemoteError, TransferError, qualifi
 from ..launch.context import DEFAULT_TIMEOUT, RankContext, current_world, join, rank_context
 from ..pickling import Packed, dumps, loads
 from ..signals import CancelScope, Interrupted, keep_handler
+from ..stack_dump import offer_stack
 from ..world import World
 from .connection import Connection, Payload, Unpack
 from .memfd import Files
@@ -93,6 +94,7 @@ def work(sock: socket.socket, control: socket.socket) -> int:
     setup = Setup(*unpack())
     _become_like_the_parent(setup)
     keep_handler()
+    offer_stack(f"rank {setup.rank}")
     worker = _Worker(setup)
     connection.device = worker.device
     connection.send((STARTED, SUCCEEDED, False), Payload(_NOTHING, files))

@@ -16,6 +16,7 @@ from ..devices import as_table, hardware_id
 from ..errors import LaunchError, ParallelError, summary
 from ..polling import looks
 from ..signals import DeferredSignals
+from ..stack_dump import offer_stack
 from .context import RankContext, world_of
 from .environment import Launch, is_loopback
 from .liveness import connect_nodes
@@ -37,6 +38,7 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         LaunchError: on every rank, if one of them does not come, or has no device; or, if ``device`` is None, if two
             have the same.
     """
+    offer_stack(f"rank {launch.rank}")
     refusal = ""
     try:
         world = world_of(launch, device)
