@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Executor, Future
 from datetime import timedelta
 from types import TracebackType
@@ -13,9 +13,11 @@ from typing import Any, Never, NoReturn, Self, TypeVar
 
 import torch
 
+from ..calls.records import call_name
 from ..ddp import as_seconds, join_launched_world
 from ..devices import choose_devices, count, cpu_count
 from ..errors import ParallelError, RankError
+from ..progress import Progress
 from .launched import LaunchedRanks
 from .local import LocalWorkers
 from .packing import CallOptions
@@ -155,13 +157,20 @@ class ParallelExecutor(Executor):
         return self._backend.submit(fn, args, kwargs, self._options)
 
     def map(
-        self, fn: Callable[..., R], *iterables: Iterable[Any], timeout: float | None = None, chunksize: int = 1
+        self,
+        fn: Callable[..., R],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int = 1,
+        progress: Any = False,
     ) -> Iterator[R]:
         """Call ``fn`` on every item, the items spread over the devices as these become free.
 
         Args:
             timeout: seconds from this call until a result must be there; `TimeoutError` from the iterator otherwise.
             chunksize: how many items go to a device at a time.
+            progress: True, or a bar of tqdm: it counts the results as they are taken; under a launcher, on rank 0, its
+                share of the items. With True there is a bar in a notebook or on a terminal, and none elsewhere.
 
         Returns:
             An iterator over the results, in the order of the items; an exception of ``fn`` comes out at its place.
@@ -169,14 +178,17 @@ class ParallelExecutor(Executor):
 
         Raises:
             ValueError: ``chunksize`` is below one.
+            TypeError: ``progress`` is no bar. ImportError: it is True, and tqdm is not installed.
             ExecutorClosedError: after `shutdown`. RankError: under a launcher, as `run`.
 
         Example::
 
             list(ex.map(lambda x, device: x * 2, range(4)))  # [0, 2, 4, 6]
         """
+        total = min((len(each) for each in iterables if isinstance(each, Sized)), default=None)
+        shown = Progress(progress, total, call_name(fn))
         items = zip(*iterables, strict=False)
-        return self._backend.map(fn, items, self._options, timeout, count("chunksize", chunksize))
+        return self._backend.map(fn, items, self._options, timeout, count("chunksize", chunksize), shown)
 
     def put(self, obj: Any) -> Any:
         """Send ``obj`` once to each worker that needs it, and hand out a handle to pass to any number of calls.

@@ -19,6 +19,7 @@ from ..errors import ExecutorClosedError, ParallelError, rank_error, user_frames
 from ..exchange import all_gather_packed
 from ..launch.context import RankContext
 from ..pickling import dumps
+from ..progress import Progress
 from .packing import CallOptions
 from .worker import in_this_process
 
@@ -74,11 +75,13 @@ class LaunchedRanks:
         options: CallOptions,
         timeout_s: float | None,
         chunksize: int,
+        progress: Progress,
     ) -> Iterator[R]:
         """As `ParallelExecutor.map`; each item is the arguments of a call."""
         items, rank, size = list(items), self._context.rank, self._context.world_size
-        share = functools.partial(_call_each, fn, items[rank::size])
-        shares = self._run(share, (), {}, options, call_name(fn), "map()")
+        mine = items[rank::size]
+        counted = progress._replace(total=len(mine)).counted(mine) if rank == 0 else mine
+        shares = self._run(functools.partial(_call_each, fn, counted), (), {}, options, call_name(fn), "map()")
         return iter([shares[index % size][index // size] for index in range(len(items))])
 
     def put(self, obj: Any) -> Any:

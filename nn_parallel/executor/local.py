@@ -18,6 +18,7 @@ import torch
 
 from ..calls.records import call_name
 from ..errors import ParallelError, TransferError
+from ..progress import Progress
 from .packing import CallOptions, PackedCall
 from .pool import Pool
 from .tasks import CallFuture, Item, Mapped, Resize, Run
@@ -63,14 +64,15 @@ class LocalWorkers:
         options: CallOptions,
         timeout_s: float | None,
         chunksize: int,
+        progress: Progress,
     ) -> Iterator[Any]:
         """As `ParallelExecutor.map`; each item is the arguments of a call."""
         name = call_name(fn)
         if chunksize == 1:
-            return self._map(fn, items, options, timeout_s, name)
+            return progress.counted(self._map(fn, items, options, timeout_s, name))
         chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
         each = functools.partial(call_each, fn)  # no more than that, so that the workers can keep it
-        return _joined(self._map(each, zip(chunks, strict=True), options, timeout_s, name))
+        return progress.counted(_joined(self._map(each, zip(chunks, strict=True), options, timeout_s, name)))
 
     def put(self, obj: Any) -> Any:
         """As `ParallelExecutor.put`."""
