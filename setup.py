@@ -13,7 +13,11 @@ setup(
     # hook. Mypy does not know that, and it is asked too late where this folder, itself no package, is found by name.
     package_dir={"": "."},
     packages=find_packages(include=["nn_parallel", "nn_parallel.*"]),
-    entry_points={"console_scripts": ["nn-parallel = nn_parallel.__main__:main"]},
+    py_modules=["pytest_nn_parallel"],
+    entry_points={
+        "console_scripts": ["nn-parallel = nn_parallel.__main__:main"],
+        "pytest11": ["nn_parallel = pytest_nn_parallel"],
+    },
     package_data={"nn_parallel": ["py.typed"]},
     python_requires=">=3.11",
     install_requires=["torch>=2.8", "cloudpickle>=3.0", "nvidia-ml-py>=12"],

@@ -6,6 +6,7 @@ The files, from the bottom up; each knows only those before it in this list::
     devices, gpus               which devices there are; what NVML tells of GPUs
     pickle_diagnostics          which part of an object cannot be pickled
     pickling                    objects to bytes and back
+    stack_dump                  where the processes of a job stand, as another one sees it
     signals, polling            what is raised in the main thread from outside; looking for something again and again
     world                       who a process is among the ranks
     launch                      how the ranks are started, find each other, are connected, and know who is dead:
@@ -27,6 +28,7 @@ The files, from the bottom up; each knows only those before it in this list::
         model, data, logs       the model, the data and the log lines of each rank
         states                  what of them is stored in a checkpoint, and whether it fits
         checkpoint, profiling   save_checkpoint, load_checkpoint; profile_ranks
+    progress                    the bar of a map
     executor                    ParallelExecutor:
         memfd, connection       memory files for what is large; messages
         namespaces              what functions and classes that travel by value find in a worker
@@ -45,6 +47,7 @@ The files, from the bottom up; each knows only those before it in this list::
         executor                the class itself
     shared_pool, data_parallel  parallelize_on_gpus; parallel_on_all_devices
     doctor                      verify_ddp_setup
+    testing                     tests that run on several ranks, for pytest
     __main__                    the command line
 
 Importing it starts nothing: no process, no thread, no GPU.

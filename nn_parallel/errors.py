@@ -19,7 +19,7 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -194,6 +194,18 @@ def rank_error(function: str, world_size: int, failures: Mapping[int, Exception]
     cause, *others = causes
     also = f" (and then on rank{'s' * (len(others) > 1)} {', '.join(map(str, others))})" if others else ""
     return RankError(f"{function} failed on rank {cause} of {world_size}{also}: {summary(causes[cause])}", causes)
+
+
+def rank_names(ranks: Iterable[int]) -> str:
+    """``"rank 3"``, or ``"ranks 0, 2-7"``."""
+    runs = list[list[int]]()
+    for rank in sorted(ranks):
+        if runs and rank <= runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    named = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank {named}" if named.isdecimal() else f"ranks {named}"
 
 
 def qualified_name(kind: type) -> str:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from . import devices
-from .errors import PACKAGE_FOLDER
+from .errors import PACKAGE_FOLDER, rank_names
 
 SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2
 WITHIN_S = 0.5  # for a process to write its stack, which takes a millisecond where it gets a core
@@ -124,18 +124,14 @@ def users_part(stack: str) -> str:
 
 def _together(names: Iterable[str]) -> str:
     """``ranks 0, 2-7``, and other names after them."""
-    runs, others = list[list[int]](), list[str]()
+    ranks, others = list[int](), list[str]()
     for name in names:
         rank = re.fullmatch(r"rank (\d+)", name)
         if rank is None:
             others.append(name)
-        elif runs and int(rank[1]) == runs[-1][1] + 1:
-            runs[-1][1] += 1
         else:
-            runs.append([int(rank[1])] * 2)
-    ranks = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in sorted(runs))
-    is_one = len(runs) == 1 and runs[0][0] == runs[0][1]
-    return ", ".join(([f"rank{'' if is_one else 's'} {ranks}"] if runs else []) + others)
+            ranks.append(int(rank[1]))
+    return ", ".join(([rank_names(ranks)] if ranks else []) + others)
 
 
 def _found(pid: int) -> Iterator[Process]:

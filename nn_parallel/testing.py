@@ -1,0 +1,118 @@
+"""Tests that run on several ranks: a plugin for pytest, which installing the package installs.
+
+A test that is marked with ``@pytest.mark.ranks(2)`` runs on two ranks at once, each a process on the CPU, in a pool
+that is kept for the next test. It gets the same fixtures and parameters, and has the same rewritten asserts, as a test
+in pytest's own process::
+
+    @pytest.mark.ranks(2)
+    def test_the_sum_is_that_of_all_ranks() -> None:
+        total = torch.ones(1) * (initialize_ddp().rank + 1)
+        dist.all_reduce(total)
+        assert total.item() == 3
+
+The test fails if it fails on any rank: the report shows each failure once, with the ranks that have it and their
+traceback there. What the ranks print is captured as usual, each line with its rank before it. A test that rank 0 skips
+is skipped. Fixtures are set up in pytest's own process, and their values are sent to the ranks: what cannot be pickled,
+as ``capsys``, is a `TransferError` that names it. ``monkeypatch`` is each rank's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from .devices import count
+from .errors import ParallelError, RankError, RemoteTraceback, rank_names
+from .executor.executor import ParallelExecutor
+
+_TOLD = pytest.StashKey[str]()
+_POOLS = pytest.StashKey[dict[int, ParallelExecutor]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """There are no ranks yet."""
+    config.stash[_POOLS] = {}
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the ranks."""
+    for pool in config.stash[_POOLS].values():
+        pool.shutdown()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Call the test on every rank, if it is marked so."""
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    fixtures = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    try:
+        pool = _pool(pyfuncitem.config.stash[_POOLS], *marker.args, **marker.kwargs)
+        with _by_value(pyfuncitem.module):
+            reasons = pool.run(_call, pyfuncitem.obj, **fixtures)
+    except RankError as error:
+        pyfuncitem.stash[_TOLD] = _told_by_all(error)
+        raise error.exceptions[0] from None  # of its own type, as a test that is expected to fail may ask for
+    except (ParallelError, TypeError, ValueError) as error:  # of a fixture that cannot be sent, of the marker
+        pytest.fail(str(error), pytrace=False)
+    if reasons[0] is not None:
+        pytest.skip(reasons[0])
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what the ranks tell, in the place of a traceback that ends where they were called."""
+    report = yield
+    if report.when == "call" and report.failed and (told := item.stash.get(_TOLD, None)):
+        report.longrepr = told
+    return report
+
+
+def _pool(pools: dict[int, ParallelExecutor], n: Any = None) -> ParallelExecutor:
+    """That of as many ranks as the marker says."""
+    n = count("n of @pytest.mark.ranks(n)", n)
+    if n not in pools:
+        pools[n] = ParallelExecutor(num_workers=n, devices="cpu", prefix_output=True, pass_device=False)
+    return pools[n]
+
+
+def _call(test: Callable[..., object], /, **fixtures: Any) -> str | None:
+    """Run the test on this rank; why, if it skips itself."""
+    with contextlib.ExitStack() as undo:
+        for name, value in fixtures.items():
+            if isinstance(value, pytest.MonkeyPatch):
+                fixtures[name] = undo.enter_context(pytest.MonkeyPatch.context())
+        try:
+            test(**fixtures)
+        except pytest.skip.Exception as skipped:
+            return str(skipped.msg)
+    return None
+
+
+@contextlib.contextmanager
+def _by_value(module: Any) -> Iterator[None]:
+    """Send the functions of a module as they are here, with rewritten asserts, and not for the ranks to import."""
+    if module.__name__ in cloudpickle.list_registry_pickle_by_value():
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _told_by_all(error: RankError) -> str:
+    """The tracebacks of the ranks that have failed, equal ones together."""
+    ranks = dict[str, list[int]]()
+    for rank, failure in error.failures.items():
+        cause = failure.__cause__
+        told = cause.tb if isinstance(cause, RemoteTraceback) else f"{type(failure).__name__}: {failure}\n"
+        ranks.setdefault(told, []).append(rank)
+    return "\n".join(f"On {rank_names(some)}:\n\n{told}" for told, some in ranks.items())
