@@ -188,11 +188,17 @@ class Failure(NamedTuple):
 def rank_error(function: str, world_size: int, failures: Mapping[int, Exception]) -> RankError:
     """A `RankError` of failures in the order of their arrival, the cause first.
 
-    A connection that was lost because another rank had failed is no failure of its own.
+    A connection that was lost because another rank had failed is no failure of its own. A traceback that several ranks
+    have is shown once.
     """
     causes = {rank: failure for rank, failure in failures.items() if not lost_connection(failure)} or failures
     cause, *others = causes
-    also = f" (and then on rank{'s' * (len(others) > 1)} {', '.join(map(str, others))})" if others else ""
+    also = f" (and then on {rank_names(others)})" if others else ""
+    shown = dict[str, int]()
+    for rank, failure in causes.items():
+        remote = failure.__cause__
+        if isinstance(remote, RemoteTraceback) and (first := shown.setdefault(remote.tb, rank)) != rank:
+            remote.__notes__ = [f"The traceback is the same as on rank {first}."]
     return RankError(f"{function} failed on rank {cause} of {world_size}{also}: {summary(causes[cause])}", causes)
 
 

@@ -431,3 +431,20 @@ def test_a_lost_connection_is_known_by_its_words(error: Exception, lost: bool) -
 def test_a_summary_is_one_line(error: Exception, text: str) -> None:
     """Type and first line, and a mark where there is more."""
     assert summary(error) == text
+
+
+def test_a_traceback_that_several_ranks_have_is_shown_once() -> None:
+    """The other ranks refer to it; `tb` is whole on each."""
+    failures = {}
+    for rank in range(4):
+        try:
+            raise ValueError("odd" if rank == 3 else "everywhere")
+        except ValueError as error:
+            failures[rank] = Failure.of(error, f"rank {rank} of 4").rebuild({"ValueError": ValueError})
+    error = rank_error("save()", 4, failures)
+    text = "".join(traceback.format_exception(error))
+    assert "save() failed on rank 0 of 4 (and then on ranks 1-3): ValueError: everywhere" in text
+    assert text.count("raise ValueError(") == 2  # of ranks 0 and 3
+    assert text.count("The traceback is the same as on rank 0.") == 2
+    causes = [failure.__cause__ for failure in error.failures.values()]
+    assert all(isinstance(cause, RemoteTraceback) and "raise ValueError(" in cause.tb for cause in causes)

@@ -1192,3 +1192,12 @@ def test_a_worker_that_is_being_killed_gets_no_new_task(ex: ParallelExecutor) ->
         with pytest.raises(RankError):
             ex.run(lambda: time.sleep(0.2) if current_world().rank == 0 else 1 / 0)
         assert ex.run(lambda: 1) == [1, 1]
+
+
+def test_what_is_shown_of_an_executor() -> None:
+    """Its workers and their devices; that it is shut down."""
+    with ParallelExecutor(num_workers=3, devices="cpu") as ex:
+        assert repr(ex) == "<ParallelExecutor: workers: 3 on cpu>"
+        ex.resize(2)
+        assert repr(ex) == "<ParallelExecutor: workers: 2 on cpu>"
+    assert repr(ex) == "<ParallelExecutor: shut down>"

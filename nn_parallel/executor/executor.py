@@ -240,6 +240,9 @@ class ParallelExecutor(Executor):
     ) -> None:
         self._backend.__exit__(kind, error, traceback)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._backend}>"
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "an executor belongs to the process that made it: make its calls there with what the function returns, or "

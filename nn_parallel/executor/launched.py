@@ -36,6 +36,14 @@ class LaunchedRanks:
         self._closed = False
         self._block: contextlib.AbstractContextManager[None] | None = None
 
+    def __str__(self) -> str:
+        world = self._context.world
+        return (
+            "shut down"
+            if self._closed
+            else f"rank {world.rank} of {world.world_size} on {world.device}, by {world.launcher}"
+        )
+
     def check_choice(self, num_gpus: int | None, devices: Any, num_workers: int | None) -> None:
         """Nothing is chosen here: what is asked for must be what is there, so that one file runs both ways.
 

@@ -33,6 +33,9 @@ class LocalWorkers:
         self._devices_for, self.pool = devices_for, pool
         weakref.finalize(self, Pool.orphan, pool).atexit = False
 
+    def __str__(self) -> str:
+        return str(self.pool)
+
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions) -> list[Any]:
         """As `ParallelExecutor.run`."""
         run = Run(self.pool.packer.pack(fn, args, kwargs, options))

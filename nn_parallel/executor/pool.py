@@ -68,6 +68,10 @@ class Pool:
         self.thread.start()
         close_at_exit.add(self)
 
+    def __str__(self) -> str:
+        devices = ", ".join(f"{n} on {device}" for device, n in Counter(map(str, self._devices)).items())
+        return "shut down" if self.has_ended else f"workers: {devices}"
+
     # What is asked of it, in any thread
 
     @property
