@@ -22,6 +22,7 @@ setup(
     python_requires=">=3.11",
     install_requires=["torch>=2.8", "cloudpickle>=3.0", "nvidia-ml-py>=12"],
     extras_require={
+        "docs": ["mkdocs-material", "mkdocstrings[python]", "ruff"],
         "examples": ["matplotlib", "pyyaml", "scikit-learn", "tqdm"],
         "peers": ["joblib", "loky", "matplotlib", "ray", "torchrunx"],
         "test": [

@@ -50,7 +50,11 @@ def initialize_ddp(
             backend for its tensors otherwise.
         device: of this rank. If None or ``"cuda"``: the accelerator of the local rank, or the CPU where there is none;
             no two ranks then get the same one. With a number they may share one, as far as the backend can.
-        rank, world_size, local_rank, master_addr, master_port: win over the environment.
+        rank: of this process; it wins over the environment, as the next four do.
+        world_size: how many ranks there are.
+        local_rank: of this process among those of its node.
+        master_addr: the host of rank 0.
+        master_port: the port where rank 0 listens.
         fallback: where the environment is broken, warn and go on alone instead of raising.
 
     Returns:
