@@ -24,7 +24,7 @@ from .errors import PACKAGE_FOLDER, rank_names
 
 SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2
 WITHIN_S = 0.5  # for a process to write its stack, which takes a millisecond where it gets a core
-_NAME = "nn_parallel stack of "
+_NAME = "stack of nn_parallel "
 
 
 class Process(NamedTuple):

@@ -167,4 +167,4 @@ def _open_files() -> Iterator[str]:
             target = os.readlink(f"/proc/self/fd/{fd}")
         except FileNotFoundError:  # the listing itself
             continue
-        yield target.split(":")[0] if target.startswith(("socket:", "pipe:")) else target
+        yield target.split(":")[0] if target.startswith(("socket:", "pipe:", "/memfd:stack of")) else target

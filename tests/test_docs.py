@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from notebook import run_cells
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -42,6 +44,13 @@ def _comparable(text: str) -> str:
     text = re.sub(r'File "executor.py", line \d+, in run', 'File "executor.py", line N, in run', text)
     text = re.sub(r"\(pid \d+ on [^)]*\)", "(pid N on HOST)", text)
     return re.sub(r"RuntimeError: \[.*", "RuntimeError: [...]", text)
+
+
+def test_the_notebook() -> None:
+    """Its cells, in a kernel, print what stands under them."""
+    cells = [cell for cell in json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"] if "outputs" in cell]
+    expected = [("".join(text for output in cell["outputs"] for text in output["text"]), None) for cell in cells]
+    assert run_cells(*("".join(cell["source"]) for cell in cells)) == expected
 
 
 def test_links_lead_somewhere() -> None:
