@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from notebook import run_cells
 
+import nn_parallel
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPET = re.compile(r"^```python\n(.*?)^```\n(?:\s*^```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
@@ -58,6 +60,22 @@ def test_links_lead_somewhere() -> None:
     for document in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_every_environment_variable_is_told() -> None:
+    """What the package reads or sets by name stands in the reference."""
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text()
+    sources = "".join((ROOT / "nn_parallel" / name).read_text() for name in ("launch/environment.py", "ddp.py"))
+    named = set(re.findall(r'"((?:[A-Z0-9]+_)+[A-Z0-9]+|RANK)"', sources))
+    assert len(named) > 40
+    assert {name for name in named if f"`{name}`" not in page} == set()
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """On one of its pages."""
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    documented = re.findall(r"^::: nn_parallel\.(\w+)$", pages, re.MULTILINE)
+    assert sorted(documented) == sorted([*nn_parallel.__all__, "testing"])
 
 
 def test_the_figures_are_those_of_the_recorded_run() -> None:
