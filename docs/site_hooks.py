@@ -1,4 +1,4 @@
-"""A hook of MkDocs: the README is the home page of the site, with links as the site has them."""
+"""Hooks of MkDocs: the README is the home page of the site, and docstrings look as Markdown does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ ROOT = Path(__file__).parent.parent
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the home page."""
+    """Add the home page: the README, with links as the site has them."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     files.append(File.generated(config, "index.md", content=re.sub(r"\]\(docs/", "](", text)))
     return files
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """In a docstring ``Example::`` stands before code."""
+    return html.replace("::</p>", ":</p>")
