@@ -105,6 +105,7 @@ def outcome_of_a_block(body: Callable[[int], None]) -> dict[str, Any]:
     return told | {"total": int(total)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failure_in_the_block_is_raised_on_all_ranks(two: Ranks, wait: Callable[[], None], failing: int) -> None:
@@ -145,6 +146,7 @@ def test_the_others_are_freed_within_100_ms(two: Ranks) -> None:
     assert min(freed - raised for freed, raised in times) < 0.1
 
 
+@pytest.mark.slow
 def test_ranks_leave_the_block_together(three: Ranks) -> None:
     """A slow rank is waited for; what follows the block begins on all ranks after its end."""
 
@@ -444,6 +446,7 @@ def test_a_failure_that_python_cannot_write_down(two: Ranks) -> None:
     assert two.run(scenario) == ["KeyError"] * 2
 
 
+@pytest.mark.slow
 def test_a_rank_with_many_open_files(two: Ranks) -> None:
     """Descriptors above 1024, which `select` cannot wait for, do not blind the watcher."""
 
@@ -467,6 +470,7 @@ def test_a_rank_with_many_open_files(two: Ranks) -> None:
         assert ranks.run(scenario) == [{1: "many"}] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [wait_in_collective, initialize_ddp])
 def test_a_block_inside_that_the_other_has_left_behind(two: Ranks, wait: Callable[[], None]) -> None:
     """Rank 1 skips the block inside and is at the end of the outer one; rank 0 would wait in it for ever."""
@@ -516,6 +520,7 @@ def test_an_executor_is_closed_by_its_block(two: Ranks) -> None:
     two.run(scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skipping", [0, 1])
 def test_a_rank_that_never_enters_is_named(skipping: int) -> None:
     """A rank skips the block and makes another call: both learn of it, with both places."""
@@ -569,6 +574,7 @@ def test_ranks_of_a_pool_that_went_through_unequal_blocks() -> None:
         assert pool.run(lambda: ParallelExecutor().run(int)) == [[0, 0]] * 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_before_the_block_is_named() -> None:
     """Rank 1 ends its program where rank 0 enters the block and waits in a collective, or for its end."""
 
@@ -602,6 +608,7 @@ def test_a_rank_that_leaves_while_the_other_is_in_a_collective(two: Ranks) -> No
         assert told["total"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [sleep, spin, wait_in_collective, wait_at_the_end])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_rank_is_a_failure_of_the_block(wait: Callable[[], None], victim: int) -> None:
@@ -626,6 +633,7 @@ def test_a_killed_rank_is_a_failure_of_the_block(wait: Callable[[], None], victi
             assert answer[1] < AT_ONCE_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [sleep, spin, wait_in_collective])
 def test_a_timeout_tells_where_the_silent_rank_stands(two: Ranks, wait: Callable[[], None]) -> None:
     """`timeout` of the executor ends a hang of `run` on every rank, with the stack of the rank that hangs."""
@@ -660,6 +668,7 @@ def fail_beside_a_collective() -> None:
         wait_in_collective()
 
 
+@pytest.mark.slow
 def test_whoever_enters_a_collective_late_is_freed_too() -> None:
     """Many ranks on few cores: some write to a peer that has been freed, and has closed the group, already."""
 
@@ -700,6 +709,7 @@ def test_nothing_of_a_failed_block_stays(two: Ranks) -> None:
         assert len(set(found)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["block", "run"])
 def test_models_are_dropped_after_failures(two: Ranks, how: str) -> None:
     """A model that was prepared with a closed group is destroyed at any moment, and no rank waits for the GIL then."""
@@ -791,6 +801,7 @@ while time.monotonic() < end:
     (tmp_path / "times").unlink()
 
 
+@pytest.mark.slow
 def test_a_rank_is_freed_by_its_backend_s_own_abort() -> None:
     """As NCCL has one. A stand-in for it, whose collectives are deaf to signals until somebody aborts their group."""
 

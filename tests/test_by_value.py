@@ -473,6 +473,7 @@ with ParallelExecutor(num_workers=1, devices="cpu") as ex:
     assert _run(code, tmp_path) == [*(f"{path} {said}" for path in expected), "[3]"]
 
 
+@pytest.mark.slow
 def test_a_notebook_s_newest_definition_counts() -> None:
     """Functions and classes are defined anew cell after cell."""
     cells = [

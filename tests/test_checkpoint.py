@@ -111,6 +111,7 @@ def two() -> Any:
         yield ex
 
 
+@pytest.mark.slow
 def test_resumed_training_is_the_uninterrupted_run_bit_for_bit(world: World, tmp_path: Path) -> None:
     """Model, optimizer, scheduler, scaler, average, order of the data, random numbers of every rank, epoch."""
 
@@ -138,6 +139,7 @@ def test_resumed_training_is_the_uninterrupted_run_bit_for_bit(world: World, tmp
     assert os.listdir(tmp_path) == ["last.pt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved_by", ["ddp", "fsdp"])
 def test_a_checkpoint_loads_at_any_number_of_ranks(two: ParallelExecutor, tmp_path: Path, saved_by: str) -> None:
     """2 ranks -> 1 -> 4, sharded or not: the same numbers in model and optimizer."""
@@ -556,6 +558,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """SIGKILL at 100 random moments of `save_checkpoint`: the file loads, and is the last or the one after."""
     path, moments = tmp_path / "a.pt", random.Random(0)
@@ -593,6 +596,7 @@ print(step)
 """
 
 
+@pytest.mark.slow
 def test_two_jobs_that_save_to_one_path_do_not_mix_their_files(tmp_path: Path) -> None:
     """There is always the whole checkpoint of one of them, whoever comes last, and neither gets an error."""
     path = tmp_path / "a.pt"

@@ -81,6 +81,7 @@ def test_gpus_as_json(fake: dict[str, str]) -> None:
     }
 
 
+@pytest.mark.slow
 def test_gpus_chosen_for_cuda(fake: dict[str, str]) -> None:
     """What is printed is a value for CUDA_VISIBLE_DEVICES, and nothing but that."""
     assert _command("gpus", "--auto", "2", **fake).stdout == "GPU-11ab-1,GPU-00ab-0\n"
@@ -91,6 +92,7 @@ def test_gpus_chosen_for_cuda(fake: dict[str, str]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_gpus_chosen_on_a_terminal(fake: dict[str, str]) -> None:
     """It shows the table, asks, and prints the choice alone into the pipe."""
     ours, theirs = pty.openpty()
@@ -109,6 +111,7 @@ def test_gpus_chosen_on_a_terminal(fake: dict[str, str]) -> None:
     assert "--choose asks on a terminal, and there is none: use --auto N" in refused.stderr
 
 
+@pytest.mark.slow
 def test_without_a_driver(fake: dict[str, str], tmp_path: Path) -> None:
     """One line that says so, on the side where it is not taken for a value, and no failure."""
     (tmp_path / "fake" / "pynvml.py").write_text("def nvmlInit(): raise OSError('no library')")
@@ -136,6 +139,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_run_starts_a_rank_per_core_or_gpu(script: Path, fake: dict[str, str], tmp_path: Path) -> None:
     """Without a number: as many as there are; with a selection of GPUs, these; and the cores are shared out."""
     cores = len(os.sched_getaffinity(0))
@@ -150,6 +154,7 @@ def test_run_starts_a_rank_per_core_or_gpu(script: Path, fake: dict[str, str], t
     assert (tmp_path / "1").read_text() == f"[] 1 2 {threads} GPU-22ab-2,GPU-00ab-0\n"
 
 
+@pytest.mark.slow
 def test_run_passes_on_what_is_torchruns(script: Path, tmp_path: Path) -> None:
     """A module, a port, a number of ranks; and the status of ranks that fail."""
     options = ["--nproc=1", f"--master-port={free_port()}", "--nnodes=1"]
@@ -162,6 +167,7 @@ def test_run_passes_on_what_is_torchruns(script: Path, tmp_path: Path) -> None:
     assert "exitcode  : 1" in done.stderr
 
 
+@pytest.mark.slow
 def test_run_with_what_cannot_be(script: Path) -> None:
     """GPUs that are not there; no ranks; nothing to run; and the help says what there is."""
     done = _command("run", "--gpus", "9", str(script))
@@ -177,6 +183,7 @@ def test_run_with_what_cannot_be(script: Path) -> None:
     assert "--gpus SEL" in told
 
 
+@pytest.mark.slow
 def test_the_doctor_alone() -> None:
     """A line for each part, all of them good here, and status 0."""
     done = _command("doctor")
@@ -190,6 +197,7 @@ def test_the_doctor_alone() -> None:
     assert re.search(r"all_reduce of 16 MiB among 2 ranks in [\d.]+ ms, [\d.e+-]+ GB/s", done.stdout)
 
 
+@pytest.mark.slow
 def test_the_doctor_says_what_is_wrong() -> None:
     """A broken launch environment, and an interface that does not exist: failed, what it is, and status 1."""
     broken = _command("doctor", WORLD_SIZE="2")
@@ -222,6 +230,7 @@ def test_the_doctor_of_an_old_torch(tmp_path: Path) -> None:
     assert advice.strip() == "-> install torch >= 2.8"
 
 
+@pytest.mark.slow
 def test_the_doctor_in_a_source_tree_that_is_not_installed(tmp_path: Path) -> None:
     """Its version is not known, and all else works: the package alone, with what is installed but itself."""
     (tmp_path / "nn_parallel").symlink_to(HERE.parent / "nn_parallel")
@@ -243,6 +252,7 @@ def test_the_oldest_torch_is_the_same_everywhere() -> None:
     assert re.findall(r"torch ≥ ([\d.]*\d)", (root / "README.md").read_text()) == [oldest]
 
 
+@pytest.mark.slow
 def test_the_doctor_under_a_launcher() -> None:
     """Each rank takes part, one of them prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]

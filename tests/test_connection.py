@@ -104,6 +104,7 @@ def test_a_view_of_what_was_received_keeps_all_of_it(ends: Ends) -> None:
     assert element == 7
 
 
+@pytest.mark.slow
 def test_what_a_child_may_see_is_never_filled_again(ends: Ends) -> None:
     """A process forked while a tensor lives has it for as long as it likes; the file itself is not kept for that."""
     kept = ends.send(torch.full((LARGE,), 7.0))
@@ -182,6 +183,7 @@ def test_without_memory_files_what_is_large_is_an_error() -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_more_than_there_are_descriptors_for_is_copied(ends: Ends) -> None:
     """However much is on its way and however much the receiver keeps, the sender's descriptors do not run out."""
     most = memfd.FILES_AT_ONCE + 20
@@ -310,6 +312,7 @@ def test_shared_memory_in_a_pool() -> None:
         assert total.tolist() == [1, 1]
 
 
+@pytest.mark.slow
 def test_results_outlive_the_pool() -> None:
     """They are the caller's: after the workers are gone, and after the pool object."""
     with ParallelExecutor(num_workers=2, devices="cpu") as ex:
@@ -326,6 +329,7 @@ def _load(data: torch.Tensor) -> int:
     return len(list(loader))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", [300])
 def test_many_calls_with_tensors_leave_nothing(calls: int) -> None:
     """Files and memory of parent and workers stay what they are; also where workers fork, as a DataLoader does."""
@@ -457,6 +461,7 @@ def _with_counted_descriptors(script: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_more_descriptors_than_may_be_on_their_way() -> None:
     """The kernel counts those that have not been received: who sends more waits for that, and not for ever."""
     unopened, unsent = _with_counted_descriptors(MANY_SHARED).splitlines()
@@ -464,6 +469,7 @@ def test_more_descriptors_than_may_be_on_their_way() -> None:
     assert unopened.startswith("No room for the descriptors of ")
 
 
+@pytest.mark.slow
 def test_a_result_whose_descriptors_find_no_room_is_an_error_and_the_worker_goes_on() -> None:
     """The next result finds room, and is itself."""
     assert _with_counted_descriptors(UNSENT_RESULT).startswith("TransferError No room for the descriptors of ")

@@ -17,6 +17,7 @@ import pytest
 
 from nn_parallel import ParallelExecutor, RemoteError, TransferError, WorkerDiedError
 
+pytestmark = pytest.mark.slow
 NAME = "test_concurrent_futures"
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 FILES = [Path(folder, "test", f"{NAME}.py") for folder in (sysconfig.get_path("stdlib"), f"/usr/lib/{VERSION}")]

@@ -132,6 +132,7 @@ def test_cleanup_and_again(world: Ranks) -> None:
     assert set(world.run(scenario)) == {(True, 7, True)}
 
 
+@pytest.mark.slow
 def test_a_launched_process_is_not_alone_before_it_joins() -> None:
     """A script that never calls initialize_ddp: its ranks know who they are, and the first decorator joins for them."""
 
@@ -174,6 +175,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
     """It inherits the launcher's variables, is told the rank that it works for, and takes nobody's place."""
     script = tmp_path / "script.py"
@@ -206,6 +208,7 @@ def test_a_failed_block_on_a_group_of_other_code() -> None:
         assert answer == ((False, rank, rank, 2, CPU), "external", rank == 0, True, 2.0, "env")
 
 
+@pytest.mark.slow
 def test_explicit_arguments_win_over_the_environment(env: Callable[..., None]) -> None:
     """rank=, world_size=, master_addr= and master_port= need no environment, and overrule a stale one."""
     env(RANK=3, WORLD_SIZE=8, LOCAL_RANK=3, MASTER_ADDR="stale.example", MASTER_PORT=1)
@@ -352,6 +355,7 @@ def test_fallback_goes_on_alone_with_a_warning(env: Callable[..., None]) -> None
     cleanup_ddp()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "text"),
     [
@@ -369,6 +373,7 @@ def test_values_that_cannot_be(env: Callable[..., None], variables: dict[str, st
         initialize_ddp(timeout=5)
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_named() -> None:
     """Rank 0 cannot listen where somebody else does: the error names the address, at once."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -377,6 +382,7 @@ def test_a_port_in_use_is_named() -> None:
             initialize_ddp(timeout=5, rank=0, world_size=2, master_addr="localhost", master_port=port)
 
 
+@pytest.mark.slow
 def test_rank_0_never_comes() -> None:
     """A rank that finds nobody at the master address says so within its timeout."""
     port, start = free_port(), time.monotonic()
@@ -398,12 +404,14 @@ def test_ctrl_c_ends_the_wait_for_rank_0(refuses: bool) -> None:
         assert time.monotonic() - start < 10
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named() -> None:
     """The ranks that did come name those that did not."""
     with pytest.raises(LaunchError, match="Ranks 1, 2 of 3 did not come to 127.0.0.1:"):
         initialize_ddp(timeout=0.5, rank=0, world_size=3, master_addr="localhost", master_port=free_port())
 
 
+@pytest.mark.slow
 def test_a_second_job_at_the_same_address_is_refused() -> None:
     """Ranks of two jobs that were given one port never take each other for peers."""
     port = str(free_port())
@@ -429,6 +437,7 @@ def test_should_use_distributed(world: Ranks) -> None:
     assert all(answer == [True, False, True] for answer in answers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_rank_that_gave_up_meets_the_late_one_when_it_tries_again(tmp_path: Path, joined: bool) -> None:
     """Both when it joins the others and when it makes a group with them."""
@@ -461,6 +470,7 @@ def test_a_timeout_must_be_above_zero(timeout: float) -> None:
         initialize_ddp(timeout=timeout)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_an_error_for_those_that_wait_for_it() -> None:
     """SIGKILL in the body: the waiting ranks raise RankError with a WorkerDiedError at once."""
 
@@ -530,6 +540,7 @@ def test_a_rank_that_has_left_is_not_waited_for() -> None:
         assert [ranks._answer(rank) for rank in range(2)] == [(True, "told"), (True, "left")]
 
 
+@pytest.mark.slow
 def test_the_store_outlives_its_last_reader(tmp_path: Path) -> None:
     """Rank 0 runs far ahead and ends; a rank that lags still learns the outcomes of all its calls."""
     script = tmp_path / "script.py"

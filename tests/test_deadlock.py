@@ -73,6 +73,7 @@ LAST_CALLS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", LAST_CALLS)
 def test_a_late_rank_is_waited_for(shared_ranks: Any, last: str) -> None:
     """A collective with a root lets early ranks go before a late one comes: that is no deadlock."""
@@ -88,6 +89,7 @@ def test_a_late_rank_is_waited_for(shared_ranks: Any, last: str) -> None:
     assert shared_ranks.run(scenario) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [7, 16], ids=["launch", "pool"])  # of four ranks
 @pytest.mark.parametrize("leave_out", [False, True], ids=["healthy", "one left out"])
 def test_random_programs(number: int, leave_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +136,7 @@ def test_a_rank_of_a_pool_that_waits_for_one_that_has_returned(wait: Callable[[]
         assert pool.run(lambda: initialize_ddp().rank) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_rank_whose_gradients_another_one_never_sends() -> None:
     """The same inside `backward`, where torch waits in C++; and in a subgroup."""
 
@@ -196,6 +199,7 @@ def test_ranks_in_collectives_of_other_types(two: Ranks) -> None:
         assert "broadcast of Float [[1]]" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "collective",
     [
@@ -239,6 +243,7 @@ def test_a_collective_inside_a_call_for_one_rank(two: Ranks) -> None:
         assert "rank 1 waits in all_reduce() on rank 0 at " in told
 
 
+@pytest.mark.slow
 def test_without_the_flight_recorder_nothing_is_said() -> None:
     """What cannot be known is not guessed: the collective ends by its own timeout."""
 
@@ -255,6 +260,7 @@ def test_without_the_flight_recorder_nothing_is_said() -> None:
         assert all("can never end" not in told for told in ranks.run(scenario))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_one_rank_alone_saves(tmp_path: Path) -> None:
     """`if rank == 0: save_checkpoint(...)`: soon a warning says who has not come and where it is, then an error."""
 
@@ -275,6 +281,7 @@ def test_a_checkpoint_that_one_rank_alone_saves(tmp_path: Path) -> None:
     assert any("which can never end: rank 0 waits in save_checkpoint()" in text for text in told)
 
 
+@pytest.mark.slow
 def test_a_long_wait_is_told_once(two: Ranks) -> None:
     """Who waits for long logs, once for each place of the script, for whom, and where that rank stands."""
 
@@ -296,6 +303,7 @@ def test_a_long_wait_is_told_once(two: Ranks) -> None:
     assert "test_deadlock.py:" in told[0]
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_limited_time_may_go_on(two: Ranks) -> None:
     """A rank that gives up by `timeout` and then enters the collective was no reason for an alarm."""
 

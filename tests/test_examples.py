@@ -49,6 +49,7 @@ def test_digits(start: object, ranks: int, tmp_path: Path) -> None:
     assert len(torch.load(tmp_path / "digits.pt", weights_only=True)) == 6
 
 
+@pytest.mark.slow
 def test_digits_notices_ranks_that_disagree(tmp_path: Path) -> None:
     """Its check of the hash can fail: a rank with another weight stops the training with an error that names it."""
     code = DIGITS.read_text()

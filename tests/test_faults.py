@@ -143,6 +143,7 @@ def check(cell: Cell, error: BaseException | None, seconds: float) -> str:
 POOL_CELLS = [cell for cell in table() if cell.mode in POOL_MODES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cell", [c for c in POOL_CELLS if c.phase not in ("idle", "at start", "at shutdown")], ids=lambda cell: cell.id
 )
@@ -164,6 +165,7 @@ def test_during_a_call(cell: Cell, pools: ParallelExecutor, record: Any) -> None
     record(cell, told, seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [c for c in POOL_CELLS if c.phase == "idle"], ids=lambda cell: cell.id)
 def test_idle(cell: Cell, pools: ParallelExecutor, record: Any) -> None:
     """A worker that dies while it has nothing to do is replaced; one that is stopped is a hang of the next call."""
@@ -216,6 +218,7 @@ def wait_for_replacement(pid: int, before: set[int]) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [c for c in POOL_CELLS if c.phase == "at start"], ids=lambda cell: cell.id)
 def test_at_start(cell: Cell, record: Any) -> None:
     """A fault in the initializer is an error of every call, and the block is left at once."""
@@ -236,6 +239,7 @@ def test_at_start(cell: Cell, record: Any) -> None:
     record(cell, kind, seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [c for c in POOL_CELLS if c.phase == "at shutdown"], ids=lambda cell: cell.id)
 def test_at_shutdown(cell: Cell, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault in a task that runs while the pool shuts down is that task's error, and the shutdown ends."""
@@ -328,6 +332,7 @@ def fresh_ranks() -> Iterator[Ranks]:
                     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cell",
     [pytest.param(c, marks=pytest.mark.faults if needs_fresh_ranks(c) else [], id=c.id) for c in LAUNCHED_CELLS],

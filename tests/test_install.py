@@ -9,6 +9,8 @@ import subprocess
 import venv
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 SCRIPT = """
 from typing import assert_type
@@ -29,6 +31,7 @@ follow_imports = skip
 """
 
 
+@pytest.mark.slow
 def test_a_script_beside_the_clone_finds_the_package_and_its_types(tmp_path: Path) -> None:
     """There the clone itself, which is no package, comes first on the path; the script, a worker and mypy look on."""
     clone, python = tmp_path / "nn_parallel", str(tmp_path / "venv" / "bin" / "python")

@@ -521,6 +521,7 @@ def test_what_several_ranks_run_ends_on_all_together(world: World, tmp_path: Pat
     assert results == [(len(results), ([1], True))] * len(results)
 
 
+@pytest.mark.slow
 def test_the_store_stays_bounded(world: World) -> None:
     """100 000 calls, one rank far ahead, failures and lists of ranks: the number of keys does not grow."""
 
@@ -770,6 +771,7 @@ def test_a_late_failure_does_not_put_the_ranks_out_of_step(world: World) -> None
         assert answer[2] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_known_before", [True, False])
 @pytest.mark.parametrize("together", [False, True])
 def test_a_late_failure_is_told_as_that_of_its_own_call(world: World, is_known_before: bool, together: bool) -> None:

@@ -117,6 +117,7 @@ def test_a_process_that_is_alone_after_a_fallback_keeps_its_pool(monkeypatch: py
         cleanup_ddp()
 
 
+@pytest.mark.slow
 def test_a_pool_that_cannot_go_on_is_replaced_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody but the decorator could make another."""
     monkeypatch.setattr(forkserver_client, "_fork_server", None)  # not the one that the other tests share
@@ -237,6 +238,7 @@ def test_the_old_page_alone() -> None:
     _check_what_both_ways_give(seen)
 
 
+@pytest.mark.slow
 def test_the_old_page_under_torchrun() -> None:
     """Under torchrun with two ranks: the ranks are the devices, and every rank has both results."""
     with launched(2, "torchrun") as ranks:

@@ -113,6 +113,7 @@ def assert_gone(mark: str) -> None:
 PHASES = ["start", "transfer", "run", "shutdown"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("repetition", [pytest.param(n, marks=pytest.mark.faults if n >= 2 else []) for n in range(50)])
 def test_a_killed_parent_leaves_nothing(tmp_path: Path, phase: str, repetition: int) -> None:
@@ -126,6 +127,7 @@ def test_a_killed_parent_leaves_nothing(tmp_path: Path, phase: str, repetition: 
         assert_gone(mark)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_terminated_parent_leaves_nothing(tmp_path: Path, phase: str) -> None:
     """SIGTERM ends it like any program, and all that it started."""
@@ -135,6 +137,7 @@ def test_a_terminated_parent_leaves_nothing(tmp_path: Path, phase: str) -> None:
         assert_gone(mark)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_ctrl_c_reaches_the_script_alone(tmp_path: Path, phase: str) -> None:
     """SIGINT to the whole foreground group: the script gets its KeyboardInterrupt, the workers print no traceback."""
@@ -201,6 +204,7 @@ Path(sys.argv[1]).write_text(repr(results))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams(tmp_path: Path, closed: str) -> None:
     """A script that was started without some of them has a pool, and what is printed goes where there is somebody."""
@@ -219,6 +223,7 @@ def test_closed_standard_streams(tmp_path: Path, closed: str) -> None:
         assert sorted(text.splitlines()) == lines, stream
 
 
+@pytest.mark.slow
 def test_in_a_notebook() -> None:
     """Functions of a cell run on the workers, what they print appears in the cell, and a stopped cell stops them."""
     first, stopped, after = run_cells(

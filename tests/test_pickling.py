@@ -142,6 +142,7 @@ def test_a_large_tensor_leaves_the_pickle_without_a_copy() -> None:
     assert torch.equal(torch.frombuffer(packed.buffers[1], dtype=torch.int64), torch.arange(1 << 18))
 
 
+@pytest.mark.slow
 def test_what_was_packed_may_be_garbage_in_a_cycle() -> None:
     """A failed send leaves a cycle of its exception and its frame, the packed object in it: no crash when that goes."""
     code = """
@@ -391,6 +392,7 @@ def test_a_class_defined_in_a_function() -> None:
     assert round_trip(Local(torch.tensor(4))).scaled().item() == 8
 
 
+@pytest.mark.slow
 def test_another_process_understands_it(tmp_path: Path) -> None:
     """Functions and classes of ``__main__`` go by value, its classes are adopted there, so that `torch.save` works."""
 

@@ -442,6 +442,7 @@ def test_a_resize_that_waits_takes_no_processor_time(pools: ParallelExecutor) ->
     pools.resize(2)
 
 
+@pytest.mark.slow
 def test_ctrl_c_lets_those_behind_a_waiting_run_go_on(pools: ParallelExecutor) -> None:
     """A run that waits for all workers holds up what comes later, but not when nobody waits for it any more."""
 
@@ -565,6 +566,7 @@ def test_asyncio_runs_in_it(pools: ParallelExecutor) -> None:
     assert asyncio.run(main()) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_exits_while_tasks_run(tmp_path: Path) -> None:
     """Without a with block and without a shutdown, the tasks that were submitted still end, and nothing hangs."""
     (tmp_path / "script.py").write_text(
@@ -618,6 +620,7 @@ def _new_memory_cgroup() -> Path | None:
     return None
 
 
+@pytest.mark.slow
 def test_the_kernel_s_out_of_memory_killer_is_named(
     tmp_path: Path, pools: ParallelExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -796,6 +799,7 @@ def test_a_timeout_of_years_is_no_error() -> None:
         assert list(pool.map(abs, [-1], timeout=1e9)) == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_session", [False, True])
 def test_what_a_worker_has_started_ends_with_it(own_session: bool) -> None:
     """With one that is killed because it does not end, and with one that leaves; and with no other worker."""
@@ -902,6 +906,7 @@ def test_all_workers_may_die_once_as_they_start(tmp_path: Path) -> None:
         assert pool.run(abs, -1) == [1] * 5
 
 
+@pytest.mark.slow
 def test_no_more_processes_is_an_error_of_the_pool_that_needs_them(tmp_path: Path) -> None:
     """The others go on. Nothing limits the number of root's processes, so the fork that is refused is a fake."""
     (tmp_path / "sitecustomize.py").write_text(NO_MORE_PROCESSES)

@@ -47,6 +47,7 @@ def test_one_trace_holds_all_ranks(world: World, tmp_path: Path, name: str) -> N
     assert max(starts) - min(starts) < max(seconds) * 1e6
 
 
+@pytest.mark.slow
 def test_waiting_in_a_collective_is_communication(world: World, tmp_path: Path) -> None:
     """A rank that waits for the others all the time says so; one that keeps them waiting does not."""
 

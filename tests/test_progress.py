@@ -74,6 +74,7 @@ def test_without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
         ex.map(abs, [1], progress=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launched", [False, True])
 def test_on_a_terminal(launched: bool, tmp_path: Path) -> None:
     """One bar: of all items, or of the share of rank 0."""

@@ -69,6 +69,7 @@ def _await_sites(pid: int, expected: list[str]) -> None:
         assert time.monotonic() < deadline, sites
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["sleeps", "gil"])
 def test_of_a_pool(how: str, tmp_path: Path) -> None:
     """The script and its workers, those at one place together; one holds the GIL in C code."""
@@ -83,6 +84,7 @@ def test_of_a_pool(how: str, tmp_path: Path) -> None:
         _await_sites(pid, sites)
 
 
+@pytest.mark.slow
 def test_under_a_launcher(tmp_path: Path) -> None:
     """The ranks below the launcher; or one of them by itself."""
     (tmp_path / "train.py").write_text(LAUNCHED)
@@ -111,8 +113,8 @@ def test_a_fork_is_not_its_parent() -> None:
 def test_who_does_not_answer_holds_up_nobody(tmp_path: Path) -> None:
     """A process that is stopped, as a debugger does."""
     with ParallelExecutor(num_workers=2, devices="cpu") as ex:
-        ex.run(int)
-        stopped, other = (process for process in processes_of(os.getpid()) if process.name.startswith("rank"))
+        pids = ex.run(os.getpid)
+        stopped, other = (process for process in processes_of(os.getpid()) if process.pid in pids)
         os.kill(stopped.pid, signal.SIGSTOP)
         try:
             stacks = stacks_of([stopped, other])
@@ -132,6 +134,7 @@ def test_a_process_that_takes_no_part(tmp_path: Path) -> None:
         assert Path(f"/proc/{pid}/cmdline").read_text()
 
 
+@pytest.mark.slow
 def test_a_timeout_tells_who_is_where_first() -> None:
     """Then the stacks."""
 

@@ -93,6 +93,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> str:
     return _pytest(folder, "-v")
 
 
+@pytest.mark.slow
 def test_each_ends_as_it_would_in_one_process(shown: str) -> None:
     """Passed, failed, skipped, expected to fail; an error where it cannot be sent or the marker says nothing."""
     ends = dict(line.split("::", 1)[1].split()[:2] for line in shown.splitlines() if line.startswith("test_it.py::"))
@@ -151,6 +152,7 @@ def test_who_marks_no_test_imports_no_torch(tmp_path: Path) -> None:
     assert "1 passed" in _pytest(tmp_path, "-p", "no:hypothesispytest")
 
 
+@pytest.mark.slow
 def test_the_ranks_are_kept_and_end_with_the_run(tmp_path: Path) -> None:
     """The same processes for each test of as many; none is left."""
     (tmp_path / "test_it.py").write_text(
