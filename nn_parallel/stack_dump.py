@@ -135,12 +135,23 @@ def _together(names: Iterable[str]) -> str:
 
 
 def _found(pid: int) -> Iterator[Process]:
+    if not _catches_signal(pid):  # the signal would end it
+        return
     for path in glob.glob(f"/proc/{pid}/fd/*"):
         with contextlib.suppress(OSError):
             _, found, rest = os.readlink(path).removesuffix(" (deleted)").partition(_NAME)
             owner, _, name = rest.partition(" ")
             if found and owner == str(pid):  # else it is a fork of the owner
                 yield Process(pid, name, path)
+
+
+def _catches_signal(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if name == "SigCgt":
+                return bool(int(value, 16) >> (SIGNAL - 1) & 1)
+    return False
 
 
 def _ask(process: Process) -> int:

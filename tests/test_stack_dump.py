@@ -124,6 +124,15 @@ def test_who_does_not_answer_holds_up_nobody(tmp_path: Path) -> None:
         assert stacks[other] != ""
 
 
+def test_a_process_that_has_not_said_what_the_signal_does(tmp_path: Path) -> None:
+    """Between the making of its memory file and the handler, the signal would end it."""
+    code = "import os, time; fd = os.memfd_create(f'stack of nn_parallel {os.getpid()} rank 0'); time.sleep(100)"
+    with _running("-c", code, cwd=tmp_path) as pid:
+        while not any("stack of" in os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()):
+            time.sleep(0.01)
+        assert processes_of(pid) == []
+
+
 def test_a_process_that_takes_no_part(tmp_path: Path) -> None:
     """It is said, and is not killed by a signal that it does not know."""
     with _running("-c", "import time; time.sleep(100)", cwd=tmp_path) as pid:
