@@ -14,7 +14,7 @@ class Progress(NamedTuple):
 
     bar: Any  # of tqdm, which stays open; True: one is made; False or None: there is none
     total: int | None  # how many items there are, if that is known
-    name: str  # stands before a bar that is made
+    name: str  # of the call: stands before a bar that is made
 
     def counted(self, items: Iterable[T]) -> Iterator[T]:
         """The items, each counted as it is taken.

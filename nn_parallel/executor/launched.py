@@ -89,7 +89,7 @@ class LaunchedRanks:
         items, rank, size = list(items), self._context.rank, self._context.world_size
         mine = items[rank::size]
         counted = progress._replace(total=len(mine)).counted(mine) if rank == 0 else mine
-        shares = self._run(functools.partial(_call_each, fn, counted), (), {}, options, call_name(fn), "map()")
+        shares = self._run(functools.partial(_call_each, fn, counted), (), {}, options, progress.name, "map()")
         return iter([shares[index % size][index // size] for index in range(len(items))])
 
     def put(self, obj: Any) -> Any:

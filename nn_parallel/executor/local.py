@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from ..calls.records import call_name
 from ..errors import ParallelError, TransferError
 from ..progress import Progress
 from .packing import CallOptions, PackedCall
@@ -70,12 +69,11 @@ class LocalWorkers:
         progress: Progress,
     ) -> Iterator[Any]:
         """As `ParallelExecutor.map`; each item is the arguments of a call."""
-        name = call_name(fn)
         if chunksize == 1:
-            return progress.counted(self._map(fn, items, options, timeout_s, name))
+            return progress.counted(self._map(fn, items, options, timeout_s, progress.name))
         chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
         each = functools.partial(call_each, fn)  # no more than that, so that the workers can keep it
-        return progress.counted(_joined(self._map(each, zip(chunks, strict=True), options, timeout_s, name)))
+        return progress.counted(_joined(self._map(each, zip(chunks, strict=True), options, timeout_s, progress.name)))
 
     def put(self, obj: Any) -> Any:
         """As `ParallelExecutor.put`."""
