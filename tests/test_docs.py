@@ -41,7 +41,8 @@ def test_snippet(code: str, expected: str, tmp_path: Path) -> None:
 
 
 def _comparable(text: str) -> str:
-    """What differs from run to run and machine to machine: folders, process ids, ports, line numbers in our files."""
+    """Without what differs from run to run, and between machines and Pythons: folders, process ids, ports, ..."""
+    text = re.sub(r"\n[ |]*[~^]+(?=\n)", "", text)  # the marks under a line of a traceback
     text = re.sub(r'File "[^"]*/([^/"]+)"', r'File "\1"', text)
     text = re.sub(r'File "executor.py", line \d+, in run', 'File "executor.py", line N, in run', text)
     text = re.sub(r"\(pid \d+ on [^)]*\)", "(pid N on HOST)", text)

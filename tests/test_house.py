@@ -89,20 +89,20 @@ def test_the_public_names_are_all_there() -> None:
 
 
 @pytest.mark.parametrize("set_before", ["enable", "disable"])
-def test_an_import_collects_nothing_and_leaves_the_collector_as_it_was(set_before: str) -> None:
-    """A collection of all that torch has made takes longer than the import."""
+def test_an_import_is_not_interrupted_by_collections(set_before: str) -> None:
+    """Only what was due is done at its end, and the collector is left as it was."""
     code = f"""
 import gc, torch
 seen = []
 gc.{set_before}()
-gc.callbacks.append(lambda phase, info: seen.append(info["generation"]))
+gc.callbacks.append(lambda phase, info: seen.append(phase))
 before = gc.isenabled()
 import nn_parallel
-collected = seen.count(2)
-print(collected, gc.isenabled() == before)
+collections = seen.count("start")
+print(collections <= before, gc.isenabled() == before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "0 True\n"
+    assert done.stdout == "True True\n"
 
 
 def test_every_function_gives_an_example() -> None:

@@ -85,6 +85,8 @@ class Blocks(Calls):
                     yield
                 self._leave_together(block)
             except BaseException as error:
+                # The frames that hand ``error`` to this one keep it, and since Python 3.12 this frame keeps them.
+                error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
                 with DeferredSignals():  # Ctrl-C leaves no generation half ended
                     failed = self._fail(block, block.cause(error))
                 try:
