@@ -2,7 +2,7 @@
 
 The files, from the bottom up; each knows only those before it in this list::
 
-    errors, collector           every error; Python's garbage collector
+    _version, errors, collector the version; every error; Python's garbage collector
     devices, gpus               which devices there are; what NVML tells of GPUs
     pickle_diagnostics          which part of an object cannot be pickled
     pickling                    objects to bytes and back
@@ -56,6 +56,7 @@ Importing it starts nothing: no process, no thread, no GPU.
 import torch  # noqa: F401  # first: what its import leaves behind is collected on the way
 
 from . import collector
+from ._version import __version__ as __version__
 
 with collector.paused():
     from .data_parallel import parallel_on_all_devices

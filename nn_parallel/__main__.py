@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -15,6 +16,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from . import GPU, LaunchError, current_world, list_gpus, parse_gpu_selection, select_gpus, verify_ddp_setup
+from ._version import __version__
 from .devices import accelerators, as_table, cpu_count
 from .stack_dump import by_call_site, processes_of, stacks_of, users_part
 
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROGRAM, description="Which GPUs there are, and training on all devices.")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     gpus = commands.add_parser("gpus", help="which GPUs there are and how busy they are; choose some of them")
     how = gpus.add_mutually_exclusive_group()
@@ -121,11 +124,11 @@ def _stacks(options: argparse.Namespace) -> int:
             f"no process that uses nn_parallel is {options.pid} or descends from it, as far as you may look into it."
         )
     stacks = stacks_of(found)
-    print(by_call_site({process.name: stack for process, stack in stacks.items()}))
+    count = Counter(process.name for process in found)  # two pools have ranks of the same names
+    full = {process: f"{process.name} (pid {process.pid})" for process in found}
+    print(by_call_site({full[each] if count[each.name] > 1 else each.name: stack for each, stack in stacks.items()}))
     for process, stack in stacks.items():
-        print(
-            f"\n{process.name} (pid {process.pid}), innermost frame first:\n{users_part(stack) or '  It did not tell.'}"
-        )
+        print(f"\n{full[process]}, innermost frame first:\n{users_part(stack) or '  It did not tell.'}")
     return 0
 
 

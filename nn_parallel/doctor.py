@@ -11,12 +11,12 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ._version import __version__
 from .ddp import initialize_ddp
 from .devices import accelerators, cpu_count, device_properties
 from .errors import LaunchError, ParallelError
@@ -101,11 +101,7 @@ def _launch() -> Finding:
 
 
 def _software() -> Finding:
-    parts = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
-    try:
-        parts.append(f"nn_parallel {version('nn_parallel')}")
-    except PackageNotFoundError:
-        parts.append("nn_parallel from a source tree that is not installed")
+    parts = [f"Python {platform.python_version()}", f"torch {torch.__version__}", f"nn_parallel {__version__}"]
     if torch.version.cuda:
         parts.append(f"CUDA {torch.version.cuda}")
     if torch.cuda.is_available() and dist.is_nccl_available():

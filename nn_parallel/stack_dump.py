@@ -95,14 +95,19 @@ def children_of(pid: int) -> list[int]:
 
 
 def by_call_site(stacks: Mapping[str, str]) -> str:
-    """A line for each call site, with who stands there: ``ranks 0, 2-7: in all_reduce(), called at train.py:41``.
+    """`by_place`, of stacks as `faulthandler` writes them, the innermost frame first."""
+    return by_place({name: call_site_of(stack) for name, stack in stacks.items()})
 
-    A stack is text as `faulthandler` writes it, the innermost frame first; its key is a name, as ``rank 3``.
+
+def by_place(places: Mapping[str, str]) -> str:
+    """A line for each place, with who is there: ``ranks 0, 2-7: in all_reduce(), called at train.py:41``.
+
+    The keys are names, as ``rank 3``.
     """
     names = dict[str, list[str]]()
-    for name, stack in stacks.items():
-        names.setdefault(call_site_of(stack), []).append(name)
-    return "\n".join(f"{_together(some)}: {site}" for site, some in names.items())
+    for name, place in places.items():
+        names.setdefault(place, []).append(name)
+    return "\n".join(f"{_together(some)}: {place}" for place, some in names.items())
 
 
 def call_site_of(stack: str) -> str:

@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -656,6 +657,28 @@ def test_a_timeout_tells_where_the_silent_rank_stands(two: Ranks, wait: Callable
         assert f"in {wait.__name__}" in text
         assert (silent, stacks, after) == ([1], [1], [0, 0])
         assert seconds < 0.5 + AT_ONCE_S
+
+
+@pytest.mark.slow
+def test_a_timeout_tells_where_everybody_stands() -> None:
+    """A line for each place, whichever rank's time is over first."""
+
+    def scenario() -> list[str]:
+        def work() -> None:
+            if initialize_ddp().rank == 1:
+                sleep()
+            dist.all_reduce(torch.ones(1))
+
+        with pytest.raises(RankTimeoutError) as caught:
+            ParallelExecutor(timeout=1.5).run(work)
+        return str(caught.value).splitlines()
+
+    with launched(4) as ranks:
+        for told in ranks.run(scenario):
+            assert told[0].endswith("Where the ranks stand:")
+            assert re.fullmatch(r"ranks 0, 2-3: in all_reduce\(\) at .*test_blocks\.py:\d+", told[1])
+            assert re.fullmatch(r"rank 1: at .*faults\.py:\d+", told[2])
+            assert told[3:4] == [""]
 
 
 def fail_beside_a_collective() -> None:

@@ -644,7 +644,7 @@ def test_called_on_one_rank_only_it_is_an_error_that_says_so(two: ParallelExecut
         return "no error"
 
     for told in two.run(scenario):
-        assert "save_checkpoint() on rank 0, 1 at" in told
+        assert "save_checkpoint() on ranks 0-1 at" in told
         assert "is a call of all ranks, inside the body of a function of rank 0" in told
     assert os.listdir(tmp_path) == []
 

@@ -8,17 +8,19 @@ import pty
 import re
 import subprocess
 import sys
-import sysconfig
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from ranks import free_port
 
+import nn_parallel
 from nn_parallel import doctor
 
 HERE = Path(__file__).parent
 FAKE = """
 import sys
+from importlib import metadata
 import fake_nvml
 gpus = [fake_nvml.gpu(0, 10_000), fake_nvml.gpu(1, 20_000), {"uuid": "GPU-22ab-2"}]
 sys.modules[__name__] = fake_nvml.Nvml(*gpus)
@@ -230,18 +232,10 @@ def test_the_doctor_of_an_old_torch(tmp_path: Path) -> None:
     assert advice.strip() == "-> install torch >= 2.8"
 
 
-@pytest.mark.slow
-def test_the_doctor_in_a_source_tree_that_is_not_installed(tmp_path: Path) -> None:
-    """Its version is not known, and all else works: the package alone, with what is installed but itself."""
-    (tmp_path / "nn_parallel").symlink_to(HERE.parent / "nn_parallel")
-    for path in Path(sysconfig.get_path("purelib")).iterdir():
-        if "nn_parallel" not in path.name:
-            (tmp_path / path.name).symlink_to(path)
-    without_site = [sys.executable, "-S", "-m", "nn_parallel", "doctor"]
-    env = _clean() | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(without_site, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "nn_parallel from a source tree that is not installed" in done.stdout
+def test_the_version_is_the_same_everywhere() -> None:
+    """As the package, its metadata and the command line say it."""
+    assert nn_parallel.__version__ == metadata.version("nn_parallel")
+    assert _command("--version").stdout == f"nn-parallel {nn_parallel.__version__}\n"
 
 
 def test_the_oldest_torch_is_the_same_everywhere() -> None:

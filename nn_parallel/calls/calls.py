@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ..errors import Failure, ParallelError, RankError, RankTimeoutError, rank_error, user_frames
+from ..errors import Failure, ParallelError, RankError, RankTimeoutError, rank_error, rank_names, user_frames
 from ..launch.context import RankContext
 from ..launch.liveness import Liveness
 from ..launch.store import WARN_AFTER_S, decode, encode, failures_key, report_key, standing_key
@@ -325,8 +325,8 @@ class Calls:
             self._warned_of.add(call)
             where = " ".join(f"Rank {rank} {self._where(rank)}." for rank in missing[:RANKS_NAMED])
             more = " ..." if len(missing) > RANKS_NAMED else ""
-            place = call, ", ".join(map(str, missing)), where, more
-            logger.warning("Rank %d has waited %.0f s in %s for rank %s. %s%s", self.rank, waited, *place)
+            place = call, rank_names(missing), where, more
+            logger.warning("Rank %d has waited %.0f s in %s for %s. %s%s", self.rank, waited, *place)
 
     @property
     def _end_of_barrier(self) -> Progress:
@@ -361,7 +361,7 @@ class Calls:
         """The error of this rank, which has waited for too long."""
         stacks = {rank: f"rank {rank} {self._where(rank)}" for rank in missing[:RANKS_NAMED]}
         return RankTimeoutError(
-            f"Rank {self.rank} waited {waited:.1f} s for rank {', '.join(map(str, missing))} in {call}: "
+            f"Rank {self.rank} waited {waited:.1f} s for {rank_names(missing)} in {call}: "
             f"{', '.join(stacks.values())}, and is not dead as far as is known. It is slower than timeout=, or does "
             f"not make this call. Every rank must call {call.function}.",
             ranks=missing,
@@ -373,8 +373,10 @@ class Calls:
         errors = exceptions_in(failures)
         silent = {rank: error for rank, error in errors.items() if isinstance(error, RankTimeoutError)}
         if silent and next(iter(errors)) in silent:
-            stacks = {rank: str(error) for rank, error in sorted(silent.items())}
-            return RankTimeoutError("\n".join(dict.fromkeys(stacks.values())), ranks=list(stacks), stacks=stacks)
+            told = list(dict.fromkeys(map(str, silent.values())))  # see `Watcher`: each ends with the stack of its rank
+            stacks = {rank: str(error).rpartition("\n\n")[2] for rank, error in sorted(silent.items())}
+            text = "\n\n".join([told[0], *(each.rpartition("\n\n")[2] for each in told[1:])])
+            return RankTimeoutError(text, ranks=list(stacks), stacks=stacks)
         return rank_error(call.function, self.world_size, errors)
 
 

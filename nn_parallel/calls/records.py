@@ -20,6 +20,7 @@ from ..errors import (
     TransferError,
     WorkerDiedError,
     qualified_name,
+    rank_names,
 )
 from ..launch.store import decode
 
@@ -40,7 +41,7 @@ class Call(NamedTuple):
 
     @property
     def what(self) -> str:
-        return f"{self.function} on rank {', '.join(map(str, self.ranks))}"
+        return f"{self.function} on {rank_names(self.ranks)}"
 
 
 class Progress(NamedTuple):

@@ -55,11 +55,10 @@ def position() -> Position:
 
 
 def stack() -> str:
-    """The stack of the main thread, from the user's code outwards."""
-    frame = innermost = _main_frame()
-    while frame is not None and _is_library(frame):
-        frame = frame.f_back
-    return "".join(traceback.format_stack(frame or innermost))
+    """The stack of the main thread: the user's code in it, or all where there is none."""
+    frames = list(traceback.walk_stack(_main_frame()))
+    users = [(frame, line) for frame, line in frames if not _is_library(frame)]
+    return "".join(traceback.StackSummary.extract(reversed(users or frames)).format())
 
 
 def _main_frame() -> FrameType | None:

@@ -21,6 +21,7 @@ from ..launch.flight_recorder import Collective
 from ..launch.liveness import Liveness
 from ..launch.store import LEFT_KEY, standing_key
 from ..signals import CancelScope, Condition, Interrupted
+from ..stack_dump import by_place
 from .deadlock import standing, why_never, with_root
 from .outcomes import BlockOutcomes
 from .records import Call, Progress, Standing, Waits
@@ -171,9 +172,13 @@ class Watcher:
             block.began = time.monotonic()
         if block.began is None or time.monotonic() - block.began <= block.timeout_s:
             return None
-        me = self._context.rank
+        me, world_size = self._context.rank, self._context.world_size
+        said = {rank: self._connection.read(standing_key(rank), Standing) for rank in range(world_size) if rank != me}
+        places = {me: str(position())} | {rank: theirs.where for rank, theirs in said.items() if theirs}
+        sites = by_place({f"rank {rank}": places[rank].removeprefix("is ") for rank in sorted(places)})
         return RankTimeoutError(
-            f"Rank {me} did not finish {block.call} within timeout={block.timeout_s:g} s. It stands at:\n{stack()}",
+            f"Rank {me} did not finish {block.call} within timeout={block.timeout_s:g} s. Where the ranks stand:\n"
+            f"{sites}\n\nRank {me}:\n{stack().rstrip()}",
             ranks=[me],
         )
 
