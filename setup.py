@@ -1,12 +1,16 @@
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+ROOT = Path(__file__).parent
+(version,) = re.findall('__version__ = "(.+)"', (ROOT / "nn_parallel" / "_version.py").read_text())
+
 setup(
     name="nn_parallel",
-    version="0.1.0",
+    version=version,
     description="Run PyTorch functions on every device and every rank, with an exception where others hang.",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="BSD-3-Clause",
     # Said, though it is the default: `pip install -e` then puts this folder on the path. Else it installs an import
@@ -26,6 +30,7 @@ setup(
         "examples": ["matplotlib", "pyyaml", "scikit-learn", "tqdm"],
         "peers": ["joblib", "loky", "matplotlib", "ray", "torchrunx"],
         "test": [
+            "build",
             "hypothesis",
             "ipykernel",
             "jupyter-client",
@@ -39,6 +44,7 @@ setup(
             "setuptools>=70.1",
             "tqdm",
             "matplotlib",
+            "twine",
         ],
     },
     license_files=["LICENSE"],
@@ -60,6 +66,8 @@ setup(
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

@@ -15,6 +15,7 @@ from notebook import run_cells
 import nn_parallel
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = Path(nn_parallel.__file__).parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPET = re.compile(r"^```python\n(.*?)^```\n(?:\s*^```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 SNIPPETS = [
@@ -66,7 +67,7 @@ def test_links_lead_somewhere() -> None:
 def test_every_environment_variable_is_told() -> None:
     """What the package reads or sets by name stands in the reference."""
     page = (ROOT / "docs" / "reference" / "environment.md").read_text()
-    sources = "".join((ROOT / "nn_parallel" / name).read_text() for name in ("launch/environment.py", "ddp.py"))
+    sources = "".join((PACKAGE / name).read_text() for name in ("launch/environment.py", "ddp.py"))
     named = set(re.findall(r'"((?:[A-Z0-9]+_)+[A-Z0-9]+|RANK)"', sources))
     assert len(named) > 40
     assert {name for name in named if f"`{name}`" not in page} == set()
