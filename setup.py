@@ -24,7 +24,7 @@ setup(
     },
     package_data={"nn_parallel": ["py.typed"]},
     python_requires=">=3.11",
-    install_requires=["torch>=2.8", "cloudpickle>=3.0", "nvidia-ml-py>=12"],
+    install_requires=["torch>=2.11", "cloudpickle>=3.0", "nvidia-ml-py>=12"],
     extras_require={
         "docs": ["mkdocs-material", "mkdocstrings[python]", "ruff"],
         "examples": ["matplotlib", "pyyaml", "scikit-learn", "tqdm"],

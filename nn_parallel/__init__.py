@@ -39,7 +39,7 @@ The files, from the bottom up; each knows only those before it in this list::
         function_cache, packing the functions that workers keep; what is sent in all
         forkserver, boot        the process that forks workers; its first lines
         forkserver_client       that process as the parent sees it
-        output, tasks           what workers print; what a pool is asked to do
+        bars, output, tasks     what workers draw and print; what a pool is asked to do
         process, poller         one worker process as the parent sees it; waiting for many
         processes               those of a pool
         pool_store, pool        the store of the ranks of a run; which task goes where, and the supervisor's thread

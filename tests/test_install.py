@@ -1,4 +1,4 @@
-"""What an installation gives, from a clone with the obvious name or from a wheel: the package, its command, its types."""
+"""What an installation gives, from a clone with the obvious name or a wheel: the package, its command, its types."""
 
 from __future__ import annotations
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import sys
 import threading
-from typing import IO
+
+from .bars import Bars, Screen
 
 CHUNKS_AT_A_TIME = 16
 
@@ -14,9 +16,11 @@ CHUNKS_AT_A_TIME = 16
 class Output:
     """Copies what a worker prints to this process's stream of the same name, a whole line at a time."""
 
-    def __init__(self, fd: int, name: str, prefix: str) -> None:
-        self.fd, self._name, self._prefix = fd, name, prefix
-        self._unfinished = b""  # part of a line
+    def __init__(self, fd: int, name: str, rank: int, *, has_prefix: bool) -> None:
+        self.fd, self._name, self._rank = fd, name, rank
+        prefix = f"[rank {rank}] "
+        self._screen = Screen(prefix if has_prefix else "", bar_prefix=prefix)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._copying = threading.Lock()
         self.holds_some = False  # it may have read what it has not copied
         os.set_blocking(fd, False)
@@ -26,26 +30,32 @@ class Output:
         with self._copying:
             self.holds_some = True
             more = self._copy(flush)
-            self.holds_some = bool(self._unfinished)
+            self.holds_some = not self._screen.is_empty
             return more
 
+    def close(self) -> None:
+        """Copy the rest; a bar stays as it is."""
+        self.copy(flush=True)
+        with self._copying:
+            self._show(self._screen.end())
+        os.close(self.fd)
+
     def _copy(self, flush: bool) -> bool:
-        more = True
+        more, read = True, bytearray()
         with contextlib.suppress(BlockingIOError):
             for _ in range(CHUNKS_AT_A_TIME):  # the rest next time: others must not wait for an endless writer
                 if not (chunk := os.read(self.fd, 1 << 16)):
                     more = False
                     break
-                self._unfinished += chunk
-        end = len(self._unfinished)
-        if more and not flush:
-            end = max(self._unfinished.rfind(b"\n"), self._unfinished.rfind(b"\r")) + 1
-        text, self._unfinished = self._unfinished[:end].decode(errors="replace"), self._unfinished[end:]
-        if text:
-            if self._prefix:
-                text = "".join(f"{self._prefix}{line}" for line in text.splitlines(keepends=True))
-            stream: IO[str] = getattr(sys, self._name)  # as it is now: a notebook's cell, a redirected stream
-            with contextlib.suppress(Exception):  # closed by the user: nobody to tell
-                stream.write(text)
-                stream.flush()
+                read += chunk
+        flush = flush or not more
+        self._show(self._screen.print(self._decoder.decode(read, final=flush), flush))
         return more
+
+    def _show(self, text: str) -> None:
+        stream = getattr(sys, self._name)  # as it is now: a notebook's cell, a redirected stream
+        with contextlib.suppress(Exception):  # closed by the user: nobody to tell
+            _bars.print(stream, text, self._rank, self, self._screen.bars)
+
+
+_bars = Bars()

@@ -63,7 +63,7 @@ class Deadline(NamedTuple):
 class WorkerProcess:
     """One worker process. The pool's lock guards its state, and what it works on."""
 
-    def __init__(self, index: int, device: torch.device, server: ServerConnection, prefix: str) -> None:
+    def __init__(self, index: int, device: torch.device, server: ServerConnection, prefix_output: bool) -> None:
         """Have it forked; it need not be there yet."""
         self.index, self.device, self._server = index, device, server
         self.state, self.pid = State.STARTING, 0  # until the fork server has told its process id
@@ -85,7 +85,7 @@ class WorkerProcess:
                 read, write = os.pipe()
                 given_away.callback(os.close, write)
                 on_failure.callback(os.close, read)
-                self.output.append(Output(read, name, prefix))
+                self.output.append(Output(read, name, index, has_prefix=prefix_output))
                 theirs.append(write)
             self.key = server.fork(theirs)
             on_failure.pop_all()
@@ -243,8 +243,7 @@ class WorkerProcess:
     def close(self) -> None:
         """Copy its last words, and let go of all that connects it."""
         for output in self.output:
-            output.copy(flush=True)
-            os.close(output.fd)
+            output.close()
         self.connection.close()
         self.control.close()
 

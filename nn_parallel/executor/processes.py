@@ -62,8 +62,7 @@ class Processes:
 
     def start(self, index: int, device: torch.device) -> WorkerProcess:
         """Have a worker forked; it need not be there yet."""
-        prefix = f"[rank {index}] " if self._prefix_output else ""
-        worker = WorkerProcess(index, device, self._server, prefix)
+        worker = WorkerProcess(index, device, self._server, self._prefix_output)
         self._by_key[worker.key] = worker
         self._poller.watch(worker.connection.sock.fileno(), functools.partial(self._receive, worker), is_answer=True)
         self._poller.watch(worker.control.fileno(), worker.receive_stack)

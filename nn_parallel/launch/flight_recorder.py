@@ -1,6 +1,6 @@
 """The collectives that this process has entered, as torch's flight recorder has them.
 
-That of the gloo backend, which torch has kept by itself since 2.8. Where it is switched off, or has no room for an
+That of the gloo backend, which torch keeps unasked since 2.11. Where it is switched off, or has no room for an
 entry any more (``TORCH_FR_BUFFER_SIZE``), a collective is not known here.
 """
 
