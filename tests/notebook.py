@@ -13,7 +13,7 @@ from typing import Any
 
 
 def run_cells(*cells: str) -> list[tuple[str, str | None]]:
-    """What each cell prints, and the name of the exception that it raises; all of them in one kernel."""
+    """What each cell prints, with ⟦what it displays⟧, and the name of what it raises; all of them in one kernel."""
     # In a process of its own, because the client leaves an event loop open.
     done = subprocess.run(
         [sys.executable, __file__], input=json.dumps(cells), capture_output=True, text=True, timeout=90
@@ -46,7 +46,9 @@ def _run_cell(manager: Any, client: Any, code: str) -> tuple[str, str | None]:
         if message["parent_header"].get("msg_id") != request:
             continue
         content = message["content"]
-        if message["msg_type"] == "stream":
+        if message["msg_type"] in ("display_data", "update_display_data"):
+            printed += f"⟦{content['data']['text/plain']}⟧"
+        elif message["msg_type"] == "stream":
             printed += content["text"]
             if code.startswith("# stop"):
                 manager.interrupt_kernel()

@@ -50,6 +50,8 @@ class Screen:
                 self._lines += [Line()] if self._at == len(self._lines) else []
             elif part == "\x1b[A":
                 self._at = max(0, self._at - 1)
+            elif part == "\r" and line.text.isspace():  # a bar has been cleared
+                self._lines[self._at] = Line()
             elif part == "\r":
                 line.is_rewritten = True
             elif part and line.is_rewritten:
