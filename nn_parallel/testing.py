@@ -13,24 +13,31 @@ in pytest's own process::
 The test fails if it fails on any rank: the report shows each failure once, with the ranks that have it and their
 traceback there. What the ranks print is captured as usual, each line with its rank before it. A test that rank 0 skips
 is skipped. Fixtures are set up in pytest's own process, and their values are sent to the ranks: what cannot be pickled,
-as ``capsys``, is a `TransferError` that names it. ``monkeypatch`` is each rank's own.
+as ``capsys``, is a `TransferError` that names it. ``monkeypatch`` is each rank's own. With ``--pdb`` the first rank that
+fails gets the terminal.
 """
 
 from __future__ import annotations
 
+import bdb
 import contextlib
+import fcntl
+import os
+import pdb
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 import pytest
 
 from .devices import count
-from .errors import ParallelError, RankError, RemoteTraceback, rank_names
+from .errors import ParallelError, RankError, RemoteTraceback, rank_names, summary
 from .executor.executor import ParallelExecutor
+from .launch.context import current_world
 
 _TOLD = pytest.StashKey[str]()
 _POOLS = pytest.StashKey[dict[int, ParallelExecutor]]()
+_held: list[IO[str]] = []  # on a rank, the terminal that it debugs on
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,10 +60,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     fixtures = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     try:
         pool = _pool(pyfuncitem.config.stash[_POOLS], *marker.args, **marker.kwargs)
-        with _by_value(pyfuncitem.module):
-            reasons = pool.run(_call, pyfuncitem.obj, **fixtures)
+        with _by_value(pyfuncitem.module), _debugging(pyfuncitem.config) as terminal:
+            reasons = pool.run(_call, pyfuncitem.obj, terminal, **fixtures)
     except RankError as error:
         pyfuncitem.stash[_TOLD] = _told_by_all(error)
+        if terminal:
+            raise bdb.BdbQuit from None  # or pytest would debug our own frames now
         raise error.exceptions[0] from None  # of its own type, as a test that is expected to fail may ask for
     except (ParallelError, TypeError, ValueError) as error:  # of a fixture that cannot be sent, of the marker
         pytest.fail(str(error), pytrace=False)
@@ -82,8 +91,36 @@ def _pool(pools: dict[int, ParallelExecutor], n: Any = None) -> ParallelExecutor
     return pools[n]
 
 
-def _call(test: Callable[..., object], /, **fixtures: Any) -> str | None:
+@contextlib.contextmanager
+def _debugging(config: pytest.Config) -> Iterator[str | None]:
+    """Leave the terminal to the ranks, with ``--pdb``: its name."""
+    capture = config.pluginmanager.getplugin("capturemanager") if config.option.usepdb else None
+    if capture is None:
+        yield None
+        return
+    capture.suspend(in_=True)
+    try:
+        yield os.ttyname(0) if os.isatty(0) else None
+    finally:
+        capture.resume()
+
+
+def _debug(error: Exception, terminal: str) -> None:
+    """Debug where a test has failed, if this rank is the first; a later one waits here until the run has ended it."""
+    stdin = open(terminal)  # noqa: SIM115  # held until the next test
+    fcntl.flock(stdin, fcntl.LOCK_EX)
+    _held.append(stdin)
+    with open(terminal, "w") as stdout:
+        print(f"\nOn rank {current_world().rank}: {summary(error)}", file=stdout)
+        debugger = pdb.Pdb(stdin=stdin, stdout=stdout)
+        debugger.reset()
+        debugger.interaction(None, error.__traceback__)
+
+
+def _call(test: Callable[..., object], terminal: str | None, /, **fixtures: Any) -> str | None:
     """Run the test on this rank; why, if it skips itself."""
+    while _held:
+        _held.pop().close()
     with contextlib.ExitStack() as undo:
         for name, value in fixtures.items():
             if isinstance(value, pytest.MonkeyPatch):
@@ -92,6 +129,10 @@ def _call(test: Callable[..., object], /, **fixtures: Any) -> str | None:
             test(**fixtures)
         except pytest.skip.Exception as skipped:
             return str(skipped.msg)
+        except Exception as error:
+            if terminal:
+                _debug(error, terminal)
+            raise
     return None
 
 
