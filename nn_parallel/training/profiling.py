@@ -71,7 +71,7 @@ def profile_ranks(path: str | os.PathLike[str]) -> Iterator[RankProfile]:
     on_rank(0)(check_writable)(target)
     profile = RankProfile()
     with block("profile_ranks()", call_site(sys._getframe(2))):
-        with torch.profiler.profile() as profiler:
+        with torch.profiler.profile(acc_events=True) as profiler:  # or torch 2.11 warns of a second cycle
             start = time.perf_counter()  # the profiler itself takes long to start and to stop
             yield profile
             if world.device.type != "cpu":
