@@ -13,8 +13,8 @@ in pytest's own process::
 The test fails if it fails on any rank: the report shows each failure once, with the ranks that have it and their
 traceback there. What the ranks print is captured as usual, each line with its rank before it. A test that rank 0 skips
 is skipped. Fixtures are set up in pytest's own process, and their values are sent to the ranks: what cannot be pickled,
-as ``capsys``, is a `TransferError` that names it. ``monkeypatch`` is each rank's own. With ``--pdb`` the first rank that
-fails gets the terminal.
+as ``capsys``, is a `TransferError` that names it. ``monkeypatch`` is each rank's own. With ``--pdb`` the first rank
+that fails gets the terminal.
 """
 
 from __future__ import annotations
