@@ -51,7 +51,7 @@ class Report(NamedTuple):
     def __bool__(self) -> bool:
         return all(finding.status != FAILED for finding in self.findings)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         width = max(len(finding.part) for finding in self.findings)
         lines = []
         for status, part, text, advice in self.findings:

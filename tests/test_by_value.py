@@ -504,6 +504,34 @@ def test_a_module_that_is_sent_by_value(main: dict[str, Any], tmp_path: Path, mo
         cloudpickle.unregister_pickle_by_value(sys.modules.pop("mine"))
 
 
+def test_a_worker_keeps_the_classes_that_it_has(
+    main: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the parent lets go of one, also where nothing else in the worker refers to it."""
+    (tmp_path / "mine.py").write_text(
+        "class Found:\n def get(self): return type(self)\ndef make():\n class Local(Found): pass\n return Local\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    definitions = """
+import cloudpickle, gc, mine
+cloudpickle.register_pickle_by_value(mine)
+Local = mine.make()
+def alive(): return [cls.__name__ for cls in mine.Found.__subclasses__()]
+"""
+    lines = ["call(Local().get) is Local", "! call(gc.collect)", "call(Local().get) is Local", "call(alive)"]
+    lines += [
+        "! del Local",
+        "! gc.collect()",
+        "! call(gc.collect)",
+        "call(mine.Found().get) is mine.Found",
+        "call(alive)",
+    ]
+    try:
+        assert _values(main, definitions, lines) == "True True ['Local'] True []"
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules.pop("mine"))
+
+
 def test_a_class_that_is_lost_is_forgotten(main: dict[str, Any]) -> None:
     """Neither the parent nor its pool keeps a class of a function's body alive."""
     definitions = """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -150,6 +153,28 @@ def test_who_marks_no_test_imports_no_torch(tmp_path: Path) -> None:
     """The plugin is there in every run of pytest."""
     (tmp_path / "test_it.py").write_text("import sys\n\ndef test_it():\n    assert 'torch' not in sys.modules\n")
     assert "1 passed" in _pytest(tmp_path, "-p", "no:hypothesispytest")
+
+
+@pytest.mark.slow
+def test_the_first_rank_that_fails_is_debugged(tmp_path: Path) -> None:
+    """With ``--pdb``, on the terminal of pytest, once; the report is as ever, and the next test passes."""
+    (tmp_path / "test_it.py").write_text(TESTS)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "pytest", "--pdb", "--color=no", "-k", "on_two or in_a_class"]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs):
+        os.close(theirs)
+        text, answers = "", [b"p left\n", b"q\n"]
+        with contextlib.suppress(OSError):  # the other end is closed
+            while True:
+                text += os.read(ours, 1 << 16).decode().replace("\r\n", "\n")
+                if answers and text.endswith("(Pdb) "):
+                    os.write(ours, answers.pop(0))
+        os.close(ours)
+    [(rank, third)] = re.findall(r"On rank (\d): AssertionError.*?\(Pdb\) p left\n\[1, 2, (\d)\]\n", text, re.DOTALL)
+    assert rank == third
+    assert text.count("(Pdb) ") == 2
+    assert f"On rank {rank}:\n\nTraceback" in text
+    assert "1 failed, 1 passed" in text
 
 
 @pytest.mark.slow

@@ -69,6 +69,7 @@ class Stored:
 
     def __init__(self, unpack: Unpack) -> None:
         self.unpack = unpack
+        self.classes: list[type] = []  # cloudpickle knows classes as long as somebody refers to them
 
     @functools.cached_property
     def object(self) -> Any:
@@ -218,6 +219,7 @@ def _bind(key: Key, value: Any) -> None:
 def _take_over(key: Key) -> None:
     keys, number = _awaited[key]  # until it is there: what it is made of may refer to it
     values = stored[number].unpack()  # anew: an older version may come again
+    stored[number].classes = [value for value in values if isinstance(value, type)]
     for each, value in zip(keys, values, strict=True):
         _bind(each, value)
         _awaited.pop(each, None)
