@@ -59,7 +59,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     fixtures = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     try:
-        pool = _pool(pyfuncitem.config.stash[_POOLS], *marker.args, **marker.kwargs)
+        pool = pool_of(pyfuncitem.config, *marker.args, **marker.kwargs)
         with _by_value(pyfuncitem.module), _debugging(pyfuncitem.config) as terminal:
             reasons = pool.run(_call, pyfuncitem.obj, terminal, **fixtures)
     except RankError as error:
@@ -83,9 +83,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-def _pool(pools: dict[int, ParallelExecutor], n: Any = None) -> ParallelExecutor:
-    """That of as many ranks as the marker says."""
-    n = count("n of @pytest.mark.ranks(n)", n)
+def pool_of(config: pytest.Config, n: Any = None) -> ParallelExecutor:
+    """The pool of as many ranks as a marker says."""
+    n, pools = count("n of @pytest.mark.ranks(n)", n), config.stash[_POOLS]
     if n not in pools:
         pools[n] = ParallelExecutor(num_workers=n, devices="cpu", prefix_output=True, pass_device=False)
     return pools[n]

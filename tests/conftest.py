@@ -24,6 +24,7 @@ from ranks import launched, trim
 from nn_parallel import ParallelExecutor, initialize_ddp, on_rank
 from nn_parallel.executor import forkserver_client
 from nn_parallel.launch import rendezvous
+from nn_parallel.testing import pool_of
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -113,6 +114,7 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     lasting = [request.getfixturevalue(name) for name in LASTING if name in request.fixturenames]
     lasting += [pool for fixture in lasting if isinstance(fixture, dict) for pool in fixture.values()]
+    lasting += [pool_of(request.config, *marker.args) for marker in request.node.iter_markers("ranks")]
     pools = [fixture for fixture in lasting if isinstance(fixture, ParallelExecutor)]
     _settle(pools)
     before, abandoned = _state(), abandoned_in_shared_memory()

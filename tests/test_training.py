@@ -172,6 +172,7 @@ def test_compressed_gradients_train_nearly_alike(two: ParallelExecutor, compress
     assert 0 < difference < 0.1 if compression == "fp16" else difference < 1
 
 
+@pytest.mark.ranks(2)
 def test_options_reach_ddp() -> None:
     """A model with parameters that a step leaves out trains with ``find_unused_parameters``, and fails without it."""
 
@@ -184,18 +185,17 @@ def test_options_reach_ddp() -> None:
             out: torch.Tensor = self.used(x)
             return out
 
-    def scenario(find: bool) -> bool:
-        initialize_ddp()
+    def train(find: bool) -> None:
         model = prepare_model(Partly(), find_unused_parameters=find)
+        assert isinstance(model, DistributedDataParallel)
+        assert model.find_unused_parameters is find
         for _ in range(2):
             model(torch.ones(1, 2)).sum().backward()
-        return isinstance(model, DistributedDataParallel) and model.find_unused_parameters
 
-    with ParallelExecutor(num_workers=2, devices="cpu") as ex:
-        assert ex.run(scenario, True) == [True, True]
-        with pytest.raises(RankError) as caught:
-            ex.run(scenario, False)
-    assert "Expected to have finished reduction" in str(caught.value.exceptions[0])
+    initialize_ddp()
+    train(find=True)
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+        train(find=False)
 
 
 class Blocks(nn.Module):
