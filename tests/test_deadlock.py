@@ -244,6 +244,22 @@ def test_a_collective_inside_a_call_for_one_rank(two: Ranks) -> None:
 
 
 @pytest.mark.slow
+def test_a_collective_inside_a_call_for_one_rank_outside_all_blocks() -> None:
+    """The call fails on all ranks, with what stood in its way."""
+
+    def scenario() -> str:
+        initialize_ddp()
+        with pytest.raises(RankError) as caught:
+            on_rank(0)(all_reduce)()
+        return str(caught.value)
+
+    with launched(2) as ranks:
+        for told in ranks.run(scenario):
+            assert "failed on rank 0 of 2: ParallelError: Rank 0 is in all_reduce() at " in told
+            assert "which can never end: rank 1 waits in all_reduce() on rank 0 at " in told
+
+
+@pytest.mark.slow
 def test_without_the_flight_recorder_nothing_is_said() -> None:
     """What cannot be known is not guessed: the collective ends by its own timeout."""
 

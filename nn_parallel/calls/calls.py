@@ -116,7 +116,8 @@ class Calls:
             except Interrupted:
                 raise  # the block around it ends
             except BaseException as error:
-                failures = failures_in(error, self.rank)
+                cause = error if self._watcher is None else self._watcher.cause(error)
+                failures = failures_in(cause, self.rank)
                 self._post_failure(call, failures)
                 if isinstance(error, Exception):
                     raise self._error(call, failures) from None

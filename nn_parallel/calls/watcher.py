@@ -76,6 +76,7 @@ class Watcher:
         self._state: Any = None  # as it was at the last look, see `_last_collectives`,
         self._last: list[Collective] = []  # and what it found then
         self._is_store_lost = False
+        self._reason: ParallelError | None = None  # why the last collective outside all blocks was ended
         self._thread = threading.Thread(target=self._loop, name="nn_parallel watcher", daemon=True)
         self._thread.start()
 
@@ -105,6 +106,12 @@ class Watcher:
                 block.is_active = False
         if block.must_leave:  # too late for the signal
             raise Interrupted
+
+    def cause(self, error: BaseException) -> BaseException:
+        """What to raise for ``error``, which came up outside all blocks: why it was freed, if it follows from that."""
+        if self._reason is not None and lost_connection(error):
+            return self._reason.with_traceback(error.__traceback__)
+        return error
 
     def stop(self) -> None:
         with self._changed:
@@ -212,6 +219,7 @@ class Watcher:
     def _end_it(self, reason: ParallelError) -> None:
         """Outside all blocks: the collective raises, in torch's words, so the cause is told before."""
         logger.error("%s", reason)
+        self._reason = reason
         self._context.group.abort()
 
     def _deadlock(
