@@ -780,6 +780,31 @@ def test_what_was_about_to_begin_elsewhere_ends_with_the_pool(how: str, tmp_path
         future.result(10)
 
 
+def test_a_worker_that_just_takes_the_place_of_another_one_ends_with_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception in the block kills this one too, whatever its initializer waits for."""
+    start, replaces, is_slow = Processes.start, threading.Event(), tmp_path / "slow"
+
+    def start_late(processes: Processes, index: int, device: torch.device) -> WorkerProcess:
+        replaces.set()
+        while not pool_of(pool)._closing:
+            time.sleep(0.001)
+        return start(processes, index, device)
+
+    def wait_while_slow() -> None:
+        while is_slow.exists():
+            time.sleep(0.001)
+
+    with contextlib.suppress(ZeroDivisionError), ParallelExecutor(1, "cpu", initializer=wait_while_slow) as pool:
+        (pid,) = pool.run(os.getpid)
+        monkeypatch.setattr(Processes, "start", start_late)
+        is_slow.touch()
+        os.kill(pid, signal.SIGKILL)
+        replaces.wait(10)
+        raise ZeroDivisionError
+
+
 def test_shared_memory_that_a_task_has_left_goes_with_the_worker() -> None:
     """As at the end of a script: Python's resource tracker removes it, and has the time to."""
 

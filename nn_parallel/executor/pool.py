@@ -127,8 +127,7 @@ class Pool:
                 self._closing = True
                 discarded = [self._queue.popleft() for _ in range(len(self._queue) * (cancel_pending or kill))]
                 if kill:
-                    for worker in self._processes:
-                        worker.kill()
+                    self._processes.kill()
             for task in discarded:
                 task.discard()
             self._poller.wake()
@@ -383,7 +382,7 @@ class Pool:
             self._queue.clear()
             for worker in self._processes:
                 worker.task = None
-                worker.kill()
+            self._processes.kill()
         for task in tasks:
             if task is not None and not isinstance(task, SetUp):
                 task.fail(error)

@@ -51,6 +51,7 @@ class Processes:
         self._poller, self._lock, self._files, self._prefix_output = poller, lock, files, prefix_output
         self._directory = os.getcwd()
         self._by_key = dict[int, WorkerProcess]()
+        self._are_killed = False
         self._server, self.has_server = ServerConnection(), True
         poller.watch(self._server.fileno(), on_news)
 
@@ -69,7 +70,16 @@ class Processes:
         for output in worker.output:
             self._poller.watch(output.fd, output.copy)
         worker.set_up(self._directory, self._files)
+        with self._lock:
+            if self._are_killed:
+                worker.kill()
         return worker
+
+    def kill(self) -> None:
+        """Kill all, and those that another thread is about to start; the caller holds the lock."""
+        self._are_killed = True
+        for worker in self:
+            worker.kill()
 
     def hear(self) -> list[tuple[WorkerProcess, Exited]]:
         """The exits of workers that the fork server tells next.
