@@ -31,7 +31,7 @@ from nn_parallel.pickling import dumps, loads
 
 # Torch calls these dtypes and layouts experimental; that is its own affair.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:ComplexHalf support", "ignore:Sparse CSR tensor support", "ignore:.*quantize_per_"
+    "ignore:B?Complex(Half|32) support", "ignore:Sparse CSR tensor support", "ignore:.*quantize_per_"
 )
 QUANTISED = ["qint8", "quint8", "qint32", "quint4x2", "quint2x4"]
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
