@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pty
 import re
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pytest
 from notebook import run_cells
+from terminal import run_on_terminal
 
 from nn_parallel.executor.bars import Screen
 
@@ -95,19 +92,14 @@ def go(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_on_a_terminal(go: Path) -> None:
     """The bars of both ranks are drawn at once, below what has been printed, and the cursor goes back up."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 80))
-    with subprocess.Popen([sys.executable, "-c", SCRIPT.format(go=str(go))], stdout=theirs, stderr=theirs) as script:
-        os.close(theirs)
-        text = ""
-        with contextlib.suppress(OSError):  # the other end is closed
-            while True:
-                text += os.read(ours, 1 << 16).decode().replace("\r\n", "\n")
-                if shown(text.rpartition("\x1b[J")[2]) == {*BARS, "\x1b[3A"}:
-                    go.touch()
-        os.close(ours)
-    assert script.returncode == 0, text
-    assert go.exists(), text
+
+    def answer(text: str) -> bytes:
+        if shown(text.rpartition("\x1b[J")[2]) == {*BARS, "\x1b[3A"}:
+            go.touch()
+        return b""
+
+    status, text = run_on_terminal([sys.executable, "-c", SCRIPT.format(go=str(go))], answer)
+    assert status == 0, text
     assert shown(text.rpartition("\x1b[J")[2]) <= {*ENDED, "loss 0", "loss 1"}
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
 import re
-import subprocess
 import sys
-import termios
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from terminal import run_on_terminal
 from tqdm import tqdm
 
 from nn_parallel import ParallelExecutor
@@ -79,13 +76,8 @@ def test_without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_terminal(launched: bool, tmp_path: Path) -> None:
     """One bar: of all items, or of the share of rank 0."""
     (tmp_path / "script.py").write_text(SCRIPT.format(workers="" if launched else ", num_workers=2"))
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 80))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if launched else []
-    done = subprocess.run([sys.executable, *launcher, "script.py"], stderr=theirs, cwd=tmp_path, timeout=60)
-    os.close(theirs)
-    shown = os.read(ours, 1 << 16).decode()
-    os.close(ours)
-    assert done.returncode == 0, shown
+    status, shown = run_on_terminal([sys.executable, *launcher, "script.py"], cwd=tmp_path)
+    assert status == 0, shown
     assert re.search(rf"double\(\): 100%\|█+\| {3 if launched else 6}/", shown), shown
     assert (" 6/6" in shown) is not launched

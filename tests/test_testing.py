@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pty
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from terminal import run_on_terminal
 
 from nn_parallel import testing
 from nn_parallel.errors import Failure, rank_error
@@ -159,17 +157,9 @@ def test_who_marks_no_test_imports_no_torch(tmp_path: Path) -> None:
 def test_the_first_rank_that_fails_is_debugged(tmp_path: Path) -> None:
     """With ``--pdb``, on the terminal of pytest, once; the report is as ever, and the next test passes."""
     (tmp_path / "test_it.py").write_text(TESTS)
-    ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "pytest", "--pdb", "--color=no", "-k", "on_two or in_a_class"]
-    with subprocess.Popen(command, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs):
-        os.close(theirs)
-        text, answers = "", [b"p left\n", b"q\n"]
-        with contextlib.suppress(OSError):  # the other end is closed
-            while True:
-                text += os.read(ours, 1 << 16).decode().replace("\r\n", "\n")
-                if answers and text.endswith("(Pdb) "):
-                    os.write(ours, answers.pop(0))
-        os.close(ours)
+    typed = iter([b"p left\n", b"q\n"])
+    _, text = run_on_terminal(command, lambda text: next(typed) if text.endswith("(Pdb) ") else b"", cwd=tmp_path)
     [(rank, third)] = re.findall(r"On rank (\d): AssertionError.*?\(Pdb\) p left\n\[1, 2, (\d)\]\n", text, re.DOTALL)
     assert rank == third
     assert text.count("(Pdb) ") == 2
