@@ -6,7 +6,7 @@ The files, from the bottom up; each knows only those before it in this list::
     devices, gpus               which devices there are; what NVML tells of GPUs
     pickle_diagnostics          which part of an object cannot be pickled
     pickling                    objects to bytes and back
-    stack_dump                  where the processes of a job stand, as another one sees it
+    descendants, stack_dump     the processes that one has started; where those of a job stand, as another one sees it
     signals, polling            what is raised in the main thread from outside; looking for something again and again
     world                       who a process is among the ranks
     launch                      how the ranks are started, find each other, are connected, and know who is dead:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from . import devices
+from .descendants import descendants_of
 from .errors import PACKAGE_FOLDER, rank_names
 
 SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2
@@ -74,24 +75,6 @@ def stacks_of(processes: Iterable[Process]) -> dict[Process, str]:
 def is_whole(stack: str) -> bool:
     """Whether it goes to the outermost frame, or to where faulthandler stops."""
     return stack.endswith((" in <module>\n", "  ...\n"))
-
-
-def descendants_of(pid: int) -> list[int]:
-    """All that descends from a process, but for those that have lost their parent."""
-    found = [pid]
-    for each in found:  # it grows on the way
-        found += children_of(each)
-    return found[1:]
-
-
-def children_of(pid: int) -> list[int]:
-    """The processes that a process has started, and those that it has inherited as their subreaper."""
-    children = list[int]()
-    with contextlib.suppress(OSError):  # it has ended
-        for thread in os.listdir(f"/proc/{pid}/task"):  # each has its own
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
-                children += map(int, file.read().split())
-    return children
 
 
 def by_call_site(stacks: Mapping[str, str]) -> str:

@@ -22,6 +22,7 @@ import pytest
 from ranks import launched, trim
 
 from nn_parallel import ParallelExecutor, initialize_ddp, on_rank
+from nn_parallel.descendants import children_of
 from nn_parallel.executor import forkserver_client
 from nn_parallel.launch import rendezvous
 from nn_parallel.testing import pool_of
@@ -76,7 +77,7 @@ def _fork_server() -> Iterator[None]:
         ex.run(int)
     yield
     forkserver_client.stop_fork_server()
-    assert _children() == set()
+    assert children_of(os.getpid()) == []
 
 
 @pytest.fixture(scope="session")
@@ -143,7 +144,7 @@ def _connect() -> None:
 
 def _state() -> dict[str, object]:
     return {
-        "children": _children() - {forkserver_client.fork_server_pid()},
+        "children": set(children_of(os.getpid())) - {forkserver_client.fork_server_pid()},
         "files": Counter(_open_files()),
         "environment": {name: value for name, value in os.environ.items() if name not in SET_BY_OTHERS},
         "threads": sorted(thread.name for thread in threading.enumerate()),
@@ -157,10 +158,6 @@ def abandoned_in_shared_memory() -> set[str]:
     """
     names = os.listdir("/dev/shm")
     return {name for name in names if (made := TORCH_MADE.match(name)) and not os.path.exists(f"/proc/{made[1]}")}
-
-
-def _children() -> set[int]:
-    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
 def _open_files() -> Iterator[str]:

@@ -47,6 +47,7 @@ from nn_parallel import (
     initialize_ddp,
     on_rank,
 )
+from nn_parallel.descendants import children_of
 from nn_parallel.executor import forkserver_client
 from nn_parallel.executor.packing import CallOptions
 from nn_parallel.executor.pool import Pool
@@ -206,8 +207,7 @@ def leave_soon() -> None:
 
 def workers() -> set[int]:
     """The processes of all pools."""
-    server = forkserver_client.fork_server_pid()
-    return {int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()}
+    return set(children_of(forkserver_client.fork_server_pid() or 0))
 
 
 def wait_for_replacement(pid: int, before: set[int]) -> None:

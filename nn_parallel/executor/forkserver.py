@@ -30,7 +30,7 @@ import weakref
 from collections.abc import Iterable
 from multiprocessing import resource_tracker
 
-from ..stack_dump import children_of, descendants_of
+from ..descendants import children_of, descendants_of
 from .connection import receive_fds
 from .worker import flush_output, work
 

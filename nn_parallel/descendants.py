@@ -1,0 +1,24 @@
+"""The processes that a process has started, as Linux tells."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+
+def descendants_of(pid: int) -> list[int]:
+    """All that descends from a process, but for those that have lost their parent."""
+    found = [pid]
+    for each in found:  # it grows on the way
+        found += children_of(each)
+    return found[1:]
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started, and those that it has inherited as their subreaper."""
+    children = list[int]()
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):  # each has its own
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                children += map(int, file.read().split())
+    return children
