@@ -56,9 +56,9 @@ Importing it starts nothing: no process, no thread, no GPU.
 import torch  # noqa: F401  # first: what its import leaves behind is collected on the way
 
 from . import collector
-from ._version import __version__ as __version__
 
 with collector.paused():
+    from ._version import __version__ as __version__
     from .data_parallel import parallel_on_all_devices
     from .ddp import cleanup_ddp, initialize_ddp, should_use_distributed
     from .devices import resolve_device
