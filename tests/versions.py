@@ -66,8 +66,8 @@ def _test(folder: Path, python: str, torch: str, arguments: list[str]) -> int:
 
         venv, pins = Path(inside, "venv"), Path(inside, "pins.txt")
         subprocess.run([_interpreter(python), "-m", "venv", venv], check=True)
-        environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-        environ |= {"PATH": f"{venv}/bin:{os.environ['PATH']}", "VIRTUAL_ENV": str(venv), "CI": "true"}
+        environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "CI")}
+        environ |= {"PATH": f"{venv}/bin:{os.environ['PATH']}", "VIRTUAL_ENV": str(venv)}
         pins.write_text(re.sub(r"^(torch|setuptools)==.*\n", "", PINS, flags=re.MULTILINE))  # torch limits setuptools
         wanted = "torch" if torch == NEWEST else f"torch=={torch}"
         install = f"pip install --quiet -c {pins} {wanted} {wheel}[test]"
