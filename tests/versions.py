@@ -65,7 +65,7 @@ def _test(folder: Path, python: str, torch: str, arguments: list[str]) -> int:
         (tests / "pytest_nn_parallel.py").unlink()
 
         venv, pins = Path(inside, "venv"), Path(inside, "pins.txt")
-        subprocess.run([_interpreter(python), "-m", "venv", venv], check=True)
+        subprocess.run([interpreter(python), "-m", "venv", venv], check=True)
         environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "CI")}
         environ |= {"PATH": f"{venv}/bin:{os.environ['PATH']}", "VIRTUAL_ENV": str(venv)}
         pins.write_text(re.sub(r"^(torch|setuptools)==.*\n", "", PINS, flags=re.MULTILINE))  # torch limits setuptools
@@ -91,7 +91,7 @@ def _test(folder: Path, python: str, torch: str, arguments: list[str]) -> int:
         return running.returncode
 
 
-def _interpreter(version: str) -> str:
+def interpreter(version: str) -> str:
     """Of that minor version: beside the interpreter that runs this, as pyenv lays them out, or on the PATH."""
     beside = Path(sys.base_prefix).parent.glob(f"{version}.*/bin/python{version}")
     if found := next(map(str, beside), None) or shutil.which(f"python{version}"):
