@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ParallelError, RankTimeoutError, lost_connection
+from ..errors import ParallelError, RankTimeoutError, lost_connection, user_frames
 from ..launch import flight_recorder
 from ..launch.context import RankContext
 from ..launch.flight_recorder import Collective
@@ -109,9 +109,10 @@ class Watcher:
 
     def cause(self, error: BaseException) -> BaseException:
         """What to raise for ``error``, which came up outside all blocks: why it was freed, if it follows from that."""
-        if self._reason is not None and lost_connection(error):
-            return self._reason.with_traceback(error.__traceback__)
-        return error
+        if self._reason is None or not lost_connection(error):
+            return error
+        frames, error.__traceback__ = user_frames(error), None  # it would live in a cycle with its frames
+        return self._reason.with_traceback(frames)
 
     def stop(self) -> None:
         with self._changed:

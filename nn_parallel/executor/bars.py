@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 MOVES = re.compile(r"(\n|\r|\x1b\[A)")  # down, to the begin of the line, up: all that tqdm uses
-CLEAR_BELOW, NEWLINE = "\x1b[J", "\n"
+CLEAR_BELOW = "\x1b[J"
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Bars:
             if in_notebook and (shown or had_some):
                 self._show_under_cell("\n".join(shown))
             elif stream.isatty() and (shown or had_some):
-                text = f"{CLEAR_BELOW}{text}{_drawn(shown, is_at_begin=text[-1:] in ('', NEWLINE))}"
+                text = CLEAR_BELOW + text + _drawn(shown, is_at_begin=text[-1:] in ("", "\n"))
             if text:
                 stream.write(text)
                 stream.flush()
