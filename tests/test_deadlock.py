@@ -315,7 +315,7 @@ def test_a_long_wait_is_told_once(two: Ranks) -> None:
     told, _ = two.run(scenario)
     assert len(told) == 1
     assert "in sleep() on rank 1 at " in told[0]
-    assert "for rank 1. Rank 1 is at " in told[0]
+    assert "for rank 1. Rank 1 is in scenario() at " in told[0]
     assert "test_deadlock.py:" in told[0]
 
 

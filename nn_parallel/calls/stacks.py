@@ -31,12 +31,14 @@ class Position(NamedTuple):
 
     function: str | None  # of torch.distributed, or initialize_ddp, that it is in
     site: str  # file:line of the user's code
+    caller: str  # the function of the user's code
     may_wait: bool  # for other ranks: it is in torch's distributed or autograd code, or calls some `wait`
     makes_group: bool  # it is in initialize_ddp
     waits_in: Rooted | None  # the collective whose end it waits for, if that has a root
 
     def __str__(self) -> str:
-        return f"in {self.function}() at {self.site}" if self.function else f"at {self.site}"
+        function = self.function or self.caller
+        return f"at {self.site}" if function.startswith("<") else f"in {function}() at {self.site}"
 
 
 def position() -> Position:
@@ -50,8 +52,8 @@ def position() -> Position:
             waits_in = waits_in if function else _rooted(frame)
             function = frame.f_code.co_name
         frame = frame.f_back
-    site = call_site(frame) if frame else "an unknown place"
-    return Position(function, site, innermost is not None and _may_wait(innermost), makes_group, waits_in)
+    site, caller = (call_site(frame), frame.f_code.co_name) if frame else ("an unknown place", "<unknown>")
+    return Position(function, site, caller, innermost is not None and _may_wait(innermost), makes_group, waits_in)
 
 
 def stack() -> str:
