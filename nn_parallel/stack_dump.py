@@ -1,7 +1,10 @@
 """Where the processes of a job stand, as another process sees it, told in a line for each call site.
 
-Each process that takes part *offers* its stack: a signal makes Python's `faulthandler` write it into a memory file,
-also while C code holds the GIL. Who may look into ``/proc`` of such a process finds the file there by its name.
+Each process that takes part *offers* its stack: a thread of its own writes it into a memory file, when it is asked by a
+byte in a pipe. Who may look into ``/proc`` of such a process finds both there, by the name of the file.
+
+Where C code holds the GIL, that thread cannot run. Then a signal makes Python's `faulthandler` write the stack. That is
+kept for then: of Python code that runs it now and again reads a frame that is just being made, and ends the process.
 """
 
 from __future__ import annotations
@@ -12,8 +15,11 @@ import glob
 import os
 import re
 import signal
+import sys
 import sysconfig
+import threading
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -24,7 +30,8 @@ from .descendants import descendants_of
 from .errors import PACKAGE_FOLDER, rank_names
 
 SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2
-WITHIN_S = 0.5  # for a process to write its stack, which takes a millisecond where it gets a core
+WITHIN_S = 0.5  # for a process to write its stack, which takes milliseconds where it gets a core
+MAX_FRAMES = 100
 _NAME = "stack of nn_parallel "
 
 
@@ -33,7 +40,8 @@ class Process(NamedTuple):
 
     pid: int
     name: str  # as it has said: ``rank 3``, ``the script``
-    path: str  # of its memory file
+    file: str  # the path of its memory file
+    pipe: str  # of the pipe by which it is asked
 
 
 def offer_stack(name: str | None = None) -> None:
@@ -44,13 +52,16 @@ def offer_stack(name: str | None = None) -> None:
     global _offered
     if not hasattr(os, "memfd_create"):  # only Linux has it
         return
-    pid, (owner, before) = os.getpid(), _offered
+    pid, (owner, *before) = os.getpid(), _offered
     if name is None and owner == pid:
         return
-    _offered = pid, os.memfd_create(f"{_NAME}{pid} {name or 'the script'}", os.MFD_CLOEXEC)
-    faulthandler.register(SIGNAL, _offered[1], all_threads=False)
-    if before is not None:
-        os.close(before)
+    asked, ask = os.pipe()
+    file = os.memfd_create(f"{_NAME}{pid} {ask} {name or 'the script'}", os.MFD_CLOEXEC)
+    _offered = pid, ask, asked, file
+    faulthandler.register(SIGNAL, file, all_threads=False)
+    threading.Thread(target=_tell, args=[asked, file], name="nn_parallel stack", daemon=True).start()
+    for fd in before[:1] if owner == pid else before:  # with the first one ends the thread, which closes the others
+        os.close(fd)
 
 
 def processes_of(pid: int) -> list[Process]:
@@ -60,16 +71,28 @@ def processes_of(pid: int) -> list[Process]:
 
 def stacks_of(processes: Iterable[Process]) -> dict[Process, str]:
     """The stack of each, innermost frame first; empty for a process that has not written it in time."""
-    asked = {process: _ask(process) for process in processes}
-    deadline = time.monotonic() + WITHIN_S
-    stacks = dict.fromkeys(asked, "")
-    while time.monotonic() < deadline and not all(map(is_whole, stacks.values())):
-        for process, before in asked.items():
-            with contextlib.suppress(OSError), open(process.path, "rb") as file:  # it has ended
-                file.seek(before)
-                stacks[process] = file.read().decode(errors="replace")
-        time.sleep(0.002)  # nobody tells when a memory file has grown
+    begins = {process: _size(process) for process in processes}
+    stacks = dict.fromkeys(begins, "")
+    for ask in (_ask_thread, _ask_faulthandler):
+        for process, stack in stacks.items():
+            if not is_whole(stack):
+                with contextlib.suppress(OSError):  # it has ended
+                    ask(process)
+        deadline = time.monotonic() + WITHIN_S
+        while time.monotonic() < deadline and not all(map(is_whole, stacks.values())):
+            for process, begin in begins.items():
+                with contextlib.suppress(OSError), open(process.file, "rb") as file:
+                    file.seek(begin)
+                    stacks[process] = file.read().decode(errors="replace")
+            time.sleep(0.002)  # nobody tells when a memory file has grown
     return stacks
+
+
+def main_stack() -> str:
+    """The stack of the main thread of this process, as `faulthandler` writes it."""
+    frames = list(traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0)))
+    lines = [f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}\n' for frame, line in frames]
+    return "".join(lines[:MAX_FRAMES] + ["  ...\n"] * (len(lines) > MAX_FRAMES))
 
 
 def is_whole(stack: str) -> bool:
@@ -128,9 +151,9 @@ def _found(pid: int) -> Iterator[Process]:
     for path in glob.glob(f"/proc/{pid}/fd/*"):
         with contextlib.suppress(OSError):
             _, found, rest = os.readlink(path).removesuffix(" (deleted)").partition(_NAME)
-            owner, _, name = rest.partition(" ")
-            if found and owner == str(pid):  # else it is a fork of the owner
-                yield Process(pid, name, path)
+            owner, ask, name = rest.split(" ", 2) if found else ("", "", "")
+            if owner == str(pid):  # else it is a fork of the owner
+                yield Process(pid, name, path, f"/proc/{pid}/fd/{ask}")
 
 
 def _catches_signal(pid: int) -> bool:
@@ -142,20 +165,37 @@ def _catches_signal(pid: int) -> bool:
     return False
 
 
-def _ask(process: Process) -> int:
-    """Have it write its stack: from this byte of its file on."""
-    with contextlib.suppress(OSError):
-        size = os.stat(process.path).st_size
-        os.kill(process.pid, SIGNAL)
-        return size
+def _tell(asked: int, file: int) -> None:
+    """Write the stack whenever a byte arrives, until the pipe is closed."""
+    while os.read(asked, 1):
+        os.write(file, main_stack().encode(errors="backslashreplace"))
+    os.close(asked)
+    os.close(file)
+
+
+def _size(process: Process) -> int:
+    with contextlib.suppress(OSError):  # it has ended
+        return os.stat(process.file).st_size
     return 0
+
+
+def _ask_thread(process: Process) -> None:
+    pipe = os.open(process.pipe, os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        os.write(pipe, b"?")
+    finally:
+        os.close(pipe)
+
+
+def _ask_faulthandler(process: Process) -> None:
+    os.kill(process.pid, SIGNAL)
 
 
 def _call(function: str) -> str:
     return function if function.startswith("<") else f"{function}()"
 
 
-_offered: tuple[int, int | None] = 0, None  # by this process, in this file
+_offered: tuple[int, ...] = (0,)  # by this process, asked by this pipe, of which it reads this end, in this file
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LIBRARIES = PACKAGE_FOLDER, _TORCH, sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from faults import loop_endlessly as spin
 
 from nn_parallel import ParallelExecutor, RankTimeoutError, initialize_ddp
 from nn_parallel.stack_dump import by_call_site, call_site_of, processes_of, stacks_of
@@ -116,12 +117,35 @@ def test_who_does_not_answer_holds_up_nobody(tmp_path: Path) -> None:
         pids = ex.run(os.getpid)
         stopped, other = (process for process in processes_of(os.getpid()) if process.pid in pids)
         os.kill(stopped.pid, signal.SIGSTOP)
+        while any(state != "T" for state in _states(stopped.pid)):
+            time.sleep(0.001)
         try:
             stacks = stacks_of([stopped, other])
         finally:
             os.kill(stopped.pid, signal.SIGCONT)
         assert stacks[stopped] == ""
         assert stacks[other] != ""
+
+
+def _states(pid: int) -> list[str]:
+    """Of its threads, as the kernel names them."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return [stat.rpartition(")")[2].split()[0] for stat in stats]
+
+
+def test_the_stack_of_python_code_is_not_read_by_faulthandler() -> None:
+    """Which could end the process: a thread that waits for the GIL writes it."""
+    with ParallelExecutor(num_workers=1, devices="cpu", timeout=1) as ex:
+        ex.run(int)
+        (worker,) = (process for process in processes_of(os.getpid()) if process.name == "rank 0")
+        future = ex.submit(spin)
+        stacks = [stacks_of([worker])[worker]]
+        with pytest.raises(RankTimeoutError) as caught:
+            future.result()
+        stacks += caught.value.stacks.values()
+        for stack in stacks:
+            assert "in <module>" in stack or "in loop_endlessly" in stack
+            assert "most recent call first" not in stack  # its words
 
 
 def test_a_process_that_has_not_said_what_the_signal_does(tmp_path: Path) -> None:

@@ -26,7 +26,18 @@ from .memfd import Files
 from .output import Output
 from .packing import PackedCall
 from .tasks import SetUp, Task
-from .worker import ANSWER_FORMAT, CANCEL, FORGET, STACK_SIGNAL, STARTED, TASK_FORMAT, Order, Setup, TaskHeader
+from .worker import (
+    ANSWER_FORMAT,
+    CANCEL,
+    FORGET,
+    STACK_SIGNAL,
+    STARTED,
+    TASK_FORMAT,
+    TELL_STACK,
+    Order,
+    Setup,
+    TaskHeader,
+)
 
 START_WITHIN_S = 300.0  # for a process to take tasks: longer than any machine is busy, so that no start hangs for ever
 STACK_WITHIN_S = 0.5  # for a worker to write its stack, which takes a millisecond where it gets a core
@@ -49,6 +60,7 @@ class Due(enum.Enum):
     """What happens at the deadline of a worker."""
 
     ASK_FOR_STACK = enum.auto()  # its task, or its start, has run out of time
+    DUMP_STACK = enum.auto()  # it has had time to tell its stack by itself
     TIME_OUT = enum.auto()  # it has had time to tell its stack
     KILL = enum.auto()  # it has not done as it was told
 
@@ -214,7 +226,12 @@ class WorkerProcess:
         if self.connection.has_more():
             self.deadline = Deadline(time.monotonic() + STACK_WITHIN_S, Due.ASK_FOR_STACK)
             return
-        self.deadline, self.stack = Deadline(time.monotonic() + STACK_WITHIN_S, Due.TIME_OUT), ""
+        self.deadline, self.stack = Deadline(time.monotonic() + STACK_WITHIN_S, Due.DUMP_STACK), ""
+        self._order(TELL_STACK, 0)
+
+    def dump_stack(self) -> None:
+        """Have faulthandler tell where it stands: its other threads do not run. See stack_dump."""
+        self.deadline = Deadline(time.monotonic() + STACK_WITHIN_S, Due.TIME_OUT)
         self._server.signal(self.key, STACK_SIGNAL)
 
     def receive_stack(self) -> bool:

@@ -143,7 +143,10 @@ class Processes:
                 if worker.deadline is None:
                     continue
                 at, due = worker.deadline
-                if due is Due.TIME_OUT:
+                if due is Due.DUMP_STACK and now >= at and not worker.has_told_stack:
+                    worker.dump_stack()
+                    at, due = worker.deadline
+                if due is Due.DUMP_STACK or due is Due.TIME_OUT:
                     silent.setdefault(worker.task, []).append(worker)
                     if now < at and not worker.has_told_stack:
                         awaited.add(worker.task)

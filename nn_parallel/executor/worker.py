@@ -30,7 +30,7 @@ from ..errors import Failure, ParallelError, RemoteError, TransferError, qualifi
 from ..launch.context import DEFAULT_TIMEOUT, RankContext, current_world, join, rank_context
 from ..pickling import Packed, dumps, loads
 from ..signals import CancelScope, Interrupted, keep_handler
-from ..stack_dump import offer_stack
+from ..stack_dump import main_stack, offer_stack
 from ..world import World
 from .connection import Connection, Payload, Unpack
 from .memfd import Files
@@ -49,8 +49,8 @@ ANSWER_FORMAT = "QB?"
 TASK_FORMAT = "Q?Q?IIIQ"  # see TaskHeader
 # What the parent orders a worker beside its tasks: a kind and a number.
 Order = struct.Struct("=BQ")
-CANCEL, FORGET = range(2)
-STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 1  # asks for the Python stack of the main thread
+CANCEL, FORGET, TELL_STACK = range(3)
+STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 1  # has faulthandler tell the stack of the main thread
 
 
 class Setup(NamedTuple):
@@ -151,6 +151,8 @@ class _Worker:
                 kind, number = Order.unpack(order)
                 if kind == FORGET:
                     forget(number)
+                elif kind == TELL_STACK:
+                    control.send(main_stack().encode(errors="backslashreplace"))
                 else:
                     self._cancelled = number  # it may not have begun yet
                     interrupting = self._interrupt_cancelled()
