@@ -118,10 +118,13 @@ def _doctor(_: argparse.Namespace) -> int:
 
 
 def _stacks(options: argparse.Namespace) -> int:
+    if options.pid < 1:
+        raise ValueError(f"{options.pid} is no process id.")
     found = processes_of(options.pid)
     if not found:
         raise ValueError(
-            f"no process that uses nn_parallel is {options.pid} or descends from it, as far as you may look into it."
+            f"no process that uses nn_parallel is {options.pid} or descends from it, as far as you may look into it: "
+            "give the process id of the script, of a rank or of the launcher, as ps shows them."
         )
     stacks = stacks_of(found)
     count = Counter(process.name for process in found)  # two pools have ranks of the same names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import numbers
 import os
 import warnings
 from datetime import timedelta
@@ -185,9 +186,11 @@ def as_seconds(timeout: timedelta | float | None) -> float | None:
     """Seconds or a timedelta, as seconds.
 
     Raises:
-        ValueError: it is not above zero.
+        TypeError: it is neither. ValueError: it is not above zero.
     """
     limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if limit_s is not None and not isinstance(limit_s, numbers.Real):
+        raise TypeError(f"timeout={timeout!r} must be a number of seconds, or a timedelta.")
     if limit_s is not None and limit_s <= 0:
         raise ValueError(f"timeout={timeout} must be above zero.")
     return limit_s

@@ -61,6 +61,7 @@ def shown(text: str) -> set[str]:
         (["\r 50%", "\r    \r", "next\n"], ["", "", "next\n"], []),
         (["\router", "\n", "\rinner", "\x1b[A", "\n\rinner 2\x1b[A"], [""] * 5, ["#outer", "#inner 2"]),
         (["\router\n\rinner\x1b[A", "\router 2", "\n\r     \r\x1b[A", "\n"], [""] * 4, ["#outer 2"]),
+        (["\ro\n\ri\x1b[A", "\n\r  \x1b[A", "\ro 2", "\n\ri 2\x1b[A"], [""] * 4, ["#o 2", "#i 2"]),
         (["\n\n\rthird\x1b[A\x1b[A"], [""], ["#third"]),
         (["\x1b[A\rup"], [""], ["#up"]),
     ],

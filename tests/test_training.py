@@ -313,6 +313,15 @@ def test_what_does_not_go_together_is_an_error(two: ParallelExecutor, options: A
     assert all(words in told for told in two.run(scenario))
 
 
+@pytest.mark.parametrize("wrong", [None, nn.Linear, [1, 2]])
+def test_what_is_neither_a_model_nor_a_loader(wrong: Any) -> None:
+    """It is said what is wanted."""
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not "):
+        prepare_model(wrong)
+    with pytest.raises(TypeError, match=r"takes a torch\.utils\.data\.DataLoader, not "):
+        prepare_dataloader(wrong)
+
+
 def test_without_batch_norm_over_ranks_on_the_cpu_a_line_says_so(two: ParallelExecutor) -> None:
     """Torch has it on accelerators only; training goes on with that of each rank."""
 

@@ -28,6 +28,7 @@ class Screen:
         """Begin each line with ``prefix``, and each bar with ``bar_prefix``."""
         self._prefix, self._bar_prefix = prefix, bar_prefix
         self._lines, self._at = [Line()], 0
+        self._before = ""  # the part that was printed last
 
     @property
     def bars(self) -> list[str]:
@@ -43,18 +44,18 @@ class Screen:
         That is all above a line that is no bar. Bars alone may be drawn again, but with ``flush`` those that have
         ended; a line that has not ended is seen then, too.
         """
-        for part in MOVES.split(text):
-            line = self._lines[self._at]
+        for part in filter(None, MOVES.split(text)):
+            line, before, self._before = self._lines[self._at], self._before, part
             if part == "\n":
                 self._at += 1
                 self._lines += [Line()] if self._at == len(self._lines) else []
             elif part == "\x1b[A":
                 self._at = max(0, self._at - 1)
-            elif part == "\r" and line.text.isspace():  # a bar has been cleared
+            elif part == "\r" and before and not before.strip(" "):  # a bar has been cleared, and is gone
                 self._lines[self._at] = Line()
             elif part == "\r":
                 line.is_rewritten = True
-            elif part and line.is_rewritten:
+            elif line.is_rewritten:
                 line.text, line.is_rewritten, line.is_bar = part, False, True
             else:
                 line.text += part

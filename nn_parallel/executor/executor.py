@@ -26,6 +26,8 @@ from .processes import Settings
 
 UNINTERRUPTED = True  # see signals
 R = TypeVar("R")
+# Parameters that other libraries call so.
+MEANT = {"max_workers": "num_workers", "n_jobs": "num_workers", "device": "devices", "gpus": "devices"}
 logger = logging.getLogger("nn_parallel")
 
 
@@ -82,7 +84,8 @@ class ParallelExecutor(Executor):
         **unknown: Never,
     ) -> None:
         if unknown:
-            hint = ": the number of workers is num_workers" if "max_workers" in unknown else ""
+            meant = [MEANT[name] for name in unknown if name in MEANT]
+            hint = f": perhaps {', '.join(meant)}" if meant else ""
             raise TypeError(f"ParallelExecutor() has no parameter {', '.join(map(repr, unknown))}{hint}.")
         if initializer is not None and not callable(initializer):
             raise TypeError(f"initializer={initializer!r} must be a callable.")

@@ -48,8 +48,8 @@ def prepare_dataloader(loader: DataLoader[T], *, pad: bool = True, seed: int | N
             ``torch.manual_seed`` has set; on several ranks that of rank 0.
 
     Raises:
-        TypeError: the dataset is iterable and there are several ranks: only it can say which samples are whose. The
-            sampler has no length.
+        TypeError: it is no loader. The dataset is iterable and there are several ranks: only it can say which samples
+            are whose. The sampler has no length.
         ValueError: the loader shares its samples out already, or leaves some out (``drop_last``) with ``pad=False``.
 
     Example::
@@ -59,6 +59,8 @@ def prepare_dataloader(loader: DataLoader[T], *, pad: bool = True, seed: int | N
             for x, y in loader:  # in another order each time
                 ...
     """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"prepare_dataloader() takes a torch.utils.data.DataLoader, not {loader!r}.")
     join_launched_world()
     world = current_world()
     if isinstance(loader.dataset, IterableDataset):

@@ -55,6 +55,7 @@ def prepare_model(
         ``strategy="none"``. A model with nothing to train is not wrapped, and has those of rank 0 too.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: there is no such strategy or compression, or they do not go together; the model is prepared already.
         RankError: on every rank, where there are several: one failed.
 
@@ -63,6 +64,8 @@ def prepare_model(
         model = prepare_model(nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # made after it: "fsdp" replaces the parameters
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"prepare_model() takes a torch.nn.Module, not {model!r}: perhaps it is to be called first.")
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is none of {', '.join(STRATEGIES)}.")
     if compression not in COMPRESSIONS:
