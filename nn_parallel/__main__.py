@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 import torch.distributed as dist
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from . import GPU, LaunchError, current_world, list_gpus, parse_gpu_selection, select_gpus, verify_ddp_setup
 from ._version import __version__
@@ -106,7 +106,11 @@ def _run(arguments: list[str]) -> int:
         if (ranks := int(options.nproc_per_node)) < 1:
             parser.error(f"--nproc={ranks} must be at least 1")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks)))  # torchrun makes it 1 otherwise
-    record(torchrun.run)(options)
+    try:
+        record(torchrun.run)(options)
+    except ChildFailedError as error:  # the ranks have told what it was
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

@@ -168,6 +168,8 @@ def _decorator(
         raise ValueError("wait=False cannot go with barrier=True or broadcast=True: both make every rank wait.")
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R | None]:
+        if not callable(fn):
+            raise TypeError(f"it decorates a function, not {fn!r}: give it save, and not save().")
         if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
             raise TypeError(
                 f"{call_name(fn)} is async or a generator: its body runs after the call that ranks wait for."

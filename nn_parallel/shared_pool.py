@@ -53,6 +53,9 @@ def parallelize_on_gpus(
         double(torch.tensor([1, 2]))  # [tensor([2, 4]), tensor([2, 4])]
     """
 
+    if callable(num_gpus):
+        raise TypeError("write @parallelize_on_gpus(), with parentheses.")
+
     def decorate(fn: Callable[..., R]) -> Callable[..., list[R]]:
         @functools.wraps(fn)
         def call_on_all(*args: Any, **kwargs: Any) -> list[R]:

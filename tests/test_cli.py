@@ -260,6 +260,17 @@ def test_the_versions_have_been_tested() -> None:
 
 
 @pytest.mark.slow
+def test_a_script_that_fails_under_run(tmp_path: Path) -> None:
+    """Its own traceback is shown, and torchrun's table, and nothing of ours."""
+    (tmp_path / "script.py").write_text("raise ValueError('bad batch')")
+    done = _command("run", "--nproc=1", str(tmp_path / "script.py"))
+    assert done.returncode == 1
+    assert "ValueError: bad batch" in done.stderr
+    assert "Root Cause (first observed failure)" in done.stderr
+    assert "nn_parallel" not in done.stderr.replace(str(HERE.parent), "")
+
+
+@pytest.mark.slow
 def test_the_doctor_under_a_launcher() -> None:
     """Each rank takes part, one of them prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]

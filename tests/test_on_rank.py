@@ -28,6 +28,7 @@ from nn_parallel import (
     initialize_ddp,
     on_local_rank,
     on_rank,
+    parallelize_on_gpus,
     rank_first,
 )
 from nn_parallel.calls.blocks import blocks_of
@@ -491,6 +492,14 @@ def test_a_timeout_names_the_silent_rank_and_slow_is_not_dead(world: World, tmp_
         else:
             assert caught[:2] == ([0], [0])
             assert "rank 0" in caught[2]
+
+
+def test_what_is_no_function() -> None:
+    """It is said where the decorator is written, not at the call."""
+    with pytest.raises(TypeError, match="it decorates a function, not 3"):
+        on_rank(0)(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="with parentheses"):
+        parallelize_on_gpus(print)  # type: ignore[arg-type]
 
 
 def test_what_several_ranks_run_ends_on_all_together(world: World, tmp_path: Path) -> None:

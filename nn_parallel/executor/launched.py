@@ -63,7 +63,7 @@ class LaunchedRanks:
         if wrong:
             raise ValueError(
                 f"{wrong[0]} does not apply here: the workers are the {world.world_size} ranks that run already, this "
-                f"one on {world.device}."
+                f"one on {world.device}. Leave it out, or start as many ranks."
             )
 
     def run(self, fn: Callable[..., R], args: Any, kwargs: Any, options: CallOptions) -> list[R]:
