@@ -136,8 +136,8 @@ def _states(pid: int) -> list[str]:
 def test_the_stack_of_python_code_is_not_read_by_faulthandler() -> None:
     """Which could end the process: a thread that waits for the GIL writes it."""
     with ParallelExecutor(num_workers=1, devices="cpu", timeout=1) as ex:
-        ex.run(int)
-        (worker,) = (process for process in processes_of(os.getpid()) if process.name == "rank 0")
+        pids = ex.run(os.getpid)
+        (worker,) = (process for process in processes_of(os.getpid()) if process.pid in pids)
         future = ex.submit(spin)
         stacks = [stacks_of([worker])[worker]]
         with pytest.raises(RankTimeoutError) as caught:
