@@ -67,11 +67,12 @@ class Training:
     @property
     def parts(self) -> dict[str, Any]:
         names = ("model", "optimizer", "scheduler", "scaler", "average")
-        return {name: getattr(self, name) for name in names} | {"sampler": self.loader.sampler}
+        return {name: getattr(self, name) for name in names} | {"loader": self.loader}
 
-    def train(self, epochs: int) -> None:
+    def train(self, epochs: int, save_after: int = 0, path: Path = Path()) -> None:
+        """``save_after`` so many steps of each epoch, if that is not 0."""
         for _ in range(epochs):
-            for (x,) in self.loader:
+            for step, (x,) in enumerate(self.loader, 1):
                 noise = torch.rand(()) + random.random() + np.random.rand()
                 loss = (self.model(x) + noise).square().mean()
                 self.optimizer.zero_grad()
@@ -80,6 +81,8 @@ class Training:
                 self.scaler.update()
                 if not hasattr(next(self.model.parameters()), "full_tensor"):
                     self.average.update_parameters(unwrap_model(self.model))
+                if step == save_after:
+                    self.save(path)
             self.scheduler.step()
             self.epoch += 1
 
@@ -137,6 +140,26 @@ def test_resumed_training_is_the_uninterrupted_run_bit_for_bit(world: World, tmp
         assert rest == {"epoch": 2, "best": float("inf"), "history": [{"loss": 0.5}]}
         assert epoch == 4
     assert os.listdir(tmp_path) == ["last.pt"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 2])
+def test_training_goes_on_in_the_middle_of_an_epoch(world: World, tmp_path: Path, steps: int) -> None:
+    """With the next batch: the parameters are those of the uninterrupted run, bit for bit."""
+    options = {"find_unused_parameters": len(world.run(int)) > 2}  # see the test above
+
+    def scenario() -> bool:
+        straight = Training(**options)
+        straight.train(1)
+        straight.train(1, save_after=steps, path=tmp_path / "last.pt")
+        straight.train(1)
+        resumed = Training(**options)
+        resumed.load(tmp_path / "last.pt")
+        assert (resumed.epoch, resumed.loader.sampler.epoch) == (1, 1)
+        resumed.train(2)
+        return equal(straight.state(), resumed.state())
+
+    assert all(world.run(scenario))
 
 
 @pytest.mark.slow

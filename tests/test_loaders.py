@@ -48,7 +48,7 @@ def drawn(loader: DataLoader[Any]) -> list[list[int]]:
 
 def parts(source: Any, world_size: int, **options: Any) -> list[list[Any]]:
     """What the samplers of all ranks draw in one epoch, which is as much as they say."""
-    samplers = [RankSampler(source, rank, world_size, **options) for rank in range(world_size)]
+    samplers = [RankSampler(source, rank, world_size, batch_size=world_size, **options) for rank in range(world_size)]
     shares = [list(sampler) for sampler in samplers]
     assert [len(sampler) for sampler in samplers] == [len(share) for share in shares]
     return shares
@@ -80,7 +80,7 @@ class Shuffled:
         return iter(numpy.random.permutation(100).tolist())
 
 assert "numpy" in sys.modules and "numpy.random" not in sys.modules
-first, again = (list(RankSampler(Shuffled(), 0, 1, seed=0, pad=True, drop=False)) for _ in range(2))
+first, again = (list(RankSampler(Shuffled(), 0, 1, seed=0, pad=True, drop=False, batch_size=1)) for _ in range(2))
 assert first == again
 """
 
@@ -247,9 +247,9 @@ def test_the_state_of_the_sampler_holds_the_seed() -> None:
 @given(n=st.integers(0, 60), world_size=st.integers(1, 9), batch_size=st.integers(1, 8))
 def test_without_padding_all_ranks_draw_equally_many_batches(n: int, world_size: int, batch_size: int) -> None:
     """Each sample is in one of them, and none has more than one sample beyond the batch size."""
-    loaders = []
+    loaders, whole = [], batch_size * world_size
     for rank in range(world_size):
-        sampler = RankSampler(range(n), rank, world_size, seed=0, pad=False, drop=False)
+        sampler = RankSampler(range(n), rank, world_size, seed=0, pad=False, drop=False, batch_size=whole)
         loaders.append(EvenBatches(sampler, batch_size))
     batches = [list(loader) for loader in loaders]
     assert [len(loader) for loader in loaders] == [len(each) for each in batches]
@@ -300,6 +300,99 @@ def test_samples_that_cannot_be_collated_stay_batches_of_their_own(world: World,
     for epoch in range(2):
         batches = [batch for epochs in results for batch in epochs[epoch]]
         assert sorted(batches) == [[[index] * (index + 1)] for index in range(9)]
+
+
+def resumed(make: Callable[[], Any], position: int, batch_size: int, world_size: int, **options: Any) -> list[Any]:
+    """What is drawn, batch by batch of all ranks together, by samplers that begin at ``position``."""
+    samplers = [
+        RankSampler(make(), rank, world_size, seed=3, batch_size=batch_size * world_size, **options)
+        for rank in range(world_size)
+    ]
+    for sampler in samplers:
+        sampler.load_state_dict(sampler.state_dict() | {"epoch": 2, "position": position})
+    shares = [list(sampler) for sampler in samplers]
+    assert [len(sampler) for sampler in samplers] == list(map(len, shares))
+    return [
+        [share[start : start + batch_size] for share in shares] for start in range(0, max(map(len, shares)), batch_size)
+    ]
+
+
+@given(
+    n=st.integers(1, 40),
+    ranks=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    batch_size=st.integers(1, 4),
+    steps=st.integers(0, 8),
+    make=st.sampled_from(SAMPLERS),
+)
+def test_the_rest_of_an_epoch(
+    n: int, ranks: tuple[int, int], batch_size: int, steps: int, make: Callable[[int], Any]
+) -> None:
+    """At the same number of ranks the batches that would have come; at another, each remaining sample once."""
+    before, after = ranks
+    options = {"pad": True, "drop": False}
+    whole = resumed(lambda: make(n), 0, batch_size, before, **options)
+    position = min(steps * batch_size * before, n)
+    assert resumed(lambda: make(n), position, batch_size, before, **options) == whole[steps:]
+    seen = [sample for batch in whole[:steps] for share in batch for sample in share]
+    rest = resumed(lambda: make(n), position, batch_size, after, pad=False, drop=False)
+    left = [sample for batch in rest for share in batch for sample in share]
+    if steps < len(whole):  # else some were repeated to fill the last batch
+        assert sorted([*seen, *left]) == list(range(n))
+
+
+@pytest.mark.parametrize("pad", [True, False])
+@pytest.mark.parametrize("batching", ["batches", "samples", "batch sampler"])
+def test_a_loader_goes_on_in_the_middle_of_an_epoch(world: World, batching: str, pad: bool) -> None:
+    """With the next batch, and its length is what is left; then come whole epochs."""
+
+    def scenario() -> Any:
+        initialize_ddp()
+        torch.manual_seed(5)
+
+        def make() -> DataLoader[Any]:
+            data = numbers(61)
+            if batching == "samples":
+                loader: DataLoader[Any] = DataLoader(data, batch_size=None, shuffle=True)
+            elif batching == "batch sampler":
+                loader = DataLoader(data, batch_sampler=[list(range(i, min(i + 4, 61))) for i in range(0, 61, 4)])
+            else:
+                loader = DataLoader(data, batch_size=4, shuffle=True, drop_last=pad)
+            return prepare_dataloader(loader, seed=1, pad=pad)
+
+        whole = make()
+        epochs = [drawn(whole) for _ in range(3)]
+        for steps in (1, len(whole) - 1):
+            loader = make()
+            loader.sampler.set_epoch(1)
+            batches = iter(loader)
+            taken = [next(batches)[0].tolist() for _ in range(steps)]
+            again = make()
+            again.load_state_dict(loader.state_dict())
+            left = len(again)
+            rest = drawn(again)
+            assert taken + rest == epochs[1]
+            assert len(rest) == left
+            assert drawn(again) == epochs[2]
+        return True
+
+    assert all(world.run(scenario))
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"length": 9}, "it is of a loader that draws 9 times an epoch, and this one 10"),
+        ({"position": 11}, "it begins at 11 of an epoch of 10"),
+        ({"position": -1}, "it begins at -1 of an epoch of 10"),
+    ],
+)
+def test_a_state_of_another_loader(state: dict[str, int], words: str) -> None:
+    """It is refused, and the loader is as it was."""
+    loader = prepare_dataloader(DataLoader(numbers(10), batch_size=2))
+    before = loader.state_dict()
+    with pytest.raises(ValueError, match=words):
+        loader.load_state_dict(before | {"epoch": 3} | state)
+    assert loader.state_dict() == before
 
 
 def test_an_epoch_can_be_gone_back_to() -> None:

@@ -41,9 +41,9 @@ def save_checkpoint(path: str | os.PathLike[str], **state: Any) -> None:
 
     Args:
         path: one file, that `torch.load` reads with ``weights_only=True`` as a dict of what is given here.
-        state: anything with a ``state_dict`` (models, optimizers, schedulers, scalers, samplers); numbers, strings,
-            tensors, and lists, tuples and dicts of them. Models are saved without their wrappers, and sharded ones
-            whole, with their optimizers; NumPy's numbers as Python's.
+        state: anything with a ``state_dict`` (models, optimizers, schedulers, scalers, prepared loaders); numbers,
+            strings, tensors, and lists, tuples and dicts of them. Models are saved without their wrappers, and sharded
+            ones whole, with their optimizers; NumPy's numbers as Python's.
 
     Raises:
         ValueError: a value is such that it could not be loaded.
@@ -52,7 +52,7 @@ def save_checkpoint(path: str | os.PathLike[str], **state: Any) -> None:
 
     Example::
 
-        save_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.sampler, epoch=epoch)
+        save_checkpoint("last.pt", model=model, optimizer=optimizer, loader=loader, epoch=epoch)
     """
     if RANDOM_STATES in state:
         raise ValueError(f"{RANDOM_STATES!r} is the name of what save_checkpoint adds itself.")
@@ -85,7 +85,7 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
 
     Example::
 
-        epoch = load_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.sampler)["epoch"]
+        epoch = load_checkpoint("last.pt", model=model, optimizer=optimizer, loader=loader)["epoch"]
     """
     world = initialize_ddp()
     saved = on_rank(0, broadcast=True)(read_checkpoint)(Path(path))

@@ -34,8 +34,12 @@ def prepare_dataloader(loader: DataLoader[T], *, pad: bool = True, seed: int | N
 
     An epoch ends when its last batch is handed out, and the next iteration is the next epoch. An epoch that is left
     before is drawn again, so a rank that looks at a few batches stays in step with the others. To go to an
-    epoch, call ``loader.sampler.set_epoch(epoch)``, or pass ``loader.sampler`` to `save_checkpoint` and
-    `load_checkpoint`.
+    epoch, call ``loader.sampler.set_epoch(epoch)``.
+
+    The loader has a state, for ``save_checkpoint(..., loader=loader)``: the seed, the epoch, and how much of it was
+    handed out. After `load_checkpoint` the next iteration draws the rest of that epoch, and ``len(loader)`` is how many
+    batches it has: the same ones that would have come, where there are as many ranks; else each remaining sample once.
+    What workers of the loader draw at random themselves, to augment images for instance, begins anew.
 
     Args:
         pad: give every rank the same number of samples, for training: the first ones are repeated, or the last ones
@@ -89,6 +93,7 @@ def prepare_dataloader(loader: DataLoader[T], *, pad: bool = True, seed: int | N
         seed=_agreed_seed(source) if seed is None else seed,
         pad=pad and not drops,
         drop=pad and drops,
+        batch_size=(batches.batch_size if is_torchs else 1) * world.world_size,
     )
     if is_torchs and pad:
         batches = BatchSampler(sampler, batches.batch_size, drops)
@@ -112,7 +117,18 @@ class CountingLoader(DataLoader[T]):
     sampler: RankSampler
 
     def __iter__(self) -> Any:  # torch says: its own class
-        return _Batches(super().__iter__(), self.sampler, len(self))
+        if self.sampler.begin == 0:
+            return _Batches(super().__iter__(), self.sampler, len(self))
+        numbers = torch.get_rng_state()  # torch draws a seed for workers: before, that was at the begin of the epoch
+        batches = super().__iter__()
+        torch.set_rng_state(numbers)
+        return _Batches(batches, self.sampler, len(self))
+
+    def state_dict(self) -> dict[str, int]:
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.sampler.load_state_dict(state)
 
 
 class _Batches(Iterator[T]):
@@ -143,23 +159,39 @@ class _Batches(Iterator[T]):
 class RankSampler(Sampler[Any]):
     """One rank's part of what another sampler, or a batch sampler, draws: each rank draws all of it alike."""
 
-    def __init__(self, source: Any, rank: int, world_size: int, *, seed: int, pad: bool, drop: bool) -> None:
+    def __init__(
+        self, source: Any, rank: int, world_size: int, *, seed: int, pad: bool, drop: bool, batch_size: int
+    ) -> None:
+        """``batch_size``: how much of the source the batches of all ranks hold together."""
         self._source, self._rank, self._world_size, self._seed = source, rank, world_size, seed
-        self._pad, self._drop = pad, drop
+        self._pad, self._drop, self._batch_size = pad, drop, batch_size
         self.epoch = 0  # of the next iteration
+        self.begin = 0  # where in the epoch that begins, in what the source draws
         self._left_after = 0  # so many batches of this epoch, by an iteration that may not have ended
         self._has_warned = type(source) is SequentialSampler  # there is nothing to warn of
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch; when it has ended, the next one is the epoch after it."""
-        self.epoch, self._left_after = epoch, 0
+        self.epoch, self.begin, self._left_after = epoch, 0, 0
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "seed": self._seed}
+        """The next batch of the last iteration, if that has not come to the end of the epoch."""
+        position = min(self.begin + self._left_after * self._batch_size, len(self._source))
+        return {"epoch": self.epoch, "seed": self._seed, "position": position, "length": len(self._source)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on there.
+
+        Raises:
+            ValueError: that is a state of another loader.
+        """
+        position, length = state.get("position", 0), state.get("length", len(self._source))
+        if length != len(self._source):
+            raise ValueError(f"it is of a loader that draws {length} times an epoch, and this one {len(self._source)}.")
+        if not 0 <= position <= length:
+            raise ValueError(f"it begins at {position} of an epoch of {length}.")
         self.set_epoch(state["epoch"])
-        self._seed = state.get("seed", self._seed)
+        self.begin, self._seed = position, state.get("seed", self._seed)
 
     def note_taken(self, epoch: int, taken: int, count: int) -> None:
         """An iteration over ``epoch`` has handed out ``taken`` of ``count`` batches; with the last one it ends."""
@@ -182,12 +214,13 @@ class RankSampler(Sampler[Any]):
             set_epoch(self.epoch)
         with _random_numbers_of(self._seed + self.epoch, self._source):
             drawn = list(self._source)
-        over = len(drawn) % self._world_size
+        rest = drawn[self.begin :]
+        over = len(rest) % self._world_size
         if over and self._drop:
-            del drawn[-over:]
+            del rest[-over:]
         elif over and self._pad:
-            drawn += [drawn[index % len(drawn)] for index in range(self._world_size - over)]
-        return drawn[self._rank :: self._world_size], len(drawn) // self._world_size
+            rest += [drawn[index % len(drawn)] for index in range(self._world_size - over)]
+        return rest[self._rank :: self._world_size], len(rest) // self._world_size
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.draw()[0])
@@ -195,10 +228,10 @@ class RankSampler(Sampler[Any]):
     @property
     def fewest(self) -> int:
         """How many samples the rank with the fewest has, if nothing is repeated."""
-        return len(self._source) // self._world_size
+        return (len(self._source) - self.begin) // self._world_size
 
     def __len__(self) -> int:
-        count, over = divmod(len(self._source), self._world_size)
+        count, over = divmod(len(self._source) - self.begin, self._world_size)
         if self._drop:
             return count
         return count + (over > 0 if self._pad else self._rank < over)
