@@ -26,7 +26,7 @@ from nn_parallel import (
     on_rank,
     save_checkpoint,
 )
-from nn_parallel.calls import calls
+from nn_parallel.calls import calls, watcher
 
 LATE_S = 1.6  # more than any interval at which a rank looks
 
@@ -257,6 +257,20 @@ def test_a_collective_inside_a_call_for_one_rank_outside_all_blocks() -> None:
         for told in ranks.run(scenario):
             assert "failed on rank 0 of 2: ParallelError: Rank 0 is in all_reduce() at " in told
             assert "which can never end: rank 1 waits in all_reduce() on rank 0 at " in told
+
+
+@pytest.mark.slow
+def test_whoever_looks_for_mistakes_is_told_at_once() -> None:
+    """With NN_PARALLEL_DEBUG=1 the ranks look often."""
+
+    def scenario() -> tuple[float, str]:
+        initialize_ddp()
+        return watcher.LOOK_EVERY_S, told_of_a_block(lambda rank: on_rank(0)(all_reduce)())
+
+    with launched(2, NN_PARALLEL_DEBUG="1") as ranks:
+        for every_s, told in ranks.run(scenario):
+            assert every_s < watcher.LOOK_EVERY_S / 10
+            assert "Rank 0 is in all_reduce()" in told
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ UNINTERRUPTED = True  # see signals
 # How long to sleep between two looks: a share of the time waited so far, within these bounds.
 POLL_SHARE, POLL_MIN_S, POLL_MAX_S = 0.05, 5e-5, 0.02
 STOP_WITHIN_S = 1.0
-LOOK_EVERY_S = 0.5  # where this rank stands
+LOOK_EVERY_S = 0.02 if os.environ.get("NN_PARALLEL_DEBUG") == "1" else 0.5  # where this rank stands
 LOOKS_PER_S = 10_000  # of all ranks together, where all are stuck, at what the others say
 
 
