@@ -15,7 +15,9 @@ A bad argument is a plain `ValueError` or `TypeError`.
 
 from __future__ import annotations
 
+import linecache
 import os
+import re
 import signal
 import socket
 import traceback
@@ -135,8 +137,10 @@ class RemoteTraceback(Exception):
 
     def __init__(self, where: str, tb: str) -> None:
         super().__init__(where, tb)
-        self.tb = tb
-        self.add_note(tb.rstrip())  # a note keeps the margin that an ExceptionGroup prints; a long message does not
+        self.tb = _with_source(tb)
+        self.add_note(
+            self.tb.rstrip()
+        )  # a note keeps the margin that an ExceptionGroup prints, a message does not
 
     def __str__(self) -> str:
         return f"raised by {self.args[0]}"
@@ -260,6 +264,17 @@ def summary(error: BaseException) -> str:
     return f"{name}: {first}{' ...' if more else ''}" if first else name
 
 
+def _with_source(tb: str) -> str:
+    """A traceback with the lines of code that its own process has not got, and this one has: of a notebook's cells."""
+    lines = tb.splitlines(keepends=True)
+    for index in reversed(range(len(lines))):
+        frame = _FRAME.match(lines[index])
+        if frame and not "".join(lines[index + 1 : index + 2]).startswith(f"{frame[1]}  "):
+            source = linecache.getline(frame[2], int(frame[3])).strip()
+            lines[index + 1 : index + 1] = [f"{frame[1]}  {source}\n"] if source else []
+    return "".join(lines)
+
+
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
@@ -281,6 +296,7 @@ def _leaves(error: BaseException) -> set[int]:
 
 MAX_TRACEBACK_CHARS = 20_000
 PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_FRAME = re.compile(r'( *)File "(.+)", line (\d+), in ')
 _PLAIN_REDUCE = (BaseException.__reduce__, OSError.__reduce__, ImportError.__reduce__)
 _NO_GROUP = "Default process group has not been initialized"  # torch's words
 _CALL_INITIALIZE_DDP = (

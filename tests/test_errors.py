@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import linecache
 import os
 import pickle
 import signal
@@ -448,3 +449,18 @@ def test_a_traceback_that_several_ranks_have_is_shown_once() -> None:
     assert text.count("The traceback is the same as on rank 0.") == 2
     causes = [failure.__cause__ for failure in error.failures.values()]
     assert all(isinstance(cause, RemoteTraceback) and "raise ValueError(" in cause.tb for cause in causes)
+
+
+def test_a_traceback_shows_the_code_that_is_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker has not got the text of a notebook's cell; what it has shown stays."""
+    monkeypatch.setitem(linecache.cache, "<cell 1>", (0, None, ["def f():\n", "    return [][1]\n"], "<cell 1>"))
+    told = (
+        "Traceback (most recent call last):\n"
+        '  File "train.py", line 1, in step\n    f()\n    ~^^\n'
+        '  File "<cell 1>", line 2, in f\n'
+        '  File "<unknown>", line 3, in g\n'
+        "IndexError: list index out of range\n"
+    )
+    shown = told.replace("in f\n", "in f\n    return [][1]\n")
+    assert RemoteTraceback("rank 1 of 2", told).tb == shown
+    assert RemoteTraceback("rank 1 of 2", shown).tb == shown
