@@ -138,9 +138,7 @@ class RemoteTraceback(Exception):
     def __init__(self, where: str, tb: str) -> None:
         super().__init__(where, tb)
         self.tb = _with_source(tb)
-        self.add_note(
-            self.tb.rstrip()
-        )  # a note keeps the margin that an ExceptionGroup prints, a message does not
+        self.add_note(self.tb.rstrip())  # a note keeps the margin that an ExceptionGroup prints, a message does not
 
     def __str__(self) -> str:
         return f"raised by {self.args[0]}"
