@@ -10,7 +10,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from ..ddp import initialize_ddp
 from ..on_rank import on_rank
 from .collectives import all_gather_object
 
+BLOCK = "profile_ranks()"  # what the trace calls it
 COMMUNICATION = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|nccl(Dev)?Kernel")  # as torch calls it, and as NCCL does
 logger = logging.getLogger("nn_parallel")
 
@@ -70,15 +70,14 @@ def profile_ranks(path: str | os.PathLike[str]) -> Iterator[RankProfile]:
     target = Path(path)
     on_rank(0)(check_writable)(target)
     profile = RankProfile()
-    with block("profile_ranks()", call_site(sys._getframe(2))):
-        with torch.profiler.profile(acc_events=True) as profiler:  # or torch 2.11 warns of a second cycle
-            start = time.perf_counter()  # the profiler itself takes long to start and to stop
+    with block(BLOCK, call_site(sys._getframe(2))):
+        # Torch 2.11 warns of a second cycle without `acc_events`. The profiler takes long to start and to stop.
+        with torch.profiler.profile(acc_events=True) as profiler, torch.profiler.record_function(BLOCK):
             yield profile
             if world.device.type != "cpu":
                 torch.accelerator.synchronize()
-            seconds = time.perf_counter() - start
         trace = _exported(profiler)
-        mine = seconds, _communication_s(trace["traceEvents"]) / seconds, gzip.compress(_encoded(trace), 1)
+        mine = *_measured(trace["traceEvents"]), gzip.compress(_encoded(trace), 1)
         profile.seconds, profile.communication, traces = map(list, zip(*all_gather_object(mine), strict=True))
     on_rank(0)(write_trace)(traces, target)
     if world.is_main:
@@ -98,18 +97,17 @@ def _exported(profiler: torch.profiler.profile) -> dict[str, Any]:
     return trace
 
 
-def _communication_s(events: list[dict[str, Any]]) -> float:
-    """For how long at least one collective was under way."""
-    spans = sorted(
-        (event["ts"], event["ts"] + event.get("dur", 0.0))
-        for event in events
-        if event.get("ph") == "X" and COMMUNICATION.match(event.get("name", ""))
-    )
-    total, until = 0.0, float("-inf")
-    for start, end in spans:
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total / 1e6
+def _measured(events: list[dict[str, Any]]) -> tuple[float, float]:
+    """The seconds of the block, and in which share of them at least one collective was under way."""
+    spans = [event for event in events if event.get("ph") == "X"]
+    whole = next(event for event in spans if event["name"] == BLOCK and event["cat"] == "user_annotation")
+    begin, end = whole["ts"], whole["ts"] + whole["dur"]
+    collectives = [event for event in spans if COMMUNICATION.match(event["name"])]
+    total, until = 0.0, begin
+    for start, stop in sorted((event["ts"], min(event["ts"] + event.get("dur", 0.0), end)) for event in collectives):
+        total += max(0.0, stop - max(start, until))
+        until = max(until, stop)
+    return (end - begin) / 1e6, total / (end - begin)
 
 
 def write_trace(traces: list[bytes], path: Path) -> None:
