@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -88,9 +89,14 @@ def stacks_of(processes: Iterable[Process]) -> dict[Process, str]:
     return stacks
 
 
+def main_frame() -> FrameType | None:
+    """Where the main thread of this process stands."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
 def main_stack() -> str:
     """The stack of the main thread of this process, as `faulthandler` writes it."""
-    frames = list(traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0)))
+    frames = list(traceback.walk_stack(main_frame()))
     lines = [f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}\n' for frame, line in frames]
     return "".join(lines[:MAX_FRAMES] + ["  ...\n"] * (len(lines) > MAX_FRAMES))
 

@@ -20,7 +20,6 @@ from nn_parallel import doctor
 HERE = Path(__file__).parent
 FAKE = """
 import sys
-from importlib import metadata
 import fake_nvml
 gpus = [fake_nvml.gpu(0, 10_000), fake_nvml.gpu(1, 20_000), {"uuid": "GPU-22ab-2"}]
 sys.modules[__name__] = fake_nvml.Nvml(*gpus)

@@ -245,16 +245,25 @@ def test_a_collective_inside_a_call_for_one_rank(two: Ranks) -> None:
 
 @pytest.mark.slow
 def test_a_collective_inside_a_call_for_one_rank_outside_all_blocks() -> None:
-    """The call fails on all ranks, with what stood in its way."""
+    """The call fails on all ranks, with what stood in its way; what comes later is not blamed on that."""
 
-    def scenario() -> str:
-        initialize_ddp()
-        with pytest.raises(RankError) as caught:
-            on_rank(0)(all_reduce)()
-        return str(caught.value)
+    def lose_connection() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    def scenario() -> list[str]:
+        told = []
+        for body in (all_reduce, lose_connection):
+            initialize_ddp()
+            with pytest.raises(RankError) as caught:
+                on_rank(0)(body)()
+            told.append(str(caught.value))
+            with pytest.raises(RankError), ParallelExecutor():
+                raise ValueError
+        return told
 
     with launched(2) as ranks:
-        for told in ranks.run(scenario):
+        for told, later in ranks.run(scenario):
+            assert "RuntimeError: Connection closed by peer" in later
             assert "failed on rank 0 of 2: ParallelError: Rank 0 is in all_reduce() at " in told
             assert "which can never end: rank 1 waits in all_reduce() on rank 0 at " in told
 

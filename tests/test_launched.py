@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 
 RANK = Path(__file__).with_name("launched_rank.py")
 ROOT = Path(__file__).parent.parent
+PREEMPTED = RANK.with_name("preempted.py")
 DIGITS = ROOT / "docs" / "examples" / "digits.py"
 PYTHON = sys.executable
 ENDS_WITHIN_S = 100.0
@@ -288,6 +289,32 @@ def test_an_elastic_restart_resumes_from_the_checkpoint(tmp_path: Path) -> None:
     assert [(seen["attempt"], seen["steps"]) for seen in resumed] == [("1", [2])] * 2
     assert [(seen["attempt"], seen["steps"]) for seen in uninterrupted] == [("0", [0, 1, 2])] * 2
     assert [seen["weights"] for seen in resumed] == [seen["weights"] for seen in uninterrupted]
+
+
+def test_a_job_that_slurm_signals_goes_on_when_it_is_requeued(cluster: dict[str, str], tmp_path: Path) -> None:
+    """Both ranks save at the same step and leave by 75, and the script requeues the job.
+
+    By ``scancel``: SLURM sends the same signal before a time limit, but looks only every half minute.
+    """
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    for folder in (whole, stopped):
+        folder.mkdir()
+    _run(["srun", "--ntasks=2", PYTHON, str(PREEMPTED), str(whole), "0"], _environ(**cluster), tmp_path)
+    step = f"srun {PYTHON} {PREEMPTED} {stopped} 0.2"
+    requeue = f"if [ $? -eq 75 ]; then scontrol requeue $SLURM_JOB_ID; else touch {tmp_path}/done; fi"
+    (tmp_path / "job.sh").write_text("\n".join(["#!/bin/sh", step, requeue]))
+    command = ["sbatch", "--parsable", "--ntasks=2", "--requeue", "--output=job.out", "--open-mode=append", "job.sh"]
+    job = _run(command, _environ(**cluster), tmp_path).strip()
+    _wait_for_files(stopped, "*.step", 2)
+    _run(["scancel", "--signal=USR1", job], _environ(**cluster), tmp_path)
+    _wait_for_files(tmp_path, "done", 1)
+    steps = [(stopped / f"{rank}.stopped").read_text() for rank in range(2)]
+    assert len(set(steps)) == 1
+    assert 0 < int(steps[0]) < 24
+    ends = [torch.load(folder / "last.pt") for folder in (whole, stopped)]
+    assert [end["step"] for end in ends] == [24, 24], (tmp_path / "job.out").read_text()
+    for name, values in ends[0]["model"].items():
+        assert torch.equal(values, ends[1]["model"][name])
 
 
 @pytest.mark.timeout(400)

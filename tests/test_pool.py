@@ -27,6 +27,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import wait_for_state
 
 from nn_parallel import (
     ExecutorClosedError,
@@ -722,8 +723,7 @@ def test_what_was_given_to_a_worker_that_had_exited_begins_elsewhere(workers: in
         os.kill(server, signal.SIGSTOP)  # it cannot tell of the exit
         try:
             os.kill(first, signal.SIGKILL)
-            while Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                time.sleep(0.001)
+            wait_for_state(first, "Z")
             if mapped:
                 results = pool.map(pow, [3, 4, 5], [2, 2, 2])
             else:
@@ -734,19 +734,13 @@ def test_what_was_given_to_a_worker_that_had_exited_begins_elsewhere(workers: in
         assert len(set(pool.run(os.getpid)) - {first}) == workers
 
 
-def _stop(pid: int) -> None:
-    """SIGSTOP, and wait until it has stopped."""
-    os.kill(pid, signal.SIGSTOP)
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.001)
-
-
 def test_what_a_worker_has_not_read_begins_elsewhere() -> None:
     """The kernel tells that it was not read. A future that the user has completed meanwhile is left as it is."""
     with ParallelExecutor(num_workers=1, devices="cpu") as pool:
         for by_user in (False, True):
             (pid,) = pool.run(os.getpid)
-            _stop(pid)
+            os.kill(pid, signal.SIGSTOP)
+            wait_for_state(pid, "T")
             future = pool.submit(pow, 3, 2)
             if by_user:
                 future.set_result("mine")
@@ -755,18 +749,23 @@ def test_what_a_worker_has_not_read_begins_elsewhere() -> None:
             assert pool.run(os.getpid) != [pid]
 
 
+def wait_while_there(path: Path) -> None:
+    while path.exists():
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("how", ["shutdown", "exception"])
 def test_what_was_about_to_begin_elsewhere_ends_with_the_pool(how: str, tmp_path: Path) -> None:
     """While the worker that takes the place of another one still starts."""
     is_slow = tmp_path / "slow"
 
-    def wait_while_slow() -> None:
-        while is_slow.exists():
-            time.sleep(0.001)
-
-    with contextlib.suppress(ZeroDivisionError), ParallelExecutor(1, "cpu", initializer=wait_while_slow) as pool:
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        ParallelExecutor(1, "cpu", initializer=wait_while_there, initargs=(is_slow,)) as pool,
+    ):
         (pid,) = pool.run(os.getpid)
-        _stop(pid)
+        os.kill(pid, signal.SIGSTOP)
+        wait_for_state(pid, "T")
         future = pool.submit(pow, 3, 2)
         is_slow.touch()
         os.kill(pid, signal.SIGKILL)
@@ -792,11 +791,10 @@ def test_a_worker_that_just_takes_the_place_of_another_one_ends_with_the_pool(
             time.sleep(0.001)
         return start(processes, index, device)
 
-    def wait_while_slow() -> None:
-        while is_slow.exists():
-            time.sleep(0.001)
-
-    with contextlib.suppress(ZeroDivisionError), ParallelExecutor(1, "cpu", initializer=wait_while_slow) as pool:
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        ParallelExecutor(1, "cpu", initializer=wait_while_there, initargs=(is_slow,)) as pool,
+    ):
         (pid,) = pool.run(os.getpid)
         monkeypatch.setattr(Processes, "start", start_late)
         is_slow.touch()

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from conftest import wait_for_state
 from faults import loop_endlessly as spin
 
 from nn_parallel import ParallelExecutor, RankTimeoutError, initialize_ddp
@@ -117,20 +118,13 @@ def test_who_does_not_answer_holds_up_nobody(tmp_path: Path) -> None:
         pids = ex.run(os.getpid)
         stopped, other = (process for process in processes_of(os.getpid()) if process.pid in pids)
         os.kill(stopped.pid, signal.SIGSTOP)
-        while any(state != "T" for state in _states(stopped.pid)):
-            time.sleep(0.001)
+        wait_for_state(stopped.pid, "T")
         try:
             stacks = stacks_of([stopped, other])
         finally:
             os.kill(stopped.pid, signal.SIGCONT)
         assert stacks[stopped] == ""
         assert stacks[other] != ""
-
-
-def _states(pid: int) -> list[str]:
-    """Of its threads, as the kernel names them."""
-    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return [stat.rpartition(")")[2].split()[0] for stat in stats]
 
 
 def test_the_stack_of_python_code_is_not_read_by_faulthandler() -> None:

@@ -20,12 +20,16 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nn_parallel import (
+    accumulate,
     all_gather_object,
     average_parameters,
+    broadcast,
     initialize_ddp,
+    load_checkpoint,
     prepare_dataloader,
     prepare_model,
     reduce_metrics,
+    save_checkpoint,
     unwrap_model,
 )
 
@@ -72,6 +76,27 @@ def test_mixed_precision() -> None:
     gradients = [p.grad for p in model.parameters()]
     assert {gradient.dtype for gradient in gradients} == {torch.float32}
     assert same_on_all([float(gradient.sum()) for gradient in gradients])
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """`torch.compile` after `prepare_model`: it trains alike on all ranks, and its checkpoint is that of the model."""
+    model, x = model_and_batch()
+    model = prepare_model(model)
+    compiled = torch.compile(model, backend="aot_eager")  # without a C++ compiler
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        with accumulate(compiled, step, 2) as complete:
+            compiled(x + initialize_ddp().rank).square().mean().backward()
+        if complete:
+            optimizer.step()
+    assert same_on_all(sums(model))
+    path = broadcast(tmp_path_factory.mktemp("compiled") / "last.pt")
+    save_checkpoint(path, model=compiled)
+    again, _ = model_and_batch()
+    load_checkpoint(path, model=again)
+    assert sums(again) == sums(model)
 
 
 @pytest.mark.ranks(2)

@@ -20,8 +20,8 @@ from ..launch.context import RankContext, rank_context
 from ..launch.store import LEFT_KEY, ended_key
 from ..signals import DeferredSignals, Interrupted
 from .calls import Calls, Wait, exceptions_in, failures_in
-from .records import WAITING, BlockOutcome, Call, FailedCall, rebuilt
-from .watcher import Block, is_consequence
+from .records import WAITING, BlockOutcome, Call, FailedCall, call_site, rebuilt
+from .watcher import Block, cause_of, is_consequence
 
 UNINTERRUPTED = True  # see signals
 WARN_OF_MISSING_AFTER_S = 3.0
@@ -43,6 +43,7 @@ class Blocks(Calls):
             self._earlier.append(self.generation)
         super().begin_generation(generation, late)
         self._blocks_entered = blocks_entered
+        self.stop_calls = 0  # how often this rank has called `stop_requested`
 
     @contextlib.contextmanager
     def block(
@@ -65,11 +66,7 @@ class Blocks(Calls):
                 ``from_end`` from when the first rank was through. Or one did not come to a block that
                 ``begins_together``, within the timeout of the process group.
         """
-        if self.nested_in:
-            raise ParallelError(
-                f"{call} is a call of all ranks, inside the body of a function of rank "
-                f"{', '.join(map(str, self.nested_in))}: the others are not there. Make it outside."
-            )
+        self.raise_if_nested(call)
         self._raise_if_block_failed()
         self._blocks_entered += 1
         number = -self._blocks_entered
@@ -88,7 +85,7 @@ class Blocks(Calls):
                 # The frames that hand ``error`` to this one keep it, and since Python 3.12 this frame keeps them.
                 error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
                 with DeferredSignals():  # Ctrl-C leaves no generation half ended
-                    failed = self._fail(block, block.cause(error))
+                    failed = self._fail(block, cause_of(error, block.reason))
                 try:
                     if failed is error:
                         raise
@@ -192,7 +189,6 @@ def blocks_of(context: RankContext | None) -> Blocks | None:
 
 def block(
     function: str,
-    site: str,
     timeout_s: float | None = None,
     *,
     from_end: bool = False,
@@ -201,7 +197,7 @@ def block(
     """A block that all ranks run, see `Blocks.block`; plain code where this is the only rank."""
     if (here := blocks_of(rank_context())) is None:
         return contextlib.nullcontext()
-    call = Call(function, tuple(range(here.world_size)), site)
+    call = Call(function, tuple(range(here.world_size)), call_site())
     return here.block(call, timeout_s, from_end=from_end, begins_together=begins_together)
 
 

@@ -42,7 +42,7 @@ from .records import (
     Waits,
     rebuilt,
 )
-from .watcher import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, Block, Watcher
+from .watcher import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, Block, Watcher, cause_of
 
 CALLS_KEPT = 8
 TELL_AFTER_S = 0.05  # that this rank waits, and for whom
@@ -116,7 +116,7 @@ class Calls:
             except Interrupted:
                 raise  # the block around it ends
             except BaseException as error:
-                cause = error if self._watcher is None else self._watcher.cause(error)
+                cause = cause_of(error, self._watcher.reason if self._watcher else None)
                 failures = failures_in(cause, self.rank)
                 self._post_failure(call, failures)
                 if isinstance(error, Exception):
@@ -162,6 +162,11 @@ class Calls:
             yield
         finally:
             self.nested_in = outer
+
+    def raise_if_nested(self, call: Call | str) -> None:
+        if self.nested_in:
+            where = f"inside the body of a function of {rank_names(self.nested_in)}"
+            raise ParallelError(f"{call} is a call of all ranks, {where}: the others are not there. Make it outside.")
 
     # What this rank tells.
 
@@ -374,10 +379,11 @@ class Calls:
         errors = exceptions_in(failures)
         silent = {rank: error for rank, error in errors.items() if isinstance(error, RankTimeoutError)}
         if silent and next(iter(errors)) in silent:
-            told = list(dict.fromkeys(map(str, silent.values())))  # see `Watcher`: each ends with the stack of its rank
-            stacks = {rank: str(error).rpartition("\n\n")[2] for rank, error in sorted(silent.items())}
-            text = "\n\n".join([told[0], *(each.rpartition("\n\n")[2] for each in told[1:])])
-            return RankTimeoutError(text, ranks=list(stacks), stacks=stacks)
+            # See `Watcher`: each ends with the stack of its rank. The first one is told as a whole.
+            stacks = {rank: str(error).rpartition("\n\n")[2] for rank, error in silent.items()}
+            _, *others = dict.fromkeys(stacks.values())
+            text = "\n\n".join([str(next(iter(silent.values()))), *others])
+            return RankTimeoutError(text, ranks=sorted(stacks), stacks=dict(sorted(stacks.items())))
         return rank_error(call.function, self.world_size, errors)
 
 

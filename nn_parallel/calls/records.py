@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import (
+    PACKAGE_FOLDER,
     ExecutorClosedError,
     Failure,
     LaunchError,
@@ -158,9 +161,20 @@ def call_name(fn: Callable[..., Any]) -> str:
     return f"{getattr(fn, '__qualname__', None) or type(fn).__qualname__}()"
 
 
-def call_site(frame: FrameType) -> str:
+def call_site() -> str:
+    """Where this package is called from, as ``file:line``."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
+        frame = frame.f_back
+    return site_of(frame)
+
+
+def site_of(frame: FrameType) -> str:
     """Where ``frame`` stands in the code, as ``file:line``."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_NOT_THE_CALLER = PACKAGE_FOLDER, contextlib.__file__
 
 
 def rebuilt(failures: Mapping[int, Failure]) -> dict[int, Exception]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dis
 import os
-import sys
-import threading
 import traceback
 from types import FrameType
 from typing import NamedTuple
@@ -15,7 +13,8 @@ import torch.distributed as dist
 
 from ..errors import PACKAGE_FOLDER
 from ..launch.group import Group
-from .records import call_site
+from ..stack_dump import main_frame
+from .records import site_of
 
 
 class Rooted(NamedTuple):
@@ -43,7 +42,7 @@ class Position(NamedTuple):
 
 def position() -> Position:
     """Where the main thread stands now."""
-    frame = innermost = _main_frame()
+    frame = innermost = main_frame()
     function, makes_group, waits_in = None, False, None
     while frame is not None and _is_library(frame):
         if frame.f_code is Group.make.__code__:
@@ -52,19 +51,15 @@ def position() -> Position:
             waits_in = waits_in if function else _rooted(frame)
             function = frame.f_code.co_name
         frame = frame.f_back
-    site, caller = (call_site(frame), frame.f_code.co_name) if frame else ("an unknown place", "<unknown>")
+    site, caller = (site_of(frame), frame.f_code.co_name) if frame else ("an unknown place", "<unknown>")
     return Position(function, site, caller, innermost is not None and _may_wait(innermost), makes_group, waits_in)
 
 
 def stack() -> str:
     """The stack of the main thread: the user's code in it, or all where there is none."""
-    frames = list(traceback.walk_stack(_main_frame()))
+    frames = list(traceback.walk_stack(main_frame()))
     users = [(frame, line) for frame, line in frames if not _is_library(frame)]
     return "".join(traceback.StackSummary.extract(reversed(users or frames)).format())
-
-
-def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def _is_library(frame: FrameType) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ParallelError, RankTimeoutError, lost_connection, user_frames
+from ..errors import ParallelError, RankTimeoutError, lost_connection
 from ..launch import flight_recorder
 from ..launch.context import RankContext
 from ..launch.flight_recorder import Collective
@@ -52,12 +52,6 @@ class Block:
     must_leave: bool = False  # it has failed, or is to fail on this rank
     reason: ParallelError | None = None  # why, if not because of another rank
 
-    def cause(self, error: BaseException) -> BaseException:
-        """What to raise for ``error``, which came out of it: why this rank was freed, if it only follows from that."""
-        if self.reason is not None and is_consequence(error):
-            return self.reason.with_traceback(error.__traceback__)
-        return error
-
 
 class Watcher:
     """Looks for what ends the innermost block, while this rank may be stuck in it."""
@@ -77,7 +71,7 @@ class Watcher:
         self._state: Any = None  # as it was at the last look, see `_last_collectives`,
         self._last: list[Collective] = []  # and what it found then
         self._is_store_lost = False
-        self._reason: ParallelError | None = None  # why the last collective outside all blocks was ended
+        self._reason: ParallelError | None = None  # see `reason`
         self._thread = threading.Thread(target=self._loop, name="nn_parallel watcher", daemon=True)
         self._thread.start()
 
@@ -108,12 +102,10 @@ class Watcher:
         if block.must_leave:  # too late for the signal
             raise Interrupted
 
-    def cause(self, error: BaseException) -> BaseException:
-        """What to raise for ``error``, which came up outside all blocks: why it was freed, if it follows from that."""
-        if self._reason is None or not lost_connection(error):
-            return error
-        frames, error.__traceback__ = user_frames(error), None  # it would live in a cycle with its frames
-        return self._reason.with_traceback(frames)
+    @property
+    def reason(self) -> ParallelError | None:
+        """Why a collective outside all blocks was ended, as long as its group is there."""
+        return self._reason if self._context.group.interrupted else None
 
     def stop(self) -> None:
         with self._changed:
@@ -182,8 +174,8 @@ class Watcher:
         if block.began is None or time.monotonic() - block.began <= block.timeout_s:
             return None
         me, world_size = self._context.rank, self._context.world_size
-        said = {rank: self._connection.read(standing_key(rank), Standing) for rank in range(world_size) if rank != me}
-        places = {me: str(position())} | {rank: theirs.where for rank, theirs in said.items() if theirs}
+        others = self._said_by(set(range(world_size)) - {me})
+        places = {me: str(position())} | {rank: theirs.where for rank, theirs in others.items()}
         sites = by_place({f"rank {rank}": places[rank].removeprefix("is ") for rank in sorted(places)})
         return RankTimeoutError(
             f"Rank {me} did not finish {block.call} within timeout={block.timeout_s:g} s. Where the ranks stand:\n"
@@ -231,14 +223,18 @@ class Watcher:
         me, world_size = self._context.rank, self._context.world_size
         members = {rank for each in last if not each.is_over for rank in each.members} or set(range(world_size))
         self._look_at += len(members) * world_size / LOOKS_PER_S
-        said = {rank: self._connection.read(standing_key(rank), Standing) for rank in members - {me}}
-        others = {rank: theirs for rank, theirs in said.items() if theirs is not None}
+        others = self._said_by(members - {me})
         if why := why_never(me, progress, stands.makes_group, last, mine, others):
             return ParallelError(
                 f"Rank {me} is {stands}, which can never end: {why}. Every rank must make the same calls and "
                 "collectives in the same order."
             )
         return None
+
+    def _said_by(self, ranks: set[int]) -> dict[int, Standing]:
+        """Where these ranks stand, as far as they have told."""
+        said = {rank: self._connection.read(standing_key(rank), Standing) for rank in ranks}
+        return {rank: theirs for rank, theirs in said.items() if theirs is not None}
 
     def _last_collectives(self, waits: Waits | None, stands: Position) -> list[Collective]:
         """The last ones that this rank has entered, if it has not moved since it looked last; none if it goes on."""
@@ -257,6 +253,14 @@ class Watcher:
 def is_consequence(error: BaseException) -> bool:
     """Whether this is what a rank sees when another one has failed."""
     return isinstance(error, Interrupted) or lost_connection(error)
+
+
+def cause_of(error: BaseException, reason: ParallelError | None) -> BaseException:
+    """What to raise for ``error``: the ``reason`` why this rank was freed, if ``error`` only follows from that."""
+    if reason is None or not is_consequence(error):
+        return error
+    frames, error.__traceback__ = error.__traceback__, None  # it would live in a cycle with its frames
+    return reason.with_traceback(frames)
 
 
 def _as_reason(error: Exception) -> ParallelError:

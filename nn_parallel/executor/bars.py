@@ -99,14 +99,16 @@ class Bars:
             return
         with self._lock:
             in_notebook = type(stream).__module__.startswith("ipykernel")
+            on_terminal = not in_notebook and stream.isatty()
             had_some = bool(self._of_ranks)
-            self._of_ranks[rank, owner] = bars if in_notebook or stream.isatty() else []
-            if not self._of_ranks[rank, owner]:
-                del self._of_ranks[rank, owner]
+            if bars and (in_notebook or on_terminal):
+                self._of_ranks[rank, owner] = bars
+            else:
+                self._of_ranks.pop((rank, owner), None)
             shown = [bar for key in sorted(self._of_ranks, key=lambda key: key[0]) for bar in self._of_ranks[key]]
             if in_notebook and (shown or had_some):
                 self._show_under_cell("\n".join(shown))
-            elif stream.isatty() and (shown or had_some):
+            elif on_terminal and (shown or had_some):
                 text = CLEAR_BELOW + text + _drawn(shown, is_at_begin=text[-1:] in ("", "\n"))
             if text:
                 stream.write(text)

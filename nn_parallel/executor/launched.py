@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..calls.blocks import block
-from ..calls.records import call_name, call_site
+from ..calls.records import call_name
 from ..devices import call_on_device, count, parse_devices
 from ..errors import ExecutorClosedError, ParallelError, rank_error, user_frames
 from ..exchange import all_gather_packed
@@ -68,7 +67,7 @@ class LaunchedRanks:
 
     def run(self, fn: Callable[..., R], args: Any, kwargs: Any, options: CallOptions) -> list[R]:
         """As `ParallelExecutor.run`, which calls this."""
-        return self._run(fn, args, kwargs, options, call_name(fn), call_site(sys._getframe(2)))
+        return self._run(fn, args, kwargs, options, call_name(fn))
 
     def submit(self, *_: Any) -> Future[Any]:
         """As `ParallelExecutor.submit`."""
@@ -89,7 +88,7 @@ class LaunchedRanks:
         items, rank, size = list(items), self._context.rank, self._context.world_size
         mine = items[rank::size]
         counted = progress._replace(total=len(mine)).counted(mine) if rank == 0 else mine
-        shares = self._run(functools.partial(_call_each, fn, counted), (), {}, options, progress.name, "map()")
+        shares = self._run(functools.partial(_call_each, fn, counted), (), {}, options, progress.name)
         return iter([shares[index % size][index // size] for index in range(len(items))])
 
     def put(self, obj: Any) -> Any:
@@ -107,7 +106,7 @@ class LaunchedRanks:
     def __enter__(self) -> None:
         """Begin a block whose failure on one rank is raised on all; called by `ParallelExecutor.__enter__`."""
         self._raise_if_closed()
-        self._block = block("with ParallelExecutor()", call_site(sys._getframe(2)), self._timeout_s, from_end=True)
+        self._block = block("with ParallelExecutor()", self._timeout_s, from_end=True)
         self._block.__enter__()
 
     def __exit__(
@@ -121,7 +120,7 @@ class LaunchedRanks:
         if self._closed:
             raise ExecutorClosedError
 
-    def _run(self, fn: Callable[..., R], args: Any, kwargs: Any, options: CallOptions, name: str, site: str) -> list[R]:
+    def _run(self, fn: Callable[..., R], args: Any, kwargs: Any, options: CallOptions, name: str) -> list[R]:
         self._raise_if_closed()
         device = self._context.world.device if options.pass_device else None
         if self._context.world_size == 1:
@@ -129,10 +128,10 @@ class LaunchedRanks:
                 return [in_this_process(call_on_device, fn, args, kwargs, device)]
             except Exception as error:
                 raise rank_error(name, 1, {0: error.with_traceback(user_frames(error))}) from None
-        with block(name, site, options.timeout_s):
+        with block(name, options.timeout_s):
             result = in_this_process(call_on_device, fn, args, kwargs, device)
             packed = dumps(result, lambda: {"the result": result})
-        with block(name, site, options.timeout_s):  # only now are all outcomes known to be good
+        with block(name, options.timeout_s):  # only now are all outcomes known to be good
             return all_gather_packed(packed)
 
 

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 
 from ..calls.blocks import block
-from ..calls.records import call_site
 from ..ddp import initialize_ddp
 from ..on_rank import on_rank
 from .collectives import all_gather_object
@@ -70,7 +68,7 @@ def profile_ranks(path: str | os.PathLike[str]) -> Iterator[RankProfile]:
     target = Path(path)
     on_rank(0)(check_writable)(target)
     profile = RankProfile()
-    with block(BLOCK, call_site(sys._getframe(2))):
+    with block(BLOCK):
         # Torch 2.11 warns of a second cycle without `acc_events`. The profiler takes long to start and to stop.
         with torch.profiler.profile(acc_events=True) as profiler, torch.profiler.record_function(BLOCK):
             yield profile
