@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ranks import free_port
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo", "scontrol", "scancel")
 READY_WITHIN_S = 30.0
 CPUS = 8  # more than there may be: ranks of tests share them
 
@@ -26,7 +26,7 @@ SlurmdPort={ports[1]}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 MpiDefault=none

@@ -6,6 +6,10 @@ import socket
 
 import torch.distributed as dist
 
+from ..launch.store import STOP_KEY
+from ..preemption import ASKED, pass_on_to
+from .worker import ranks_prefix
+
 
 class PoolStore:
     """The store through which the ranks of a pool talk, in this process; made for the first `run`."""
@@ -23,7 +27,14 @@ class PoolStore:
                 for key in self._store.list_keys():
                     self._store.delete_key(key)
             self._group = group
+            pass_on_to(self)
         return self._port
+
+    def ask_to_stop(self) -> None:
+        """Have `stop_requested` return true to the ranks."""
+        if self._store is not None:
+            ranks = dist.PrefixStore(ranks_prefix(self._group), self._store)
+            ranks.compare_set(STOP_KEY, "", ASKED)  # they may have fixed already when they stop
 
     def close(self) -> None:
         self._store = None

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ..calls.blocks import blocks_of
 from ..calls.records import WAITING, Progress, Waits, call_name
-from ..calls.watcher import Watcher, is_consequence
+from ..calls.watcher import Watcher, cause_of
 from ..devices import call_on_device
 from ..errors import Failure, ParallelError, RemoteError, TransferError, qualified_name, user_frames
 from ..launch.context import DEFAULT_TIMEOUT, RankContext, current_world, join, rank_context
@@ -50,6 +50,7 @@ TASK_FORMAT = "Q?Q?IIIQ"  # see TaskHeader
 # What the parent orders a worker beside its tasks: a kind and a number.
 Order = struct.Struct("=BQ")
 CANCEL, FORGET, TELL_STACK = range(3)
+ranks_prefix = "group{}".format  # of the keys in the pool's store, by the number of the ranks' group
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 1  # has faulthandler tell the stack of the main thread
 
 
@@ -197,8 +198,7 @@ class _Worker:
                 with self._switching:  # from here on nothing interrupts it
                     self._task = NO_TASK
         except BaseException as error:
-            if self._deadlock is not None and is_consequence(error):
-                error = self._deadlock.with_traceback(error.__traceback__)
+            error = cause_of(error, self._deadlock)
             if isinstance(error, Interrupted):
                 outcome, packed = CANCELLED, _NOTHING
             else:
@@ -260,7 +260,7 @@ class _Worker:
             self._store = dist.TCPStore(
                 "127.0.0.1", task.store_port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False
             )
-        return dist.PrefixStore(f"group{task.group}", self._store)
+        return dist.PrefixStore(ranks_prefix(task.group), self._store)
 
     def _leave(self) -> None:
         if self._rank is not None:

@@ -15,6 +15,10 @@ when it is deleted, so their number does not grow::
     left          text           a rank that is through a timed block   the watchers of those that are not
     standing/R    Standing       the watcher of R, twice a second if    the watchers of ranks that are stuck, and ranks
                                  there is anything new                  that have waited for long
+    stop          StopCall       the first rank that is asked to stop,  all, when they call `stop_requested`
+                                 or a pool's script; then whoever
+                                 fixes at which call all stop
+    stops/R       StopCall       R, when it calls `stop_requested`      whoever fixes that
     liveness      ServerAddress  rank 0, when ranks are on other nodes  the others, to link themselves to it
     lost          Lost           the thread of rank 0 that keeps links  all: which ranks on other nodes are lost
     owner/D       text           the first rank with the device D       the others, which may not have it too
@@ -54,9 +58,10 @@ LOOKS = 0.2, 0.0001, 0.05  # at a key: see `looks`
 logger = logging.getLogger("nn_parallel")
 
 # The keys of the table above.
-LEFT_KEY, SERVER_KEY, LOST_KEY, REFUSAL_KEY = "left", "liveness", "lost", "refusal"
+LEFT_KEY, SERVER_KEY, LOST_KEY, REFUSAL_KEY, STOP_KEY = "left", "liveness", "lost", "refusal", "stop"
 member_key, report_key, failures_key = "member/{}".format, "report/{}".format, "failures/{}".format  # of a rank
-standing_key, ended_key, owner_key = "standing/{}".format, "ended/{}".format, "owner/{}".format  # the last of a device
+standing_key, stops_key = "standing/{}".format, "stops/{}".format
+ended_key, owner_key = "ended/{}".format, "owner/{}".format  # of a generation; of a device
 
 
 class Member(NamedTuple):
