@@ -1,11 +1,10 @@
-"""Code for one rank, or some: `on_rank`, `on_local_rank`, `rank_first`."""
+"""Code for one rank, or some: `on_rank`, `on_local_rank`, `rank_first`; and `barrier`, `broadcast`."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal, ParamSpec, TypeVar, overload
@@ -20,6 +19,7 @@ from .pickling import Packed, dumps
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 @overload
@@ -147,7 +147,7 @@ def rank_first(rank: int = 0, *, local: bool = False, timeout: timedelta | float
     if here is None or here.nested_in:
         yield
         return
-    call = Call("rank_first()", choose(here), call_site(sys._getframe(2)))
+    call = Call("rank_first()", choose(here), call_site())
     with _together(here, call, False, timeout_s) as goes_first:
         if goes_first:
             yield
@@ -155,6 +155,58 @@ def rank_first(rank: int = 0, *, local: bool = False, timeout: timedelta | float
     if not goes_first:
         with here.nested(range(here.world_size)):
             yield
+
+
+def barrier(*, timeout: timedelta | float | None = None) -> None:
+    """Return once every rank has called this.
+
+    Through the store: a rank that fails or dies before it comes is an error on those that wait, as in `on_rank`.
+
+    Args:
+        timeout: how long a rank waits for the others before it raises `RankTimeoutError`; no limit if None.
+
+    Raises:
+        RankError, RankTimeoutError, ParallelError: as `on_rank`. It is inside the body of a function of some ranks.
+
+    Example::
+
+        barrier()  # every rank has written its file
+        if current_world().is_main:
+            merge_files()
+    """
+    if here := blocks_of(join_launched_world()):
+        here.raise_if_nested("barrier()")
+    on_rank(0, barrier=True, timeout=timeout)(_nothing)()
+
+
+def broadcast(obj: T, src: int = 0) -> T:
+    """The ``obj`` of rank ``src``, on every rank.
+
+    Args:
+        obj: anything that can be pickled; what the other ranks give is not looked at.
+        src: the rank; a negative one counts from the end.
+
+    Raises:
+        TypeError, ValueError: there is no such rank.
+        RankError: the object cannot be pickled, or rank ``src`` has died; RankError and ParallelError as `on_rank`.
+
+    Example::
+
+        name = broadcast(time.strftime("run-%H%M%S"))  # one name for all
+    """
+    received: T = _decorator(_choice("broadcast", src), False, True, True, None)(_same)(obj)  # type: ignore[assignment]
+    return received
+
+
+def _nothing() -> None:
+    pass
+
+
+def _same(obj: T) -> T:
+    return obj
+
+
+_nothing.__qualname__, _same.__qualname__ = "barrier", "broadcast"  # how errors call them
 
 
 def _decorator(
@@ -190,7 +242,7 @@ def _decorator(
                         f"{_listed(here.nested_in)}: it would run nowhere."
                     )
                 return fn(*args, **kwargs) if here.rank in ranks else None
-            call = Call(name, ranks, call_site(sys._getframe(1)), wait)
+            call = Call(name, ranks, call_site(), wait)
             result: R | None = None
             packed: Packed | None = None
             try:
@@ -200,7 +252,7 @@ def _decorator(
                         if broadcast and here.rank == ranks[0]:
                             packed = dumps(result, lambda: {"the result": result})
                 if broadcast:
-                    with block(name, call.site):  # a failure here frees all
+                    with block(name):  # a failure here frees all
                         received: R = broadcast_packed(packed, ranks[0])
                     result = received if packed is None else result
                 here.raise_late_failure()

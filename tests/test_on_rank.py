@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -24,6 +25,8 @@ from nn_parallel import (
     RankError,
     RankTimeoutError,
     RemoteError,
+    barrier,
+    broadcast,
     current_world,
     initialize_ddp,
     on_local_rank,
@@ -132,6 +135,56 @@ def test_with_a_barrier_nobody_goes_on_before_all_have_arrived(world: World, tmp
 
     results = world.run(scenario, tmp_path)
     assert results == [len(results)] * len(results)
+
+
+def test_a_barrier_waits_for_all_and_is_no_call_of_some(world: World, tmp_path: Path) -> None:
+    """As the call above; one that does not come within the timeout is named, and so is the line of the call."""
+
+    def scenario(folder: Path) -> Any:
+        me = current_world().rank
+        (folder / str(me)).touch()
+        barrier()
+        seen = len(list(folder.glob("*")))
+        try:
+            on_rank(0)(barrier)()
+        except RankError as error:
+            inside = str(error)
+        try:
+            if me != 1:
+                barrier(timeout=0.2)
+        except RankTimeoutError as error:
+            late = str(error)
+        else:
+            late = "barrier() on rank 0 at test_on_rank.py"
+        if me == 1:
+            with contextlib.suppress(ParallelError):
+                barrier()
+        return seen, inside, re.sub(r"/\S*/", "", late)
+
+    results = world.run(scenario, tmp_path)
+    for seen, inside, late in results:
+        assert seen == len(results)
+        assert "barrier() is a call of all ranks, inside the body of a function of rank 0" in inside
+        assert "barrier() on rank 0 at test_on_rank.py" in late
+
+
+def test_an_object_of_one_rank_goes_to_all(world: World) -> None:
+    """From any rank, whatever the others give; one that cannot be sent is an error on all."""
+
+    def scenario() -> Any:
+        me = current_world().rank
+        try:
+            broadcast(threading.Lock() if me == 0 else None)
+        except RankError as error:
+            told = str(error)
+        return broadcast({"from": me}), broadcast(torch.tensor(me), src=-1).item(), told
+
+    results = world.run(scenario)
+    for first, last, told in results:
+        assert (first, last) == ({"from": 0}, len(results) - 1)
+        assert "broadcast() failed on rank 0" in told
+    assert broadcast(1) == 1
+    assert barrier() is None  # type: ignore[func-returns-value]
 
 
 def test_a_failure_reaches_every_rank_with_its_traceback_and_the_group_goes_on(world: World) -> None:
