@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,21 +21,24 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Sampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from nn_parallel import (
     all_gather_tensor,
-    current_world,
+    cleanup_ddp,
     initialize_ddp,
     prepare_dataloader,
     prepare_model,
     seed_everything,
 )
-from nn_parallel.training.data import EvenBatches, RankSampler
+from nn_parallel.training.data import on_device
+from nn_parallel.training.shares import EvenBatches, RankSampler, Stream
 
 
 def numbers(n: int) -> TensorDataset:
@@ -72,7 +76,7 @@ class Shuffled(Sampler[int]):
 
 FIRST_USE_OF_NUMPY = """
 import sys
-from nn_parallel.training.data import RankSampler
+from nn_parallel.training.shares import RankSampler
 
 class Shuffled:
     def __iter__(self):
@@ -176,12 +180,13 @@ def test_the_last_batch_ends_an_epoch() -> None:
     """Also where nobody asks for one more; several iterations at a time over one epoch end it once."""
     loader = prepare_dataloader(DataLoader(numbers(6), batch_size=2, shuffle=True))
     look(loader, 2)
+    look(loader, 3)
     assert loader.sampler.epoch == 0
     look(loader, 3)
     assert loader.sampler.epoch == 1
     for _ in zip(loader, loader, strict=True):
         pass
-    assert loader.sampler.epoch == 2
+    assert loader.sampler.epoch == 3
     loader.sampler.set_epoch(7)
     assert len(drawn(loader)) == 3
     assert loader.sampler.epoch == 8
@@ -231,15 +236,21 @@ def test_the_order_follows_the_seed_of_rank_0(world: World, how: str) -> None:
 
 
 def test_the_state_of_the_sampler_holds_the_seed() -> None:
-    """Training that was not seeded goes on in its own order; a state without a seed leaves it as it is."""
+    """Training that was not seeded goes on in its own order; part of a state, or that of another kind, is refused."""
     torch.manual_seed(1)
     loader = prepare_dataloader(DataLoader(numbers(20), shuffle=True))
     state, order = loader.sampler.state_dict(), drawn(loader)
     torch.manual_seed(2)
     again = prepare_dataloader(DataLoader(numbers(20), shuffle=True))
     assert drawn(again) != order
-    again.sampler.load_state_dict({"epoch": 0})
-    assert drawn(again) != order
+    stream: Any = prepare_dataloader(DataLoader(Shards(20)))
+    for wrong in ({"epoch": 0}, stream.state_dict()):
+        with pytest.raises(ValueError, match="not the state of a loader like this one: it has epoch"):
+            again.sampler.load_state_dict(wrong)
+    with pytest.raises(
+        ValueError, match="not the state of a loader like this one: it has epoch, seed, position, length"
+    ):
+        stream.load_state_dict(state)
     again.sampler.load_state_dict(state)
     assert drawn(again) == order
 
@@ -315,6 +326,18 @@ def resumed(make: Callable[[], Any], position: int, batch_size: int, world_size:
     return [
         [share[start : start + batch_size] for share in shares] for start in range(0, max(map(len, shares)), batch_size)
     ]
+
+
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+def test_the_order_is_that_of_torchs_own_sampler(generator: torch.Generator | None) -> None:
+    """Which is drawn all at once here, and number after number there."""
+    source = RandomSampler(range(30), generator=generator)
+    mine = list(RankSampler(source, 0, 1, seed=7, pad=True, drop=False, batch_size=1))
+    torch.manual_seed(7)
+    if generator is not None:
+        generator.manual_seed(7)
+    assert mine == list(source)
+    assert mine != sorted(mine)
 
 
 @given(
@@ -404,6 +427,68 @@ def test_an_epoch_can_be_gone_back_to() -> None:
     again = prepare_dataloader(DataLoader(numbers(20), batch_size=5, shuffle=True))
     again.sampler.load_state_dict(state)
     assert drawn(again) == third
+
+
+class Unmeasured(IterableDataset[int]):
+    """The numbers up to 12, as a stream that does not say how many these are."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(12), 12))
+
+
+class Measured(Unmeasured):
+    def __len__(self) -> int:
+        return 12
+
+
+@pytest.mark.parametrize("dataset", [numbers(12), Measured(), Unmeasured()])
+@pytest.mark.parametrize("pad", [True, False])
+def test_a_loop_over_epochs_goes_on_after_any_step(dataset: Any, pad: bool) -> None:
+    """By the epoch that the loop has counted; after the last batch of an epoch, too."""
+
+    def make() -> Any:
+        shuffle = None if isinstance(dataset, IterableDataset) else True
+        return prepare_dataloader(DataLoader(dataset, batch_size=5, shuffle=shuffle), seed=5, pad=pad)
+
+    def steps(loader: Any, first: int) -> Iterator[tuple[list[int], int, Any]]:
+        for epoch in range(first, 3):
+            for batch in loader:
+                yield (
+                    torch.as_tensor(batch[0] if isinstance(batch, list) else batch).tolist(),
+                    epoch,
+                    loader.state_dict(),
+                )
+
+    straight = list(steps(make(), 0))
+    assert len(straight) == 9
+    for step, (_, epoch, state) in enumerate(straight):
+        loader = make()
+        loader.load_state_dict(state)
+        assert list(steps(loader, epoch)) == straight[step + 1 :]
+
+
+@pytest.mark.parametrize("dataset", [numbers(12), Measured()])
+def test_so_many_batches_as_the_loader_has_are_an_epoch(dataset: Any) -> None:
+    """Though nobody has asked for one more, the next iteration is the next epoch; of streams too that have a length."""
+    loader: Any = prepare_dataloader(DataLoader(dataset, batch_size=5))
+    for _ in range(2):
+        look(loader, len(loader))
+    look(loader)
+    assert loader.share.epoch == 2
+
+
+class Tuned(DataLoader[Any]):
+    """A loader of somebody's own."""
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Tuned])
+def test_a_prepared_loader_can_be_pickled(kind: Any) -> None:
+    """As the one that was given could be; it goes on as the other would have."""
+    loader = prepare_dataloader(kind(numbers(6), batch_size=2, shuffle=True))
+    drawn(loader)
+    sent = pickle.loads(pickle.dumps(loader))
+    assert isinstance(sent, kind)
+    assert [drawn(sent), drawn(sent)] == [drawn(loader), drawn(loader)]
 
 
 def test_every_option_of_the_loader_is_kept() -> None:
@@ -505,11 +590,6 @@ def test_batches_of_a_batch_sampler_are_shared_out_whole(world: World) -> None:
     assert all(len(batch) == 2 for _, _, plain in results for batch in plain)
 
 
-class Endless(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(5))
-
-
 def test_what_cannot_be_shared_out_is_rejected_by_name(world: World) -> None:
     """On every rank alike, with what to do instead."""
 
@@ -517,7 +597,7 @@ def test_what_cannot_be_shared_out_is_rejected_by_name(world: World) -> None:
         initialize_ddp()
         told = []
         for loader in (
-            DataLoader(Endless()),
+            prepare_dataloader(DataLoader(Shards(4))),
             DataLoader(numbers(4), sampler=iter([1, 2])),  # type: ignore[arg-type]
             DataLoader(numbers(4), sampler=DistributedSampler(numbers(4), 2, 0)),
             prepare_dataloader(DataLoader(numbers(4))),
@@ -529,9 +609,8 @@ def test_what_cannot_be_shared_out_is_rejected_by_name(world: World) -> None:
                 told.append(f"{type(error).__name__}: {error}")
         return told
 
-    for endless, lengthless, sharded, twice, dropping in world.run(scenario):
-        assert endless.startswith("TypeError: Endless is an IterableDataset")
-        assert "current_world().rank" in endless
+    for stream, lengthless, sharded, twice, dropping in world.run(scenario):
+        assert stream == "ValueError: The loader shares its samples out already: pass one without."
         assert (
             lengthless
             == "TypeError: list_iterator has no length, so it cannot be shared out evenly: give it a __len__."
@@ -546,11 +625,200 @@ def test_what_cannot_be_shared_out_is_rejected_by_name(world: World) -> None:
         )
 
 
-def test_alone_an_iterable_dataset_is_as_it_was() -> None:
-    """There is nothing to share out."""
-    assert current_world().world_size == 1
-    loader = DataLoader(Endless())
-    assert prepare_dataloader(loader) is loader
+class Shards(IterableDataset[int]):
+    """The numbers up to ``n`` in a random order; each worker draws its own, as torch's documentation does it."""
+
+    def __init__(self, n: int, shuffles: bool = True) -> None:
+        self.n, self.shuffles, self.begin, self.end = n, shuffles, 0, n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        count, own = (info.num_workers, info.id) if info else (1, 0)
+        mine = list(range(self.begin, self.end))[own::count]
+        if self.shuffles:
+            random.shuffle(mine)
+        for index in range(len(mine)):
+            if self.shuffles:  # draws as it goes, too
+                other = torch.randint(index, len(mine), ()).item()
+                mine[index], mine[other] = mine[other], mine[index]
+            yield mine[index]
+
+
+def stream_shares(n: int, world_size: int, batch_size: int | None, **options: Any) -> list[list[Any]]:
+    """The batches of each rank of the numbers up to ``n``."""
+    loader = {"batch_size": batch_size, "num_workers": 0}
+    streams = [Stream(Shards(n, False), rank, world_size, seed=0, **options, **loader) for rank in range(world_size)]
+    assert [len(stream) for stream in streams] == [len(list(stream)) for stream in streams]
+    return [list(stream) for stream in streams]
+
+
+@given(n=st.integers(0, 40), world_size=st.integers(1, 4), batch_size=st.integers(1, 4))
+def test_a_stream_is_shared_out_batch_by_batch(n: int, world_size: int, batch_size: int) -> None:
+    """Each sample once, equally many batches: together those that one rank would draw; padded, or cut, at the end."""
+    whole = [list(range(n))[start : start + batch_size * world_size] for start in range(0, n, batch_size * world_size)]
+    ranks = stream_shares(n, world_size, batch_size, pad=False, drop=False)
+    assert sorted(sample for rank in ranks for batch in rank for sample in batch) == list(range(n))
+    if n >= world_size:
+        assert len({len(rank) for rank in ranks}) == 1
+        assert all(
+            len(batch) <= batch_size + (step == len(rank) - 1) for rank in ranks for step, batch in enumerate(rank)
+        )
+    ranks = stream_shares(n, world_size, batch_size, pad=True, drop=False)
+    assert len({str([len(batch) for batch in rank]) for rank in ranks}) == 1
+    together = [sorted(itertools.chain(*batches)) for batches in zip(*ranks, strict=True)]
+    assert together[:-1] == whole[:-1]
+    assert {sample for batch in together for sample in batch} == set(range(n))
+    ranks = stream_shares(n, world_size, batch_size, pad=False, drop=True)
+    assert [sorted(itertools.chain(*batches)) for batches in zip(*ranks, strict=True)] == [
+        batch for batch in whole if len(batch) == batch_size * world_size
+    ]
+
+
+@given(n=st.integers(0, 20), world_size=st.integers(1, 4))
+def test_ready_batches_of_a_stream_are_shared_out_whole(n: int, world_size: int) -> None:
+    """What the dataset makes goes to one rank each, in turn; padded, all have as many."""
+    assert (
+        stream_shares(n, world_size, None, pad=False, drop=False)
+        == [list(range(n))[rank::world_size] for rank in range(world_size)]
+        if n % world_size == 0
+        else True
+    )
+    padded = stream_shares(n, world_size, None, pad=True, drop=False)
+    assert len({len(rank) for rank in padded}) == 1
+    assert {sample for rank in padded for sample in rank} == set(range(n))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_in_random_order_is_the_same_on_all_ranks(world: World, workers: int) -> None:
+    """Whatever the seeds of the ranks: no sample twice, other orders in each epoch, and it goes on in the middle."""
+
+    def scenario() -> Any:
+        seed_everything(3)  # another one on each rank
+        own = random.Random(1)
+
+        def make() -> Any:
+            loader = DataLoader(
+                Shards(47), batch_size=3, num_workers=workers, multiprocessing_context="fork" if workers else None
+            )
+            return prepare_dataloader(loader, pad=False)
+
+        random.seed(own.random())
+        before = random.getstate()
+        loader = make()
+        epochs = [[batch.tolist() for batch in loader] for _ in range(2)]
+        if not workers:
+            assert random.getstate() == before
+        loader.dataset.set_epoch(1)
+        batches = iter(loader)
+        taken = [next(batches).tolist() for _ in range(2)]
+        other = make()
+        other.load_state_dict(loader.state_dict())
+        left = len(other)
+        return epochs, taken + [batch.tolist() for batch in other], left, [batch.tolist() for batch in other]
+
+    results = world.run(scenario)
+    for epoch in range(2):
+        drawn = [sample for epochs, *_ in results for batch in epochs[epoch] for sample in batch]
+        assert sorted(drawn) == list(range(47))
+    assert all(epochs[0] != epochs[1] for epochs, *_ in results)
+    for epochs, continued, left, third in results:
+        assert continued == epochs[1]
+        assert third not in epochs
+        assert left == len(epochs[1]) - 2 or workers
+    assert len({len(epochs[0]) for epochs, *_ in results}) == 1
+
+
+def test_workers_that_outlive_an_epoch_know_the_next_one() -> None:
+    """With ``persistent_workers`` the dataset in them is a copy, made before the first epoch."""
+    options: Any = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
+    loader: Any = prepare_dataloader(DataLoader(Shards(20), batch_size=4, **options))
+    epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
+    assert len({str(epoch) for epoch in epochs}) == 3
+    loader.dataset.set_epoch(1)
+    assert [batch.tolist() for batch in loader] == epochs[1]
+    loader.load_state_dict(loader.state_dict() | {"seed": 5, "epoch": 1})
+    other: Any = prepare_dataloader(DataLoader(Shards(20), batch_size=4, **options), seed=5)
+    other.dataset.set_epoch(1)
+    assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in other] != epochs[1]
+    for each in (loader, other):
+        each._iterator._shutdown_workers()
+
+
+def own_part(worker: int) -> None:
+    """As torch's documentation has a ``worker_init_fn`` share out the samples."""
+    info: Any = get_worker_info()
+    per_worker = -(-info.dataset.n // info.num_workers)
+    info.dataset.begin, info.dataset.end = worker * per_worker, min((worker + 1) * per_worker, info.dataset.n)
+    info.dataset.__class__ = Whole
+
+
+class Whole(Shards):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.begin, self.end))
+
+
+def test_a_worker_init_fn_finds_its_dataset() -> None:
+    """What it sets there, each worker draws."""
+    loader: Any = DataLoader(
+        Shards(10), num_workers=2, worker_init_fn=own_part, multiprocessing_context="fork", batch_size=2
+    )
+    batches = [batch.tolist() for batch in prepare_dataloader(loader)]
+    assert sorted(sample for batch in batches for sample in batch) == list(range(10))
+    assert [0, 1] in batches
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"together": 8}, "of a loader with 8 samples in the batches of all ranks together, and this one has 4"),
+        ({"num_workers": 2}, "of a loader with 2 workers, and this one has 0"),
+        ({"together": None}, "of a loader with None samples"),
+    ],
+)
+def test_a_state_of_another_stream(state: dict[str, int], words: str) -> None:
+    """It is refused, with what differs."""
+    loader: Any = prepare_dataloader(DataLoader(Shards(9), batch_size=4))
+    with pytest.raises(ValueError, match=words):
+        loader.load_state_dict(loader.state_dict() | state)
+
+
+class Movable:
+    """As batches of other libraries are, which know how they are moved."""
+
+    device = "cpu"
+
+    def to(self, device: torch.device, non_blocking: bool) -> Movable:
+        self.device = f"{device.type} {non_blocking}"
+        return self
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+def test_batches_come_on_the_device_of_the_rank() -> None:
+    """Whatever they are nests of; ``to_device=False`` leaves them where they are, and so does a CPU."""
+    batch = {"a": [torch.ones(2), 3], "b": Pair(torch.ones(1), "name"), "c": Movable(), "d": None}
+    moved = on_device(batch, torch.device("meta"))
+    assert moved["a"][0].is_meta
+    assert moved["a"][1] == 3
+    assert moved["b"].x.is_meta
+    assert (type(moved["b"]), moved["b"].name) == (Pair, "name")
+    assert (moved["c"].device, moved["d"]) == ("meta True", None)
+    assert on_device(batch, torch.device("cpu")) is batch
+    initialize_ddp(device="meta")
+    try:
+        for to_device in (True, False):
+            loaders = [DataLoader(numbers(4)), DataLoader(Shards(4))]
+            for loader in [prepare_dataloader(each, to_device=to_device) for each in loaders]:
+                first: Any = next(iter(loader))
+                assert (first[0] if isinstance(first, list) else first).is_meta is to_device
+    finally:
+        cleanup_ddp()
 
 
 def test_workers_draw_other_numbers_on_each_rank(world: World) -> None:
