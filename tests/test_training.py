@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -46,8 +47,11 @@ def data() -> TensorDataset:
     )
 
 
-def trained(batch: int, every: int = 1, **options: Any) -> dict[str, torch.Tensor]:
-    """The parameters after an epoch of SGD with ``batch`` samples per rank and micro-step."""
+def trained(batch: int, every: int = 1, clip: float = math.inf, **options: Any) -> dict[str, torch.Tensor]:
+    """The parameters, and the last norm of the gradients, after an epoch of SGD.
+
+    With ``batch`` samples per rank and micro-step, and gradients clipped to a norm.
+    """
     initialize_ddp()
     model = prepare_model(small_model(), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -58,20 +62,22 @@ def trained(batch: int, every: int = 1, **options: Any) -> dict[str, torch.Tenso
         with accumulate(model, step, every, last=last) as complete:
             (nn.functional.cross_entropy(model(x), y) / together).backward()
         if complete:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
-    return {name: whole(value) for name, value in unwrap_model(model).state_dict().items()}
+    return {name: whole(value) for name, value in unwrap_model(model).state_dict().items()} | {"norm": whole(norm)}
 
 
-def trained_by_hand(batch: int) -> dict[str, torch.Tensor]:
+def trained_by_hand(batch: int, clip: float = math.inf) -> dict[str, torch.Tensor]:
     """The same in one process, by a plain loop."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     for x, y in prepare_dataloader(DataLoader(data(), batch_size=batch, shuffle=True)):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-    return model.state_dict()
+    return model.state_dict() | {"norm": norm}
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -104,6 +110,15 @@ def test_accumulated_parts_train_like_the_whole(two: ParallelExecutor, strategy:
     wanted = trained_by_hand(2 * 4 * 4)
     assert_close(two.run(trained, 4, 4, strategy=strategy), wanted, 1e-6)
     assert_close([trained(8, every=4)], wanted, 1e-6)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_torch_clips_the_norm_over_all_ranks(two: ParallelExecutor, strategy: str, every: int) -> None:
+    """Of gradients averaged, sharded and accumulated: once they are complete, as in one process."""
+    wanted = trained_by_hand(2 * 4 * every, clip=0.2)
+    assert wanted["norm"] > 0.2
+    assert_close(two.run(trained, 4, every, clip=0.2, strategy=strategy), wanted, 1e-6)
 
 
 def compiled(model: nn.Module) -> Any:
@@ -213,6 +228,30 @@ class Blocks(nn.Module):
         return out
 
 
+def test_options_reach_fully_shard(two: ParallelExecutor) -> None:
+    """It computes in bfloat16, keeps whole parameters after forward, and what it has not got is an error on all."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    def scenario() -> Any:
+        initialize_ddp()
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model = prepare_model(small_model(), strategy="fsdp", mp_policy=precision, reshard_after_forward=False)
+        out = model(torch.ones(1, 6))
+        is_whole = [not hasattr(parameter, "full_tensor") for parameter in model.parameters()]
+        model.reshard()
+        kept = [parameter.dtype for parameter in model.parameters()]
+        offload = CPUOffloadPolicy(pin_memory=False)
+        prepare_model(small_model(), strategy="fsdp", offload_policy=offload)(torch.ones(1, 6)).sum().backward()
+        with pytest.raises(RankError, match="unexpected keyword argument 'bucket_cap_mb'"):
+            prepare_model(small_model(), strategy="fsdp", bucket_cap_mb=1)
+        return out.dtype, all(is_whole), kept
+
+    for dtype, is_whole, kept in two.run(scenario):
+        assert dtype == torch.bfloat16
+        assert is_whole
+        assert set(kept) == {torch.float32}
+
+
 def test_a_sharded_model_takes_half_the_memory(two: ParallelExecutor) -> None:
     """Parameters, and gradients, per rank; each repeated block is a unit, so that one at a time is whole."""
 
@@ -294,8 +333,14 @@ def test_a_model_with_nothing_to_train_is_that_of_rank_0(world: World) -> None:
     [
         ({"strategy": "zero"}, "strategy='zero' is none of ddp, fsdp, dp, none"),
         ({"compression": "zip"}, "compression='zip' is none of fp16, bf16, powersgd"),
-        ({"strategy": "fsdp", "compression": "fp16"}, "compression: for strategy='ddp', not for strategy='fsdp'"),
-        ({"strategy": "none", "bucket_cap_mb": 1}, "bucket_cap_mb: for strategy='ddp', not for strategy='none'"),
+        (
+            {"strategy": "fsdp", "compression": "fp16"},
+            "compression='fp16' is for strategy='ddp', not for strategy='fsdp'",
+        ),
+        (
+            {"strategy": "none", "bucket_cap_mb": 1},
+            "bucket_cap_mb: for strategy='ddp' or 'fsdp', not for strategy='none'",
+        ),
         ({"strategy": "dp"}, "strategy='dp' is for one process, and there are 2 ranks"),
     ],
 )
@@ -471,6 +516,19 @@ def test_models_that_cannot_be_averaged_are_an_error_on_every_rank(
     for told, unchanged in two.run(scenario):
         assert words in told
         assert unchanged
+
+
+def test_a_sharded_model_has_no_average(two: ParallelExecutor) -> None:
+    """Its ranks hold parts of one model: an error on all."""
+
+    def scenario() -> str:
+        initialize_ddp()
+        with pytest.raises(ValueError, match="sharded") as raised:
+            average_parameters(prepare_model(small_model(), strategy="fsdp"))
+        return str(raised.value)
+
+    for told in two.run(scenario):
+        assert "the model is sharded: the ranks hold parts of one, and not one each on rank 0" in told
 
 
 def test_alone_the_average_is_the_model() -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import random
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -21,10 +19,10 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..calls.blocks import block
-from ..calls.records import call_site
 from ..ddp import initialize_ddp, join_launched_world
 from ..launch.context import current_world
 from .collectives import gather_alike
+from .random_numbers import seed_random_numbers
 
 STRATEGIES = ("ddp", "fsdp", "dp", "none")
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
@@ -38,7 +36,7 @@ def prepare_model(
     strategy: str = "ddp",
     sync_batchnorm: bool = False,
     compression: str | None = None,
-    **ddp_options: Any,
+    **options: Any,
 ) -> nn.Module:
     """Move ``model`` to this rank's device and have its gradients averaged over the ranks. Alone, just move it.
 
@@ -48,7 +46,8 @@ def prepare_model(
             process for all its accelerators, as `nn.DataParallel`. ``"none"``: moved, not wrapped.
         sync_batchnorm: normalise over the batches of all ranks; on accelerators only, as torch's `SyncBatchNorm`.
         compression: of the gradients on their way, ``"fp16"``, ``"bf16"`` or ``"powersgd"``, by torch's hooks for DDP.
-        ddp_options: for `DistributedDataParallel`, as ``find_unused_parameters=True``.
+        options: for `DistributedDataParallel`, as ``find_unused_parameters=True``, or for `fully_shard`, as
+            ``mp_policy``, ``reshard_after_forward`` and ``offload_policy``.
 
     Returns:
         The model to call; `unwrap_model` gives the one inside. Its parameters and buffers are those of rank 0, but with
@@ -70,9 +69,10 @@ def prepare_model(
         raise ValueError(f"strategy={strategy!r} is none of {', '.join(STRATEGIES)}.")
     if compression not in COMPRESSIONS:
         raise ValueError(f"compression={compression!r} is none of fp16, bf16, powersgd.")
-    if strategy != "ddp" and (compression or ddp_options):
-        options = ", ".join([*ddp_options, *["compression"] * bool(compression)])
-        raise ValueError(f"{options}: for strategy='ddp', not for strategy={strategy!r}.")
+    if compression and strategy != "ddp":
+        raise ValueError(f"compression={compression!r} is for strategy='ddp', not for strategy={strategy!r}.")
+    if options and strategy not in ("ddp", "fsdp"):
+        raise ValueError(f"{', '.join(options)}: for strategy='ddp' or 'fsdp', not for strategy={strategy!r}.")
     if strategy != "none":
         _check_unprepared(model)
     world = initialize_ddp()
@@ -88,17 +88,17 @@ def prepare_model(
     if strategy == "none" or world.world_size == 1:
         return model.to(world.device)
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    with block("prepare_model()", call_site(sys._getframe(1))):
+    with block("prepare_model()"):
         model = model.to(world.device)
         if strategy == "fsdp" or not is_trained:  # DDP does it by itself
             for tensor in itertools.chain(model.parameters(), model.buffers()):
                 dist.broadcast(tensor.data, src=0)
         if strategy == "fsdp":
-            return _shard(model)
+            return _shard(model, options)
         if not is_trained:
             return model
         device_ids = None if world.device.type == "cpu" else [world.device.index]
-        wrapped = DistributedDataParallel(model, **({"device_ids": device_ids} | ddp_options))
+        wrapped = DistributedDataParallel(model, **({"device_ids": device_ids} | options))
         if compression is not None:
             _compress(wrapped, compression)
         return wrapped
@@ -168,10 +168,8 @@ def seed_everything(seed: int, *, per_rank: bool = True) -> int:
     join_launched_world()
     if per_rank:
         seed += current_world().rank
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
+    seed_random_numbers(seed)
+    torch.manual_seed(seed)  # on every device
     return seed
 
 
@@ -186,7 +184,8 @@ def average_parameters(model: nn.Module, *, weight: float = 1.0, group: dist.Pro
         group: the ranks that take part; all if None.
 
     Raises:
-        ValueError: on every rank: the models differ in shape, the weights add up to nothing, or one is no number.
+        ValueError: on every rank: the models differ in shape, or are sharded, so that there is only one; the weights
+            add up to nothing, or one is no number.
 
     Example::
 
@@ -199,7 +198,8 @@ def average_parameters(model: nn.Module, *, weight: float = 1.0, group: dist.Pro
     layout = repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
     size = sum(tensor.numel() for tensor in tensors)
     about = f"average_parameters of {size} numbers in {len(tensors)} tensors ({zlib.crc32(layout.encode()):08x})"
-    _, weights = gather_alike([], about, "", weight, group)
+    problem = "the model is sharded: the ranks hold parts of one, and not one each" if _is_sharded(inner) else ""
+    _, weights = gather_alike([], about, problem, weight, group)
     total = sum(weights)
     if current_world().world_size == 1:
         return
@@ -235,16 +235,20 @@ def _check_unprepared(model: nn.Module) -> None:
         if isinstance(module, WRAPPERS):
             name = type(module).__name__
             raise ValueError(f"The model is prepared already, there is a {name} in it: pass unwrap_model(model).")
-    if hasattr(unwrap_model(model), "set_requires_gradient_sync"):
+    if _is_sharded(unwrap_model(model)):
         raise ValueError("The model is prepared already, it is sharded, and stays so: make another and load its state.")
 
 
-def _shard(model: nn.Module) -> nn.Module:
+def _is_sharded(model: nn.Module) -> bool:
+    return hasattr(model, "set_requires_gradient_sync")  # which `fully_shard` adds
+
+
+def _shard(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     for part in _repeated_blocks(model):
-        fully_shard(part)
-    fully_shard(model)
+        fully_shard(part, **options)
+    fully_shard(model, **options)
     return model
 
 
