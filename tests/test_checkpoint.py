@@ -25,6 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from nn_parallel import (
     ParallelExecutor,
     RankError,
+    WorkerDiedError,
+    all_gather_object,
     initialize_ddp,
     load_checkpoint,
     prepare_dataloader,
@@ -33,6 +35,9 @@ from nn_parallel import (
     seed_everything,
     unwrap_model,
 )
+
+KILLS = 8
+NEVER, NOBODY = 1_000_000, (-1, 0, 0)
 
 
 class Net(nn.Module):
@@ -160,6 +165,48 @@ def test_training_goes_on_in_the_middle_of_an_epoch(world: World, tmp_path: Path
         return equal(straight.state(), resumed.state())
 
     assert all(world.run(scenario))
+
+
+def train_until_killed(path: Path, steps: int, kill: tuple[int, int, int]) -> dict[str, torch.Tensor]:
+    """``steps`` steps, those before the checkpoint left out. ``kill``: a rank, its step, and a moment in it."""
+    training = Training(find_unused_parameters=True)
+    done = load_checkpoint(path, **training.parts)["step"] if path.exists() else 0
+    rank = initialize_ddp().rank
+    while done < steps:
+        for (x,) in training.loader:
+            for moment in range(3):
+                if kill == (rank, done, moment):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if moment == 0:
+                    loss = (training.model(x) + torch.rand(()) + random.random() + np.random.rand()).square().mean()
+                    training.optimizer.zero_grad()
+                    loss.backward()
+                    training.optimizer.step()
+                    training.average.update_parameters(unwrap_model(training.model))
+                    done += 1
+                elif moment == 1 and done % 3 != 1:
+                    save_checkpoint(path, **training.parts, step=done)
+            if done == steps:
+                break
+    return training.state()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_training_that_is_killed_again_and_again_is_the_uninterrupted_run(ranks: int, tmp_path: Path) -> None:
+    """A rank is killed at a random step, before it, after it or after its checkpoint, and all go on; `KILLS` times."""
+    draw, path, done = random.Random(ranks), tmp_path / "last.pt", 0
+    with ParallelExecutor(num_workers=ranks, devices="cpu") as ex:
+        for _ in range(KILLS):
+            kill = draw.randrange(ranks), done + draw.randrange(1, 6), draw.randrange(3)
+            with pytest.raises(RankError) as raised:
+                ex.run(train_until_killed, path, NEVER, kill)
+            assert any(isinstance(each, WorkerDiedError) for each in raised.value.exceptions), raised.value
+            done = torch.load(path)["step"] if path.exists() else 0
+        resumed = ex.run(train_until_killed, path, done + 5, NOBODY)
+        whole = ex.run(train_until_killed, tmp_path / "whole.pt", done + 5, NOBODY)
+    assert done > KILLS // 2
+    assert all(equal(a, b) for a, b in zip(resumed, whole, strict=True))
 
 
 @pytest.mark.slow
@@ -579,6 +626,85 @@ for line in sys.stdin:
     print(last, flush=True)
     last = torch.load(sys.argv[1], weights_only=True)["step"]
 """
+
+
+def test_that_there_is_none_yet_is_plain_on_every_rank(world: World, tmp_path: Path) -> None:
+    """So that one ``except FileNotFoundError`` begins a training, alone and on many ranks; the group goes on."""
+
+    def scenario() -> tuple[str, list[int]]:
+        initialize_ddp()
+        try:
+            load_checkpoint(tmp_path / "last.pt", model=nn.Linear(1, 1))
+        except FileNotFoundError as error:
+            told = str(error)
+        return told, all_gather_object(1)
+
+    results = world.run(scenario)
+    for told, ones in results:
+        assert told == f"[Errno 2] No such file or directory: '{tmp_path / 'last.pt'}'"
+        assert ones == [1] * len(results)
+
+
+@pytest.mark.parametrize("there", ["nothing", "another", "damaged", "the same"])
+def test_a_rank_that_has_not_the_file_gets_it_from_rank_0(two: ParallelExecutor, tmp_path: Path, there: str) -> None:
+    """On its disk is nothing under that name, another checkpoint, or half of one: all load what rank 0 has."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    model = nn.Linear(2, 2)
+    torch.save({"model": model.state_dict(), "x": torch.arange(3)}, tmp_path / "0" / "last.pt")
+    other = tmp_path / "1" / "last.pt"
+    if there == "another":
+        torch.save({"model": nn.Linear(2, 2).state_dict(), "x": torch.arange(3)}, other)
+    elif there == "damaged":
+        other.write_bytes((tmp_path / "0" / "last.pt").read_bytes()[:200])
+    elif there == "the same":
+        os.link(tmp_path / "0" / "last.pt", other)
+
+    def scenario() -> tuple[list[float], list[int], bool]:
+        rank = initialize_ddp().rank
+        os.chdir(tmp_path / str(rank))
+        try:
+            loaded = nn.Linear(2, 2)
+            rest = load_checkpoint("last.pt", model=loaded)
+        finally:
+            os.chdir("/")
+        tensors = [*loaded.state_dict().values(), rest["x"]]
+        maps = Path("/proc/self/maps").read_text()
+        return (
+            [value for tensor in tensors[:2] for value in tensor.flatten().tolist()],
+            tensors[2].tolist(),
+            "last.pt" in maps,
+        )
+
+    wanted = [value for tensor in model.state_dict().values() for value in tensor.flatten().tolist()]
+    assert two.run(scenario) == [(wanted, [0, 1, 2], False)] * 2
+
+
+def test_those_before_are_kept(tmp_path: Path) -> None:
+    """``keep=3``: under numbers, the latest first; what is older goes, and what somebody else has there stays."""
+    other = tmp_path / "last.old.pt"
+    other.write_text("not ours")
+    for step in range(5):
+        save_checkpoint(tmp_path / "last.pt", keep=3, step=step)
+    kept = {file.name: torch.load(file)["step"] for file in tmp_path.iterdir() if file != other}
+    assert kept == {"last.pt": 4, "last.1.pt": 3, "last.2.pt": 2}
+    assert other.read_text() == "not ours"
+    save_checkpoint(tmp_path / "last.pt", step=5)
+    assert [torch.load(tmp_path / name)["step"] for name in ("last.pt", "last.1.pt")] == [5, 3]
+    with pytest.raises(ValueError, match="keep=0 must be a whole number, at least 1"):
+        save_checkpoint(tmp_path / "last.pt", keep=0)
+
+
+def test_a_file_system_without_links_keeps_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By copies."""
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", refuse)
+    for step in range(3):
+        save_checkpoint(tmp_path / "last.pt", keep=2, step=step)
+    assert {file.name: torch.load(file)["step"] for file in tmp_path.iterdir()} == {"last.pt": 2, "last.1.pt": 1}
 
 
 @pytest.mark.slow

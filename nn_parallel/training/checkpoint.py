@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import functools
 import glob
-import io
 import logging
 import os
-import pickle
-import random
-import secrets
 import shutil
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,19 +16,24 @@ import torch
 from torch import nn
 
 from ..calls.blocks import block
-from ..calls.records import call_site
 from ..ddp import initialize_ddp
-from ..errors import summary
-from ..on_rank import on_rank
-from .collectives import all_gather_object
+from ..on_rank import broadcast, on_rank
+from .checkpoint_file import FileIdentity, dump, dumped, read_checkpoint, replace_file
+from .collectives import all_gather_object, all_ranks
 from .model import unwrap_model
-from .states import fitting, load_all_but_tensors, stored
+from .random_numbers import random_state, set_random_state
+from .saving import Saving, finish_saving, save_in_background
+from .shards import Part, Shards, folder_of_all, new_folder, remove_folders
+from .states import fitting, load_all_but_tensors, stored, whole
 
-RANDOM_STATES = "random_states"  # the key of those of all ranks, in the file
+# Keys in the file: the random numbers of all ranks; the folder of the sharded tensors, beside the file.
+RANDOM_STATES, FOLDER = "random_states", "shards_folder"
 logger = logging.getLogger("nn_parallel")
 
 
-def save_checkpoint(path: str | os.PathLike[str], **state: Any) -> None:
+def save_checkpoint(
+    path: str | os.PathLike[str], *, keep: int = 1, sharded: bool = False, asynchronous: bool = False, **state: Any
+) -> None:
     """Save the state of models, optimizers and whatever else training needs to go on. Every rank calls it.
 
     Rank 0 writes it beside ``path`` and then puts it there: whatever ends the process, at ``path`` is the old
@@ -41,6 +41,15 @@ def save_checkpoint(path: str | os.PathLike[str], **state: Any) -> None:
 
     Args:
         path: one file, that `torch.load` reads with ``weights_only=True`` as a dict of what is given here.
+        keep: how many checkpoints to keep: the new one, and as ``last.1.pt``, ``last.2.pt``, ... those that were at
+            ``path`` before, the latest first.
+        sharded: have each rank write its part of sharded models and their optimizers, so that no rank ever holds a
+            whole one: with `torch.distributed.checkpoint`, into a folder ``last.pt.shards`` beside the file. All ranks
+            must reach it, by a common disk, also to load from it.
+        asynchronous: return once all is copied in the memory of the CPU, and write it in a thread while training goes
+            on. The next call of `save_checkpoint` or `load_checkpoint`, and the end of the process, wait for it; the
+            former raises what went wrong, on every rank, and at the end that is logged. Until all of it is written, at
+            ``path`` is the checkpoint before.
         state: anything with a ``state_dict`` (models, optimizers, schedulers, scalers, prepared loaders); numbers,
             strings, tensors, and lists, tuples and dicts of them. Models are saved without their wrappers, and sharded
             ones whole, with their optimizers; NumPy's numbers as Python's.
@@ -49,28 +58,58 @@ def save_checkpoint(path: str | os.PathLike[str], **state: Any) -> None:
         ValueError: a value is such that it could not be loaded.
         OSError: it cannot be written, for instance because the disk is full; what was at ``path`` is still there.
         RankError: one of these, where there are several ranks, on each of them.
+        RankTimeoutError: a rank has not called it within the timeout of the process group.
 
     Example::
 
         save_checkpoint("last.pt", model=model, optimizer=optimizer, loader=loader, epoch=epoch)
     """
-    if RANDOM_STATES in state:
-        raise ValueError(f"{RANDOM_STATES!r} is the name of what save_checkpoint adds itself.")
-    world = initialize_ddp()
-    with block("save_checkpoint()", call_site(sys._getframe(1)), begins_together=True):
-        whole = {name: stored(value, keeps=world.is_main) for name, value in state.items()}
-        random_states = all_gather_object(_random_state())
-    on_rank(0)(write_checkpoint)(Path(path).resolve(), whole | {RANDOM_STATES: random_states})
+    if own := {RANDOM_STATES, FOLDER} & state.keys():
+        raise ValueError(f"{own.pop()!r} is the name of what save_checkpoint adds itself.")
+    if not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"keep={keep!r} must be a whole number, at least 1.")
+    world, file, shards = initialize_ddp(), Path(path).resolve(), Shards()
+    finish_saving("save_checkpoint()")
+
+    def take_whole(_: str, tensor: Any) -> torch.Tensor | None:
+        all_of_it: torch.Tensor = tensor.full_tensor()
+        return all_of_it.cpu() if world.is_main else None
+
+    with block("save_checkpoint()"):
+        take = shards.add if sharded else take_whole
+        states = {name: stored(name, value, take) for name, value in state.items()}
+        states[RANDOM_STATES] = all_gather_object(_random_state())
+    with contextlib.ExitStack() as until_written:
+        part: Part | None = None
+        if shards.tensors:
+            folder = on_rank(0, broadcast=True)(until_written.enter_context)(new_folder(file))
+            states[FOLDER] = str(folder.relative_to(file.parent))
+            with block("save_checkpoint()"):
+                part = Part(shards, folder, copies=asynchronous)
+        if asynchronous:
+            in_memory = on_rank(0)(dumped)(states)
+            write: Callable[[], None] | None = None
+            if in_memory is not None:
+                copy = functools.partial(shutil.copyfileobj, until_written.enter_context(in_memory))
+                write = functools.partial(write_checkpoint, file, copy, keep)
+            save_in_background(Saving(part, write, until_written.pop_all()))
+            return
+        if part is not None:
+            with block("save_checkpoint()"):
+                part.write()
+            on_rank(0)(part.write_index)()
+        on_rank(0)(write_checkpoint)(file, functools.partial(dump, states), keep)
 
 
 def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, Any]:
-    """Load what `save_checkpoint` has saved. Every rank calls it; rank 0 reads the file.
+    """Load what `save_checkpoint` has saved. Every rank calls it.
 
-    The number of ranks, wrappers and sharding may differ from those at the time of saving. If the number of ranks is
-    the same, their random numbers go on where they were.
+    Rank 0 reads the file, and so does each other rank that finds the same one there; to the others rank 0 sends it. The
+    number of ranks, wrappers and sharding may differ from those at the time of saving. If the number of ranks is the
+    same, their random numbers go on where they were.
 
     Args:
-        path: the file; code in it is not executed.
+        path: the file; code in it, and in the shards beside it, is not executed.
         targets: what to load into, under the names that were saved. If one of them does not take its state, on
             whichever rank, nothing is loaded: those that took theirs get back what they had.
 
@@ -80,22 +119,28 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
     Raises:
         ValueError: on every rank: the file is damaged, holds objects that are more than data, lacks a target, or is of
             another model or optimizer; or a ``load_state_dict`` raised, and what it raised is the cause.
-        OSError: it cannot be read.
-        RankError: on every rank, where there are several: rank 0 could not read it, or one failed in another way.
+        OSError: on every rank: rank 0 cannot read it, for instance because there is none yet (`FileNotFoundError`).
+        RankError: on every rank, where there are several: one failed in another way.
+        RankTimeoutError: a rank has not called it within the timeout of the process group.
 
     Example::
 
         epoch = load_checkpoint("last.pt", model=model, optimizer=optimizer, loader=loader)["epoch"]
     """
-    world = initialize_ddp()
-    saved = on_rank(0, broadcast=True)(read_checkpoint)(Path(path))
-    random_states = saved.pop(RANDOM_STATES, [])
+    world, shards = initialize_ddp(), Shards()
+    finish_saving("load_checkpoint()")
+    saved = _read_on_all(Path(path))
+    random_states, folder = saved.pop(RANDOM_STATES, []), _folder(Path(path).resolve(), saved)
+    if saved.pop(FOLDER, None) is not None:
+        shards.find(saved)
     targets |= {name: unwrap_model(target) for name, target in targets.items() if isinstance(target, nn.Module)}
     states: dict[str, Any] = {}
     misfit: Exception | None = None
-    with block("load_checkpoint()", call_site(sys._getframe(1))), contextlib.ExitStack() as undo:
+    with block("load_checkpoint()"), contextlib.ExitStack() as undo:
         try:
-            states.update((name, fitting(name, target, saved)) for name, target in targets.items())
+            states.update((name, fitting(name, target, saved, shards)) for name, target in targets.items())
+            rest = {name: whole(value, shards) for name, value in saved.items() if name not in targets}
+            shards.read(folder)
             for name, target in targets.items():
                 load_all_but_tensors(name, target, states[name], undo)
         except (TypeError, ValueError) as error:
@@ -114,112 +159,59 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
     elif random_states:
         count = len(random_states)
         logger.info("%s is of %d ranks, not %d: random numbers do not go on from it.", path, count, world.world_size)
-    return {name: value for name, value in saved.items() if name not in targets}
+    return rest
 
 
-def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path} is there, and is no file.")
-    file = _new_file(path)
-    new = Path(file.name)
-    try:
-        with file:
-            with contextlib.suppress(OSError):  # there is none to replace, or a file system without modes
-                shutil.copymode(path, new)
-            try:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-                torch.load(new, map_location="cpu", weights_only=True, mmap=True)
-            except (TypeError, AttributeError, pickle.PickleError) as error:
-                raise _unloadable(state, error) from error
-            except RuntimeError as error:  # torch raises again as it closes its archive, and hides why
-                raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-            os.replace(new, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            new.unlink()
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)  # the new name
-    finally:
-        os.close(directory)
+def write_checkpoint(path: Path, write: Callable[[IO[bytes]], object], keep: int) -> None:
+    """Have the file at ``path``, and then no more shards than it and those before it need."""
+    replace_file(path, write, keep)
+    if folder_of_all(path).exists():
+        remove_folders(path, _folders_in_use(path))
 
 
-def _new_file(path: Path) -> IO[bytes]:
-    """A file beside ``path`` that nobody else writes, locked until it is closed.
-
-    Files that killed processes have left are removed: nobody holds their locks.
-    """
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.new"):
-        with contextlib.suppress(OSError), open(left, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left.unlink()
-    while True:
-        new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
-        created = open(new, "xb")  # noqa: SIM115  # the caller closes it
-        with contextlib.suppress(OSError):  # a file system without locks: there no file that was left is removed
-            fcntl.flock(created, fcntl.LOCK_EX)
-        if new.exists():
-            return created
-        created.close()  # another process removed it before it was locked
+def _folder(path: Path, saved: dict[str, Any]) -> Path:
+    """Where the shards are of what was ``saved`` at ``path``."""
+    return path.parent / str(saved.get(FOLDER, ""))
 
 
-def _unloadable(state: dict[str, Any], error: Exception) -> ValueError:
-    """The error of a state of which something cannot be loaded again, with its name."""
-    for name, value in state.items():
-        buffer = io.BytesIO()
+def _folders_in_use(path: Path) -> set[Path]:
+    """Those of the checkpoint at ``path``, and of the ones before it."""
+    files = [path, *path.parent.glob(f"{glob.escape(path.stem)}.[0-9]*{glob.escape(path.suffix)}")]
+    return {_folder(file, read_checkpoint(file)[0]) for file in files}
+
+
+def _read_on_all(path: Path) -> dict[str, Any]:
+    """What is saved there, on each rank, its tensors still on the disk where this rank reads it itself."""
+    saved: dict[str, Any] | None = None
+
+    def load_checkpoint() -> FileIdentity | Exception:
+        nonlocal saved
         try:
-            torch.save(value, buffer)
-            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-        except Exception:
-            return ValueError(
-                f"{name} is a {type(value).__qualname__} that holds more than numbers, strings, tensors, and lists, "
-                "tuples and dicts of them: loading it would execute code. Save what it is made of."
-            )
-    return ValueError(str(error))
+            saved, identity = read_checkpoint(path)
+        except (OSError, ValueError) as error:  # for every rank to raise: no rank has failed
+            return error
+        return identity
 
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        try:
-            saved = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch, pickle, zip and seek have many words for it
-            raise ValueError(_why_unreadable(path, error)) from None
-    if not isinstance(saved, dict):
-        raise ValueError(f"{path} holds a {type(saved).__name__}, and a checkpoint is a dict.")
-    return saved
-
-
-def _why_unreadable(path: Path, error: Exception) -> str:
-    with contextlib.suppress(Exception):  # no file of torch's
-        if kinds := torch.serialization.get_unsafe_globals_in_checkpoint(path):
-            return (
-                f"{path} holds more than data, which could run code: {', '.join(kinds)}. Save what these are made of, "
-                "or, if you trust the file, allow them by torch.serialization.add_safe_globals."
-            )
-    return f"{path} is damaged or no checkpoint ({summary(error)})."
+    told = on_rank(0, broadcast=True)(load_checkpoint)()
+    if isinstance(told, Exception):
+        raise told
+    if saved is None:
+        with contextlib.suppress(OSError, ValueError):
+            own, identity = read_checkpoint(path)
+            saved = own if identity == told else None
+    on_every_rank: Any = saved if all_ranks(saved is not None) else broadcast(saved)
+    return dict(on_every_rank)
 
 
 def _random_state() -> dict[str, Any]:
     """The states of this process's random numbers, as tensors and plain numbers."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if numpy := sys.modules.get("numpy.random"):
-        _, keys, *rest = numpy.get_state()
-        state["numpy"] = [torch.tensor(keys.tolist()), *rest]
+    state = random_state()
     if torch.accelerator.is_available():
         state["accelerator"] = torch.get_device_module().get_rng_state()
     return state
 
 
 def _set_random_state(state: Mapping[str, Any]) -> None:
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if "numpy" in state:
-        import numpy.random
-
-        keys, *rest = state["numpy"]
-        numpy.random.set_state(("MT19937", keys.numpy(), *rest))
+    set_random_state(state)
     if "accelerator" in state and torch.accelerator.is_available():
         torch.get_device_module().set_rng_state(state["accelerator"])

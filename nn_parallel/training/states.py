@@ -9,7 +9,7 @@ import contextlib
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -20,25 +20,35 @@ from torch.optim import Optimizer
 
 from ..errors import qualified_name
 from .model import unwrap_model
+from .shards import Shards, is_sharded
 
 SHAPES = "param_shapes"  # of its parameters, beside "param_groups" in the stored state of an optimizer
+TakeSharded = Callable[[str, Any], Any]
 WRAPPERS = {"module", "_orig_mod"}  # what DDP, DataParallel, AveragedModel and torch.compile put into names
 
 
-def stored(value: Any, *, keeps: bool) -> Any:
+def stored(name: str, value: Any, take: TakeSharded) -> Any:
     """The state of ``value``, or ``value`` itself, as `torch.load` can read it. A call of all ranks.
 
-    Unless this rank ``keeps`` it, None stands for each sharded tensor.
+    With Python's numbers for NumPy's, and for each sharded tensor what ``take`` returns of its path and itself.
     """
     if isinstance(value, nn.Module):
         value = unwrap_model(value)
     if isinstance(value, Optimizer):
-        return _storable(value.state_dict(), keeps) | {SHAPES: _shapes(value)}
-    return _storable(value.state_dict() if hasattr(value, "state_dict") else value, keeps)
+        return stored(name, value.state_dict(), take) | {SHAPES: _shapes(value)}
+
+    def storable(path: str, leaf: Any) -> Any:
+        if (numpy := sys.modules.get("numpy")) and isinstance(leaf, numpy.generic):
+            return leaf.item()
+        return take(path, leaf) if is_sharded(leaf) else leaf
+
+    return _mapped(value.state_dict() if hasattr(value, "state_dict") else value, f"/{name}", storable)
 
 
-def fitting(name: str, target: Any, saved: Mapping[str, Any]) -> Any:
+def fitting(name: str, target: Any, saved: Mapping[str, Any], shards: Shards) -> Any:
     """The stored state of that name as ``target`` takes it, its tensors sharded as there, if it fits.
+
+    Those that were stored sharded are empty until ``shards`` has read them.
 
     Raises:
         TypeError, ValueError: it does not.
@@ -47,14 +57,19 @@ def fitting(name: str, target: Any, saved: Mapping[str, Any]) -> Any:
         raise ValueError(f"it has no {name!r}, only {', '.join(map(repr, saved))}.")
     state = saved[name]
     if isinstance(target, nn.Module):
-        return _fitting_model(name, target, state)
+        return _fitting_model(name, target, state, shards)
     if isinstance(target, Optimizer):
-        return _fitting_optimizer(name, target, state)
+        return _fitting_optimizer(name, target, state, shards)
     if not hasattr(target, "load_state_dict"):
         raise TypeError(
             f"{name} is a {type(target).__name__} without load_state_dict: its value is in what is returned."
         )
-    return state
+    return whole(state, shards)
+
+
+def whole(state: Any, shards: Shards) -> Any:
+    """``state`` in memory; with tensors for those that were stored sharded, empty until ``shards`` has read them."""
+    return _mapped(state, "", lambda _, leaf: _taken(leaf, None, shards))
 
 
 def load_all_but_tensors(name: str, target: Any, state: Any, undo: contextlib.ExitStack) -> None:
@@ -100,7 +115,7 @@ def _put_back(target: Any, state: Any) -> None:
         target.load_state_dict(state)
 
 
-def _fitting_model(name: str, model: nn.Module, state: Any) -> OrderedDict[str, Any]:
+def _fitting_model(name: str, model: nn.Module, state: Any, shards: Shards) -> OrderedDict[str, Any]:
     wanted = model.state_dict()
     if not isinstance(state, dict):
         raise ValueError(f"{name} in it is a {type(state).__name__}, not the state of a model.")
@@ -115,7 +130,8 @@ def _fitting_model(name: str, model: nn.Module, state: Any) -> OrderedDict[str, 
     if problems:
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(f"{name} is another model: {'; '.join(problems[:3])}{more}.")
-    renamed.update((key, _like(value, wanted[key])) for key, value in list(renamed.items()))
+    for key, value in list(renamed.items()):
+        renamed[key] = _taken(value, wanted[key], shards, copies=False)  # the model copies it
     return renamed
 
 
@@ -142,7 +158,7 @@ def _bare(key: str) -> str:
     return ".".join(part for part in key.split(".") if part not in WRAPPERS)
 
 
-def _fitting_optimizer(name: str, optimizer: Optimizer, state: Any) -> dict[str, Any]:
+def _fitting_optimizer(name: str, optimizer: Optimizer, state: Any, shards: Shards) -> dict[str, Any]:
     try:
         sizes = [len(group["params"]) for group in state["param_groups"]]
         dict(state["state"])
@@ -163,7 +179,7 @@ def _fitting_optimizer(name: str, optimizer: Optimizer, state: Any) -> dict[str,
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for number, parameter in zip(numbers, parameters, strict=True):
         if number in states:
-            states[number] = {key: _like(value, parameter) for key, value in states[number].items()}
+            states[number] = {key: _taken(value, parameter, shards) for key, value in states[number].items()}
     return {key: value for key, value in state.items() if key != SHAPES} | {"state": states}
 
 
@@ -172,32 +188,29 @@ def _shapes(optimizer: Optimizer) -> list[list[tuple[int, ...] | None]]:
     return [[None if is_lazy(parameter) else tuple(parameter.shape) for parameter in group] for group in groups]
 
 
-def _storable(value: Any, keeps: bool) -> Any:
-    """``value`` with Python's numbers for NumPy's, and sharded tensors whole on the CPU if this rank ``keeps`` them."""
+def _mapped(value: Any, path: str, change: Callable[[str, Any], Any]) -> Any:
+    """A copy of a nest of dicts, lists and tuples, with what ``change`` returns of each leaf and the path to it."""
     if isinstance(value, dict):
         copied = copy.copy(value)  # with the versions of the modules
-        copied.update((key, _storable(part, keeps)) for key, part in value.items())
+        copied.update((key, _mapped(part, f"{path}/{key}", change)) for key, part in value.items())
         return copied
     if type(value) in (list, tuple):
-        return type(value)(_storable(part, keeps) for part in value)
-    if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.generic):
-        return value.item()
-    if _is_sharded(value):
-        whole = value.full_tensor()
-        return whole.cpu() if keeps else None
-    return value
+        return type(value)(_mapped(part, f"{path}/{index}", change) for index, part in enumerate(value))
+    return change(path, value)
 
 
-def _like(value: Any, wanted: Any) -> Any:
-    """``value`` sharded as ``wanted`` is, if that is a sharded tensor of its shape."""
-    if not _is_sharded(wanted) or not isinstance(value, torch.Tensor) or value.shape != wanted.shape:
+def _taken(value: Any, wanted: Any, shards: Shards, *, copies: bool = True) -> Any:
+    """``value`` sharded as ``wanted`` is, if that is a sharded tensor of its shape.
+
+    Unless this ``copies`` it, another tensor is ``value`` itself, which may still be in a file.
+    """
+    if not isinstance(value, torch.Tensor):
         return value
+    if value.is_meta:
+        return shards.place(value, wanted)
+    if not is_sharded(wanted) or value.shape != wanted.shape:
+        return value.clone() if copies else value
     from torch.distributed.tensor import distribute_tensor
 
     part = distribute_tensor(value, wanted.device_mesh, wanted.placements, src_data_rank=None)  # cut here, not sent
     return part.clone()  # older torch gives a view, which keeps all of ``value``
-
-
-def _is_sharded(value: Any) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
