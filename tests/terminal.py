@@ -20,10 +20,14 @@ def run_on_terminal(
     shown = ""
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, **options) as process:
         os.close(theirs)
-        with contextlib.suppress(OSError):  # nobody has the other end any more
-            while piece := os.read(ours, 1 << 16):
-                shown += piece.decode().replace("\r\n", "\n")
-                if typed := answer(shown):  # nothing would be the end of its input
-                    os.write(ours, typed)
+        try:
+            with contextlib.suppress(OSError):  # nobody has the other end any more
+                while piece := os.read(ours, 1 << 16):
+                    shown += piece.decode().replace("\r\n", "\n")
+                    if typed := answer(shown):  # nothing would be the end of its input
+                        os.write(ours, typed)
+        except BaseException:  # such as that of a test that takes too long
+            process.kill()
+            raise
     os.close(ours)
     return process.returncode, shown
