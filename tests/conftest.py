@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -158,6 +159,18 @@ def abandoned_in_shared_memory() -> set[str]:
     """
     names = os.listdir("/dev/shm")
     return {name for name in names if (made := TORCH_MADE.match(name)) and not os.path.exists(f"/proc/{made[1]}")}
+
+
+def wait_for_state(pid: int, state: str) -> None:
+    """Return once all threads of a process are in this state, as the kernel names it."""
+
+    def differs(stat: Path) -> bool:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # this thread has ended
+            return stat.read_text().rpartition(")")[2].split()[0] != state
+        return False
+
+    while any(map(differs, Path(f"/proc/{pid}/task").glob("*/stat"))):
+        time.sleep(0.001)
 
 
 def _open_files() -> Iterator[str]:
