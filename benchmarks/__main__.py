@@ -18,7 +18,7 @@ from pathlib import Path
 from .harness import HEADER, Figure, as_line, environment
 
 # Those with peers last: the threads of Ray live as long as this process.
-TOPICS = ["start", "on_rank", "failures", "training", "scale", "calls", "data"]
+TOPICS = ["start", "on_rank", "failures", "training", "checkpoints", "scale", "calls", "data"]
 
 parser = argparse.ArgumentParser(
     prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

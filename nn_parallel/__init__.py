@@ -22,11 +22,16 @@ The files, from the bottom up; each knows only those before it in this list::
         calls, blocks           one rank runs, the others wait for it; all ranks run
     ddp                         initialize_ddp, cleanup_ddp
     exchange                    objects from rank to rank
-    on_rank                     code for one rank
+    on_rank, preemption         code for one rank; a signal, and all ranks stop at the same step
     training                    an existing loop on every rank:
         collectives             reduce_metrics, any_rank, all_gather_object, ...
-        model, data, logs       the model, the data and the log lines of each rank
+        random_numbers          those of this process, and others beside them
+        model, logs             the model and the log lines of each rank
+        shares, data            which samples are those of one rank; loaders that hand them out
+        batch_size              the largest batch that fits
+        shards, checkpoint_file the sharded tensors of a checkpoint; its file
         states                  what of them is stored in a checkpoint, and whether it fits
+        saving                  checkpoints that are written while training goes on
         checkpoint, profiling   save_checkpoint, load_checkpoint; profile_ranks
     progress                    the bar of a map
     executor                    ParallelExecutor:
@@ -76,8 +81,10 @@ with collector.paused():
     from .executor import ParallelExecutor
     from .gpus import GPU, list_gpus, parse_gpu_selection, select_gpus
     from .launch.context import current_world
-    from .on_rank import on_local_rank, on_rank, rank_first
+    from .on_rank import barrier, broadcast, on_local_rank, on_rank, rank_first
+    from .preemption import stop_requested
     from .shared_pool import parallelize_on_gpus
+    from .training.batch_size import find_batch_size
     from .training.checkpoint import load_checkpoint, save_checkpoint
     from .training.collectives import all_gather_object, all_gather_tensor, all_ranks, any_rank, reduce_metrics
     from .training.data import prepare_dataloader
@@ -105,8 +112,11 @@ __all__ = [
     "all_ranks",
     "any_rank",
     "average_parameters",
+    "barrier",
+    "broadcast",
     "cleanup_ddp",
     "current_world",
+    "find_batch_size",
     "initialize_ddp",
     "list_gpus",
     "load_checkpoint",
@@ -126,6 +136,7 @@ __all__ = [
     "select_gpus",
     "setup_logging",
     "should_use_distributed",
+    "stop_requested",
     "unwrap_model",
     "verify_ddp_setup",
 ]

@@ -67,9 +67,8 @@ def test_a_script_beside_the_clone_finds_the_package_and_its_types(tmp_path: Pat
 def test_the_wheel(tmp_path: Path, clone: Path, python: str) -> None:
     """It is made from the source distribution, holds nothing but the package, and is all that a script needs."""
     _run([sys.executable, "-m", "build", "--no-isolation", str(clone)], tmp_path)
-    archives = sorted(map(str, (clone / "dist").iterdir()))
-    [wheel, _] = sorted(archives, key=lambda path: not path.endswith(".whl"))
-    _run([sys.executable, "-m", "twine", "check", "--strict", *archives], tmp_path)
+    [archive], [wheel] = ([str(path) for path in (clone / "dist").glob(kind)] for kind in ("*.tar.gz", "*.whl"))
+    _run([sys.executable, "-m", "twine", "check", "--strict", archive, wheel], tmp_path)
     shutil.unpack_archive(wheel, tmp_path / "unpacked", format="zip")
     top, metadata = {path.name for path in (tmp_path / "unpacked").iterdir()}, f"nn_parallel-{nn_parallel.__version__}"
     assert top == {"nn_parallel", "pytest_nn_parallel.py", f"{metadata}.dist-info"}

@@ -75,19 +75,18 @@ def _test(folder: Path, python: str, torch: str, arguments: list[str]) -> int:
         subprocess.run(["pip", "check"], check=True, cwd=tests, env=environ)
 
         ask = "import platform, torch; print(platform.python_version(), torch.__version__)"
-        found = subprocess.run(
+        answer = subprocess.run(
             [f"{venv}/bin/python", "-c", ask], check=True, capture_output=True, text=True, cwd=inside
         )
-        print(
-            f"\n$ python -m pytest {' '.join(arguments)}  # Python {' torch '.join(found.stdout.split())}", flush=True
-        )
+        found = answer.stdout.split()
+        print(f"\n$ python -m pytest {' '.join(arguments)}  # Python {', torch '.join(found)}", flush=True)
         command = [f"{venv}/bin/python", "-u", "-m", "pytest", *arguments]
         with subprocess.Popen(command, cwd=tests, env=environ, stdout=subprocess.PIPE, text=True) as running:
             assert running.stdout is not None
             for line in running.stdout:
                 print(line, end="", flush=True)
         if not arguments:
-            _record(*found.stdout.split(), line.strip("= \n"))
+            _record(*found, line.strip("= \n"))
         return running.returncode
 
 
