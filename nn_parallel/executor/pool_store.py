@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-
 import torch.distributed as dist
 
+from ..launch.sockets import listen_on_loopback
 from ..launch.store import STOP_KEY
 from ..preemption import ASKED, pass_on_to
 from .worker import ranks_prefix
@@ -40,9 +39,9 @@ class PoolStore:
         self._store = None
 
     def _open(self) -> dist.TCPStore:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self._port = listener.getsockname()[1]
+        listener = listen_on_loopback()
+        host, self._port, *_ = listener.getsockname()
         # A socket of our own: TCPStore would listen on every interface, and a port chosen first can be taken.
         return dist.TCPStore(
-            "127.0.0.1", self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            host, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )

@@ -28,6 +28,7 @@ from ..calls.watcher import Watcher, cause_of
 from ..devices import call_on_device
 from ..errors import Failure, ParallelError, RemoteError, TransferError, qualified_name, user_frames
 from ..launch.context import DEFAULT_TIMEOUT, RankContext, current_world, join, rank_context
+from ..launch.sockets import loopback
 from ..pickling import Packed, dumps, loads
 from ..signals import CancelScope, Interrupted, keep_handler
 from ..stack_dump import main_stack, offer_stack
@@ -258,7 +259,7 @@ class _Worker:
     def _open_store(self, task: TaskHeader) -> dist.Store:
         if self._store is None:
             self._store = dist.TCPStore(
-                "127.0.0.1", task.store_port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False
+                loopback(), task.store_port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False
             )
         return dist.PrefixStore(ranks_prefix(task.group), self._store)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..errors import LaunchError, summary
 from ..world import World
 from .flight_recorder import next_group_id
-from .sockets import bottom, connected_at, duplicate, still_open
+from .sockets import bottom, card_to_other_nodes, connected_at, duplicate, still_open
 from .store import clone_store, limit_silence, store_barrier
 
 # `torch.distributed.nn.functional`, which optimizers import, keeps the default group that there is at its first import,
@@ -26,6 +26,8 @@ dist.group.WORLD = _present
 del _present
 
 
+# Gloo waits five times the timeout of a group for another rank to connect, and once for it to write where it listens.
+GLOO_CONNECTS_WITHIN, CONNECT_AT_LEAST = 5, timedelta(seconds=5)
 ONLY_OURS = 2  # references: of a list, and of the argument of `getrefcount`
 _closed: list[dist.ProcessGroup] = []
 
@@ -64,10 +66,6 @@ class Group:
         if backend is None:
             kind = world.device.type
             backend = "gloo" if on_cpu else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(world.device)}"
-        if self._unanswered_s is None and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-            # Gloo listens on the address of the host name otherwise. It stays set for subgroups that users make later.
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            self._on_release.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
         generation, made = self.begun
         name, self.begun = f"group{generation}.{made + 1}", (generation, made + 1)
         own = dist.PrefixStore(name, store)
@@ -79,6 +77,7 @@ class Group:
         self._close_half_closed()
         self._names.append(name)
         rendezvous = dist.PrefixStore(name, self._own_connection(store))
+        self._choose_card()
         hook, self.first_id = sys.excepthook, next_group_id()
         # An init that failed leaves torch's count of groups raised, and ranks that differ in it never find each other.
         dist.distributed_c10d._world.group_count = 0
@@ -88,9 +87,10 @@ class Group:
                 store=rendezvous,
                 rank=world.rank,
                 world_size=world.world_size,
-                timeout=timeout,
+                timeout=min(timeout, max(timeout / GLOO_CONNECTS_WITHIN, CONNECT_AT_LEAST)),
                 device_id=None if on_cpu else world.device,
             )
+            dist.distributed_c10d._set_pg_timeout(timeout)  # torch offers no public way
             self._sockets = connected_at(_gloo_addresses(dist.distributed_c10d._get_default_group()))
         except (RuntimeError, ValueError) as error:
             self._store_sockets.clear()  # it may be in the middle of a request
@@ -186,6 +186,17 @@ class Group:
         if self._store is None or not self._store_sockets:
             self._store, self._store_sockets = clone_store(store, self._unanswered_s)
         return self._store
+
+    def _choose_card(self) -> None:
+        """Have gloo listen on the loopback if all ranks are on one node, else where the others can reach it.
+
+        It stays so for subgroups that users make later.
+        """
+        if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+            card = "lo" if self._unanswered_s is None else card_to_other_nodes(self._store_sockets)
+            if card is not None:
+                os.environ["GLOO_SOCKET_IFNAME"] = card
+                self._on_release.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
 
     def _end_reading(self) -> None:
         self.interrupted = True

@@ -20,7 +20,7 @@ from ..stack_dump import offer_stack
 from .context import RankContext, world_of
 from .environment import Launch, is_loopback
 from .liveness import connect_nodes
-from .sockets import connected_since, open_sockets
+from .sockets import connected_since, listen_on_loopback, loopback, open_sockets
 from .store import REFUSAL_KEY, Member, limit_silence, member_key, owner_key, store_barrier
 
 RANKS_SHOWN = 64
@@ -109,12 +109,12 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
     """Connect to the store at the master address; rank 0 hosts it, unless the launcher does."""
     hosts_store = launch.rank == 0 and not launch.launcher_hosts_store
     address = f"{launch.master_addr}:{launch.master_port}"
-    listener = None
-    if hosts_store and is_loopback(launch.master_addr):
+    is_here = is_loopback(launch.master_addr)
+    host, listener = loopback() if is_here else launch.master_addr, None
+    if hosts_store and is_here:
         # A socket of our own: TCPStore would listen on every interface.
         try:
-            place = launch.master_addr, launch.master_port
-            listener = socket.create_server(place, backlog=max(launch.world_size, 128))
+            listener = listen_on_loopback(launch.master_port)
         except OSError as error:
             why = os.strerror(error.errno or 0)
             raise LaunchError(
@@ -122,9 +122,9 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
             ) from error
     try:
         if not hosts_store and not launch.launcher_hosts_store:
-            _await_listener((launch.master_addr, launch.master_port), timeout)
+            _await_listener((host, launch.master_port), timeout)
         return dist.TCPStore(
-            launch.master_addr,
+            host,
             launch.master_port,
             is_master=hosts_store,
             timeout=timeout,
@@ -134,9 +134,9 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
     except (OSError, UnicodeError, RuntimeError) as error:  # RuntimeError: DistNetworkError, DistStoreError
         if hosts_store:
             raise LaunchError(f"Rank 0 cannot listen on {address}: {summary(error)}") from error
-        host, seconds = "The launcher" if launch.launcher_hosts_store else "Rank 0", f"{timeout.total_seconds():g}"
+        who, seconds = "The launcher" if launch.launcher_hosts_store else "Rank 0", f"{timeout.total_seconds():g}"
         raise LaunchError(
-            f"Rank {launch.rank} of {launch.world_size} found nobody at {address} within {seconds} s. {host} "
+            f"Rank {launch.rank} of {launch.world_size} found nobody at {address} within {seconds} s. {who} "
             "should listen there: is it running, are MASTER_ADDR and MASTER_PORT its own, does a firewall block them?"
         ) from error
 

@@ -1,14 +1,22 @@
-"""The connections that torch makes in this process: which they are, and an end to those that nobody answers."""
+"""The loopback; and the connections that torch makes in this process: which they are, and when they end."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import stat
+import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch.distributed as dist
+
+from .environment import is_loopback
+
+SIOCGIFADDR = 0x8915  # of Linux
+LISTEN_BACKLOG = 4096  # the kernel may hold fewer; all ranks of a node connect at once
 
 
 def open_sockets() -> dict[int, int]:
@@ -74,21 +82,74 @@ def _duplicate(fd: int) -> socket.socket:
         raise
 
 
-def end_if_unanswered(connection: socket.socket, within_s: float) -> None:
-    """Have the kernel end ``connection`` when the other end's host has not answered it for so long.
+def end_if_unanswered(connection: socket.socket, lost_after_s: float, *, is_idle: bool = False) -> None:
+    """Have the kernel end ``connection`` when the other host has not answered for so long, and survive less.
 
-    A process that computes, or holds its interpreter, does not keep its host from answering.
+    A process that computes, or holds its interpreter, does not keep its host from answering. What is under way when the
+    other host goes out of reach is sent again at intervals that double each time, so it may arrive only after twice as
+    long; a connection that ``is_idle`` is asked at short intervals, and ends soon after ``lost_after_s``.
     """
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
+    ask_every_s = max(1, int(lost_after_s / 8))
+    limit_s = lost_after_s + 2 * ask_every_s if is_idle else 2 * lost_after_s + 1
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
-        (socket.TCP_KEEPIDLE, within_s / 2),
-        (socket.TCP_KEEPINTVL, within_s / 6),
-        (socket.TCP_KEEPCNT, 3),
-        (socket.TCP_USER_TIMEOUT, within_s * 1000),
+        (socket.TCP_KEEPIDLE, ask_every_s),
+        (socket.TCP_KEEPINTVL, ask_every_s),
+        (socket.TCP_USER_TIMEOUT, int(limit_s * 1000)),
     ):
-        connection.setsockopt(socket.IPPROTO_TCP, option, max(1, int(value)))
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def listen_on_loopback(port: int = 0) -> socket.socket:
+    """A socket that only this machine reaches; any free port if none is given."""
+    host = loopback()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
+
+
+def loopback() -> str:
+    """The address of this machine to itself: that of IPv6 only where there is no other."""
+    with socket.socket() as tried:
+        try:
+            tried.bind(("127.0.0.1", 0))
+        except OSError:
+            return "::1"
+    return "127.0.0.1"
+
+
+def card_to_other_nodes(connections: dict[int, int]) -> str | None:
+    """The network card through which other nodes reach this one, which has these ``connections`` to them.
+
+    None where the host name tells, at whose address gloo listens; on many machines that is one of the loopback. None
+    also where there are several cards, and no connection shows which.
+    """
+    with contextlib.suppress(OSError):
+        if not is_loopback(str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])):
+            return None
+    own = set()
+    for connection in still_open(connections):
+        with connection:
+            own.add(connection.getsockname()[0].removeprefix("::ffff:"))
+    cards = {name: addresses for name, addresses in _cards() if not any(map(is_loopback, addresses))}
+    used = [name for name, addresses in cards.items() if addresses & own] or list(cards)
+    return used[0] if len(used) == 1 else None
+
+
+def _cards() -> Iterator[tuple[str, set[str]]]:
+    """The network cards of this machine that have addresses, and these."""
+    of_ipv6 = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            addresses = {
+                socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line[0])) for line in of_ipv6 if line[5] == name
+            }
+            with contextlib.suppress(OSError):  # it has none of IPv4
+                found = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                addresses.add(socket.inet_ntoa(found[20:24]))
+            if addresses:
+                yield name, addresses
 
 
 def bottom(store: dist.Store) -> dist.Store:
