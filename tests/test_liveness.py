@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import time
 from collections import Counter
@@ -14,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from nn_parallel.launch.context import RankContext
-from nn_parallel.launch.liveness import Liveness, Lost, ServerAddress, connect_nodes
-from nn_parallel.launch.store import LOST_KEY, SERVER_KEY, Connection, Member, decode, encode, member_key
+from nn_parallel.launch.liveness import ENDED, OUT_OF_REACH, STRANGERS, Liveness, Lost, ServerAddress, connect_nodes
+from nn_parallel.launch.store import LOST_KEY, SERVER_KEY, Connection, Member, RankZero, decode, encode, member_key
 from nn_parallel.world import World
 
 HOST = "127.0.0.1"
@@ -39,12 +40,12 @@ class Ranks:
         connect_nodes(context, HOST)
         return context
 
-    def gone(self) -> tuple[int, ...]:
-        """Which ranks are told to be gone, once one is."""
+    def gone(self) -> dict[int, str]:
+        """Which ranks are told to be gone, and how, once one is."""
         key, deadline = f"world/{LOST_KEY}", time.monotonic() + 10
         while not self.store.check([key]) and time.monotonic() < deadline:
             time.sleep(0.01)  # between two looks
-        return decode(Lost, key, self.store.get(key).decode()).ranks
+        return decode(Lost, key, self.store.get(key).decode()).how
 
     def close(self) -> None:
         for context in self._members:
@@ -70,19 +71,20 @@ def test_rank_0_tells_whom_it_has_lost(ranks: Ranks) -> None:
     """The end of a rank's connection is known of that rank alone."""
     _, one, two = ranks.join(0), ranks.join(1), ranks.join(2)
     one.on_leave.close()
-    assert ranks.gone() == (1,)
-    assert two.rank_0_is_lost is not None
-    assert not two.rank_0_is_lost()
+    assert ranks.gone() == {1: ENDED}
+    assert two.rank_0.loss is None
 
 
 def test_the_others_see_the_end_of_rank_0(ranks: Ranks) -> None:
     """It is their own connection that ends."""
     zero, one = ranks.join(0), ranks.join(1)
-    assert one.rank_0_is_lost is not None
-    assert zero.rank_0_is_lost is not None
-    assert not one.rank_0_is_lost()
+    assert one.rank_0.loss is None
+    assert zero.rank_0.loss is None
     zero.on_leave.close()
-    assert one.rank_0_is_lost()
+    deadline = time.monotonic() + 10
+    while (loss := one.rank_0.loss) is None and time.monotonic() < deadline:
+        time.sleep(0.01)  # between two looks
+    assert str(loss) == f"Rank 0 (pid {os.getpid()} on {socket.gethostname()}) ended."
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_what_others_connect_is_no_death(hello: bytes, ranks: Ranks) -> None:
         stranger.shutdown(socket.SHUT_WR)
         stranger.recv(1)  # until it is closed over there
     one.on_leave.close()
-    assert ranks.gone() == (1,)
+    assert ranks.gone() == {1: ENDED}
 
 
 @pytest.mark.parametrize("value", ['[0, ""]', "null", "", "[]", "{}", '["x", 1]', "[1]", '[1, "", 2]', "\udc80pickle"])
@@ -108,8 +110,28 @@ def test_a_rank_without_a_link_goes_on(value: str, ranks: Ranks, caplog: pytest.
     ranks.store.set(f"world/{SERVER_KEY}", value.encode(errors="surrogateescape"))
     with caplog.at_level(logging.WARNING, "nn_parallel"):
         one = ranks.join(1)
-    assert one.rank_0_is_lost is None
+    assert not one.rank_0.is_linked
     assert "Rank 1 cannot tell whether ranks on other nodes live" in caplog.text
+
+
+def test_a_flood_of_connections_stops_no_link(ranks: Ranks) -> None:
+    """Nor does half a message: who shows no token is hung up on when too many do so, the first one first."""
+    zero, one = ranks.join(0), ranks.join(1)
+    port, token = _address(zero)
+    with contextlib.ExitStack() as stack:
+        strangers = []
+        for _ in range(3 + STRANGERS + 10):
+            strangers.append(stack.enter_context(socket.create_connection((HOST, port), 10)))
+            with contextlib.suppress(OSError):  # it may be hung up on already
+                strangers[-1].sendall(token[:5].encode())
+        two = ranks.join(2)
+        assert two.rank_0.is_linked
+        assert [stranger.recv(1) for stranger in strangers[:10]] == [b""] * 10
+        assert len(os.listdir("/proc/self/fd")) < 3 * STRANGERS
+        assert zero.connection.get(LOST_KEY) is None
+        one.on_leave.close()
+        assert ranks.gone() == {1: ENDED}
+        assert two.rank_0.loss is None
 
 
 def test_who_is_lost_is_asked_for_all_ranks_at_once() -> None:
@@ -117,10 +139,11 @@ def test_who_is_lost_is_asked_for_all_ranks_at_once() -> None:
     store, asked = dist.HashStore(), Counter[str]()
     for rank in range(64):
         store.set(member_key(rank), encode(Member("another one", "", 1, 0, 1, "cpu")))
-    store.set(LOST_KEY, encode(Lost((7, 63))))
+    store.set(LOST_KEY, encode(Lost({7: ENDED, 63: OUT_OF_REACH})))
     world = World(False, 0, 0, 64, torch.device("cpu"))
     connection = Connection(store, 0, 64, None)
-    liveness = Liveness(RankContext(world, lambda: store, one_node=False, rank_0_is_lost=lambda: False), connection)
+    context = RankContext(world, lambda: store, one_node=False, rank_0=RankZero(is_linked=True))
+    liveness = Liveness(context, connection)
 
     def counted(key: str) -> str | None:
         asked[key] += 1

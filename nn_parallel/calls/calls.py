@@ -323,7 +323,8 @@ class Calls:
     def _where(self, rank: int) -> str:
         """Where another rank stands: as its watcher tells, or else as far as it has told itself."""
         standing = self.connection.read(standing_key(rank), Standing)
-        return standing.where if standing else self._report_of(rank).describe()
+        where = standing.where if standing else self._report_of(rank).describe()
+        return f"is stopped by a signal, and {where}" if self._liveness.is_stopped(rank) else where
 
     def _warn(self, missing: list[int], call: Call, waited: float) -> None:
         """Log for whom this rank waits, once for each call site."""

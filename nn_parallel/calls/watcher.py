@@ -125,16 +125,19 @@ class Watcher:
                     pause = POLL_MIN_S
                     self._changed.wait(None if self._is_store_lost else left)
                     continue
-            must_leave, reason = False, None
+            must_leave = False
+            reason: ParallelError | None = None
             try:
                 if block is not None:  # first: what is found below may only follow from that
                     must_leave = self._has_failed(block)
-                if not must_leave and time.monotonic() >= self._look_at:
-                    reason = self._look(block)
                 if not must_leave and block is not None:
-                    reason = reason or self._timeout(block)
+                    reason = self._timeout(block)
+                if not must_leave and reason is None and time.monotonic() >= self._look_at:
+                    reason = self._look(block)
             except Exception as error:  # the store is gone, or worse: what it should tell of would never be heard
                 self._is_store_lost, reason = True, _as_reason(error)
+                if block is None and self._context.rank_0.loss and position().may_wait:
+                    self._end_collective(reason)
             if block is None:
                 continue
             if must_leave or reason is not None:
@@ -186,7 +189,7 @@ class Watcher:
     def _look(self, block: Block | None) -> ParallelError | None:
         """Tell where this rank stands; why it must leave ``block``, if it is stuck for ever.
 
-        Outside of all blocks its collective is ended here.
+        Outside of all blocks its collective is ended here, also if it waits for a rank that is lost.
         """
         self._look_at = time.monotonic() + LOOK_EVERY_S
         progress, stands, waits = self._progress(), position(), self.waits  # before the collectives: see `standing`
@@ -197,11 +200,11 @@ class Watcher:
             self._connection.write(standing_key(self._context.rank), mine)
         if waits is not None or not (last or stands.makes_group):
             return None
-        reason = self._deadlock(progress, stands, last, mine)
-        if reason is not None and block is None:
-            self._find_connections()
-            (self._context.on_deadlock or self._end_it)(reason)
-        return reason
+        if block is not None:  # which fails by itself if a rank is lost
+            return self._deadlock(progress, stands, last, mine)
+        if reason := self._loss(stands, last) or self._deadlock(progress, stands, last, mine):
+            self._end_collective(reason)
+        return None
 
     def _find_connections(self) -> None:
         """Have `Group.abort` end those of all groups, in one of whose collectives the main thread may sit."""
@@ -210,26 +213,40 @@ class Watcher:
         if stands.may_wait and not uses_store:
             self._context.group.find_connections()
 
-    def _end_it(self, reason: ParallelError) -> None:
+    def _end_collective(self, reason: ParallelError) -> None:
         """Outside all blocks: the collective raises, in torch's words, so the cause is told before."""
+        self._find_connections()
+        if self._context.on_deadlock:
+            self._context.on_deadlock(reason)
+            return
         logger.error("%s", reason)
         self._reason = reason
         self._context.group.abort()
+
+    def _loss(self, stands: Position, last: list[Collective]) -> ParallelError | None:
+        """The error of this rank, if one that it is stuck with is on a node that does not answer any more."""
+        if lost := self._liveness.out_of_reach(sorted(self._partners(last))):
+            return self._never(stands, self._liveness.death(lost[0]))
+        return None
 
     def _deadlock(
         self, progress: Progress, stands: Position, last: list[Collective], mine: Standing
     ) -> ParallelError | None:
         """The error of this rank, which is stuck, if that cannot end; None if there is no telling."""
-        me, world_size = self._context.rank, self._context.world_size
-        members = {rank for each in last if not each.is_over for rank in each.members} or set(range(world_size))
-        self._look_at += len(members) * world_size / LOOKS_PER_S
-        others = self._said_by(members - {me})
-        if why := why_never(me, progress, stands.makes_group, last, mine, others):
-            return ParallelError(
-                f"Rank {me} is {stands}, which can never end: {why}. Every rank must make the same calls and "
-                "collectives in the same order."
-            )
+        partners = self._partners(last)
+        self._look_at += (len(partners) + 1) * self._context.world_size / LOOKS_PER_S
+        others = self._said_by(partners)
+        if why := why_never(self._context.rank, progress, stands.makes_group, last, mine, others):
+            return self._never(stands, f"{why}. Every rank must make the same calls and collectives in the same order.")
         return None
+
+    def _partners(self, last: list[Collective]) -> set[int]:
+        """The ranks that this one is stuck with."""
+        members = {rank for each in last if not each.is_over for rank in each.members}
+        return (members or set(range(self._context.world_size))) - {self._context.rank}
+
+    def _never(self, stands: Position, why: object) -> ParallelError:
+        return ParallelError(f"Rank {self._context.rank} is {stands}, which can never end: {why}")
 
     def _said_by(self, ranks: set[int]) -> dict[int, Standing]:
         """Where these ranks stand, as far as they have told."""

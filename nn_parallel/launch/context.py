@@ -24,7 +24,7 @@ from ..errors import LaunchError, ParallelError
 from ..world import World
 from .environment import Launch, detect_launch
 from .group import Group
-from .store import Connection, Member, clone_store, host_identity, member_key
+from .store import Connection, Member, RankZero, clone_store, host_identity, member_key
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 LOST_AFTER = timedelta(seconds=60)
@@ -44,7 +44,7 @@ class RankContext:
     store_host: int | None = None  # the rank whose process the store lives in; None if it is no rank's
     one_node: bool = True
     on_deadlock: Callable[[ParallelError], None] | None = None  # takes the error of one outside of all blocks
-    rank_0_is_lost: Callable[[], bool] | None = None  # asks the link to it; None where all ranks are on one node
+    rank_0: RankZero = field(default_factory=RankZero)
     generation: int = 0
     on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -74,7 +74,7 @@ class RankContext:
         return self._connection(store)
 
     def _connection(self, store: dist.Store) -> Connection:
-        return Connection(store, self.rank, self.world_size, self.store_host)
+        return Connection(store, self.rank, self.world_size, self.store_host, self.rank_0)
 
     @property
     def is_inherited(self) -> bool:
@@ -83,7 +83,7 @@ class RankContext:
 
     @property
     def lost_after_s(self) -> float:
-        """How long a node may be out of reach before its ranks count as gone."""
+        """How long a node may be out of reach; if it is for longer, its ranks count as gone."""
         return min(LOST_AFTER, self.timeout / 2).total_seconds()
 
     @property

@@ -18,22 +18,25 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import ParallelError, WorkerDiedError, summary
 from .context import RankContext
-from .sockets import end_if_unanswered
+from .sockets import LISTEN_BACKLOG, connected_since, end_if_unanswered, still_open
 from .store import LOST_KEY, SERVER_KEY, Connection, Member, host_identity, member_key
 
 ASK_EVERY_S = 0.1  # who is gone, or where one lives who has not said so
-HELLO_BYTES = 64
+HELLO_BYTES, WELCOME = 64, b"."
+STRANGERS = 64  # may be connected to rank 0 at once, beside the ranks
+ENDED, OUT_OF_REACH = "ended", "went out of reach"
 logger = logging.getLogger("nn_parallel")
 
 
 class Lost(NamedTuple):
-    """The ranks that rank 0 has lost."""
+    """The ranks that rank 0 has lost, and how: `ENDED` or `OUT_OF_REACH`."""
 
-    ranks: tuple[int, ...]
+    how: dict[int, str]
 
 
 class ServerAddress(NamedTuple):
@@ -52,8 +55,8 @@ class Liveness:
         self._look_up_at = dict.fromkeys(range(context.world_size), 0.0)
         self._poll = select.poll()
         self._rank_of: dict[int, int] = {}  # by the pidfd of its process
-        self._ended = set[int]()
-        self._lost = Lost(())
+        self._how = dict[int, str]()  # those that are known to be dead died
+        self._lost = Lost({})
         self._look_for_lost_at = 0.0
 
     def is_dead(self, rank: int) -> bool:
@@ -67,15 +70,27 @@ class Liveness:
             if rank not in self._members and now > self._look_up_at[rank]:
                 self._look_up_at[rank] = now + ASK_EVERY_S
                 self._look_up(rank)
-        self._ended.update(self._rank_of[pidfd] for pidfd, _ in self._poll.poll(0))
-        return [rank for rank in ranks if rank in self._ended or self._is_lost(rank)]
+        self._how.update((self._rank_of[pidfd], ENDED) for pidfd, _ in self._poll.poll(0))
+        return [rank for rank in ranks if self._is_known_dead(rank)]
 
-    def death(self, rank: int, what: object) -> WorkerDiedError:
-        """The error of a rank that died before it finished ``what``."""
+    def out_of_reach(self, ranks: Sequence[int]) -> list[int]:
+        """Those of ``ranks`` whose nodes do not answer any more."""
+        return [rank for rank in self.dead(ranks) if self._how[rank] == OUT_OF_REACH]
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether the process of ``rank`` is on this node, and stopped: by SIGSTOP, Ctrl-Z or a debugger."""
+        if rank not in self._members:
+            self._look_up(rank)
         member = self._members.get(rank)
-        who = f"Rank {rank} (pid {member.pid} on {member.host_name})" if member else f"Rank {rank}"
-        how = "ended" if rank in self._ended else "ended, or its node went out of reach,"
-        return WorkerDiedError(f"{who} {how} before it finished {what}.", rank=rank, pid=member.pid if member else 0)
+        if member is None or member.host != host_identity():
+            return False
+        with contextlib.suppress(OSError):  # it has ended
+            return Path(f"/proc/{member.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+        return False
+
+    def death(self, rank: int, what: object = None) -> WorkerDiedError:
+        """The error of a rank that died, before it finished ``what``."""
+        return _death(rank, self._members.get(rank), self._how.get(rank, ENDED), self._context.lost_after_s, what)
 
     def close(self) -> None:
         for pidfd in self._rank_of:
@@ -92,7 +107,7 @@ class Liveness:
             try:
                 pidfd = os.pidfd_open(member.pid)
             except ProcessLookupError:
-                self._ended.add(rank)
+                self._how[rank] = ENDED
             except OSError:  # no descriptor is left
                 return
             else:
@@ -100,15 +115,26 @@ class Liveness:
                 self._poll.register(pidfd, select.POLLIN)
         self._members[rank] = member
 
-    def _is_lost(self, rank: int) -> bool:
-        if (rank_0_is_lost := self._context.rank_0_is_lost) is None:  # all ranks are on this node
-            return False
-        if rank == 0:
-            return rank_0_is_lost()
-        if time.monotonic() > self._look_for_lost_at:
-            self._look_for_lost_at = time.monotonic() + ASK_EVERY_S
-            self._lost = self._connection.read(LOST_KEY, Lost) or self._lost
-        return rank in self._lost.ranks
+    def _is_known_dead(self, rank: int) -> bool:
+        rank_0 = self._context.rank_0
+        if rank not in self._how and rank_0.is_linked:
+            if rank == 0:
+                how = rank_0.how_lost
+            else:
+                if time.monotonic() > self._look_for_lost_at:
+                    self._look_for_lost_at = time.monotonic() + ASK_EVERY_S
+                    self._lost = self._connection.read(LOST_KEY, Lost) or self._lost
+                how = self._lost.how.get(rank)
+            if how is not None:
+                self._how[rank] = how
+        return rank in self._how
+
+
+def _death(rank: int, member: Member | None, how: str, lost_after_s: float, what: object = None) -> WorkerDiedError:
+    who = f"Rank {rank} (pid {member.pid} on {member.host_name})" if member else f"Rank {rank}"
+    when = f" before it finished {what}" if what else ""
+    why = f": its node has not answered for {lost_after_s:g} s" if how == OUT_OF_REACH else ""
+    return WorkerDiedError(f"{who} {how}{when}{why}.", rank=rank, pid=member.pid if member else 0)
 
 
 @functools.lru_cache(maxsize=1)
@@ -126,56 +152,77 @@ def connect_nodes(context: RankContext, host: str) -> None:
     Where that fails, a warning says so: then a death is found when the launcher ends the job, or a timeout is over.
     """
     try:
-        link = LivenessServer(context, host) if context.rank == 0 else LivenessLink(context, host)
+        link = LivenessServer(context) if context.rank == 0 else LivenessLink(context, host)
     except (OSError, ParallelError) as error:  # a firewall; a value that is not ours
         if context.rank == 0:
             context.connection.write(SERVER_KEY, ServerAddress(0, ""))
         logger.warning("Rank %d cannot tell whether ranks on other nodes live: %s", context.rank, summary(error))
         return
-    context.rank_0_is_lost = link.is_lost
+    context.rank_0.is_linked = True
     context.on_leave.callback(link.close)
 
 
 class LivenessLink:
-    """A rank's connection to rank 0."""
+    """A rank's connection to rank 0, and a thread that waits for its end.
+
+    Where the node of rank 0 goes out of reach, the thread ends the connections to the store too, which is there: a rank
+    that awaits an answer hears of it now.
+    """
 
     def __init__(self, context: RankContext, host: str) -> None:
         context.connection.await_keys([SERVER_KEY], context.timeout)
         server = context.connection.read(SERVER_KEY, ServerAddress)
         if server is None or not server.port:
             raise OSError("rank 0 awaits no links")
+        self._store, self._lost_after_s = context.store, context.lost_after_s
+        self._rank_0, self._member_0 = context.rank_0, context.connection.read(member_key(0), Member)
+        self._is_closed = False
         self._connection = socket.create_connection((host, server.port), context.lost_after_s)
-        end_if_unanswered(self._connection, context.lost_after_s)
+        end_if_unanswered(self._connection, context.lost_after_s, is_idle=True)
         self._connection.sendall(f"{server.token} {context.rank}\n".encode())
-
-    def is_lost(self) -> bool:
-        """Whether rank 0 has ended, or cannot be reached any more."""
-        poll = select.poll()
-        poll.register(self._connection, select.POLLIN)  # rank 0 sends nothing: there is an end to read, or an error
-        return bool(poll.poll(0))
+        if self._connection.recv(1) != WELCOME:
+            raise OSError("rank 0 has hung up")
+        self._connection.settimeout(None)
+        self._thread = threading.Thread(target=self._await_end, name="nn_parallel liveness", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
+        self._is_closed = True
+        with contextlib.suppress(OSError):  # it has ended
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
         self._connection.close()
+
+    def _await_end(self) -> None:
+        how = OUT_OF_REACH
+        with contextlib.suppress(OSError):
+            self._connection.recv(1)  # rank 0 says no more: this is its end
+            how = ENDED
+        if self._is_closed:
+            return
+        self._rank_0.how_lost, self._rank_0.loss = how, _death(0, self._member_0, how, self._lost_after_s)
+        if how == OUT_OF_REACH:
+            for connection in still_open(connected_since({}, self._store)):
+                with connection, contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 class LivenessServer:
     """Where rank 0 holds its ends of the links, in a thread that waits for them to end."""
 
-    def __init__(self, context: RankContext, host: str) -> None:
-        self._world_size, self._within_s = context.world_size, context.lost_after_s
+    def __init__(self, context: RankContext) -> None:
+        self._world_size, self._lost_after_s = context.world_size, context.lost_after_s
         self._connection = context.connect()
-        self._lost = Lost(())
+        self._lost = Lost({})
         self._token = secrets.token_hex(16)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server(("", 0), family=family, backlog=context.world_size)
+        self._unknown = dict[_End, None]()  # who has not shown the token yet, the first to connect first
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._listener = socket.create_server(("", 0), family=family, backlog=LISTEN_BACKLOG, dualstack_ipv6=both)
         self._woken, self._wake = socket.socketpair()
         self._thread = threading.Thread(target=self._loop, name="nn_parallel liveness", daemon=True)
         self._thread.start()
         context.connection.write(SERVER_KEY, ServerAddress(self._listener.getsockname()[1], self._token))
-
-    def is_lost(self) -> bool:
-        """Rank 0 is not lost to itself."""
-        return False
 
     def close(self) -> None:
         self._wake.close()
@@ -199,16 +246,28 @@ class LivenessServer:
                         except OSError:  # who connects has gone again; or no descriptor is left: not at once again
                             time.sleep(ASK_EVERY_S)
                             continue
-                        end_if_unanswered(connection, self._within_s)
-                        selector.register(connection, selectors.EVENT_READ, _End(connection))
-                    elif not key.data.read(self._token):
-                        selector.unregister(key.fileobj)
-                        self._end(key.data)
+                        end_if_unanswered(connection, self._lost_after_s, is_idle=True)
+                        end = _End(connection)
+                        selector.register(connection, selectors.EVENT_READ, end)
+                        self._unknown[end] = None
+                        if len(self._unknown) > self._world_size + STRANGERS:
+                            self._hang_up(selector, next(iter(self._unknown)))
+                    elif key.fileobj in selector.get_map():  # else it was hung up on just now
+                        how = key.data.read(self._token)
+                        if key.data.rank is not None:
+                            self._unknown.pop(key.data, None)
+                        if how is not None:
+                            self._hang_up(selector, key.data)
+                            self._note_loss(key.data.rank, how)
 
-    def _end(self, end: _End) -> None:
+    def _hang_up(self, selector: selectors.BaseSelector, end: _End) -> None:
+        self._unknown.pop(end, None)
+        selector.unregister(end.connection)
         end.connection.close()
-        if end.rank is not None and end.rank < self._world_size:
-            self._lost = Lost((*self._lost.ranks, end.rank))
+
+    def _note_loss(self, rank: int | None, how: str) -> None:
+        if rank is not None and rank < self._world_size:
+            self._lost.how[rank] = how
             with contextlib.suppress(ParallelError):  # the store is gone with its host, of which all hear anyway
                 self._connection.write(LOST_KEY, self._lost)
 
@@ -221,20 +280,21 @@ class _End:
         self.rank: int | None = None
         connection.setblocking(False)
 
-    def read(self, token: str) -> bool:
-        """Take what has come; False when it is over."""
+    def read(self, token: str) -> str | None:
+        """Take what has come; how the connection has ended, if it has."""
         try:
             data = self.connection.recv(HELLO_BYTES)
+            self._hello += data
+            if not data or self.rank is not None or len(self._hello) > HELLO_BYTES:
+                return ENDED
+            if self._hello.endswith(b"\n"):
+                claimed, _, rank = self._hello.decode(errors="replace").strip().partition(" ")
+                if not secrets.compare_digest(claimed.encode(), token.encode()) or not rank.isdecimal():
+                    return ENDED
+                self.connection.sendall(WELCOME)
+                self.rank = int(rank)
         except BlockingIOError:
-            return True
+            pass
         except OSError:
-            return False
-        self._hello += data
-        if not data or self.rank is not None or len(self._hello) > HELLO_BYTES:
-            return False
-        if self._hello.endswith(b"\n"):
-            claimed, _, rank = self._hello.decode(errors="replace").strip().partition(" ")
-            if not secrets.compare_digest(claimed.encode(), token.encode()) or not rank.isdecimal():
-                return False
-            self.rank = int(rank)
-        return True
+            return OUT_OF_REACH
+        return None

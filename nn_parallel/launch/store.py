@@ -21,6 +21,8 @@ when it is deleted, so their number does not grow::
     stops/R       StopCall       R, when it calls `stop_requested`      whoever fixes that
     liveness      ServerAddress  rank 0, when ranks are on other nodes  the others, to link themselves to it
     lost          Lost           the thread of rank 0 that keeps links  all: which ranks on other nodes are lost
+    uncaught      Uncaught       the first rank that ends by an         the others, when they lose the connection and
+                                 exception outside all blocks           end by that
     owner/D       text           the first rank with the device D       the others, which may not have it too
     refusal       text           a rank that cannot take part           all, as they join
     arrived       counter        all ranks at a barrier, under its own  all at this barrier
@@ -40,6 +42,7 @@ import os
 import socket
 import typing
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import NoneType, UnionType
@@ -58,7 +61,8 @@ LOOKS = 0.2, 0.0001, 0.05  # at a key: see `looks`
 logger = logging.getLogger("nn_parallel")
 
 # The keys of the table above.
-LEFT_KEY, SERVER_KEY, LOST_KEY, REFUSAL_KEY, STOP_KEY = "left", "liveness", "lost", "refusal", "stop"
+LEFT_KEY, SERVER_KEY, LOST_KEY, REFUSAL_KEY = "left", "liveness", "lost", "refusal"
+STOP_KEY, UNCAUGHT_KEY = "stop", "uncaught"
 member_key, report_key, failures_key = "member/{}".format, "report/{}".format, "failures/{}".format  # of a rank
 standing_key, stops_key = "standing/{}".format, "stops/{}".format
 ended_key, owner_key = "ended/{}".format, "owner/{}".format  # of a generation; of a device
@@ -75,13 +79,29 @@ class Member(NamedTuple):
     device: str  # for a person to read
 
 
+@dataclass
+class RankZero:
+    """Rank 0, as a rank on another node knows it by the link to it: see `liveness`."""
+
+    is_linked: bool = False  # else all ranks are on one node, or the link could not be made
+    how_lost: str | None = None
+    loss: WorkerDiedError | None = None
+
+
 class Connection:
     """A connection to the store, for one thread: it serves one request at a time."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, host: int | None) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        host: int | None,
+        rank_0: RankZero | None = None,
+    ) -> None:
         """``host``: the rank whose process the store lives in, if it is one's."""
         self.store = store
-        self._rank, self._world_size, self._host = rank, world_size, host
+        self._rank, self._world_size, self._host, self._rank_0 = rank, world_size, host, rank_0
 
     def get(self, key: str) -> str | None:
         """The text under ``key``, None if there is none: one round trip, where `get` of torch takes two and waits."""
@@ -130,6 +150,8 @@ class Connection:
         try:
             return request(*args)
         except RuntimeError as error:  # a DistNetworkError or DistStoreError
+            if self._rank_0 is not None and self._rank_0.loss is not None:
+                raise rank_error("The connection", self._world_size, {0: self._rank_0.loss}) from error
             if self._host is None or self._host == self._rank:
                 raise ParallelError(f"The store through which the ranks talk is gone: {error}") from error
             died = WorkerDiedError(f"Rank {self._host}, which holds the store, is gone: {error}", rank=self._host)
