@@ -20,6 +20,7 @@ The files, from the bottom up; each knows only those before it in this list::
         stacks, deadlock        where the main thread stands; whether a collective can still end
         watcher                 frees this rank from what cannot end
         calls, blocks           one rank runs, the others wait for it; all ranks run
+        uncaught                an exception that ends a rank is shown by those that fail with it
     ddp                         initialize_ddp, cleanup_ddp
     exchange                    objects from rank to rank
     on_rank, preemption         code for one rank; a signal, and all ranks stop at the same step

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from .calls.blocks import blocks_of
+from .calls.uncaught import share_uncaught
 from .devices import named_device, resolve_device
 from .errors import LaunchError
 from .launch.context import DEFAULT_TIMEOUT, RankContext, current_world, join, rank_context, world_of
@@ -91,6 +92,7 @@ def initialize_ddp(
                 return world_of(launch, named_device(device))
             context = join_launch(launch, named_device(device), limit or DEFAULT_TIMEOUT)
             join(context)
+            share_uncaught(context)
             os.environ[TAKEN] = f"{os.getpid()} {_place(launch)}"
             atexit.register(cleanup_ddp)
             world, told_by = context.world, ", ".join(launch.told_by)

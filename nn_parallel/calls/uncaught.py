@@ -1,0 +1,72 @@
+"""An exception that ends a rank, outside all blocks: the ranks that then lose the connection show it above their own.
+
+The first rank to fail tells the others, before its process ends and their collectives fail with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from types import TracebackType
+from typing import NamedTuple
+
+from ..errors import RankError, format_traceback
+from ..launch.context import RankContext
+from ..launch.liveness import Liveness
+from ..launch.store import LOOKS, UNCAUGHT_KEY, decode, encode
+from ..polling import looks
+from .watcher import is_consequence
+
+DIES_WITHIN_S = 2.0  # a process that has left the others
+
+
+class Uncaught(NamedTuple):
+    """What has ended the first rank."""
+
+    told: str  # with its traceback, or who has died without a word
+
+
+def share_uncaught(context: RankContext) -> None:
+    """Tell the others of an exception that nobody catches here, or show theirs, until this rank leaves the world."""
+
+    def excepthook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        if not context.is_inherited and not isinstance(error, RankError):  # which every rank has
+            with contextlib.suppress(Exception):  # without a store there is nobody to tell, or to ask
+                _tell_or_show(context, error)
+        before(kind, error, frames)
+
+    def restore() -> None:
+        if sys.excepthook is excepthook:
+            sys.excepthook = before
+
+    before, sys.excepthook = sys.excepthook, excepthook
+    context.on_leave.callback(restore)
+
+
+def _tell_or_show(context: RankContext, error: BaseException) -> None:
+    if not is_consequence(error):
+        uncaught = Uncaught(f"On rank {context.rank}:\n\n{format_traceback(error)}")
+        context.connection.swap(UNCAUGHT_KEY, "", encode(uncaught))
+    elif cause := _cause(context):
+        print(f"\n{cause.rstrip()}\n\nTherefore:\n", file=sys.stderr, flush=True)
+
+
+def _cause(context: RankContext) -> str:
+    """What the first rank has told, or who has died, as all are told then, or is stopped; nothing if none of that."""
+    connection = context.connection
+    others = [rank for rank in range(context.world_size) if rank != context.rank]
+    try:
+        with contextlib.closing(Liveness(context, connection)) as liveness:
+            for waited in looks(*LOOKS):
+                told = connection.read(UNCAUGHT_KEY, Uncaught)
+                if told is None and (dead := liveness.dead(others)):
+                    died = Uncaught("\n".join(str(liveness.death(rank)) for rank in dead))
+                    text = connection.swap(UNCAUGHT_KEY, "", encode(died))
+                    told = decode(Uncaught, UNCAUGHT_KEY, text)
+                if told is not None:
+                    return told.told
+                if waited > DIES_WITHIN_S:
+                    return "\n".join(f"Rank {r} is stopped by a signal." for r in others if liveness.is_stopped(r))
+    except RankError as lost:  # the store, with its host
+        return "\n".join(map(str, lost.exceptions))
+    return ""
