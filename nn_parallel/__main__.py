@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
-from . import GPU, LaunchError, current_world, list_gpus, parse_gpu_selection, select_gpus, verify_ddp_setup
+from . import GPU, LaunchError, current_world, list_gpus, parse_gpu_selection, select_gpus
 from ._version import __version__
 from .devices import accelerators, as_table, cpu_count
+from .doctor import examine
 from .stack_dump import by_call_site, processes_of, stacks_of, users_part
 
 PROGRAM = "nn-parallel"
@@ -115,8 +116,12 @@ def _run(arguments: list[str]) -> int:
 
 
 def _doctor(_: argparse.Namespace) -> int:
-    report = verify_ddp_setup()
-    if not dist.is_initialized() or current_world().is_main:  # else another rank prints it
+    try:
+        is_main = current_world().is_main
+    except LaunchError:
+        is_main = True  # as far as anybody can tell
+    report = examine(lambda finding: print(finding, flush=True) if is_main else None)
+    if not is_main and not dist.is_initialized():  # the main rank may never have come
         print(report)
     return 0 if report else 1
 

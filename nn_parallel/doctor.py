@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,9 @@ from .launch.context import rank_context
 from .launch.environment import detect_launch, is_loopback
 
 TIMEOUT_S = 60.0
-OK, WARNING, FAILED = "ok", "warning", "failed"
+OK, WARNING, FAILED, WAITS = "ok", "warning", "failed", "..."
+PART_WIDTH = 14
+MARGIN = " " * (PART_WIDTH + 10)
 TENSOR_BYTES = 16 << 20
 FILES_NEEDED = 1024
 SHARED_MEMORY_NEEDED = 1 << 30
@@ -42,6 +44,13 @@ class Finding(NamedTuple):
     text: str
     advice: str = ""
 
+    def __str__(self) -> str:
+        """For a person to read: what was found, and below it what to do."""
+        first, *more = self.text.splitlines() or [""]
+        if self.advice:
+            more.append(f"-> {self.advice}")
+        return "\n".join([f"{self.status:<8} {self.part:<{PART_WIDTH}} {first}", *(MARGIN + line for line in more)])
+
 
 class Report(NamedTuple):
     """What `verify_ddp_setup` found: true if nothing failed, and a table as text."""
@@ -52,20 +61,14 @@ class Report(NamedTuple):
         return all(finding.status != FAILED for finding in self.findings)
 
     def __repr__(self) -> str:
-        width = max(len(finding.part) for finding in self.findings)
-        lines = []
-        for status, part, text, advice in self.findings:
-            first, *more = text.splitlines() or [""]
-            lines.append(f"{status:<8} {part:<{width}}  {first}")
-            lines += [" " * (width + 11) + line for line in (*more, *([f"-> {advice}"] if advice else []))]
-        return "\n".join(lines)
+        return "\n".join(map(str, self.findings))
 
 
 def verify_ddp_setup() -> Report:
     """Try what distributed training needs: the launch, the devices, the network, a collective of each backend.
 
     Works under every launcher, where each rank calls it and all get the same report, and alone, where the ranks that
-    talk to each other are workers of a pool. A collective that hangs fails after a minute.
+    talk to each other are workers of a pool. What hangs fails after a minute.
 
     Example::
 
@@ -73,19 +76,31 @@ def verify_ddp_setup() -> Report:
         print(report)  # a line for each part: ok, warning or failed, and what to do
         assert report
     """
-    launch = _launch()
-    if launch.status == FAILED:
-        return Report((launch,))
-    software = _software()
-    if software.status == FAILED:  # an older torch raises as it is asked for what it lacks
-        return Report((launch, software))
+    return examine(lambda finding: None)
+
+
+def examine(show: Callable[[Finding], None]) -> Report:
+    """As `verify_ddp_setup`; ``show`` gets each finding as soon as it is known, and for what the next one waits."""
+    own = list[Finding]()
+
+    def found(*findings: Finding) -> bool:
+        for finding in findings:
+            own.append(finding)
+            show(finding)
+        return own[-1].status != FAILED
+
+    # An older torch raises as it is asked for what it lacks.
+    if not found(_launch()) or not found(_software()):
+        return Report(tuple(own))
     context = rank_context()
     is_launched = detect_launch(os.environ) is not None if context is None else context.open_store is not None
-    own = [launch, software, _system(), *_devices(), *_limits(), *_network()]
+    found(_system(), *_devices(), *_limits())
+    found(*_network())
     if is_launched:
-        return Report(tuple(_of_all_ranks(own)))
-    kinds = dict.fromkeys(["cpu", "all" if accelerators() else "cpu"])
-    return Report((*own, *(finding for kind in kinds for finding in _of_workers(kind))))
+        return Report(tuple(_of_all_ranks(own, show)))
+    for kind in dict.fromkeys(["cpu", "all" if accelerators() else "cpu"]):
+        found(*_of_workers(kind))
+    return Report(tuple(own))
 
 
 def _launch() -> Finding:
@@ -162,29 +177,42 @@ def _network() -> Iterator[Finding]:
         advice = "each connection waits so long: put the nodes into /etc/hosts, or RES_OPTIONS='timeout:1 attempts:1'"
         yield Finding(WARNING, "host name", f"{text}, found in {seconds:.1f} s", advice)
     elif several and is_loopback(address) and not chosen:
-        cards = ", ".join(card for _, card in socket.if_nameindex() if card != "lo")
-        advice = f"set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the one between the nodes, of {cards}"
-        yield Finding(WARNING, "host name", f"{text}, where other nodes cannot reach it", advice)
+        cards = [card for _, card in socket.if_nameindex() if card != "lo"]
+        if len(cards) == 1:
+            yield Finding(OK, "host name", f"{text}, where other nodes cannot reach it: gloo takes {cards[0]}")
+            return
+        advice = f"set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the one between the nodes, of {', '.join(cards)}"
+        yield Finding(WARNING, "host name", f"{text}, where other nodes may not reach it", advice)
     else:
         yield Finding(OK, "host name", text)
 
 
-def _of_all_ranks(own: list[Finding]) -> list[Finding]:
+def _of_all_ranks(own: list[Finding], show: Callable[[Finding], None]) -> list[Finding]:
     """The findings of rank 0, and what the others found that is not as it should be."""
     begun = time.perf_counter()
+    launch = detect_launch(os.environ)
+    if launch is not None and rank_context() is None:
+        where = f"{launch.world_size} ranks at {launch.master_addr}:{launch.master_port}"
+        show(Finding(WAITS, "rendezvous", f"for {where}, up to {TIMEOUT_S:g} s"))
     try:
         world = initialize_ddp(TIMEOUT_S)
         met = Finding(OK, "rendezvous", f"{world.world_size} ranks in {_milliseconds(begun)}")
+        show(met)
+        show(Finding(WAITS, "collectives", f"of all ranks, up to {TIMEOUT_S:g} s"))
         with ParallelExecutor(timeout=TIMEOUT_S) as ex:
             first, *others = ex.run(lambda: [*own, met, *_collectives()])
     except ParallelError as error:
-        return [*own, Finding(FAILED, "ranks", str(error))]
-    bad = (
+        failed = Finding(FAILED, "ranks", str(error))
+        show(failed)
+        return [*own, failed]
+    bad = [
         finding._replace(part=f"{finding.part} (rank {rank})")
         for rank, findings in enumerate(others, start=1)
         for finding in findings
         if finding.status != OK
-    )
+    ]
+    for finding in (*first[len(own) + 1 :], *bad):
+        show(finding)
     return [*first, *bad]
 
 
