@@ -81,6 +81,21 @@ def _fork_server() -> Iterator[None]:
     assert children_of(os.getpid()) == []
 
 
+@pytest.fixture
+def record(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Write down what a cell of the table of faults gave, if a file for it was named."""
+
+    def write(**found: Any) -> None:
+        if name := request.config.getoption("--fault-results"):
+            path = Path(name)
+            results = json.loads(path.read_text()) if path.exists() else {}
+            results[request.node.callspec.id] = found
+            path.with_suffix(".new").write_text(json.dumps(results, indent=1))
+            path.with_suffix(".new").replace(path)
+
+    return write
+
+
 @pytest.fixture(scope="session")
 def _torchrun_ranks() -> Iterator[World]:
     with launched(2, "torchrun") as ranks:

@@ -70,21 +70,6 @@ def ending_hangs(pool: ParallelExecutor, cell: Cell) -> Iterator[None]:
         pool._options = CallOptions(pass_device=True, timeout_s=None)
 
 
-@pytest.fixture
-def record(request: pytest.FixtureRequest) -> Any:
-    """Write down what a cell gave, if a file for it was named."""
-
-    def write(cell: Cell, told: str, seconds: float) -> None:
-        if name := request.config.getoption("--fault-results"):
-            path = Path(name)
-            results = json.loads(path.read_text()) if path.exists() else {}
-            results[cell.id] = {"told": told, "seconds": seconds}
-            path.with_suffix(".new").write_text(json.dumps(results, indent=1))
-            path.with_suffix(".new").replace(path)
-
-    return write
-
-
 def is_hang(cell: Cell) -> bool:
     return FAULTS[cell.fault].kind == "hang"
 
@@ -163,7 +148,7 @@ def test_during_a_call(cell: Cell, pools: ParallelExecutor, record: Any) -> None
     start = time.monotonic()
     assert pools.run(go_on) == [2, 2]
     assert time.monotonic() - start < AT_ONCE_S
-    record(cell, told, seconds)
+    record(told=told, seconds=seconds)
 
 
 @pytest.mark.slow
@@ -191,7 +176,7 @@ def test_idle(cell: Cell, pools: ParallelExecutor, record: Any) -> None:
         error = raised
     told = check(cell, error, seconds := time.monotonic() - start)
     assert pools.run(go_on) == [2, 2]
-    record(cell, told, seconds)
+    record(told=told, seconds=seconds)
 
 
 def pause(seconds: float) -> float:
@@ -236,7 +221,7 @@ def test_at_start(cell: Cell, record: Any) -> None:
     assert type(caught.value).__name__ == kind
     assert words in str(caught.value)
     assert seconds < AT_ONCE_S + TIMEOUT_S * (fault.kind == "hang")
-    record(cell, kind, seconds)
+    record(told=kind, seconds=seconds)
 
 
 @pytest.mark.slow
@@ -267,7 +252,8 @@ def test_at_shutdown(cell: Cell, record: Any, monkeypatch: pytest.MonkeyPatch) -
     pool.shutdown()
     caller.join()
     error = outcome[0] if isinstance(outcome[0], BaseException) else None
-    record(cell, check(cell, error, seconds := time.monotonic() - start), seconds)
+    seconds = time.monotonic() - start
+    record(told=check(cell, error, seconds), seconds=seconds)
 
 
 # Under a launcher
@@ -357,7 +343,7 @@ def test_under_a_launcher(cell: Cell, shared_ranks: Ranks, record: Any) -> None:
         assert waiting["seconds"] < told_within_s(cell)
         if not fresh:
             assert ranks.run(go_on) == [2, 2]
-    record(cell, error if error == leaf else f"{error} of {leaf}", waiting["seconds"])
+    record(told=error if error == leaf else f"{error} of {leaf}", seconds=waiting["seconds"])
 
 
 def test_every_cell_is_in_the_table_or_left_out_for_a_reason() -> None:

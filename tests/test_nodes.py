@@ -1,0 +1,182 @@
+"""The table of faults of several nodes: fault by launcher, in the laboratory. Nothing is left on any node.
+
+Four ranks, on two nodes or on one, run a program that adds numbers up, `node_rank`, until something goes wrong. Each
+fault is tried with one launcher by the slow tests, and with all of them by ``-m faults``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import laboratory
+import pytest
+import slurm
+from laboratory import Node
+from launchers import PYTHON, environ, finish, hydra, on_two_nodes, open_mpi, popen, torchrun, wait_for_files
+from node_rank import LOST_AFTER_S, TIMEOUT_S
+
+RANK = [str(Path(__file__).with_name("node_rank.py"))]
+AT_ONCE_S, ENDS_SOON_S = 3.0, 10.0
+GONE_WITHIN_S = LOST_AFTER_S + 2 * max(1, int(LOST_AFTER_S / 8)) + AT_ONCE_S  # see `end_if_unanswered`
+
+
+class Job:
+    """Four running ranks: the last two on the second node, or all on the first."""
+
+    def __init__(self, nodes: list[Node], folder: Path, launcher: str, how: str, cluster: dict[str, str]) -> None:
+        self.nodes, self.folder = nodes, folder
+        self._places = [0, 0, 1, 1] if launcher in ON_TWO_NODES else [0] * 4
+        script, variables = [*RANK, str(folder), how], environ(**cluster)
+        if launcher == "torchrun on 2 nodes":
+            self.processes = on_two_nodes(nodes, folder, script, variables)
+        else:
+            self.processes = [popen(nodes[0].command(COMMANDS[launcher](script)), variables, folder)]
+        wait_for_files(folder, "*.ready", 4)
+
+    def node_of(self, rank: int) -> Node:
+        return self.nodes[self._places[rank]]
+
+    def tell(self, word: str) -> None:
+        (self.folder / word).touch()
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        pid = (self.folder / f"{rank}.ready").read_text()
+        subprocess.run(self.node_of(rank).command(["kill", f"-{number}", pid]), check=True, timeout=10)
+
+    def is_left(self) -> bool:
+        """Whether anything of it runs, on nodes that are not switched off."""
+        return any(RANK[0] in line for node in self.nodes if not node.is_off for line in node.processes())
+
+
+class Fault(NamedTuple):
+    """What goes wrong, as ranks are in a ``block`` or in a ``loop`` outside of all; what ranks then raise or print."""
+
+    how: str
+    cause: Callable[[Job], object]
+    first: str = ""  # told by ranks 0 and 1; nothing: all goes on as if nothing had been
+    second: str = ""  # by ranks 2 and 3
+    within_s: float = AT_ONCE_S
+    silent: tuple[int, ...] = ()  # ranks that can tell nothing
+    of_nodes: bool = False
+
+
+def stop(job: Job) -> None:
+    job.signal(3, signal.SIGSTOP)
+
+
+def stop_for_a_while(job: Job) -> None:
+    """For longer than a node may be silent: its kernel still answers."""
+    job.signal(3, signal.SIGSTOP)
+    time.sleep(LOST_AFTER_S + 2)
+    job.signal(3, signal.SIGCONT)
+
+
+def cut_for_a_while(job: Job) -> None:
+    """For less than a node may be silent."""
+    job.nodes[1].cut()
+    time.sleep(LOST_AFTER_S - 1)
+    job.nodes[1].mend()
+
+
+OUT_OF_REACH = f"went out of reach.*its node has not answered for {LOST_AFTER_S:g} s"
+FIRST_OUT, SECOND_OUT = (
+    rf"Rank 0 \(pid \d+ on node1\) {OUT_OF_REACH}",
+    rf"Rank [23] \(pid \d+ on node2\) {OUT_OF_REACH}",
+)
+ENDED, OUTSIDE = r"Rank 3 \(pid \d+ on node\d\) ended", r"On rank 3:\n.*ValueError: a bad batch\n\nTherefore:\n"
+TIMED_OUT = f"Timed out waiting {TIMEOUT_S * 1000:.0f}ms"
+
+FAULTS = {
+    "an exception in a block": Fault("block", lambda job: job.tell("raise"), *["ValueError: a bad batch"] * 2),
+    "an exception outside of blocks": Fault("loop", lambda job: job.tell("raise"), OUTSIDE, "a bad batch"),
+    "SIGKILL in a block": Fault("block", lambda job: job.signal(3, signal.SIGKILL), ENDED, ENDED, silent=(3,)),
+    "SIGKILL outside of blocks": Fault(
+        "loop", lambda job: job.signal(3, signal.SIGKILL), f"{ENDED}.*Therefore:", f"{ENDED}.*Therefore:", silent=(3,)
+    ),
+    "SIGSTOP, and SIGCONT after 8 s": Fault("loop", stop_for_a_while),
+    "SIGSTOP": Fault("block", stop, TIMED_OUT, TIMED_OUT, TIMEOUT_S + AT_ONCE_S, (3,)),
+    "the cable out for 5 s": Fault("loop", cut_for_a_while, of_nodes=True),
+    "the cable out, in a block": Fault(
+        "block", lambda job: job.nodes[1].cut(), SECOND_OUT, FIRST_OUT, GONE_WITHIN_S, of_nodes=True
+    ),
+    "the cable out, outside of blocks": Fault(
+        "loop", lambda job: job.nodes[1].cut(), SECOND_OUT, FIRST_OUT, GONE_WITHIN_S, of_nodes=True
+    ),
+    "a node without power": Fault(
+        "block", lambda job: job.nodes[1].power_off(), SECOND_OUT, "", GONE_WITHIN_S, (2, 3), of_nodes=True
+    ),
+}
+COMMANDS = {
+    "srun -N2": lambda script: ["srun", "-N2", "--ntasks=4", "--ntasks-per-node=2", PYTHON, *script],
+    "torchrun": lambda script: torchrun()(4, script),
+    "srun -N1": lambda script: ["srun", "-N1", "--ntasks=4", PYTHON, *script],
+    "mpirun": lambda script: open_mpi(4, script),
+    "mpiexec (Hydra)": lambda script: hydra(4, script),
+}
+ON_TWO_NODES = ("torchrun on 2 nodes", "srun -N2")
+IN_SLOW_TESTS = {"an exception outside of blocks", "the cable out for 5 s", "the cable out, in a block"}
+
+
+def cells() -> Iterator[object]:
+    for fault, launcher in itertools.product(
+        FAULTS, (*ON_TWO_NODES, *(name for name in COMMANDS if "-N2" not in name))
+    ):
+        if launcher in ON_TWO_NODES or not FAULTS[fault].of_nodes:
+            is_slow = launcher == "srun -N2" and fault in IN_SLOW_TESTS
+            yield pytest.param(fault, launcher, marks=[pytest.mark.faults, *[pytest.mark.slow] * is_slow])
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    if not laboratory.is_possible():
+        pytest.skip("needs root and iproute2, to make namespaces")
+    with laboratory.laboratory(tmp_path) as both:
+        yield both
+
+
+@pytest.mark.parametrize(("fault", "launcher"), list(cells()))
+def test_each_side_is_told(
+    fault: str, launcher: str, nodes: list[Node], tmp_path: Path, record: Callable[..., None]
+) -> None:
+    """The cause, in the same words on both sides, and soon; what is not to be noticed is not."""
+    case = FAULTS[fault]
+    with contextlib.ExitStack() as stack:
+        cluster: dict[str, str] = {}
+        if "srun" in launcher:
+            if not slurm.is_there():
+                pytest.skip("needs SLURM (munge, slurmctld, slurmd, slurm-client) and root")
+            cluster = stack.enter_context(slurm.slurm(tmp_path, nodes))
+        job = Job(nodes, tmp_path, launcher, case.how, cluster)
+        began = time.time()
+        case.cause(job)
+        if not case.first:
+            job.tell("end")
+        telling = [rank for rank in range(4) if rank not in case.silent]
+        wait_for_files(tmp_path, f"[{''.join(map(str, telling))}].json", len(telling))
+        if case.cause is stop:
+            job.signal(3, signal.SIGCONT)
+        printed = [text for _, text in finish(job.processes, ENDS_SOON_S)]
+        found = {}
+        for rank in telling:
+            seen = json.loads((tmp_path / f"{rank}.json").read_text())
+            text = f"{seen['told']}\n{(tmp_path / f'{rank}.stderr').read_text()}"
+            expected = case.first if rank < 2 else case.second
+            match = re.search(expected, text, re.DOTALL)
+            assert match, (rank, text, printed)
+            assert bool(seen["error"]) == bool(expected)
+            assert seen["at"] - began < case.within_s or not expected, (rank, seen)
+            found.setdefault(f"{rank // 2}", [seen["error"] or "goes on", seen["at"] - began, match[0]])
+        deadline = time.monotonic() + ENDS_SOON_S
+        while job.is_left() and time.monotonic() < deadline:
+            time.sleep(0.1)  # between two looks
+        assert not job.is_left()
+    record(sides=found)
