@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import numbers
 import os
@@ -18,7 +19,7 @@ from .calls.uncaught import share_uncaught
 from .devices import named_device, resolve_device
 from .errors import LaunchError
 from .launch.context import DEFAULT_TIMEOUT, RankContext, current_world, join, rank_context, world_of
-from .launch.environment import Launch, detect_launch, with_arguments
+from .launch.environment import Launch, detect_launch, started_with_others, with_arguments
 from .launch.rendezvous import join_launch
 from .world import World
 
@@ -87,6 +88,7 @@ def initialize_ddp(
             )
             launch = detect_launch(environ)
             if launch is None:
+                _warn_of_others()
                 return current_world() if device is None else _alone(device)
             if _is_started_by_rank(launch):
                 return world_of(launch, named_device(device))
@@ -136,6 +138,13 @@ def _alone(device: torch.device | str) -> World:
     return world
 
 
+@functools.cache
+def _warn_of_others() -> None:
+    """Once: this process takes itself for the only rank, and something says that it is not."""
+    if told := started_with_others(os.environ):
+        logger.warning("Running alone, as rank 0 of 1, though %s", told)
+
+
 def _is_started_by_rank(launch: Launch) -> bool:
     """Whether this process is no rank, but has inherited the variables of the rank that started it."""
     pid, _, place = os.environ.get(TAKEN, "").partition(" ")
@@ -154,6 +163,8 @@ def join_launched_world() -> RankContext | None:
     """
     context = rank_context()
     launch = detect_launch(os.environ) if context is None else None
+    if context is None and launch is None:
+        _warn_of_others()
     if launch is not None and not _is_started_by_rank(launch):
         world = initialize_ddp()
         logger.info("initialize_ddp() was called for you: rank %d of %d (%s).", *world[1:4:2], world.launcher)

@@ -5,6 +5,7 @@ What the launchers really set, `test_launched.py` sees; here are the variables a
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from nn_parallel.errors import LaunchError
 from nn_parallel.launch import environment
-from nn_parallel.launch.environment import Launch, detect_launch, with_arguments
+from nn_parallel.launch.environment import Launch, detect_launch, started_with_others, with_arguments
 
 HOST = socket.gethostname()
 BY_HAND = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -96,6 +97,35 @@ def test_an_interactive_shell_in_a_step_is_no_launch(monkeypatch: pytest.MonkeyP
     assert _detect(in_shell) == _detect(SLURM)
 
 
+SEVERAL = {
+    "SageMaker without a distribution": ({"SM_HOSTS": '["algo-1","algo-2"]'}, "torch_distributed"),
+    "Kubeflow Trainer v2": ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, "PET_NNODES=2, so Kubeflow .* by torchrun"),
+    "an elastic Kubeflow": ({"PET_NNODES": "2:4"}, "PET_NNODES=2:4"),
+    "pbsdsh": ({"PBS_JOBID": "7", "PBS_TASKNUM": "2"}, "PBS_TASKNUM=2, so pbsdsh .* by mpirun, or torchrun"),
+    "blaunch": ({"LSB_JOBID": "7", "LSF_PM_TASKID": "1"}, "LSF_PM_TASKID=1, so blaunch"),
+}
+ALONE = {
+    "SageMaker, one host": {"SM_HOSTS": '["algo-1"]'},
+    "Kubeflow, one node": {"PET_NNODES": "1"},
+    "a batch script of PBS": {"PBS_JOBID": "7", "PBS_TASKNUM": "1", "PBS_NODENUM": "0"},
+    "a batch script of LSF": {"LSB_JOBID": "7", "LSB_HOSTS": "a b", "LSB_MCPU_HOSTS": "a 1 b 1"},
+    "a batch script of SLURM": BATCH,
+}
+
+
+@pytest.mark.parametrize(("environ", "word"), SEVERAL.values(), ids=SEVERAL)
+def test_who_is_one_of_several_without_a_rank_is_told(environ: dict[str, str], word: str) -> None:
+    """It runs alone, since nothing says which it is, and not in silence."""
+    assert detect_launch(environ) is None
+    assert re.search(word, started_with_others(environ) or "")
+
+
+@pytest.mark.parametrize("environ", ALONE.values(), ids=ALONE)
+def test_who_is_alone_is_not_warned(environ: dict[str, str]) -> None:
+    """Nor is a batch script on the first of several nodes."""
+    assert started_with_others(environ) is None
+
+
 # Of 2 + 2 + 1 ranks, or 2 + 2: launcher, rank of world size, local rank of local world size, node, master, one node.
 LAUNCHES: dict[str, tuple[dict[str, str], tuple[object, ...]]] = {
     "torchrun": (TORCHRUN, ("torchrun", 2, 4, 0, 2, 1, "10.0.0.1", 29500, False)),
@@ -142,6 +172,26 @@ LAUNCHES: dict[str, tuple[dict[str, str], tuple[object, ...]]] = {
     "SLURM with its own rank in RANK": (
         SLURM | {"MASTER_PORT": "29501", "RANK": "3", "WORLD_SIZE": "5"},
         ("slurm", 3, 5, 1, 2, 1, "n08", 29501, False),
+    ),
+    "Ray Train": (
+        BY_HAND | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"},
+        ("env", 2, 4, 0, 2, 1, "10.0.0.1", 29500, False),
+    ),
+    "Azure ML's PyTorch": (
+        BY_HAND | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"},
+        ("env", 2, 4, 0, 2, 1, "10.0.0.1", 29500, False),
+    ),
+    "Azure ML's MPI": (
+        OPEN_MPI | {"AZ_BATCH_MASTER_NODE": "10.0.0.4:6000", "MASTER_PORT": "29501"},
+        ("openmpi", 3, 4, 1, 2, 1, "10.0.0.4", 29501, False),
+    ),
+    "PBS, by mpirun": (
+        OPEN_MPI | MASTER | {"PBS_JOBID": "7", "PBS_TASKNUM": "1"},
+        ("openmpi", 3, 4, 1, 2, 1, "10.0.0.9", 29501, False),
+    ),
+    "SageMaker, by torchrun": (
+        TORCHRUN | {"SM_HOSTS": '["algo-1", "algo-2"]'},
+        ("torchrun", 2, 4, 0, 2, 1, "10.0.0.1", 29500, False),
     ),
     "SLURM on one node": (ONE_NODE | {"MASTER_PORT": "1"}, ("slurm", 1, 2, 1, 2, 0, "127.0.0.1", 1, True)),
 }
@@ -224,6 +274,10 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
     "a local rank beyond the node": (SLURM | {"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2 cannot be"),
     "a broken list of nodes": (SLURM | {"SLURM_STEP_NODELIST": "n[08-09"}, "SLURM_STEP_NODELIST: 'n.08-09' is not"),
     "a broken count of tasks": (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2x2"}, "SLURM_STEP_TASKS_PER_NODE: '2x2' does"),
+    "Lightning's own launcher": (
+        MASTER | {"NODE_RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "2"},
+        r"WORLD_SIZE=2, MASTER_ADDR=10.0.0.9 and MASTER_PORT=29501 are set, RANK is not",
+    ),
     "tasks and their sum that differ": (SLURM | {"SLURM_STEP_NUM_TASKS": "6"}, "SLURM_STEP_NUM_TASKS=6: they contra"),
 }
 

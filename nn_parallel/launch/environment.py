@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ _PORTS = range(10_000, 30_000)  # for a store where nobody said a port: below th
 # Variables that count the nodes, or the processes that a platform wants on each: with them RANK may number nodes.
 _NODE_COUNTS = ("NNODES", "NUM_NODES", "PET_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 _PROCESSES_PER_NODE = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
+
+_MASTER_OF_AZURE = "AZ_BATCH_MASTER_NODE"  # as 10.0.0.4:6000
 
 _HOST = r"(?:[^][,\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"  # one or several, as SLURM writes them: a[1-2,07]-ib
 
@@ -75,6 +78,15 @@ def detect_launch(environ: Mapping[str, str]) -> Launch | None:
             return launch
     if present:
         raise LaunchError(_half_set(present))
+    return None
+
+
+def started_with_others(environ: Mapping[str, str]) -> str | None:
+    """What says that this process is one of several, where no launcher has told them their ranks; and what to do."""
+    told = _Told(environ)
+    for name, platform, is_of_several, advice in _PLATFORMS:
+        if told.has(name) and is_of_several(environ[name]):
+            return f"{name}={environ[name]}, so {platform} has started this script several times. {advice}"
     return None
 
 
@@ -144,6 +156,24 @@ _SLURM = _Names(
     job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
 _LOCAL_RANKS = {names.local_rank for names in (*_MPI.values(), _JSRUN, _SLURM)}
+
+
+def _is_above_1(text: str) -> bool:
+    first = text.partition(":")[0]  # of 2:4, from two to four
+    return first.isdecimal() and int(first) > 1
+
+
+# Variables of platforms that start a script more than once, and leave it to the script which of them it is.
+_BY_TORCHRUN = "Start it there by torchrun."
+_PLATFORMS: tuple[tuple[str, str, Callable[[str], bool], str], ...] = (
+    (
+        *("SM_HOSTS", "SageMaker", lambda hosts: "," in hosts),
+        'Give the estimator distribution={"torch_distributed": {"enabled": True}}.',
+    ),
+    ("PET_NNODES", "Kubeflow", _is_above_1, _BY_TORCHRUN),
+    ("PBS_TASKNUM", "pbsdsh", _is_above_1, "Start it by mpirun, or torchrun."),  # 1: the batch script
+    ("LSF_PM_TASKID", "blaunch", bool, "Start it by mpirun, jsrun or torchrun."),
+)
 
 
 class _Told:
@@ -238,7 +268,8 @@ def _by_slurm(told: _Told) -> Launch | None:
     """By srun. A batch script has some of these variables too; only a step tells its tasks and nodes."""
     if not told.has(_SLURM.world_size, "SLURM_STEP_NODELIST"):
         return None
-    if told.has("SLURM_PTY_PORT") and has_terminal():  # `srun --pty bash`; a step inside inherits the variable alone
+    # `srun --pty bash`, and a notebook in there; a step inside inherits the variable alone.
+    if told.has("SLURM_PTY_PORT") and (has_terminal() or "ipykernel.kernelapp" in sys.modules):
         return None
     world_size = told.number(_SLURM.world_size, at_least=1)
     if world_size == 1:
@@ -293,6 +324,8 @@ def _launch(
         first_host = told.text("MASTER_ADDR")
     elif one_node:
         first_host = "127.0.0.1"
+    elif first_host is None and told.has(_MASTER_OF_AZURE):
+        first_host = told.text(_MASTER_OF_AZURE).partition(":")[0]
     elif first_host is None:
         raise LaunchError(
             f"{local_world_size} of the {world_size} ranks that {launcher} started run on this node, and it does not "
