@@ -9,6 +9,7 @@ import ctypes
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -21,9 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from node_rank import TIMEOUT_S as NODES_TIMEOUT_S
 
 from nn_parallel import current_world, initialize_ddp
 
+MAX_WORDS = 160
 TIMEOUT_S = 1.0  # of the executor, or of on_rank, in the rows that need one
 
 
@@ -334,7 +337,29 @@ def as_markdown(results: dict[str, dict[str, Any]]) -> str:
         for reason in filter(None, map(left_out, cells)):
             reasons[reason] = reasons.get(reason, 0) + 1
     lines += ["", "The other cells are left out:", ""]
-    return "\n".join(lines + [f"- {count}: {reason}" for reason, count in reasons.items()])
+    lines += [f"- {count}: {reason}" for reason, count in reasons.items()]
+    lines += [HEAD_OF_NODES, "| fault | started by | ranks 0 and 1 | ranks 2 and 3 |", "|---|---|---|---|"]
+    for found in filter(of_nodes, results.values()):
+        sides = [_told_by_side(found["sides"].get(half)) for half in "01"]
+        lines.append(f"| {found['fault']} | {found['launcher']} | " + " | ".join(sides) + " |")
+    return "\n".join(lines)
+
+
+def of_nodes(found: dict[str, Any]) -> bool:
+    """Whether it is of the second table, that of `test_nodes`."""
+    return "sides" in found
+
+
+def _told_by_side(found: list[Any] | None) -> str:
+    if found is None:
+        return "nothing: it is off"
+    error, seconds, words = found
+    if not words:
+        return error
+    words = " ".join(re.sub(r"pid \d+", "pid ...", words).split())
+    if len(words) > MAX_WORDS:
+        words = f"{words[: MAX_WORDS // 2]} [...] {words[-MAX_WORDS // 2 :]}"
+    return f"{error}, {seconds:.1f} s: {words}"
 
 
 def _told(found: dict[str, Any] | None) -> str:
@@ -347,6 +372,16 @@ On rank 1 of 2 something goes wrong: this is what the caller gets, or under a la
 call began. Where a rank hangs, the time contains a `timeout` of {TIMEOUT_S * 1e3:.0f} ms. Afterwards the pool, or the
 ranks if both live, go on, and nothing is left behind. One run on a machine of two cores; made from the tests' own
 record by `python tests/faults.py docs/faults.json`.
+"""
+
+HEAD_OF_NODES = f"""
+## Several nodes
+
+Four ranks add numbers up, two on each of two nodes, or all on one, and something goes wrong with rank 3 or the second
+node: this is what the first rank of each half gets, when, and in which words, as its error or above its traceback. The
+timeout of their collectives is {NODES_TIMEOUT_S:g} s, so a node counts as lost when it has not answered for half of
+that. Nothing is left on a node. One run in the laboratory of the tests (`tests/laboratory.py`), by
+`python -m pytest -m faults tests/test_nodes.py --fault-results docs/faults.json`.
 """
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from launchers import (
     environ,
     finish,
     hydra,
-    installed,
     on_two_nodes,
     open_mpi,
     run,
@@ -207,17 +206,27 @@ def test_digits_comes_out_alike_however_it_is_started(
     cluster: dict[str, str], nodes: list[Node], tmp_path: Path
 ) -> None:
     """One epoch on four ranks: the same parameters within 1e-6 from the executor and from every launcher."""
-    installed("mpirun.openmpi")
     starts = {"python": [PYTHON, str(DIGITS), "--ranks=4"]}
-    for name, start in {"torchrun": torchrun(), "mpirun": open_mpi, "srun": srun}.items():
+    for name, start in {"torchrun": torchrun(), "mpirun": open_mpi, "mpiexec": hydra, "srun": srun}.items():
         starts[name] = start(4, [str(DIGITS)])
     for name, command in starts.items():
         run([*command, "--epochs=1", f"--out={tmp_path / name}"], environ(**cluster), tmp_path)
     script = [str(DIGITS), "--epochs=1", f"--out={tmp_path / 'two nodes'}"]
     for status, printed in finish(on_two_nodes(nodes, tmp_path, script, environ())):
         assert status == 0, printed
+    with slurm.slurm(tmp_path, nodes) as variables:
+        step = [
+            "srun",
+            "-N2",
+            "--ntasks=4",
+            "--ntasks-per-node=2",
+            PYTHON,
+            *script[:2],
+            f"--out={tmp_path / 'srun -N2'}",
+        ]
+        run(nodes[0].command(step), environ(**variables), tmp_path)
     expected = torch.load(tmp_path / "python" / "digits.pt", weights_only=True)
-    for name in ("torchrun", "mpirun", "srun", "two nodes"):
+    for name in (*list(starts)[1:], "two nodes", "srun -N2"):
         found = torch.load(tmp_path / name / "digits.pt", weights_only=True)
         assert found.keys() == expected.keys()
         for key, value in expected.items():

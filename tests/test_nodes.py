@@ -179,4 +179,4 @@ def test_each_side_is_told(
         while job.is_left() and time.monotonic() < deadline:
             time.sleep(0.1)  # between two looks
         assert not job.is_left()
-    record(sides=found)
+    record(fault=fault, launcher=launcher, sides=found)
