@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
-from . import GPU, LaunchError, current_world, list_gpus, parse_gpu_selection, select_gpus
+from . import GPU, LaunchError, list_gpus, parse_gpu_selection, select_gpus
 from ._version import __version__
 from .devices import accelerators, as_table, cpu_count
 from .doctor import examine
+from .launch.environment import detect_launch
 from .stack_dump import by_call_site, processes_of, stacks_of, users_part
 
 PROGRAM = "nn-parallel"
@@ -117,9 +118,10 @@ def _run(arguments: list[str]) -> int:
 
 def _doctor(_: argparse.Namespace) -> int:
     try:
-        is_main = current_world().is_main
-    except LaunchError:
-        is_main = True  # as far as anybody can tell
+        launch = detect_launch(os.environ)
+    except LaunchError:  # the doctor will tell
+        launch = None
+    is_main = launch is None or launch.rank == 0
     report = examine(lambda finding: print(finding, flush=True) if is_main else None)
     if not is_main and not dist.is_initialized():  # the main rank may never have come
         print(report)

@@ -331,8 +331,7 @@ class Calls:
         if missing and call not in self._warned_of:
             self._warned_of.add(call)
             where = " ".join(f"Rank {rank} {self._where(rank)}." for rank in missing[:RANKS_NAMED])
-            more = " ..." if len(missing) > RANKS_NAMED else ""
-            place = call, rank_names(missing), where, more
+            place = call, rank_names(missing), where, " ..." * (len(missing) > RANKS_NAMED)
             logger.warning("Rank %d has waited %.0f s in %s for %s. %s%s", self.rank, waited, *place)
 
     @property
