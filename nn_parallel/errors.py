@@ -242,7 +242,13 @@ def lost_connection(error: BaseException) -> bool:
     Gloo raises plain `RuntimeError`, so its own source file in the message is the only mark there is. NCCL's errors are
     of one type, whatever they tell.
     """
-    return isinstance(error, RuntimeError) and any(mark in _text_of(error) for mark in _LOST_CONNECTION_MARKS)
+    is_marked = isinstance(error, RuntimeError) and any(mark in _text_of(error) for mark in _LOST_CONNECTION_MARKS)
+    return is_marked and not collective_timed_out(error)
+
+
+def collective_timed_out(error: BaseException) -> bool:
+    """Whether gloo has waited in a collective for as long as the process group allows; its peers then lose it."""
+    return isinstance(error, RuntimeError) and "gloo/transport" in (text := _text_of(error)) and _TIMED_OUT in text
 
 
 def exit_reason(exitcode: int) -> str:
@@ -300,6 +306,7 @@ _NO_GROUP = "Default process group has not been initialized"  # torch's words
 _CALL_INITIALIZE_DDP = (
     "Call nn_parallel.initialize_ddp() before: it connects these ranks by a process group, also again after a failure."
 )
+_TIMED_OUT = "Timed out waiting"
 _LOST_CONNECTION_MARKS = (
     "gloo/transport",
     "Connection closed by peer",

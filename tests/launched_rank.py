@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -61,23 +60,6 @@ def failure() -> dict[str, Any]:
     return {"told": told, "cause": cause, "seconds": seconds, "sum_after": total.item()}
 
 
-def cut_off(how: str) -> dict[str, Any]:
-    """Wait for ranks on a node that is cut off meanwhile, in ``how``; what comes of it, and when."""
-    here = initialize_ddp(timeout=8)
-    dist.all_reduce(torch.ones(1))
-    (FOLDER / f"{here.rank}.ready").write_text("")
-    try:
-        if how == "collective":
-            with ParallelExecutor():
-                while True:
-                    dist.all_reduce(torch.ones(1))
-        else:
-            on_rank(here.world_size - 1, timeout=timedelta(hours=1))(time.sleep)(10)
-    except Exception as error:
-        return {"error": type(error).__name__, "told": str(error), "at": time.time()}
-    return {"error": None}
-
-
 def resume(dies: str = "") -> dict[str, Any]:
     """Train three steps from the last checkpoint on; one rank ``dies`` in its first life, after the second step."""
     here = initialize_ddp(timeout=60)
@@ -109,7 +91,7 @@ def resume(dies: str = "") -> dict[str, Any]:
 
 def main() -> None:
     scenario, *arguments = ARGUMENTS[1:]
-    scenarios = {"world": world, "failure": failure, "cut_off": cut_off, "resume": resume}
+    scenarios = {"world": world, "failure": failure, "resume": resume}
     seen = scenarios[scenario](*arguments)
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("OMPI_COMM_WORLD_RANK")
     unfinished = FOLDER / f"{rank or os.environ['PMI_RANK']}.unfinished"

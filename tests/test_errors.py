@@ -410,6 +410,7 @@ def test_an_exit_code_in_words(exitcode: int, text: str) -> None:
         (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"), True),
         (RuntimeError("Read error: Connection reset by peer"), True),
         (torch.distributed.DistBackendError("NCCL: Connection closed by peer"), True),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 12000ms for recv operation"), False),
         (RuntimeError("shape mismatch"), False),
         (ValueError("gloo/transport"), False),
         (ConnectionResetError(104, "Connection reset by peer"), False),  # the user's own socket

@@ -6,7 +6,7 @@ fails where CI is set.
 
 from __future__ import annotations
 
-import time
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,7 +86,7 @@ def _check_world(folder: Path, launcher: str, *, virtual: bool = False) -> None:
 def test_the_doctor_under_a_launcher(start: Start, cluster: dict[str, str], tmp_path: Path) -> None:
     """All ranks take part, one of them prints, and all is well."""
     printed = run(start(2, ["-m", "nn_parallel", "doctor"]), environ(**cluster), tmp_path)
-    assert printed.count("rendezvous   2 ranks in ") == 1
+    assert len(re.findall(r"^ok +rendezvous +2 ranks in ", printed, re.MULTILINE)) == 1
     assert "rank 0 of 2, local rank 0 of 2, on node 0" in printed
 
 
@@ -141,26 +141,6 @@ def test_two_nodes(nodes: list[Node], tmp_path: Path) -> None:
         assert failure["seconds"] < 5
     first = sorted(path.name for path in tmp_path.glob("*.first_of_node"))
     assert first == ["0.first_of_node", "2.first_of_node"]
-
-
-@pytest.mark.parametrize("how", ["collective", "on_rank"])
-def test_a_node_that_is_cut_off(how: str, nodes: list[Node], tmp_path: Path) -> None:
-    """Both nodes live and cannot reach each other: each rank gets an error within the timeout of 8 s, and none hangs.
-
-    Rank 3 is asleep in its function for 10 s: it hears of it after that.
-    """
-    processes = on_two_nodes(nodes, tmp_path, [str(RANK), str(tmp_path), "cut_off", how], environ())
-    wait_for_files(tmp_path, "*.ready", 4)
-    cut = time.time()
-    nodes[1].cut()
-    wait_for_files(tmp_path, "*.json", 4)
-    printed = [text for _, text in finish(processes, 0)]  # the agents of torchrun wait for each other much longer
-    for rank, seen in enumerate(told_by_ranks(tmp_path, 4)):
-        other = "on node2) went out of reach" if rank < 2 else "Rank 0 (pid "
-        assert other in seen["told"], (rank, seen, printed)
-        assert "its node has not answered for 4 s" in seen["told"]
-        asleep = 10 if (how, rank) == ("on_rank", 3) else 0
-        assert seen["at"] - cut < asleep + 8 + 2 * (rank >= 2), (rank, seen)
 
 
 def test_an_elastic_restart_resumes_from_the_checkpoint(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import sys
 from types import TracebackType
 from typing import NamedTuple
 
-from ..errors import RankError, format_traceback
+from ..errors import RankError, collective_timed_out, format_traceback
 from ..launch.context import RankContext
 from ..launch.liveness import Liveness
 from ..launch.store import LOOKS, UNCAUGHT_KEY, decode, encode
@@ -44,7 +44,7 @@ def share_uncaught(context: RankContext) -> None:
 
 
 def _tell_or_show(context: RankContext, error: BaseException) -> None:
-    if not is_consequence(error):
+    if not is_consequence(error) and not collective_timed_out(error):
         uncaught = Uncaught(f"On rank {context.rank}:\n\n{format_traceback(error)}")
         context.connection.swap(UNCAUGHT_KEY, "", encode(uncaught))
     elif cause := _cause(context):
