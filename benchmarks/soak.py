@@ -85,7 +85,7 @@ def soak(phase: Phase, share: float) -> Iterator[tuple[float, ...]]:
         phase.make(pool, 20)
         yield state(pool)
         for _ in range(SAMPLES):
-            phase.make(pool, max(2, int(phase.calls * share) // SAMPLES))
+            phase.make(pool, int(phase.calls * share) // SAMPLES)
             yield state(pool)
 
 

@@ -1,7 +1,7 @@
 """Real launchers start real ranks: torchrun, Open MPI, Hydra, SLURM, and torchrun on two nodes.
 
-The nodes are two network namespaces, SLURM has one node. A launcher that is not installed is a skipped test, which
-fails where CI is set.
+The nodes are those of the laboratory; SLURM has one node, and for digits two. A launcher that is not installed is a
+skipped test, which fails where CI is set.
 """
 
 from __future__ import annotations
