@@ -118,18 +118,23 @@ def is_possible() -> bool:
 
 
 @contextlib.contextmanager
-def laboratory(folder: Path, count: int = 2, *, ipv4: bool = True) -> Iterator[list[Node]]:
+def laboratory(
+    folder: Path, count: int = 2, *, ipv4: bool = True, own_name_is_loopback: bool = False
+) -> Iterator[list[Node]]:
     """Make ``count`` nodes, which know each other by name; without ``ipv4`` they have IPv6 alone, also as loopback.
 
-    They share all files of this machine but ``/etc/hosts``, which for them is one in ``folder``.
+    They share all files of this machine but ``/etc/hosts``, which for each is one in ``folder``. With
+    ``own_name_is_loopback`` each knows itself as 127.0.1.1, as Debian's installer arranges it.
     """
-    hosts = folder / "hosts"
     with contextlib.ExitStack() as stack:
-        nodes = [stack.enter_context(_node(index, hosts)) for index in range(count)]
-        lines = ["::1 localhost"] + ["127.0.0.1 localhost"] * ipv4
-        lines += [f"{node.address if ipv4 else node.address6} {node.name}" for node in nodes]
-        hosts.write_text("\n".join([*lines, ""]))
+        nodes = [stack.enter_context(_node(index, folder / f"hosts.{name_of(index)}")) for index in range(count)]
         for node in nodes:
+            lines = ["::1 localhost"] + ["127.0.0.1 localhost"] * ipv4
+            for each in nodes:
+                is_own = each is node and own_name_is_loopback
+                address = "127.0.1.1" if is_own else each.address if ipv4 else each.address6
+                lines.append(f"{address} {each.name}")
+            (folder / f"hosts.{node.name}").write_text("\n".join([*lines, ""]))
             _ip(node, "link", "set", "lo", "up")
             if not ipv4:
                 _ip(node, "address", "delete", "127.0.0.1/8", "dev", "lo")

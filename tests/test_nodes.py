@@ -188,3 +188,40 @@ def test_each_side_is_told(
             time.sleep(0.1)  # between two looks
         assert not job.is_left()
     record(fault=fault, launcher=launcher, sides=found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "network", [{"ipv4": False}, {"own_name_is_loopback": True}], ids=["IPv6 alone", "like Debian"]
+)
+def test_networks_as_they_are(network: dict[str, bool], tmp_path: Path) -> None:
+    """Ranks on two nodes meet, and hear of a death on the other one; a pool works on a node."""
+    if not laboratory.is_possible():
+        pytest.skip("needs root and iproute2, to make namespaces")
+    with laboratory.laboratory(tmp_path, **network) as nodes:
+        pool = "from nn_parallel import *; import torch.distributed as dist, torch\n"
+        pool += "def f():\n    initialize_ddp(); x = torch.ones(1); dist.all_reduce(x); return x.item()\n"
+        pool += "with ParallelExecutor(num_workers=2, devices='cpu') as ex: print(ex.run(f))"
+        command = nodes[0].command([PYTHON, "-c", pool])
+        [(status, printed)] = finish([popen(command, environ(), tmp_path)])
+        assert (status, printed) == (0, "[2.0, 2.0]\n")  # and no warning of torch's that a name cannot be looked up
+        job = Job(nodes, tmp_path, "torchrun on 2 nodes", "block", {})
+        began = time.time()
+        kill(job)
+        wait_for_files(tmp_path, "[012].json", 3)
+        finish(job.processes, ENDS_SOON_S)
+        for rank in range(3):
+            seen = json.loads((tmp_path / f"{rank}.json").read_text())
+            assert re.search(ENDED, seen["told"]), seen
+            assert seen["at"] - began < AT_ONCE_S
+
+
+@pytest.mark.slow
+def test_a_slow_and_lossy_cable(nodes: list[Node], tmp_path: Path) -> None:
+    """A tenth of a second there and back, and every fiftieth frame lost: nobody takes anybody for lost."""
+    nodes[1].delay_s, nodes[1].loss = 0.1, 0.02
+    job = Job(nodes, tmp_path, "torchrun on 2 nodes", "block", {})
+    time.sleep(LOST_AFTER_S)  # of work
+    job.tell("end")
+    for status, printed in finish(job.processes):
+        assert status == 0, printed

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from ..launch.sockets import listen_on_loopback
 from ..launch.store import STOP_KEY
 from ..preemption import ASKED, pass_on_to
-from .worker import ranks_prefix
+from .worker import LOOPBACK, ranks_prefix
 
 
 class PoolStore:
@@ -39,7 +39,7 @@ class PoolStore:
         self._store = None
 
     def _open(self) -> dist.TCPStore:
-        listener = listen_on_loopback()
+        listener = listen_on_loopback(preferred=LOOPBACK)
         host, self._port, *_ = listener.getsockname()
         # A socket of our own: TCPStore would listen on every interface, and a port chosen first can be taken.
         return dist.TCPStore(

@@ -51,6 +51,7 @@ TASK_FORMAT = "Q?Q?IIIQ"  # see TaskHeader
 # What the parent orders a worker beside its tasks: a kind and a number.
 Order = struct.Struct("=BQ")
 CANCEL, FORGET, TELL_STACK = range(3)
+LOOPBACK = "::1"  # of the pool's store, see `loopback`
 ranks_prefix = "group{}".format  # of the keys in the pool's store, by the number of the ranks' group
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 1  # has faulthandler tell the stack of the main thread
 
@@ -259,7 +260,11 @@ class _Worker:
     def _open_store(self, task: TaskHeader) -> dist.Store:
         if self._store is None:
             self._store = dist.TCPStore(
-                loopback(), task.store_port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False
+                loopback(LOOPBACK),
+                task.store_port,
+                is_master=False,
+                timeout=timedelta(seconds=60),
+                wait_for_workers=False,
             )
         return dist.PrefixStore(ranks_prefix(task.group), self._store)
 

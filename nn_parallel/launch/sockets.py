@@ -102,21 +102,23 @@ def end_if_unanswered(connection: socket.socket, lost_after_s: float, *, is_idle
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def listen_on_loopback(port: int = 0) -> socket.socket:
+def listen_on_loopback(port: int = 0, preferred: str = "127.0.0.1") -> socket.socket:
     """A socket that only this machine reaches; any free port if none is given."""
-    host = loopback()
+    host = loopback(preferred)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
 
 
-def loopback() -> str:
-    """The address of this machine to itself: that of IPv6 only where there is no other."""
-    with socket.socket() as tried:
-        try:
-            tried.bind(("127.0.0.1", 0))
-        except OSError:
-            return "::1"
-    return "127.0.0.1"
+def loopback(preferred: str = "127.0.0.1") -> str:
+    """The ``preferred`` address of this machine to itself, or the other one, where IPv4 or IPv6 is switched off.
+
+    Torch looks up the name of whom it connects to, and writes an address of IPv4 as one of IPv6: 127.0.0.1 becomes one
+    that is in no ``/etc/hosts``, and a name server is asked, if there is one. ``::1`` is there.
+    """
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6 if ":" in preferred else socket.AF_INET) as tried:
+        tried.bind((preferred, 0))
+        return preferred
+    return "127.0.0.1" if ":" in preferred else "::1"
 
 
 def card_to_other_nodes(connections: dict[int, int]) -> str | None:
