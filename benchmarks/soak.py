@@ -97,10 +97,11 @@ def state(pool: ParallelExecutor) -> tuple[float, ...]:
     while pids:
         process = Path(f"/proc/{(pid := pids.pop())}")
         pids += children_of(pid)
-        rollup = (process / "smaps_rollup").read_text()
-        memory += int(rollup.partition("\nPss:")[2].split()[0]) / 1024
-        descriptors += len(os.listdir(process / "fd"))
-        threads += len(os.listdir(process / "task"))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended, of a smaller pool
+            rollup = (process / "smaps_rollup").read_text()
+            memory += int(rollup.partition("\nPss:")[2].split()[0]) / 1024
+            descriptors += len(os.listdir(process / "fd"))
+            threads += len(os.listdir(process / "task"))
     return memory, descriptors, threads, _keys(pool)
 
 

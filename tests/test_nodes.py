@@ -107,6 +107,9 @@ FAULTS = {
     "SIGKILL outside of blocks": Fault("loop", kill, f"{ENDED}.*?Therefore:", f"{ENDED}.*?Therefore:", silent=(3,)),
     "SIGSTOP, and SIGCONT after 8 s": Fault("loop", stop_for_a_while),
     "SIGSTOP": Fault("block", stop, TIMED_OUT, TIMED_OUT, TIMEOUT_S + AT_ONCE_S, (3,)),
+    "SIGSTOP outside of blocks": Fault(
+        "loop", stop, TIMED_OUT, "Rank 3 is stopped by a signal", TIMEOUT_S + AT_ONCE_S, (3,)
+    ),
     "the cable out for 5 s": Fault("loop", cut_for_a_while, of_nodes=True),
     "the cable out, in a block": Fault(
         "block", lambda job: job.nodes[1].cut(), SECOND_OUT, FIRST_OUT, GONE_WITHIN_S, of_nodes=True

@@ -44,29 +44,41 @@ def share_uncaught(context: RankContext) -> None:
 
 
 def _tell_or_show(context: RankContext, error: BaseException) -> None:
-    if not is_consequence(error) and not collective_timed_out(error):
-        uncaught = Uncaught(f"On rank {context.rank}:\n\n{format_traceback(error)}")
+    if is_consequence(error):
+        cause = _cause(context)
+    else:
+        cause = _stopped(context) if collective_timed_out(error) else ""
+        uncaught = Uncaught(f"On rank {context.rank}:\n\n{format_traceback(error)}\n{cause}")
         context.connection.swap(UNCAUGHT_KEY, "", encode(uncaught))
-    elif cause := _cause(context):
+    if cause:
         print(f"\n{cause.rstrip()}\n\nTherefore:\n", file=sys.stderr, flush=True)
 
 
 def _cause(context: RankContext) -> str:
-    """What the first rank has told, or who has died, as all are told then, or is stopped; nothing if none of that."""
+    """What the first rank has told; or who has died, which then all are told; nothing if neither is known soon."""
     connection = context.connection
-    others = [rank for rank in range(context.world_size) if rank != context.rank]
     try:
         with contextlib.closing(Liveness(context, connection)) as liveness:
             for waited in looks(*LOOKS):
                 told = connection.read(UNCAUGHT_KEY, Uncaught)
-                if told is None and (dead := liveness.dead(others)):
+                if told is None and (dead := liveness.dead(_others(context))):
                     died = Uncaught("\n".join(str(liveness.death(rank)) for rank in dead))
-                    text = connection.swap(UNCAUGHT_KEY, "", encode(died))
-                    told = decode(Uncaught, UNCAUGHT_KEY, text)
+                    told = decode(Uncaught, UNCAUGHT_KEY, connection.swap(UNCAUGHT_KEY, "", encode(died)))
                 if told is not None:
                     return told.told
                 if waited > DIES_WITHIN_S:
-                    return "\n".join(f"Rank {r} is stopped by a signal." for r in others if liveness.is_stopped(r))
+                    break
     except RankError as lost:  # the store, with its host
         return "\n".join(map(str, lost.exceptions))
     return ""
+
+
+def _stopped(context: RankContext) -> str:
+    """Which ranks on this node are stopped, so that a collective has waited in vain."""
+    with contextlib.closing(Liveness(context, context.connection)) as liveness:
+        stopped = [rank for rank in _others(context) if liveness.is_stopped(rank)]
+    return "\n".join(f"Rank {rank} is stopped by a signal." for rank in stopped)
+
+
+def _others(context: RankContext) -> list[int]:
+    return [rank for rank in range(context.world_size) if rank != context.rank]

@@ -78,6 +78,9 @@ class Group:
         self._names.append(name)
         rendezvous = dist.PrefixStore(name, self._own_connection(store))
         self._choose_card()
+        connect_within = timeout
+        if world.device.type in ("cpu", "cuda"):  # for which torch can set it afterwards
+            connect_within = min(timeout, max(timeout / GLOO_CONNECTS_WITHIN, CONNECT_AT_LEAST))
         hook, self.first_id = sys.excepthook, next_group_id()
         # An init that failed leaves torch's count of groups raised, and ranks that differ in it never find each other.
         dist.distributed_c10d._world.group_count = 0
@@ -87,10 +90,11 @@ class Group:
                 store=rendezvous,
                 rank=world.rank,
                 world_size=world.world_size,
-                timeout=min(timeout, max(timeout / GLOO_CONNECTS_WITHIN, CONNECT_AT_LEAST)),
+                timeout=connect_within,
                 device_id=None if on_cpu else world.device,
             )
-            dist.distributed_c10d._set_pg_timeout(timeout)  # torch offers no public way
+            if connect_within != timeout:
+                dist.distributed_c10d._set_pg_timeout(timeout)  # torch offers no public way
             self._sockets = connected_at(_gloo_addresses(dist.distributed_c10d._get_default_group()))
         except (RuntimeError, ValueError) as error:
             self._store_sockets.clear()  # it may be in the middle of a request

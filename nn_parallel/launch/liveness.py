@@ -181,6 +181,7 @@ class LivenessLink:
         end_if_unanswered(self._connection, context.lost_after_s, is_idle=True)
         self._connection.sendall(f"{server.token} {context.rank}\n".encode())
         if self._connection.recv(1) != WELCOME:
+            self._connection.close()
             raise OSError("rank 0 has hung up")
         self._connection.settimeout(None)
         self._thread = threading.Thread(target=self._await_end, name="nn_parallel liveness", daemon=True)
