@@ -19,7 +19,9 @@ from typing import Any, Protocol
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import hypothesis
+import laboratory
 import pytest
+from laboratory import Node
 from ranks import launched, trim
 
 from nn_parallel import ParallelExecutor, initialize_ddp, on_rank
@@ -79,6 +81,15 @@ def _fork_server() -> Iterator[None]:
     yield
     forkserver_client.stop_fork_server()
     assert children_of(os.getpid()) == []
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    """Two of them, see `laboratory`."""
+    if not laboratory.is_possible():
+        pytest.skip("needs root and iproute2, to make namespaces")
+    with laboratory.laboratory(tmp_path) as both:
+        yield both
 
 
 @pytest.fixture

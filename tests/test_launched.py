@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import laboratory
 import pytest
 import slurm
 import torch
@@ -45,14 +44,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         pytest.skip("needs SLURM (munge, slurmctld, slurmd, slurm-client) and root")
     with slurm.slurm(tmp_path_factory.mktemp("slurm")) as environ:
         yield environ
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[Node]]:
-    if not laboratory.is_possible():
-        pytest.skip("needs root and iproute2, to make namespaces")
-    with laboratory.laboratory(tmp_path) as both:
-        yield both
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)

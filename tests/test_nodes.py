@@ -142,14 +142,6 @@ def cells() -> Iterator[object]:
             yield pytest.param(fault, launcher, marks=[pytest.mark.faults, *[pytest.mark.slow] * is_slow])
 
 
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[Node]]:
-    if not laboratory.is_possible():
-        pytest.skip("needs root and iproute2, to make namespaces")
-    with laboratory.laboratory(tmp_path) as both:
-        yield both
-
-
 @pytest.mark.parametrize(("fault", "launcher"), list(cells()))
 def test_each_side_is_told(
     fault: str, launcher: str, nodes: list[Node], tmp_path: Path, record: Callable[..., None]
