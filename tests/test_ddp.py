@@ -363,7 +363,7 @@ def test_fallback_goes_on_alone_with_a_warning(env: Callable[..., None]) -> None
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' is not a whole number"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
         ({"MASTER_ADDR": "10.9.8.7"}, "Set LOCAL_RANK"),
-        ({"MASTER_ADDR": "no..name", "LOCAL_RANK": "1", "RANK": "1"}, "found nobody at no..name:29500"),
+        ({"MASTER_ADDR": "no..name", "LOCAL_RANK": "1", "RANK": "1"}, "found no store at no..name:29500"),
     ],
 )
 def test_values_that_cannot_be(env: Callable[..., None], variables: dict[str, str], text: str) -> None:
@@ -386,9 +386,19 @@ def test_a_port_in_use_is_named() -> None:
 def test_rank_0_never_comes() -> None:
     """A rank that finds nobody at the master address says so within its timeout."""
     port, start = free_port(), time.monotonic()
-    with pytest.raises(LaunchError, match=f"Rank 1 of 2 found nobody at 127.0.0.1:{port} within 1 s. Rank 0"):
+    with pytest.raises(LaunchError, match=f"Rank 1 of 2 found no store at 127.0.0.1:{port} within 1 s. Rank 0"):
         initialize_ddp(timeout=1, rank=1, world_size=2, master_addr="localhost", master_port=port)
     assert time.monotonic() - start < 10
+
+
+def test_a_program_that_is_no_store_is_not_waited_for() -> None:
+    """It has the port, accepts every connection, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        began = time.monotonic()
+        with pytest.raises(LaunchError, match=f"found no store at 127.0.0.1:{port} within 1 s"):
+            initialize_ddp(1, rank=1, world_size=2, master_addr="127.0.0.1", master_port=port)
+        assert time.monotonic() - began < 1 + AT_ONCE_S
 
 
 @pytest.mark.parametrize("refuses", [True, False], ids=["refused", "not answered"])

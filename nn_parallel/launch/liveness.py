@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from ..errors import ParallelError, WorkerDiedError, summary
 from .context import RankContext
-from .sockets import LISTEN_BACKLOG, connected_since, end_if_unanswered, still_open
+from .sockets import LISTEN_BACKLOG, connected_since, end_connections, end_if_unanswered
 from .store import LOST_KEY, SERVER_KEY, Connection, Member, host_identity, member_key
 
 ASK_EVERY_S = 0.1  # who is gone, or where one lives who has not said so
@@ -203,9 +203,7 @@ class LivenessLink:
             return
         self._rank_0.how_lost, self._rank_0.loss = how, _death(0, self._member_0, how, self._lost_after_s)
         if how == OUT_OF_REACH:
-            for connection in still_open(connected_since({}, self._store)):
-                with connection, contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+            end_connections(connected_since({}, self._store))
 
 
 class LivenessServer:

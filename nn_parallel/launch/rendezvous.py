@@ -6,6 +6,8 @@ import contextlib
 import logging
 import os
 import socket
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,7 +22,14 @@ from ..stack_dump import offer_stack
 from .context import RankContext, world_of
 from .environment import Launch, is_loopback
 from .liveness import connect_nodes
-from .sockets import connected_since, listen_on_loopback, loopback, open_sockets
+from .sockets import (
+    connected_since,
+    connected_to,
+    end_connections,
+    listen_on_loopback,
+    loopback,
+    open_sockets,
+)
 from .store import REFUSAL_KEY, Member, limit_silence, member_key, owner_key, store_barrier
 
 RANKS_SHOWN = 64
@@ -107,7 +116,7 @@ def _device_table(context: RankContext) -> str:
 
 def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
     """Connect to the store at the master address; rank 0 hosts it, unless the launcher does."""
-    hosts_store = launch.rank == 0 and not launch.launcher_hosts_store
+    hosts_store, before = launch.rank == 0 and not launch.launcher_hosts_store, open_sockets()
     address = f"{launch.master_addr}:{launch.master_port}"
     is_here = is_loopback(launch.master_addr)
     host, listener = loopback() if is_here else launch.master_addr, None
@@ -123,22 +132,47 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
     try:
         if not hosts_store and not launch.launcher_hosts_store:
             _await_listener((host, launch.master_port), timeout)
-        return dist.TCPStore(
-            host,
-            launch.master_port,
-            is_master=hosts_store,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach() if listener else None,
-        )
+        with _ended_after(timeout, launch.master_port, before):
+            return dist.TCPStore(
+                host,
+                launch.master_port,
+                is_master=hosts_store,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach() if listener else None,
+            )
     except (OSError, UnicodeError, RuntimeError) as error:  # RuntimeError: DistNetworkError, DistStoreError
         if hosts_store:
             raise LaunchError(f"Rank 0 cannot listen on {address}: {summary(error)}") from error
         who, seconds = "The launcher" if launch.launcher_hosts_store else "Rank 0", f"{timeout.total_seconds():g}"
         raise LaunchError(
-            f"Rank {launch.rank} of {launch.world_size} found nobody at {address} within {seconds} s. {who} "
-            "should listen there: is it running, are MASTER_ADDR and MASTER_PORT its own, does a firewall block them?"
+            f"Rank {launch.rank} of {launch.world_size} found no store at {address} within {seconds} s. {who} "
+            "should listen there, and no other program: is it running, are MASTER_ADDR and MASTER_PORT its own, does a "
+            "firewall block them?"
         ) from error
+
+
+@contextlib.contextmanager
+def _ended_after(timeout: timedelta, port: int, before: dict[int, int]) -> Iterator[None]:
+    """End the connections to ``port`` that are made here, again and again, when the time is up.
+
+    A TCPStore waits without limit for the first answer of whoever listens there, who may be no store.
+    """
+
+    def end() -> None:
+        wait_s = timeout.total_seconds()
+        while not done.wait(wait_s):
+            end_connections(connected_to(port, before))
+            wait_s = ATTEMPT_MAX_S
+
+    done = threading.Event()
+    thread = threading.Thread(target=end, name="nn_parallel connect", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:

@@ -33,7 +33,12 @@ def open_sockets() -> dict[int, int]:
 
 def connected_since(before: dict[int, int], store: dist.Store) -> dict[int, int]:
     """The connections of this process to ``store`` that were not there before; not those of others, if it hosts it."""
-    port, found = getattr(bottom(store), "port", None), {}
+    return connected_to(getattr(bottom(store), "port", 0), before)
+
+
+def connected_to(port: int, before: dict[int, int]) -> dict[int, int]:
+    """The connections of this process to a ``port``, on whatever host, that were not there before."""
+    found = {}
     for fd, inode in open_sockets().items():
         if before.get(fd) != inode:
             with contextlib.suppress(OSError), _duplicate(fd) as connection:
@@ -59,6 +64,13 @@ def still_open(sockets: dict[int, int]) -> Iterator[socket.socket]:
     for fd, inode in list(sockets.items()):
         if (connection := duplicate(fd, inode)) is not None:
             yield connection
+
+
+def end_connections(sockets: dict[int, int]) -> None:
+    """Have whoever waits for something from them see their end."""
+    for connection in still_open(sockets):
+        with connection, contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def duplicate(fd: int, inode: int | None) -> socket.socket | None:
