@@ -85,9 +85,9 @@ def test_a_batch_script_starts_a_step(cluster: dict[str, str], tmp_path: Path) -
     """``srun`` inside the script is a launch; the script itself, and a step of one task, are alone."""
     alone = f"{PYTHON} -c 'from nn_parallel import initialize_ddp as i; print(i().launcher, i().world_size)'"
     lines = ["#!/bin/sh", alone, f"srun --ntasks=1 {alone}", f"srun {PYTHON} {RANK} {tmp_path} world"]
-    (tmp_path / "job.sh").write_text("\n".join(lines))
-    command = ["sbatch", "--wait", "--ntasks=2", "--output=job.out", "job.sh"]
-    run(command, environ(**cluster), tmp_path)
+    (tmp_path / "job.sh").write_text("\n".join([*lines, "touch done"]))
+    run(["sbatch", "--ntasks=2", "--output=job.out", "job.sh"], environ(**cluster), tmp_path)
+    wait_for_files(tmp_path, "done", 1)  # sooner than `sbatch --wait`, which looks every half minute
     assert (tmp_path / "job.out").read_text().split("\n")[:2] == ["none 1", "none 1"]
     assert [seen["place"] for seen in told_by_ranks(tmp_path, 2)] == [[0, 2, 0, 2, 0], [1, 2, 1, 2, 0]]
 
@@ -112,8 +112,9 @@ def test_two_steps_of_a_job_do_not_meet(cluster: dict[str, str], tmp_path: Path)
     for name in "ab":
         (tmp_path / name).mkdir()
         steps.append(f"srun --overlap --ntasks=2 {PYTHON} {RANK} {tmp_path / name} failure & p{name}=$!")
-    (tmp_path / "job.sh").write_text("\n".join(["#!/bin/sh", *steps, "wait $pa && wait $pb"]))
-    run(["sbatch", "--wait", "--ntasks=4", "--output=job.out", "job.sh"], environ(**cluster), tmp_path)
+    (tmp_path / "job.sh").write_text("\n".join(["#!/bin/sh", *steps, "wait $pa && wait $pb && touch done"]))
+    run(["sbatch", "--ntasks=4", "--output=job.out", "job.sh"], environ(**cluster), tmp_path)
+    wait_for_files(tmp_path, "done", 1)
     for name in "ab":
         assert [seen["sum_after"] for seen in told_by_ranks(tmp_path / name, 2)] == [2.0, 2.0]
 

@@ -57,9 +57,10 @@ def test_the_jobs_of_an_array_do_not_meet(cluster: Cluster, tmp_path: Path) -> N
     """They run at the same time on the same nodes."""
     for number in "01":
         (tmp_path / number).mkdir()
-    step = f"srun {PYTHON} {RANK} {tmp_path}/$SLURM_ARRAY_TASK_ID world"
+    step = f"srun {PYTHON} {RANK} {tmp_path}/$SLURM_ARRAY_TASK_ID world && touch done.$SLURM_ARRAY_TASK_ID"
     (tmp_path / "job.sh").write_text(f"#!/bin/sh\n{step}\n")
-    cluster.run(tmp_path, "sbatch", "--wait", "--array=0-1", "-N2", "--ntasks=2", "--output=%a.out", "job.sh")
+    cluster.run(tmp_path, "sbatch", "--array=0-1", "-N2", "--ntasks=2", "--output=%a.out", "job.sh")
+    wait_for_files(tmp_path, "done.*", 2)
     for number in "01":
         assert places(tmp_path / number, 2) == [[0, 2, 0, 1, 0], [1, 2, 0, 1, 1]]
 
