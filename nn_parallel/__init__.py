@@ -10,7 +10,7 @@ The files, from the bottom up; each knows only those before it in this list::
     signals, polling            what is raised in the main thread from outside; looking for something again and again
     world                       who a process is among the ranks
     launch                      how the ranks are started, find each other, are connected, and know who is dead:
-        environment             launcher's variables -> launch facts
+        environment, platforms  launcher's variables -> launch facts; who starts ranks and tells them nothing
         sockets, store          connections of this process; all that ranks tell each other, and by which keys
         flight_recorder         the collectives that this process has entered, as torch records them
         group, context          the process group of a world; the place of this process in it

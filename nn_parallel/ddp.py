@@ -19,7 +19,8 @@ from .calls.uncaught import share_uncaught
 from .devices import named_device, resolve_device
 from .errors import LaunchError
 from .launch.context import DEFAULT_TIMEOUT, RankContext, current_world, join, rank_context, world_of
-from .launch.environment import Launch, detect_launch, started_with_others, with_arguments
+from .launch.environment import Launch, detect_launch, with_arguments
+from .launch.platforms import started_with_others
 from .launch.rendezvous import join_launch
 from .world import World
 

@@ -24,6 +24,7 @@ from launchers import (
     hydra,
     on_two_nodes,
     open_mpi,
+    popen,
     run,
     srun,
     told_by_ranks,
@@ -104,6 +105,18 @@ def test_an_interactive_shell_is_no_launch(cluster: dict[str, str], tmp_path: Pa
     run(["script", "--quiet", "--return", "--command", shell, "/dev/null"], environ(**cluster), tmp_path)
     assert (tmp_path / "alone").read_text() == "none\n"
     assert [seen["sum_after"] for seen in told_by_ranks(tmp_path, 2)] == [2.0, 2.0]
+
+
+def test_two_jobs_of_hydra_do_not_meet(tmp_path: Path) -> None:
+    """They run at the same time on one host, and no variable tells which is which."""
+    jobs = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        jobs.append(popen(hydra(2, [str(RANK), str(tmp_path / name), "failure"]), environ(), tmp_path))
+    for status, printed in finish(jobs):
+        assert status == 0, printed
+    for name in "ab":
+        assert [seen["sum_after"] for seen in told_by_ranks(tmp_path / name, 2)] == [2.0, 2.0]
 
 
 def test_two_steps_of_a_job_do_not_meet(cluster: dict[str, str], tmp_path: Path) -> None:

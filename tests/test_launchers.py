@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from nn_parallel.errors import LaunchError
 from nn_parallel.launch import environment
-from nn_parallel.launch.environment import Launch, detect_launch, started_with_others, with_arguments
+from nn_parallel.launch.environment import Launch, detect_launch, with_arguments
+from nn_parallel.launch.platforms import started_with_others
 
 HOST = socket.gethostname()
 BY_HAND = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

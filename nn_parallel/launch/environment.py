@@ -6,6 +6,7 @@ MPI's ``mpirun`` and MPICH's Hydra for real; MVAPICH2 and jsrun are known from t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -81,15 +82,6 @@ def detect_launch(environ: Mapping[str, str]) -> Launch | None:
     return None
 
 
-def started_with_others(environ: Mapping[str, str]) -> str | None:
-    """What says that this process is one of several, where no launcher has told them their ranks; and what to do."""
-    told = _Told(environ)
-    for name, platform, is_of_several, advice in _PLATFORMS:
-        if told.has(name) and is_of_several(environ[name]):
-            return f"{name}={environ[name]}, so {platform} has started this script several times. {advice}"
-    return None
-
-
 def with_arguments(environ: Mapping[str, str], **arguments: int | str | None) -> dict[str, str]:
     """``environ`` with explicit arguments in the place of the variables of the same name.
 
@@ -156,24 +148,6 @@ _SLURM = _Names(
     job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
 _LOCAL_RANKS = {names.local_rank for names in (*_MPI.values(), _JSRUN, _SLURM)}
-
-
-def _is_above_1(text: str) -> bool:
-    first = text.partition(":")[0]  # of 2:4, from two to four
-    return first.isdecimal() and int(first) > 1
-
-
-# Variables of platforms that start a script more than once, and leave it to the script which of them it is.
-_BY_TORCHRUN = "Start it there by torchrun."
-_PLATFORMS: tuple[tuple[str, str, Callable[[str], bool], str], ...] = (
-    (
-        *("SM_HOSTS", "SageMaker", lambda hosts: "," in hosts),
-        'Give the estimator distribution={"torch_distributed": {"enabled": True}}.',
-    ),
-    ("PET_NNODES", "Kubeflow", _is_above_1, _BY_TORCHRUN),
-    ("PBS_TASKNUM", "pbsdsh", _is_above_1, "Start it by mpirun, or torchrun."),  # 1: the batch script
-    ("LSF_PM_TASKID", "blaunch", bool, "Start it by mpirun, jsrun or torchrun."),
-)
 
 
 class _Told:
@@ -244,6 +218,18 @@ def _by_mpi(told: _Told) -> Launch | None:
         if told.has(names.rank, names.local_rank):
             return _launch(told, launcher, names)
     return None
+
+
+def _proxy_of_hydra() -> int:
+    """The process that has started the ranks of a job of Hydra on this node: no variable tells the job."""
+    pid = os.getppid()
+    with contextlib.suppress(OSError):
+        while pid > 1:
+            name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+            if name == "hydra_pmi_proxy":
+                return pid
+            pid = int(rest.split()[1])  # its parent
+    return 0
 
 
 def _by_jsrun(told: _Told) -> Launch | None:
@@ -335,6 +321,8 @@ def _launch(
         port = told.number("MASTER_PORT", at_least=1, below=65536, because="it is a port")
     else:  # one that follows from the job, alike on all its ranks
         job = " ".join([launcher, *(told.text(name) for name in names.job if told.has(name))])
+        if launcher == "hydra" and one_node:
+            job += f" {_proxy_of_hydra()}"
         port = _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
     return Launch(
         launcher=launcher,
