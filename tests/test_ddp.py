@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging.handlers
 import os
 import re
 import signal
@@ -423,10 +424,15 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 @pytest.mark.slow
 def test_a_second_job_at_the_same_address_is_refused() -> None:
-    """Ranks of two jobs that were given one port never take each other for peers."""
+    """The ranks that come to one that is complete are refused; who is there is told that they came."""
     port = str(free_port())
     with launched(2, MASTER_PORT=port) as first, launched(2, MASTER_PORT=port) as second:
         assert first.run(lambda: initialize_ddp(timeout=20).rank) == [0, 1]
+
+        def listen() -> None:
+            logging.getLogger("nn_parallel").addHandler(logging.handlers.BufferingHandler(1000))
+
+        first.run(listen, only=[0])
 
         def join() -> str:
             with pytest.raises(LaunchError) as raised:
@@ -435,6 +441,16 @@ def test_a_second_job_at_the_same_address_is_refused() -> None:
 
         assert "Rank 0 cannot listen" in second.run(join, only=[0])[0]
         assert "There are two ranks 1 at 127.0.0.1" in second.run(join, only=[1])[0]
+
+        def heard() -> list[str]:
+            [handler], deadline = logging.getLogger("nn_parallel").handlers, time.monotonic() + 5
+            assert isinstance(handler, logging.handlers.BufferingHandler)
+            while not handler.buffer and time.monotonic() < deadline:
+                time.sleep(0.05)  # between two looks
+            return [record.getMessage() for record in handler.buffer]
+
+        [told] = first.run(heard, only=[0])[0]
+        assert "came as a second rank 1: another job uses the same MASTER_PORT" in told
 
 
 def test_should_use_distributed(world: Ranks) -> None:

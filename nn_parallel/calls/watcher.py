@@ -20,7 +20,7 @@ from ..launch import flight_recorder
 from ..launch.context import RankContext
 from ..launch.flight_recorder import Collective
 from ..launch.liveness import Liveness
-from ..launch.store import LEFT_KEY, standing_key
+from ..launch.store import INTRUDER_KEY, LEFT_KEY, standing_key
 from ..signals import CancelScope, Condition, Interrupted
 from ..stack_dump import by_place
 from .deadlock import standing, why_never, with_root
@@ -71,6 +71,7 @@ class Watcher:
         self._state: Any = None  # as it was at the last look, see `_last_collectives`,
         self._last: list[Collective] = []  # and what it found then
         self._is_store_lost = False
+        self._intruder: str | None = None  # who has come as a rank that is there
         self._reason: ParallelError | None = None  # see `reason`
         self._thread = threading.Thread(target=self._loop, name="nn_parallel watcher", daemon=True)
         self._thread.start()
@@ -195,6 +196,9 @@ class Watcher:
         progress, stands, waits = self._progress(), position(), self.waits  # before the collectives: see `standing`
         last = [] if stands.makes_group else self._last_collectives(waits, stands)
         mine = standing(self._context, waits, stands, last)
+        if self._context.rank == 0 and (told := self._connection.get(INTRUDER_KEY)) != self._intruder:
+            self._intruder = told
+            logger.error("%s: another job uses the same MASTER_PORT, so the ranks of two jobs may be mixed here.", told)
         if mine != self._said:
             self._said = mine
             self._connection.write(standing_key(self._context.rank), mine)

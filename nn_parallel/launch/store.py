@@ -25,6 +25,7 @@ when it is deleted, so their number does not grow::
                                  exception outside all blocks           end by that
     owner/D       text           the first rank with the device D       the others, which may not have it too
     refusal       text           a rank that cannot take part           all, as they join
+    intruder      text           who comes as a rank that is there      the watcher of rank 0, which warns
     arrived       counter        all ranks at a barrier, under its own  all at this barrier
     arrived/R     counter        prefix                                 whoever has waited for long
     groupG.n/...  torch's        torch, as it makes the n-th group of   torch; deleted by rank 0 when the next group
@@ -62,7 +63,7 @@ logger = logging.getLogger("nn_parallel")
 
 # The keys of the table above.
 LEFT_KEY, SERVER_KEY, LOST_KEY, REFUSAL_KEY = "left", "liveness", "lost", "refusal"
-STOP_KEY, UNCAUGHT_KEY = "stop", "uncaught"
+STOP_KEY, UNCAUGHT_KEY, INTRUDER_KEY = "stop", "uncaught", "intruder"
 member_key, report_key, failures_key = "member/{}".format, "report/{}".format, "failures/{}".format  # of a rank
 standing_key, stops_key = "standing/{}".format, "stops/{}".format
 ended_key, owner_key = "ended/{}".format, "owner/{}".format  # of a generation; of a device
@@ -246,6 +247,7 @@ def store_barrier(
     try:
         check(where)  # before anything of it stands in the store
         if store.add(f"arrived/{rank}", 1) > 1:
+            store.set(INTRUDER_KEY, f"Process {os.getpid()} on {socket.gethostname()} came as a second rank {rank}")
             raise LaunchError(
                 f"There are two ranks {rank} at {where}: another job uses the same address, or two processes "
                 "have the same RANK. Set MASTER_PORT to a free port, the same on every rank of this job."
