@@ -1,4 +1,4 @@
-"""The processes that a process has started, as Linux tells."""
+"""The processes that a process has started, and whether one is stopped, as Linux tells."""
 
 from __future__ import annotations
 
@@ -22,3 +22,10 @@ def children_of(pid: int) -> list[int]:
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
                 children += map(int, file.read().split())
     return children
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped: by SIGSTOP, Ctrl-Z or a debugger."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:  # else it has ended
+        return file.read().rpartition(")")[2].split()[0] in "Tt"
+    return False

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..descendants import is_stopped
 from ..errors import RankTimeoutError, TransferError, WorkerDiedError, exit_reason
 from ..pickling import Packed
 from ..stack_dump import by_call_site, is_whole, users_part
@@ -247,10 +248,7 @@ class WorkerProcess:
         if self.stack:
             user = users_part(self.stack)
             return user if "File" in user else f"  In C code of {self._doing}, with no Python frame."
-        with contextlib.suppress(OSError), open(f"/proc/{self.pid}/stat") as file:
-            if file.read().rpartition(")")[2].split()[0] in "Tt":
-                return "  It is stopped (SIGSTOP)."
-        return "  It did not tell."
+        return "  It is stopped (SIGSTOP)." if is_stopped(self.pid) else "  It did not tell."
 
     @property
     def fds(self) -> list[int]:

@@ -18,9 +18,9 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
+from ..descendants import is_stopped
 from ..errors import ParallelError, WorkerDiedError, summary
 from .context import RankContext
 from .sockets import LISTEN_BACKLOG, connected_since, end_connections, end_if_unanswered
@@ -78,15 +78,11 @@ class Liveness:
         return [rank for rank in self.dead(ranks) if self._how[rank] == OUT_OF_REACH]
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether the process of ``rank`` is on this node, and stopped: by SIGSTOP, Ctrl-Z or a debugger."""
+        """Whether the process of ``rank`` is on this node, and stopped."""
         if rank not in self._members:
             self._look_up(rank)
         member = self._members.get(rank)
-        if member is None or member.host != host_identity():
-            return False
-        with contextlib.suppress(OSError):  # it has ended
-            return Path(f"/proc/{member.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-        return False
+        return member is not None and member.host == host_identity() and is_stopped(member.pid)
 
     def death(self, rank: int, what: object = None) -> WorkerDiedError:
         """The error of a rank that died, before it finished ``what``."""

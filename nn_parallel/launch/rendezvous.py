@@ -57,7 +57,7 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         torch.accelerator.set_device_index(world.device.index)  # before anything can open a context on device 0
     before, address = open_sockets(), (launch.master_addr, launch.master_port)
     if address not in _stores:  # kept for the life of the process: a second one could not listen on the same port
-        _stores[address] = _KeptStore(_open_store(launch, timeout))
+        _stores[address] = _KeptStore(_open_store(launch, timeout, before))
     kept = _stores[address]
     store, own_keys = kept.store, dist.PrefixStore(f"nn_parallel/{launch.attempt}.{kept.joins + 1}", kept.store)
     context = RankContext(
@@ -114,9 +114,12 @@ def _device_table(context: RankContext) -> str:
     return as_table(rows) + (f"\n... and {more} more" if more else "")
 
 
-def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:
-    """Connect to the store at the master address; rank 0 hosts it, unless the launcher does."""
-    hosts_store, before = launch.rank == 0 and not launch.launcher_hosts_store, open_sockets()
+def _open_store(launch: Launch, timeout: timedelta, before: dict[int, int]) -> dist.Store:
+    """Connect to the store at the master address; rank 0 hosts it, unless the launcher does.
+
+    ``before``: the sockets that were open already.
+    """
+    hosts_store = launch.rank == 0 and not launch.launcher_hosts_store
     address = f"{launch.master_addr}:{launch.master_port}"
     is_here = is_loopback(launch.master_addr)
     host, listener = loopback() if is_here else launch.master_addr, None
