@@ -133,11 +133,13 @@ def wait_for_files(folder: Path, pattern: str, count: int) -> None:
         time.sleep(0.05)  # between two looks
 
 
-def on_two_nodes(
-    nodes: list[Node], folder: Path, script: list[str], environ: dict[str, str]
+def on_nodes(
+    nodes: list[Node], ranks_of: list[int], folder: Path, script: list[str], environ: dict[str, str]
 ) -> list[subprocess.Popen[str]]:
-    """Two ranks on each, by ``nn-parallel run``, which hands all these options on to torchrun."""
-    torchrun = [PYTHON, "-m", "nn_parallel", "run", "--nnodes=2", "--nproc-per-node=2"]
+    """So many ranks on each, by ``nn-parallel run``, which hands all these options on to torchrun."""
+    torchrun = [PYTHON, "-m", "nn_parallel", "run", f"--nnodes={len(nodes)}"]
     torchrun += [f"--master-addr={nodes[0].name}", "--master-port=29511"]
-    commands = [node.command([*torchrun, f"--node-rank={rank}", *script]) for rank, node in enumerate(nodes)]
-    return [popen(command, environ, folder) for command in commands]
+    return [
+        popen(node.command([*torchrun, f"--nproc-per-node={ranks}", f"--node-rank={index}", *script]), environ, folder)
+        for index, (node, ranks) in enumerate(zip(nodes, ranks_of, strict=True))
+    ]

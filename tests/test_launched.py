@@ -22,7 +22,7 @@ from launchers import (
     environ,
     finish,
     hydra,
-    on_two_nodes,
+    on_nodes,
     open_mpi,
     popen,
     run,
@@ -134,7 +134,7 @@ def test_two_steps_of_a_job_do_not_meet(cluster: dict[str, str], tmp_path: Path)
 
 def test_two_nodes(nodes: list[Node], tmp_path: Path) -> None:
     """Four ranks on two nodes know their places, work together, and all hear of one that fails on the other node."""
-    for status, printed in finish(on_two_nodes(nodes, tmp_path, [str(RANK), str(tmp_path), "world"], environ())):
+    for status, printed in finish(on_nodes(nodes, [2, 2], tmp_path, [str(RANK), str(tmp_path), "world"], environ())):
         assert status == 0, printed
     for rank, seen in enumerate(told_by_ranks(tmp_path, 4)):
         assert seen["place"] == [rank, 4, rank % 2, 2, rank // 2]
@@ -197,7 +197,7 @@ def test_digits_comes_out_alike_however_it_is_started(
     for name, command in starts.items():
         run([*command, "--epochs=1", f"--out={tmp_path / name}"], environ(**cluster), tmp_path)
     script = [str(DIGITS), "--epochs=1", f"--out={tmp_path / 'two nodes'}"]
-    for status, printed in finish(on_two_nodes(nodes, tmp_path, script, environ())):
+    for status, printed in finish(on_nodes(nodes, [2, 2], tmp_path, script, environ())):
         assert status == 0, printed
     with slurm.slurm(tmp_path, nodes) as variables:
         step = [

@@ -21,7 +21,7 @@ import laboratory
 import pytest
 import slurm
 from laboratory import Node
-from launchers import PYTHON, environ, finish, hydra, on_two_nodes, open_mpi, popen, torchrun, wait_for_files
+from launchers import PYTHON, environ, finish, hydra, on_nodes, open_mpi, popen, torchrun, wait_for_files
 from node_rank import LOST_AFTER_S, TIMEOUT_S
 
 RANK = [str(Path(__file__).with_name("node_rank.py"))]
@@ -31,17 +31,27 @@ GONE_WITHIN_S = LOST_AFTER_S + 2 * max(1, int(LOST_AFTER_S / 8)) + AT_ONCE_S  # 
 
 
 class Job:
-    """Four running ranks: the last two on the second node, or all on the first."""
+    """Running ranks: ``ranks_of`` each node, in order, or all on the first."""
 
-    def __init__(self, nodes: list[Node], folder: Path, launcher: str, how: str, cluster: dict[str, str]) -> None:
-        self.nodes, self.folder = nodes, folder
-        self._places = [0, 0, 1, 1] if launcher in ON_TWO_NODES else [0] * 4
+    def __init__(
+        self,
+        nodes: list[Node],
+        folder: Path,
+        launcher: str,
+        how: str,
+        cluster: dict[str, str],
+        ranks_of: tuple[int, ...] = (2, 2),
+    ) -> None:
+        self.nodes, self.folder, count = nodes, folder, sum(ranks_of)
+        self._places = [node for node, ranks in enumerate(ranks_of) for _ in range(ranks)]
+        if launcher not in ON_NODES:
+            self._places = [0] * count
         script, variables = [*RANK, str(folder), how], environ(**cluster)
-        if launcher == "torchrun on 2 nodes":
-            self.processes = on_two_nodes(nodes, folder, script, variables)
+        if launcher == "torchrun on nodes":
+            self.processes = on_nodes(nodes, list(ranks_of), folder, script, variables)
         else:
             self.processes = [popen(nodes[0].command(COMMANDS[launcher](script)), variables, folder)]
-        wait_for_files(folder, "*.ready", 4)
+        wait_for_files(folder, "*.ready", count)
 
     def node_of(self, rank: int) -> Node:
         return self.nodes[self._places[rank]]
@@ -129,15 +139,13 @@ COMMANDS = {
     "mpirun": lambda script: open_mpi(4, script),
     HYDRA: lambda script: hydra(4, script),
 }
-ON_TWO_NODES = ("torchrun on 2 nodes", "srun -N2")
+ON_NODES = ("torchrun on nodes", "srun -N2")
 IN_SLOW_TESTS = {"an exception outside of blocks", "the cable out for 5 s", "the cable out, in a block"}
 
 
 def cells() -> Iterator[object]:
-    for fault, launcher in itertools.product(
-        FAULTS, (*ON_TWO_NODES, *(name for name in COMMANDS if "-N2" not in name))
-    ):
-        if launcher in ON_TWO_NODES or not FAULTS[fault].of_nodes:
+    for fault, launcher in itertools.product(FAULTS, (*ON_NODES, *(name for name in COMMANDS if "-N2" not in name))):
+        if launcher in ON_NODES or not FAULTS[fault].of_nodes:
             is_slow = launcher == "srun -N2" and fault in IN_SLOW_TESTS
             yield pytest.param(fault, launcher, marks=[pytest.mark.faults, *[pytest.mark.slow] * is_slow])
 
@@ -186,6 +194,27 @@ def test_each_side_is_told(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cause", [kill, lambda job: job.nodes[2].power_off()], ids=["SIGKILL", "a node without power"])
+def test_three_nodes_and_eight_ranks(cause: Callable[[Job], object], tmp_path: Path) -> None:
+    """All nodes are told the same, also those between which nothing is wrong."""
+    if not laboratory.is_possible():
+        pytest.skip("needs root and iproute2, to make namespaces")
+    with laboratory.laboratory(tmp_path, 3) as nodes:
+        job = Job(nodes, tmp_path, "torchrun on nodes", "block", {}, ranks_of=(3, 3, 2))
+        is_killed, began = cause is kill, time.time()
+        living = [rank for rank in range(8) if rank != 3] if is_killed else list(range(6))
+        cause(job)
+        wait_for_files(tmp_path, "[0-7].json", len(living))
+        for rank in living:
+            seen = json.loads((tmp_path / f"{rank}.json").read_text())
+            expected = ENDED if is_killed else rf"Rank [67] \(pid \d+ on node3\) {OUT_OF_REACH}"
+            assert re.search(expected, seen["told"], re.DOTALL), (rank, seen)
+            assert seen["at"] - began < (AT_ONCE_S if is_killed else GONE_WITHIN_S), (rank, seen)
+        finish(job.processes, ENDS_SOON_S)
+        assert not job.is_left()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "network", [{"ipv4": False}, {"own_name_is_loopback": True}], ids=["IPv6 alone", "like Debian"]
 )
@@ -200,7 +229,7 @@ def test_networks_as_they_are(network: dict[str, bool], tmp_path: Path) -> None:
         command = nodes[0].command([PYTHON, "-c", pool])
         [(status, printed)] = finish([popen(command, environ(), tmp_path)])
         assert (status, printed) == (0, "[2.0, 2.0]\n")  # and no warning of torch's that a name cannot be looked up
-        job = Job(nodes, tmp_path, "torchrun on 2 nodes", "block", {})
+        job = Job(nodes, tmp_path, "torchrun on nodes", "block", {})
         began = time.time()
         kill(job)
         wait_for_files(tmp_path, "[012].json", 3)
@@ -215,7 +244,7 @@ def test_networks_as_they_are(network: dict[str, bool], tmp_path: Path) -> None:
 def test_a_slow_and_lossy_cable(nodes: list[Node], tmp_path: Path) -> None:
     """A tenth of a second there and back, and every fiftieth frame lost: nobody takes anybody for lost."""
     nodes[1].delay_s, nodes[1].loss = 0.1, 0.02
-    job = Job(nodes, tmp_path, "torchrun on 2 nodes", "block", {})
+    job = Job(nodes, tmp_path, "torchrun on nodes", "block", {})
     time.sleep(LOST_AFTER_S)  # of work
     job.tell("end")
     for status, printed in finish(job.processes):
