@@ -269,12 +269,16 @@ def summary(error: BaseException) -> str:
 
 
 def _with_source(tb: str) -> str:
-    """A traceback with the lines of code that its own process has not got, and this one has: of a notebook's cells."""
+    """A traceback with the lines of code that its own process has not got, and this one has: of a notebook's cells.
+
+    It opens no file: a stranger may have written the traceback.
+    """
     lines = tb.splitlines(keepends=True)
     for index in reversed(range(len(lines))):
         frame = _FRAME.match(lines[index])
         if frame and not "".join(lines[index + 1 : index + 2]).startswith(f"{frame[1]}  "):
-            source = linecache.getline(frame[2], int(frame[3])).strip()
+            known = frame[2] in linecache.cache
+            source = linecache.getline(frame[2], int(frame[3])).strip() if known else ""
             lines[index + 1 : index + 1] = [f"{frame[1]}  {source}\n"] if source else []
     return "".join(lines)
 

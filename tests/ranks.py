@@ -99,7 +99,8 @@ def launched(world_size: int, launcher: str = "env", **environ: str) -> Iterator
                 commands = [([*torchrun, "--master-port", str(free_port()), *rank[1:]], {})]
             else:
                 shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-                commands = [(rank, shared | environ | {"RANK": str(number)}) for number in range(world_size)]
+                own = ("RANK", "LOCAL_RANK") if "MASTER_ADDR" in environ else ("RANK",)
+                commands = [(rank, shared | environ | dict.fromkeys(own, str(number))) for number in range(world_size)]
             processes = [
                 subprocess.Popen(
                     command,

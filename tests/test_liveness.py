@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import socket
+import struct
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +16,17 @@ import torch
 import torch.distributed as dist
 
 from nn_parallel.launch.context import RankContext
-from nn_parallel.launch.liveness import ENDED, OUT_OF_REACH, STRANGERS, Liveness, Lost, ServerAddress, connect_nodes
+from nn_parallel.launch.liveness import (
+    ENDED,
+    OUT_OF_REACH,
+    RESET,
+    STRANGERS,
+    WELCOME,
+    Liveness,
+    Lost,
+    ServerAddress,
+    connect_nodes,
+)
 from nn_parallel.launch.store import LOST_KEY, SERVER_KEY, Connection, Member, RankZero, decode, encode, member_key
 from nn_parallel.world import World
 
@@ -133,6 +144,31 @@ def test_a_flood_of_connections_stops_no_link(ranks: Ranks) -> None:
         one.on_leave.close()
         assert ranks.gone() == {1: ENDED}
         assert two.rank_0.loss is None
+
+
+def test_who_is_hung_up_on_may_say_something_just_then(ranks: Ranks) -> None:
+    """What a stranger sends as another one takes its place is read from no connection that is closed."""
+    zero, one = ranks.join(0), ranks.join(1)
+    port, _ = _address(zero)
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection((HOST, port), 10)) for _ in range(3 + STRANGERS)]
+        for stranger in strangers:
+            with contextlib.suppress(OSError):  # it may be hung up on already
+                stack.enter_context(socket.create_connection((HOST, port), 10))
+                stranger.sendall(b"x")
+        two = ranks.join(2)
+        assert two.rank_0.is_linked
+        assert one.rank_0.loss is None
+
+
+def test_a_connection_that_is_reset_is_told_as_that(ranks: Ranks) -> None:
+    """As by a firewall: nothing is said of its node."""
+    port, token = _address(ranks.join(0))
+    with socket.create_connection((HOST, port)) as link:
+        link.sendall(f"{token} 2\n".encode())
+        assert link.recv(1) == WELCOME
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert ranks.gone() == {2: RESET}
 
 
 def test_who_is_lost_is_asked_for_all_ranks_at_once() -> None:

@@ -181,7 +181,7 @@ def blocks_of(context: RankContext | None) -> Blocks | None:
     if _current is None or _current.context is not context:
         _current = Blocks(context)
         if context.store_host == context.rank:
-            _hosted.append(_current)
+            _hosted[:] = [_current]  # who has joined again has heard of the one before
     if _current.generation != context.generation:
         _current.begin_generation(context.generation)
     return _current

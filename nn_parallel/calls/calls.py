@@ -268,11 +268,10 @@ class Calls:
         death.
         """
         goal = Progress(self.generation, self._number, phase)
-        # In a barrier a rank waits, by way of others, for all.
-        needed = [rank] if phase == FINISHED else self._others
-        until = Progress(self.generation, self._number, min(phase, FINISHED + 1))  # of a barrier, its beginning
-        dead: list[int] = []
+        needed = [rank] if phase == FINISHED else self._others  # in a barrier a rank waits, by way of others, for all
+        until, dead = Progress(self.generation, self._number, min(phase, FINISHED + 1)), list[int]()  # its beginning
         start, polls, has_told, warn_after_s = time.monotonic(), 0, False, wait.warn_after_s or WARN_AFTER_S
+        self.connection.answer_by = wait.deadline
         self._spin.offer_core()  # where ranks share cores, it may be the one that is waited for who needs this one
         try:
             while True:
@@ -307,6 +306,7 @@ class Calls:
                     warn_after_s = math.inf
                     self._warn(self._missing(needed, until), wait.call, waited)
         finally:
+            self.connection.answer_by = None
             if self._watcher is not None:
                 self._watcher.waits = None
 

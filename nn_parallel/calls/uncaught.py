@@ -13,8 +13,9 @@ from typing import NamedTuple
 from ..errors import RankError, collective_timed_out, format_traceback
 from ..launch.context import RankContext
 from ..launch.liveness import Liveness
-from ..launch.store import LOOKS, UNCAUGHT_KEY, decode, encode
+from ..launch.store import LOOKS, UNCAUGHT_KEY, decode, encode, report_key
 from ..polling import looks
+from .records import HAS_LEFT, Report
 from .watcher import is_consequence
 
 DIES_WITHIN_S = 2.0  # a process that has left the others
@@ -61,7 +62,8 @@ def _cause(context: RankContext) -> str:
         with contextlib.closing(Liveness(context, connection)) as liveness:
             for waited in looks(*LOOKS):
                 told = connection.read(UNCAUGHT_KEY, Uncaught)
-                if told is None and (dead := liveness.dead(_others(context))):
+                gone = liveness.dead(_others(context)) if told is None else []
+                if dead := [rank for rank in gone if not _has_left(context, rank)]:
                     died = Uncaught("\n".join(str(liveness.death(rank)) for rank in dead))
                     told = decode(Uncaught, UNCAUGHT_KEY, connection.swap(UNCAUGHT_KEY, "", encode(died)))
                 if told is not None:
@@ -78,6 +80,12 @@ def _stopped(context: RankContext) -> str:
     with contextlib.closing(Liveness(context, context.connection)) as liveness:
         stopped = [rank for rank in _others(context) if liveness.is_stopped(rank)]
     return "\n".join(f"Rank {rank} is stopped by a signal." for rank in stopped)
+
+
+def _has_left(context: RankContext, rank: int) -> bool:
+    """Whether it has ended as it should."""
+    report = context.connection.read(report_key(rank), Report)
+    return report is not None and report.progress.phase == HAS_LEFT
 
 
 def _others(context: RankContext) -> list[int]:

@@ -19,7 +19,7 @@ from ..errors import ParallelError, RankTimeoutError, lost_connection
 from ..launch import flight_recorder
 from ..launch.context import RankContext
 from ..launch.flight_recorder import Collective
-from ..launch.liveness import Liveness
+from ..launch.liveness import OUT_OF_REACH, Liveness
 from ..launch.store import INTRUDER_KEY, LEFT_KEY, standing_key
 from ..signals import CancelScope, Condition, Interrupted
 from ..stack_dump import by_place
@@ -51,6 +51,11 @@ class Block:
     is_active: bool = False  # its body runs
     must_leave: bool = False  # it has failed, or is to fail on this rank
     reason: ParallelError | None = None  # why, if not because of another rank
+
+    @property
+    def deadline(self) -> float | None:
+        """When its time is over, as far as that is known."""
+        return None if self.timeout_s is None or self.began is None else self.began + self.timeout_s
 
 
 class Watcher:
@@ -126,6 +131,7 @@ class Watcher:
                     pause = POLL_MIN_S
                     self._changed.wait(None if self._is_store_lost else left)
                     continue
+            self._connection.answer_by = block.deadline if block is not None else None
             must_leave = False
             reason: ParallelError | None = None
             try:
@@ -137,7 +143,7 @@ class Watcher:
                     reason = self._look(block)
             except Exception as error:  # the store is gone, or worse: what it should tell of would never be heard
                 self._is_store_lost, reason = True, _as_reason(error)
-                if block is None and self._context.rank_0.loss and position().may_wait:
+                if block is None and self._context.rank_0.how_lost == OUT_OF_REACH and position().may_wait:
                     self._end_collective(reason)
             if block is None:
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from ..launch.sockets import listen_on_loopback
+from ..launch.sockets import listen_at, loopback
 from ..launch.store import STOP_KEY
 from ..preemption import ASKED, pass_on_to
 from .worker import LOOPBACK, ranks_prefix
@@ -13,12 +13,14 @@ from .worker import LOOPBACK, ranks_prefix
 class PoolStore:
     """The store through which the ranks of a pool talk, in this process; made for the first `run`."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str | None = None) -> None:
+        """``host``: the address where other nodes reach it; None: no other node does."""
+        self._host = host or loopback(LOOPBACK)
         self._store: dist.TCPStore | None = None
         self._port = self._group = 0
 
     def port(self, group: int) -> int:
-        """The port where it listens, on the loopback; what groups before this one have left is deleted."""
+        """The port where it listens; what groups before this one have left is deleted."""
         if self._group != group:
             if self._store is None:
                 self._store = self._open()
@@ -39,9 +41,9 @@ class PoolStore:
         self._store = None
 
     def _open(self) -> dist.TCPStore:
-        listener = listen_on_loopback(preferred=LOOPBACK)
-        host, self._port, *_ = listener.getsockname()
+        listener = listen_at(self._host)
+        self._port = listener.getsockname()[1]
         # A socket of our own: TCPStore would listen on every interface, and a port chosen first can be taken.
         return dist.TCPStore(
-            host, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            self._host, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )

@@ -24,6 +24,7 @@ from ..errors import LaunchError, ParallelError
 from ..world import World
 from .environment import Launch, detect_launch
 from .group import Group
+from .sockets import at_ports, bottom
 from .store import Connection, Member, RankZero, clone_store, host_identity, member_key
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
@@ -47,6 +48,7 @@ class RankContext:
     rank_0: RankZero = field(default_factory=RankZero)
     generation: int = 0
     on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    connections: list[Connection] = field(default_factory=list)  # to the store, of all threads
 
     def __post_init__(self) -> None:
         self.rank, self.world_size, self._pid = self.world.rank, self.world.world_size, os.getpid()
@@ -74,7 +76,8 @@ class RankContext:
         return self._connection(store)
 
     def _connection(self, store: dist.Store) -> Connection:
-        return Connection(store, self.rank, self.world_size, self.store_host, self.rank_0)
+        self.connections.append(Connection(store, self.rank, self.world_size, self.store_host, self.rank_0))
+        return self.connections[-1]
 
     @property
     def is_inherited(self) -> bool:
@@ -107,6 +110,20 @@ class RankContext:
         w = self.world
         connected = self.open_store is not None and dist.is_initialized()
         return World(connected, *w[1:], w.node_rank, w.local_world_size, w.launcher)
+
+
+def _let_go_of_connections() -> None:
+    """In a fork of a rank: whoever waits for the end of the rank's connections must not have to wait for the fork's.
+
+    The numbers stay taken, as objects in C++ close them at the end of the fork.
+    """
+    context = _joined
+    if context is not None and context.world.launcher != "executor" and "store" in vars(context):
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        port = getattr(bottom(context.store), "port", 0)
+        for fd in {*at_ports({port, context.rank_0.port}), *context.group.sockets}:
+            os.dup2(null, fd, inheritable=False)
+        os.close(null)
 
 
 def current_world() -> World:
@@ -195,3 +212,4 @@ def _current_device() -> torch.device:
 _joined: RankContext | None = None
 _external: RankContext | None = None
 _externals = itertools.count(1)  # counted on first use, which is a call that all ranks make
+os.register_at_fork(after_in_child=_let_go_of_connections)

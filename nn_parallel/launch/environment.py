@@ -207,7 +207,7 @@ def _by_env(told: _Told) -> Launch:
         launcher_hosts_store=told.has("TORCHELASTIC_USE_AGENT_STORE")
         and told.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=told.number("TORCHELASTIC_RESTART_COUNT") if told.has("TORCHELASTIC_RESTART_COUNT") else 0,
-        one_node=is_loopback(launch.master_addr) or nodes == 1,
+        one_node=nodes == 1 if nodes else is_loopback(launch.master_addr),
         told_by=tuple(told.names),
     )
 

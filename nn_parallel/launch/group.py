@@ -15,7 +15,7 @@ from ..errors import LaunchError, summary
 from ..world import World
 from .flight_recorder import next_group_id
 from .sockets import bottom, card_to_other_nodes, connected_at, duplicate, still_open
-from .store import clone_store, limit_silence, store_barrier
+from .store import clone_store, store_barrier
 
 # `torch.distributed.nn.functional`, which optimizers import, keeps the default group that there is at its first import,
 # in default arguments. So it is imported now, as if there were none.
@@ -50,6 +50,11 @@ class Group:
         self._store_sockets: dict[int, int] = {}  # its connection, until that is ended
         self._half_closed: list[socket.socket] = []  # of a closed group, whose other ranks may still write
         self._on_release = contextlib.ExitStack()
+
+    @property
+    def sockets(self) -> set[int]:
+        """The connections of all groups, and of what is left of closed ones."""
+        return {*self._sockets, *(each.fileno() for each in self._half_closed)}
 
     def begin_generation(self, generation: int) -> None:
         """Name the groups that come alike on all ranks, however many each of them has made so far."""
@@ -108,7 +113,6 @@ class Group:
         finally:
             sys.excepthook = hook  # each init chains one more
         self._found = set(_groups().values())
-        limit_silence(self._sockets, self._unanswered_s)
         self.default = dist.group.WORLD
         _drop_closed_groups()
         self._barrier(own, timeout)  # or a rank that fails now would break another's init
@@ -143,6 +147,7 @@ class Group:
         """Let go of all that closed groups have left: this rank makes no further one."""
         self._half_closed += still_open(self._store_sockets)
         self._store_sockets.clear()
+        self._store = None
         self._close_half_closed()
         self._on_release.close()
         _drop_closed_groups()

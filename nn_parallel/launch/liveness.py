@@ -1,13 +1,14 @@
 """Who is dead? On this node a process tells by its pidfd; for other nodes each rank keeps a link to rank 0.
 
 A process that ends, however it does, closes its link; a node that cannot be reached does not answer the kernel's
-probes. Neither needs the interpreter of the rank, which may be busy for hours. Rank 0 writes into the store whom it has
-lost; that rank 0 itself is lost, each of the others sees for itself.
+probes. Neither needs the interpreter of the rank, which may be busy for hours. Rank 0 watches all links, and writes
+into the store which ranks it has lost. Each other rank watches its own, and sees by itself when rank 0 is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -26,15 +27,18 @@ from .context import RankContext
 from .sockets import LISTEN_BACKLOG, connected_since, end_connections, end_if_unanswered
 from .store import LOST_KEY, SERVER_KEY, Connection, Member, host_identity, member_key
 
+GUARD_EVERY_S, ANSWER_MARGIN_S = 0.25, 0.5  # see `StoreGuard`
 ASK_EVERY_S = 0.1  # who is gone, or where one lives who has not said so
 HELLO_BYTES, WELCOME = 64, b"."
 STRANGERS = 64  # may be connected to rank 0 at once, beside the ranks
-ENDED, OUT_OF_REACH = "ended", "went out of reach"
+ENDED, OUT_OF_REACH, RESET = "ended", "went out of reach", "ended, or its connection was reset"
+NO_ANSWER = errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH
+LINK_ATTEMPTS = 3  # of which a flood of strangers may have rank 0 hang up on one
 logger = logging.getLogger("nn_parallel")
 
 
 class Lost(NamedTuple):
-    """The ranks that rank 0 has lost, and how: `ENDED` or `OUT_OF_REACH`."""
+    """The ranks that rank 0 has lost, and how: `ENDED`, `OUT_OF_REACH` or `RESET`."""
 
     how: dict[int, str]
 
@@ -149,7 +153,7 @@ def connect_nodes(context: RankContext, host: str) -> None:
     """
     try:
         link = LivenessServer(context) if context.rank == 0 else LivenessLink(context, host)
-    except (OSError, ParallelError) as error:  # a firewall; a value that is not ours
+    except (OSError, RuntimeError, ValueError) as error:  # a firewall; the store; a value that is not ours
         if context.rank == 0:
             context.connection.write(SERVER_KEY, ServerAddress(0, ""))
         logger.warning("Rank %d cannot tell whether ranks on other nodes live: %s", context.rank, summary(error))
@@ -170,14 +174,16 @@ class LivenessLink:
         server = context.connection.read(SERVER_KEY, ServerAddress)
         if server is None or not server.port:
             raise OSError("rank 0 awaits no links")
+        context.rank_0.port = server.port
         self._store, self._lost_after_s = context.store, context.lost_after_s
         self._rank_0, self._member_0 = context.rank_0, context.connection.read(member_key(0), Member)
-        self._is_closed = False
-        self._connection = socket.create_connection((host, server.port), context.lost_after_s)
-        end_if_unanswered(self._connection, context.lost_after_s, is_idle=True)
-        self._connection.sendall(f"{server.token} {context.rank}\n".encode())
-        if self._connection.recv(1) != WELCOME:
+        self._is_closed, self._hello = False, f"{server.token} {context.rank}\n".encode()
+        for _ in range(LINK_ATTEMPTS):
+            self._connection = socket.create_connection((host, server.port), context.lost_after_s)
+            if self._is_welcome():
+                break
             self._connection.close()
+        else:
             raise OSError("rank 0 has hung up")
         self._connection.settimeout(None)
         self._thread = threading.Thread(target=self._await_end, name="nn_parallel liveness", daemon=True)
@@ -190,16 +196,58 @@ class LivenessLink:
         self._thread.join()
         self._connection.close()
 
+    def _is_welcome(self) -> bool:
+        end_if_unanswered(self._connection, self._lost_after_s, is_idle=True)
+        with contextlib.suppress(ConnectionError):
+            self._connection.sendall(self._hello)
+            return self._connection.recv(1) == WELCOME
+        return False
+
     def _await_end(self) -> None:
-        how = OUT_OF_REACH
-        with contextlib.suppress(OSError):
+        how = ENDED
+        try:
             self._connection.recv(1)  # rank 0 says no more: this is its end
-            how = ENDED
+        except OSError as error:
+            how = _how_lost(error)
         if self._is_closed:
             return
         self._rank_0.how_lost, self._rank_0.loss = how, _death(0, self._member_0, how, self._lost_after_s)
         if how == OUT_OF_REACH:
             end_connections(connected_since({}, self._store))
+
+
+class StoreGuard:
+    """A thread that ends the connections to the store of rank 0 when a request is not answered in time.
+
+    That is when the process of rank 0 is stopped. A thread that waits for the answer hears no signal, and sees no
+    deadline; then it raises.
+    """
+
+    def __init__(self, context: RankContext) -> None:
+        self._context, self._member = context, context.connection.read(member_key(0), Member)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="nn_parallel store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        timeout_s, asked = self._context.timeout.total_seconds(), None
+        while asked is None and not self._closing.wait(GUARD_EVERY_S):
+            now = time.monotonic()
+            for each in self._context.connections:
+                asked_at, answer_by = each.asked_at, each.answer_by
+                if asked_at is not None and now > max(asked_at, answer_by or asked_at + timeout_s) + ANSWER_MARGIN_S:
+                    asked = now - asked_at
+        if asked is not None:
+            member = self._member
+            who = f"Rank 0 (pid {member.pid} on {member.host_name}), which holds the store," if member else "Rank 0"
+            is_here = member is not None and member.host == host_identity()
+            why = ": it is stopped by a signal" if is_here and member and is_stopped(member.pid) else ""
+            self._context.rank_0.silence = f"{who} has not answered for {asked:.1f} s{why}."
+            end_connections(connected_since({}, self._context.store))
 
 
 class LivenessServer:
@@ -217,7 +265,8 @@ class LivenessServer:
         self._woken, self._wake = socket.socketpair()
         self._thread = threading.Thread(target=self._loop, name="nn_parallel liveness", daemon=True)
         self._thread.start()
-        context.connection.write(SERVER_KEY, ServerAddress(self._listener.getsockname()[1], self._token))
+        context.rank_0.port = self._listener.getsockname()[1]
+        context.connection.write(SERVER_KEY, ServerAddress(context.rank_0.port, self._token))
 
     def close(self) -> None:
         self._wake.close()
@@ -231,29 +280,38 @@ class LivenessServer:
             while True:
                 for key, _ in selector.select():
                     if key.fileobj is self._woken:
-                        for each in list(selector.get_map().values()):
-                            if isinstance(each.data, _End):
-                                each.data.connection.close()
+                        self._close_all(selector)
                         return
                     if key.fileobj is self._listener:
-                        try:
-                            connection, _ = self._listener.accept()
-                        except OSError:  # who connects has gone again; or no descriptor is left: not at once again
-                            time.sleep(ASK_EVERY_S)
-                            continue
-                        end_if_unanswered(connection, self._lost_after_s, is_idle=True)
-                        end = _End(connection)
-                        selector.register(connection, selectors.EVENT_READ, end)
-                        self._unknown[end] = None
-                        if len(self._unknown) > self._world_size + STRANGERS:
-                            self._hang_up(selector, next(iter(self._unknown)))
-                    elif key.fileobj in selector.get_map():  # else it was hung up on just now
-                        how = key.data.read(self._token)
-                        if key.data.rank is not None:
-                            self._unknown.pop(key.data, None)
-                        if how is not None:
-                            self._hang_up(selector, key.data)
-                            self._note_loss(key.data.rank, how)
+                        self._accept(selector)
+                    elif key.data.connection.fileno() != -1:  # else it was hung up on just now
+                        self._read(selector, key.data)
+
+    def _close_all(self, selector: selectors.BaseSelector) -> None:
+        for each in list(selector.get_map().values()):
+            if isinstance(each.data, _End):
+                each.data.connection.close()
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # who connects has gone again; or no descriptor is left: not at once again
+            time.sleep(ASK_EVERY_S)
+            return
+        end_if_unanswered(connection, self._lost_after_s, is_idle=True)
+        end = _End(connection)
+        selector.register(connection, selectors.EVENT_READ, end)
+        self._unknown[end] = None
+        if len(self._unknown) > self._world_size + STRANGERS:
+            self._hang_up(selector, next(iter(self._unknown)))
+
+    def _read(self, selector: selectors.BaseSelector, end: _End) -> None:
+        how = end.read(self._token)
+        if end.rank is not None:
+            self._unknown.pop(end, None)
+        if how is not None:
+            self._hang_up(selector, end)
+            self._note_loss(end.rank, how)
 
     def _hang_up(self, selector: selectors.BaseSelector, end: _End) -> None:
         self._unknown.pop(end, None)
@@ -290,6 +348,10 @@ class _End:
                 self.rank = int(rank)
         except BlockingIOError:
             pass
-        except OSError:
-            return OUT_OF_REACH
+        except OSError as error:
+            return _how_lost(error)
         return None
+
+
+def _how_lost(error: OSError) -> str:
+    return OUT_OF_REACH if error.errno in NO_ANSWER else RESET

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import threading
@@ -21,16 +22,16 @@ from ..signals import DeferredSignals
 from ..stack_dump import offer_stack
 from .context import RankContext, world_of
 from .environment import Launch, is_loopback
-from .liveness import connect_nodes
+from .liveness import StoreGuard, connect_nodes
 from .sockets import (
     connected_since,
     connected_to,
     end_connections,
-    listen_on_loopback,
+    listen_at,
     loopback,
     open_sockets,
 )
-from .store import REFUSAL_KEY, Member, limit_silence, member_key, owner_key, store_barrier
+from .store import REFUSAL_KEY, WARN_AFTER_S, Member, limit_silence, member_key, owner_key, store_barrier
 
 RANKS_SHOWN = 64
 ATTEMPTS = 0.1, 0.01, 1.0  # to connect, each of which may ask a name server: see `looks`
@@ -59,7 +60,7 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
     if address not in _stores:  # kept for the life of the process: a second one could not listen on the same port
         _stores[address] = _KeptStore(_open_store(launch, timeout, before))
     kept = _stores[address]
-    store, own_keys = kept.store, dist.PrefixStore(f"nn_parallel/{launch.attempt}.{kept.joins + 1}", kept.store)
+    store, own_keys = kept.store, dist.PrefixStore(_prefix(launch, kept), kept.store)
     context = RankContext(
         world,
         lambda: own_keys,
@@ -83,7 +84,14 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         raise refused
     if not launch.one_node:
         connect_nodes(context, launch.master_addr)
+    if context.store_host == 0 and context.rank > 0:
+        context.on_leave.callback(StoreGuard(context).close)
     return context
+
+
+def _prefix(launch: Launch, kept: _KeptStore) -> str:
+    """Of all keys of these ranks at this meeting: ranks of a job of another size, at the same address, are not them."""
+    return f"nn_parallel/{launch.world_size}/{launch.attempt}.{kept.joins + 1}"
 
 
 def _claim_device(context: RankContext) -> str:
@@ -121,12 +129,12 @@ def _open_store(launch: Launch, timeout: timedelta, before: dict[int, int]) -> d
     """
     hosts_store = launch.rank == 0 and not launch.launcher_hosts_store
     address = f"{launch.master_addr}:{launch.master_port}"
-    is_here = is_loopback(launch.master_addr)
-    host, listener = loopback() if is_here else launch.master_addr, None
+    is_here = launch.one_node and not launch.launcher_hosts_store
+    host, listener = loopback() if is_here or is_loopback(launch.master_addr) else launch.master_addr, None
     if hosts_store and is_here:
         # A socket of our own: TCPStore would listen on every interface.
         try:
-            listener = listen_on_loopback(launch.master_port)
+            listener = listen_at(host, launch.master_port)
         except OSError as error:
             why = os.strerror(error.errno or 0)
             raise LaunchError(
@@ -187,6 +195,7 @@ def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:
         OSError: why nobody could be reached within ``timeout``.
         UnicodeError: no host can have such a name.
     """
+    warn_after_s = WARN_AFTER_S
     for waited in looks(*ATTEMPTS):
         left = timeout.total_seconds() - waited
         answer_within_s = min(max(left, ATTEMPT_MIN_S), ATTEMPT_MAX_S)
@@ -194,9 +203,12 @@ def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:
             # Ctrl-C is raised when the attempt is over: in the middle it would leave a socket open.
             with DeferredSignals(), socket.create_connection(address, answer_within_s):
                 return
-        except OSError:
+        except OSError as error:
             if left <= 0:
                 raise
+            if waited > warn_after_s:
+                warn_after_s = math.inf
+                logger.warning("Nobody answers at %s:%d for %.0f s: %s.", *address, waited, summary(error))
 
 
 @dataclass

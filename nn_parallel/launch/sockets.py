@@ -47,6 +47,20 @@ def connected_to(port: int, before: dict[int, int]) -> dict[int, int]:
     return found
 
 
+def at_ports(ports: set[int]) -> list[int]:
+    """The sockets of this process that listen at one of these ports, or of whose ends one has it."""
+    found = []
+    for fd in open_sockets():
+        with contextlib.suppress(OSError), _duplicate(fd) as sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                used = {sock.getsockname()[1]}
+                with contextlib.suppress(OSError):  # it listens
+                    used.add(sock.getpeername()[1])
+                if used & ports:
+                    found.append(fd)
+    return found
+
+
 def connected_at(addresses: set[tuple[str, int]]) -> dict[int, int]:
     """The connections of this process of which one end has one of these addresses."""
     found = {}
@@ -114,9 +128,8 @@ def end_if_unanswered(connection: socket.socket, lost_after_s: float, *, is_idle
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def listen_on_loopback(port: int = 0, preferred: str = "127.0.0.1") -> socket.socket:
-    """A socket that only this machine reaches; any free port if none is given."""
-    host = loopback(preferred)
+def listen_at(host: str, port: int = 0) -> socket.socket:
+    """A socket at one address of this machine; any free port if none is given."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
 
@@ -153,7 +166,9 @@ def card_to_other_nodes(connections: dict[int, int]) -> str | None:
 
 def _cards() -> Iterator[tuple[str, set[str]]]:
     """The network cards of this machine that have addresses, and these."""
-    of_ipv6 = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    of_ipv6 = list[list[str]]()
+    with contextlib.suppress(OSError):  # the kernel has no IPv6
+        of_ipv6 = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             addresses = {

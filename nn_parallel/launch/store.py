@@ -41,6 +41,7 @@ import logging
 import math
 import os
 import socket
+import time
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,13 +52,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import LaunchError, ParallelError, WorkerDiedError, rank_error
+from ..errors import LaunchError, ParallelError, RankTimeoutError, WorkerDiedError, rank_error, summary
 from ..polling import looks
 from ..world import World
-from .sockets import connected_since, end_if_unanswered, open_sockets, still_open
+from .sockets import bottom, connected_since, end_if_unanswered, open_sockets, still_open
 
 T = TypeVar("T")
 WARN_AFTER_S = 30.0  # of waiting for others
+CONNECTS_WITHIN = timedelta(seconds=10)  # once more, to a store that has answered before
 LOOKS = 0.2, 0.0001, 0.05  # at a key: see `looks`
 logger = logging.getLogger("nn_parallel")
 
@@ -82,11 +84,13 @@ class Member(NamedTuple):
 
 @dataclass
 class RankZero:
-    """Rank 0, as a rank on another node knows it by the link to it: see `liveness`."""
+    """Rank 0, as another rank knows it: see `liveness`."""
 
+    port: int = 0  # where it awaits the links
     is_linked: bool = False  # else all ranks are on one node, or the link could not be made
     how_lost: str | None = None
     loss: WorkerDiedError | None = None
+    silence: str = ""  # what is told of it if the store in its process has not answered in time
 
 
 class Connection:
@@ -102,6 +106,8 @@ class Connection:
     ) -> None:
         """``host``: the rank whose process the store lives in, if it is one's."""
         self.store = store
+        self.asked_at: float | None = None  # when the request was made whose answer is awaited
+        self.answer_by: float | None = None  # when it is of no use any more
         self._rank, self._world_size, self._host, self._rank_0 = rank, world_size, host, rank_0
 
     def get(self, key: str) -> str | None:
@@ -140,23 +146,28 @@ class Connection:
             ParallelError: one is not, within ``timeout``.
         """
         for waited in looks(*LOOKS):
-            if self.store.check(keys):
+            if self._ask(self.store.check, keys):
                 return
             if waited > timeout.total_seconds():
-                missing = ", ".join(key for key in keys if not self.store.check([key]))
+                missing = ", ".join(key for key in keys if not self._ask(self.store.check, [key]))
                 raise ParallelError(f"Rank {self._rank} waited {timeout} for other ranks to tell {missing}.")
 
-    def _ask(self, request: Callable[..., T], *args: str) -> T:
-        """Raises ParallelError, or the RankError of the rank that holds the store, if that is gone."""
+    def _ask(self, request: Callable[..., T], *args: Any) -> T:
+        """Raises ParallelError, or the RankError of the rank that holds the store, if that is gone or silent."""
+        self.asked_at = time.monotonic()
         try:
             return request(*args)
         except RuntimeError as error:  # a DistNetworkError or DistStoreError
+            if self._rank_0 is not None and self._rank_0.silence:
+                raise RankTimeoutError(self._rank_0.silence, ranks=[0]) from error
             if self._rank_0 is not None and self._rank_0.loss is not None:
                 raise rank_error("The connection", self._world_size, {0: self._rank_0.loss}) from error
             if self._host is None or self._host == self._rank:
                 raise ParallelError(f"The store through which the ranks talk is gone: {error}") from error
             died = WorkerDiedError(f"Rank {self._host}, which holds the store, is gone: {error}", rank=self._host)
             raise rank_error("The connection", self._world_size, {self._host: died}) from error
+        finally:
+            self.asked_at = None
 
 
 encode = json.dumps  # of a record: a NamedTuple of strings, numbers, records, and tuples and dicts of them
@@ -218,8 +229,18 @@ def _checked(kind: Any, value: Any) -> Any:
 
 def clone_store(store: dist.Store, unanswered_s: float | None) -> tuple[dist.Store, dict[int, int]]:
     """The store by another connection, and that connection, which ends when no answer comes in ``unanswered_s``."""
-    before = open_sockets()
-    clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+    before, whole = open_sockets(), bottom(store)
+    timeout = whole.timeout  # type: ignore[attr-defined]  # torch tries for so long to connect, deaf to Ctrl-C, also where nobody is left
+    whole.set_timeout(min(timeout, CONNECTS_WITHIN))
+    try:
+        clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs, as the above
+    except RuntimeError as error:
+        raise LaunchError(
+            f"The store through which the ranks talk cannot be reached again: {summary(error)}"
+        ) from error
+    finally:
+        whole.set_timeout(timeout)
+    bottom(clone).set_timeout(timeout)
     connection = connected_since(before, store)
     limit_silence(connection, unanswered_s)
     return clone, connection
