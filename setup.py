@@ -29,6 +29,7 @@ setup(
         "docs": ["mkdocs-material", "mkdocstrings[python]", "ruff"],
         "examples": ["matplotlib", "pyyaml", "scikit-learn", "tqdm"],
         "peers": ["joblib", "loky", "matplotlib", "ray", "torchrunx"],
+        "ray": ["ray[client]>=2.40"],
         "test": [
             "build",
             "hypothesis",

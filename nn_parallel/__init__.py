@@ -39,7 +39,7 @@ The files, from the bottom up; each knows only those before it in this list::
         memfd, connection       memory files for what is large; messages
         namespaces              what functions and classes that travel by value find in a worker
         evidence                why a process died
-        worker                  a worker process
+        headers, worker         what a worker is told of a task; a worker process
         fingerprints, modules   whether a function is still the same, and the modules that workers import
         names, script           what functions refer to by names, and when that is sent
         function_cache, packing the functions that workers keep; what is sent in all
@@ -50,6 +50,8 @@ The files, from the bottom up; each knows only those before it in this list::
         processes               those of a pool
         pool_store, pool        the store of the ranks of a run; which task goes where, and the supervisor's thread
         local, launched         the executor's calls on a pool's workers; on the ranks that a launcher has started
+        ray_node, ray_cluster   the workers of one node of a Ray cluster; room on that
+        ray_workers             the executor's calls there
         executor                the class itself
     shared_pool, data_parallel  parallelize_on_gpus; parallel_on_all_devices
     doctor                      verify_ddp_setup

@@ -223,9 +223,16 @@ class _Storage:
         if self.on_accelerator:
             there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (end - start,), (1,))
             storage, start, end = there.cpu().untyped_storage(), 0, end - start
-        array = (ctypes.c_char * (end - start)).from_address(storage.data_ptr() + start)
-        array.storage = storage  # type: ignore[attr-defined]
-        return array
+        return memory_of(storage, start, end)
+
+
+def memory_of(storage: torch.UntypedStorage, start: int = 0, end: int | None = None) -> Any:
+    """An object with the buffer interface for the bytes of a storage on the CPU; it keeps them alive."""
+    array = (ctypes.c_char * ((storage.nbytes() if end is None else end) - start)).from_address(
+        storage.data_ptr() + start
+    )
+    array.storage = storage  # type: ignore[attr-defined]
+    return array
 
 
 def _is_atomic(obj: Any) -> bool:

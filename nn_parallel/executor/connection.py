@@ -68,6 +68,16 @@ class Payload:
             if self._file is None:  # too many are in use: one is filled when this is sent
                 self._copies = [memoryview(bytes(buffer)) for buffer in buffers]
 
+    def packed(self) -> Packed:
+        """What it was made of."""
+        if self.inline is None:
+            pickled, *buffers = self._file.buffers() if self._file is not None else self._copies
+        elif self.buffer_count:
+            pickled, *buffers = split(memoryview(self.inline), self.buffer_count)
+        else:
+            pickled, buffers = memoryview(self.inline), []
+        return Packed(bytes(pickled), buffers, self.shared, self.is_plain)
+
     def file(self) -> FilledFile | None:
         """The memory file; None if the object is small. Raises as the constructor."""
         return self._file or (_filled(FilledFile.once, self._copies) if self._copies else None)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Executor, Future
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Never, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Never, NoReturn, Self, TypeVar
 
 import torch
 
@@ -20,9 +20,12 @@ from ..errors import ParallelError, RankError
 from ..progress import Progress
 from .launched import LaunchedRanks
 from .local import LocalWorkers
-from .packing import CallOptions
+from .packing import CallOptions, Packer
 from .pool import Pool
 from .processes import Settings
+
+if TYPE_CHECKING:
+    from .ray_workers import RayWorkers
 
 UNINTERRUPTED = True  # see signals
 R = TypeVar("R")
@@ -55,11 +58,19 @@ class ParallelExecutor(Executor):
         initializer: called once in each worker, also in one that replaces a dead one.
         initargs: its arguments.
         prefix_output: begin each line that a worker prints with ``[rank 1]``.
+        engine: ``"local"``; or ``"ray"``, for workers on the nodes of a Ray cluster: the one at ``RAY_ADDRESS``, one
+            that runs on this machine, or one that is started here. It needs ``nn_parallel[ray]``.
+        resources_per_worker: with ``engine="ray"``, what Ray sets aside for each worker, beside one ``CPU`` and, with
+            accelerators, one ``GPU``, or instead of these: ``{"CPU": 4}``.
+        placement: with ``engine="ray"``, ``"pack"`` for as few nodes as possible, or ``"spread"`` over as many.
+        wait_for_resources: with ``engine="ray"``, seconds (or a timedelta) to wait for that.
 
     Raises:
         TypeError: ``num_gpus`` together with ``devices``; a count is no integer, ``initializer`` no callable.
         ValueError: there are fewer devices, or none of that name; under a launcher, other workers than its ranks.
         TransferError: the initializer cannot be sent.
+        LaunchError: with ``engine="ray"``, there is no cluster, no room in it in time, or a node is not fit.
+        ImportError: with ``engine="ray"``, Ray is not installed.
 
     Example::
 
@@ -81,6 +92,10 @@ class ParallelExecutor(Executor):
         initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
         prefix_output: bool = False,
+        engine: str = "local",
+        resources_per_worker: Mapping[str, float] | None = None,
+        placement: str = "pack",
+        wait_for_resources: timedelta | float = 300.0,
         **unknown: Never,
     ) -> None:
         if unknown:
@@ -90,8 +105,14 @@ class ParallelExecutor(Executor):
         if initializer is not None and not callable(initializer):
             raise TypeError(f"initializer={initializer!r} must be a callable.")
         self._options = CallOptions(pass_device, as_seconds(timeout))
-        self._backend: LaunchedRanks | LocalWorkers
+        self._backend: LaunchedRanks | LocalWorkers | RayWorkers
         context = join_launched_world()
+        if engine not in ("local", "ray"):
+            raise ValueError(f"engine={engine!r} must be 'local' or 'ray'.")
+        if placement not in ("pack", "spread"):
+            raise ValueError(f"placement={placement!r} must be 'pack' or 'spread'.")
+        if engine == "local" and resources_per_worker is not None:
+            raise ValueError('resources_per_worker applies to engine="ray" only.')
         if context is not None:
             self._backend = LaunchedRanks(context, self._options.timeout_s)
             self._backend.check_choice(num_gpus, devices, num_workers)
@@ -100,6 +121,18 @@ class ParallelExecutor(Executor):
             return
         if sys.platform != "linux":
             raise ParallelError("ParallelExecutor starts worker processes on Linux only: use WSL, Linux or torchrun.")
+        pack_initializer = None
+        if initializer is not None:
+            options = self._options._replace(pass_device=False)
+            pack_initializer = functools.partial(Packer.pack, fn=initializer, args=initargs, kwargs={}, options=options)
+        if engine == "ray":
+            from .ray_cluster import Wanted, resources_for
+            from .ray_workers import RayWorkers
+
+            resources, workers = resources_for(num_gpus, devices, num_workers, resources_per_worker)
+            wanted = Wanted(resources, placement, as_seconds(wait_for_resources) or 0.0, prefix_output)
+            self._backend = RayWorkers(workers, wanted, pack_initializer, self._idle_limit_s)
+            return
         devices_for = functools.partial(choose_devices, num_gpus, devices)
         chosen = devices_for(num_workers)
         if devices is None and chosen[0].type == "cpu":
@@ -107,9 +140,7 @@ class ParallelExecutor(Executor):
             logger.info("No accelerator: %d CPU workers, %d threads each.", n, max(1, cpu_count() // n))
         settings = Settings(
             devices=chosen,
-            initializer=initializer,
-            initargs=initargs,
-            timeout_s=self._options.timeout_s,
+            pack_initializer=pack_initializer,
             idle_limit_s=self._idle_limit_s,
             prefix_output=prefix_output,
         )

@@ -69,11 +69,11 @@ class LocalWorkers:
         progress: Progress,
     ) -> Iterator[Any]:
         """As `ParallelExecutor.map`; each item is the arguments of a call."""
-        if chunksize == 1:
-            return progress.counted(self._map(fn, items, options, timeout_s, progress.name))
-        chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
-        each = functools.partial(call_each, fn)  # no more than that, so that the workers can keep it
-        return progress.counted(_joined(self._map(each, zip(chunks, strict=True), options, timeout_s, progress.name)))
+
+        def each(fn: Callable[..., Any], items: Iterable[Any]) -> Generator[Any, None, None]:
+            return self._map(fn, items, options, timeout_s, progress.name)
+
+        return progress.counted(in_chunks(each, fn, items, chunksize))
 
     def put(self, obj: Any) -> Any:
         """As `ParallelExecutor.put`."""
@@ -127,6 +127,20 @@ class LocalWorkers:
                 yield item.result(deadline)
         finally:
             mapped.is_wanted = False  # what has not begun then never does
+
+
+def in_chunks(
+    each: Callable[[Callable[..., Any], Iterable[Any]], Generator[Any, None, None]],
+    fn: Callable[..., Any],
+    items: Iterator[Any],
+    size: int,
+) -> Iterator[Any]:
+    """The results of ``fn``, so many items at a time; ``each(fn, items)`` gives those of single calls."""
+    if size == 1:
+        return each(fn, items)
+    chunks = iter(lambda: list(itertools.islice(items, size)), [])
+    each_of_chunk = functools.partial(call_each, fn)  # no more than that, so that the workers can keep it
+    return _joined(each(each_of_chunk, zip(chunks, strict=True)))
 
 
 def _joined(chunks: Generator[Any, None, None]) -> Iterator[Any]:

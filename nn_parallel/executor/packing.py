@@ -123,10 +123,11 @@ class Packer:
 
     def _keep(self, packed: Packed, what: str) -> Handle:
         handle = Handle(Payload(packed, self.files), what, self)
-        weakref.finalize(handle, self._forget, handle.number).atexit = False
+        weakref.finalize(handle, self.forget, handle.number).atexit = False
         return handle
 
-    def _forget(self, number: int) -> None:
+    def forget(self, number: int) -> None:
+        """The handle of this number is gone."""
         self.forgotten.append(number)
         self._on_forgotten()
 

@@ -23,13 +23,14 @@ from ..signals import DeferredSignals
 from ..stack_dump import offer_stack
 from .connection import Header, Unpack
 from .forkserver_client import Exited, close_at_exit, take_standard_descriptors
+from .headers import ALONE, Ranks, TaskHeader
 from .packing import PackedCall, Packer
 from .poller import Poller
 from .pool_store import PoolStore
 from .process import State, WorkerProcess, timeout_error
 from .processes import Processes, Settings
 from .tasks import Answer, Callbacks, CallFuture, Item, Resize, Run, SetUp, Task
-from .worker import CANCELLED, FAILED, STARTED, SUCCEEDED, TaskHeader
+from .worker import CANCELLED, FAILED, STARTED, SUCCEEDED
 
 MAX_FAILED_STARTS = 3  # in a row, in the place of one worker
 
@@ -40,24 +41,21 @@ class Pool:
     def __init__(self, settings: Settings) -> None:
         take_standard_descriptors()
         offer_stack()
-        self._pid = os.getpid()
+        self._pid, self._cores_given = os.getpid(), settings.cores
         self._idle_limit_s = math.inf if settings.idle_limit_s is None else settings.idle_limit_s
         self._lock = threading.Lock()
         self._queue = deque[Task | Resize]()
         self._workers: list[WorkerProcess] = []  # by rank
         self._use(settings.devices)
         self._numbers = itertools.count(STARTED + 1)  # of tasks
-        self._group = 1  # see TaskHeader
-        self._failed_starts = Counter[int]()  # by rank
+        self.group, self._failed_starts = 1, Counter[int]()  # see `Ranks`; by rank
         self._closing, self._orphaned = False, False
         self._broken: ParallelError | None = None
-        self._store, self._packer = PoolStore(), Packer(self._wake)
-        self._set_up = SetUp.of(settings.initializer, settings.initargs, settings.timeout_s, self._packer)
+        self.store, self._packer = PoolStore(), Packer(self._wake)
+        self._set_up = SetUp(settings.pack_initializer(self._packer)) if settings.pack_initializer else None
         self.callbacks = Callbacks()
         self._poller = Poller()
-        self._processes = Processes(
-            self._poller, self._lock, self._packer.files, settings.prefix_output, self._answered, self._hear
-        )
+        self._processes = Processes(self._poller, self._lock, self._packer.files, settings, self._answered, self._hear)
         try:
             self._workers += [self._start(index) for index in range(len(self._devices))]
         except BaseException:
@@ -112,9 +110,11 @@ class Pool:
         """Nobody waits for ``task`` any more: take it out of the queue, or end it where it runs."""
         with DeferredSignals():
             with self._lock:
-                if task in self._queue:
+                if was_waiting := task in self._queue:
                     self._queue.remove(task)
                 self._processes.cancel(task)
+            if was_waiting:
+                task.discard()
             self._poller.wake()
             self._hand_out()  # what waited behind it
 
@@ -198,32 +198,33 @@ class Pool:
                 if isinstance(task, Resize):
                     self._poller.wake()
                     return None
-                idle, size, port = [worker for worker in self._workers if worker.state is State.IDLE], 0, 0
+                idle, ranks = [worker for worker in self._workers if worker.state is State.IDLE], ALONE
                 if len(idle) < (len(self._devices) if isinstance(task, Run) else 1):
                     return None
                 if isinstance(task, Run):
-                    size, port = len(idle), self._store.port(self._group)
+                    ranks = task.ranks or Ranks(len(idle), self.store.port(self.group), self.group)
                 self._queue.popleft()
-                if not task.begin(size):
+                if not task.begin(len(idle)):
                     continue
-                del idle[size or 1 :]
+                if ranks is ALONE:
+                    del idle[1:]
                 self._used_at = time.monotonic()
-                return idle, self._given(task, idle, size, port), task.call
+                return idle, self._given(task, idle, ranks), task.call
         return None
 
-    def _given(self, task: Task | SetUp, workers: Sequence[WorkerProcess], size: int = 0, port: int = 0) -> TaskHeader:
+    def _given(self, task: Task | SetUp, workers: Sequence[WorkerProcess], ranks: Ranks = ALONE) -> TaskHeader:
         """Let ``workers`` begin ``task``: the header by which they are told."""
         number, (bind, timeout_s) = next(self._numbers), task.call.options
         for worker in workers:
             worker.begin(task, number)
         if timeout_s is not None:
             self._poller.wake()  # for the deadlines
-        return TaskHeader(number, True, task.call.function, bind, self._cores, size, port, self._group)
+        return TaskHeader(number, True, task.call.function, bind, self._cores, *ranks)
 
     def _use(self, devices: Sequence[torch.device]) -> None:
         """From now on these are the devices of the workers."""
         self._devices, self._used_at = list(devices), time.monotonic()
-        self._cores = cpu_count() // len(devices)  # for each worker
+        self._cores = self._cores_given or cpu_count() // len(devices)  # for each worker
 
     # What workers tell, in whichever thread reads
 
@@ -259,7 +260,7 @@ class Pool:
             return
         if isinstance(task, Run) and (answer.outcome != SUCCEEDED or failed_inside):
             with self._lock:
-                self._group += 1
+                self.group += 1
                 if answer.outcome != SUCCEEDED:
                     self._processes.cancel(task)
             self._poller.wake()  # there are deadlines now, which are the supervisor's to keep
@@ -307,7 +308,7 @@ class Pool:
             self._break(error)
             return
         with self._lock:
-            self._group += 1
+            self.group += 1
         task.fail(error)  # first: another thread may take the answers to what follows
         with self._lock:
             for worker in silent:
@@ -322,7 +323,7 @@ class Pool:
             if not isinstance(task, Resize) or any(worker.state is not State.IDLE for worker in self._workers):
                 return
             self._use(task.devices)
-            self._group += 1
+            self.group += 1
             for worker in self._workers[len(self._devices) :]:
                 worker.leave()
             del self._workers[len(self._devices) :]
@@ -356,7 +357,7 @@ class Pool:
                 before = worker.state
                 task, error = worker.exited(told)
                 if is_missed := worker in self._workers:
-                    self._group += 1
+                    self.group += 1
                     self._workers.remove(worker)
                 if before is State.BUSY and not worker.is_given and isinstance(task, CallFuture | Item):
                     self._queue.appendleft(task)  # for another worker
@@ -392,7 +393,7 @@ class Pool:
         with self._poller.reclaimed():
             self._processes.close()
         self._poller.close()
-        self._store.close()
+        self.store.close()
         self._packer.close()
 
     def _start(self, index: int) -> WorkerProcess:

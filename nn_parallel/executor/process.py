@@ -23,6 +23,7 @@ from ..pickling import Packed
 from ..stack_dump import by_call_site, is_whole, users_part
 from .connection import Connection, Payload
 from .forkserver_client import Exited, ServerConnection
+from .headers import TASK_FORMAT, TaskHeader
 from .memfd import Files
 from .output import Output
 from .packing import PackedCall
@@ -33,11 +34,9 @@ from .worker import (
     FORGET,
     STACK_SIGNAL,
     STARTED,
-    TASK_FORMAT,
     TELL_STACK,
     Order,
     Setup,
-    TaskHeader,
 )
 
 START_WITHIN_S = 300.0  # for a process to take tasks: longer than any machine is busy, so that no start hangs for ever
@@ -76,9 +75,11 @@ class Deadline(NamedTuple):
 class WorkerProcess:
     """One worker process. The pool's lock guards its state, and what it works on."""
 
-    def __init__(self, index: int, device: torch.device, server: ServerConnection, prefix_output: bool) -> None:
-        """Have it forked; it need not be there yet."""
-        self.index, self.device, self._server = index, device, server
+    def __init__(
+        self, index: int, rank: int, device: torch.device, server: ServerConnection, prefix_output: bool
+    ) -> None:
+        """Have it forked; it need not be there yet. ``index`` is its place in the pool, ``rank`` that in runs."""
+        self.index, self.rank, self.device, self._server = index, rank, device, server
         self.state, self.pid = State.STARTING, 0  # until the fork server has told its process id
         self.has_started = False  # it takes tasks, the initializer first
         self.task: Task | SetUp | None = None
@@ -98,7 +99,7 @@ class WorkerProcess:
                 read, write = os.pipe()
                 given_away.callback(os.close, write)
                 on_failure.callback(os.close, read)
-                self.output.append(Output(read, name, index, has_prefix=prefix_output))
+                self.output.append(Output(read, name, rank, has_prefix=prefix_output))
                 theirs.append(write)
             self.key = server.fork(theirs)
             on_failure.pop_all()
@@ -110,7 +111,7 @@ class WorkerProcess:
 
     @property
     def description(self) -> str:
-        return f"Worker {self.index} (pid {self.pid}, {self.device})"
+        return f"Worker {self.rank} (pid {self.pid}, {self.device})"
 
     @property
     def _doing(self) -> str:
@@ -126,7 +127,7 @@ class WorkerProcess:
     def set_up(self, directory: str, files: Files) -> None:
         """Send it what no fork can know."""
         setup = Setup(
-            rank=self.index,
+            rank=self.rank,
             device=str(self.device),
             environ=dict(os.environ),
             directory=directory,
@@ -266,7 +267,7 @@ class WorkerProcess:
         is_running = self.task is not None and self.is_given
         doing = "starting" if not self.has_started else f"running {self._doing}" if is_running else "idle"
         message = f"{self.description} {exit_reason(exit.exitcode)} while {doing}. {exit.evidence}"
-        return WorkerDiedError(message, rank=self.index, pid=self.pid, exitcode=exit.exitcode, evidence=exit.evidence)
+        return WorkerDiedError(message, rank=self.rank, pid=self.pid, exitcode=exit.exitcode, evidence=exit.evidence)
 
     def _order(self, kind: int, number: int) -> None:
         with contextlib.suppress(OSError):
@@ -278,10 +279,10 @@ def timeout_error(task: Task | SetUp | None, silent: Iterable[WorkerProcess]) ->
     what, limit = "The start of workers", f"{START_WITHIN_S:g} s"
     if task is not None:
         what, limit = task.call.name, f"timeout={task.call.options.timeout_s:g} s"
-    silent = sorted(silent, key=lambda worker: worker.index)
-    stacks = {worker.index: worker.where_it_stands() for worker in silent}
-    sites = by_call_site({f"rank {worker.index}": worker.stack for worker in silent})
-    told = "\n".join(f"{worker.description}:\n{stacks[worker.index]}" for worker in silent)
+    silent = sorted(silent, key=lambda worker: worker.rank)
+    stacks = {worker.rank: worker.where_it_stands() for worker in silent}
+    sites = by_call_site({f"rank {worker.rank}": worker.stack for worker in silent})
+    told = "\n".join(f"{worker.description}:\n{stacks[worker.rank]}" for worker in silent)
     return RankTimeoutError(
         f"{what} did not end within {limit}. Where its workers stand:\n{sites}\n\n{told}",
         ranks=list(stacks),

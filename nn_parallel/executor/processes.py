@@ -18,6 +18,7 @@ import torch
 from .connection import Header, Unpack
 from .forkserver_client import Exited, ServerConnection
 from .memfd import Files
+from .packing import PackedCall, Packer
 from .poller import Poller
 from .process import Due, WorkerProcess
 from .tasks import SetUp, Task
@@ -27,11 +28,11 @@ class Settings(NamedTuple):
     """What a pool is made with."""
 
     devices: Sequence[torch.device]
-    initializer: Callable[..., object] | None
-    initargs: tuple[Any, ...]
-    timeout_s: float | None  # of the initializer
-    idle_limit_s: float | None
-    prefix_output: bool
+    pack_initializer: Callable[[Packer], PackedCall] | None = None
+    idle_limit_s: float | None = None
+    prefix_output: bool = False
+    ranks: Sequence[int] | None = None  # the workers, where they are some of those of a cluster
+    cores: int | None = None  # for each worker; None: its share of this machine's
 
 
 class Processes:
@@ -42,13 +43,13 @@ class Processes:
         poller: Poller,
         lock: threading.Lock,
         files: Files,
-        prefix_output: bool,
+        settings: Settings,
         on_answer: Callable[[WorkerProcess, Header, Unpack], None],
         on_news: Callable[[], bool],
     ) -> None:
         """``lock`` guards the states of the workers; ``on_news`` is called when there is something to `hear`."""
         self._on_answer = on_answer
-        self._poller, self._lock, self._files, self._prefix_output = poller, lock, files, prefix_output
+        self._poller, self._lock, self._files, self._settings = poller, lock, files, settings
         self._directory = os.getcwd()
         self._by_key = dict[int, WorkerProcess]()
         self._are_killed = False
@@ -63,7 +64,9 @@ class Processes:
 
     def start(self, index: int, device: torch.device) -> WorkerProcess:
         """Have a worker forked; it need not be there yet."""
-        worker = WorkerProcess(index, device, self._server, self._prefix_output)
+        ranks = self._settings.ranks
+        rank = index if ranks is None else ranks[index]
+        worker = WorkerProcess(index, rank, device, self._server, self._settings.prefix_output)
         self._by_key[worker.key] = worker
         self._poller.watch(worker.connection.sock.fileno(), functools.partial(self._receive, worker), is_answer=True)
         self._poller.watch(worker.control.fileno(), worker.receive_stack)

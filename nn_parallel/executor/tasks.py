@@ -18,7 +18,8 @@ import torch
 from ..errors import ExecutorClosedError, ParallelError, RankError, TransferError, lost_connection, rank_error
 from ..signals import Condition
 from .connection import Unpack
-from .packing import CallOptions, PackedCall, Packer
+from .headers import Ranks
+from .packing import PackedCall
 from .worker import CANCELLED, FAILED, SUCCEEDED
 
 logger = logging.getLogger("concurrent.futures")  # where the standard library tells of callbacks that raise
@@ -61,10 +62,10 @@ class Answer:
     So what user code does as it is unpickled, or what takes long, holds up nobody else, and Ctrl-C is raised in it.
     """
 
-    __slots__ = ("_call", "_unpack", "outcome")
+    __slots__ = ("_call", "outcome", "unpack")
 
     def __init__(self, call: PackedCall, outcome: int, unpack: Unpack) -> None:
-        self._call, self.outcome, self._unpack = call, outcome, unpack
+        self._call, self.outcome, self.unpack = call, outcome, unpack
 
     @classmethod
     def of(cls, call: PackedCall, error: Exception, outcome: int = FAILED) -> Answer:
@@ -76,7 +77,7 @@ class Answer:
         if self.outcome == CANCELLED:
             return None, ExecutorClosedError(f"The executor was shut down while {self._call.name} ran.")
         try:
-            value = self._unpack()
+            value = self.unpack()
         except (Exception, SystemExit) as error:  # a KeyboardInterrupt may be the user's
             return None, self._unusable(error)
         raised: Exception | None = None
@@ -85,7 +86,7 @@ class Answer:
             value = None
             if raised is not None and failure is not None:
                 raised.__cause__ = failure.as_cause()
-        del self._unpack  # last, as Ctrl-C may come before: it keeps the memory of the answer
+        del self.unpack  # last, as Ctrl-C may come before: it keeps the memory of the answer
         return value, raised
 
     def _unusable(self, cause: BaseException) -> TransferError:  # no lines of `rebuild`: `cause` would refer to `error`
@@ -199,15 +200,15 @@ class Mapped:
 class Item:
     """One call of a map: as `CallFuture`, without what a future costs, a third of the time of a small task."""
 
-    __slots__ = ("_answer", "_mapped", "call")
+    __slots__ = ("_mapped", "answer", "call")
 
     def __init__(self, call: PackedCall, mapped: Mapped) -> None:
         self.call, self._mapped = call, mapped
-        self._answer: Answer | None = None
+        self.answer: Answer | None = None
 
     def is_over(self) -> bool:
         """Whether `result` would not wait."""
-        return self._answer is not None
+        return self.answer is not None
 
     def begin(self, world_size: int = 0) -> bool:
         """Whether it is still wanted."""
@@ -215,8 +216,8 @@ class Item:
 
     def complete(self, rank: int, answer: Answer) -> None:
         """Its worker has answered, or has exited."""
-        if self._answer is None:
-            self._answer = answer
+        if self.answer is None:
+            self.answer = answer
             self.call.release()  # the results may be taken much later
             self._mapped.ended(self)
 
@@ -231,8 +232,8 @@ class Item:
     def result(self, deadline: float) -> Any:
         """Its result, to be taken once, or its exception; `TimeoutError` if neither is there at ``deadline``."""
         self._mapped.wait(self, deadline)
-        assert self._answer is not None
-        value, error = self._answer.rebuild()
+        assert self.answer is not None
+        value, error = self.answer.rebuild()
         if error is None:
             return value
         try:
@@ -256,8 +257,9 @@ class Resize(Future):
 class Run:
     """A call on every worker at once; over when each has answered or has exited."""
 
-    def __init__(self, call: PackedCall) -> None:
-        self.call = call
+    def __init__(self, call: PackedCall, ranks: Ranks | None = None) -> None:
+        """``ranks``: those of which the workers are some; None: they are all."""
+        self.call, self.ranks = call, ranks
         self._answers: dict[int, Answer] = {}  # by rank, in the order of their arrival
         self._missing: set[int] | None = None  # until it begins
         self._error: Exception | None = None
@@ -275,7 +277,7 @@ class Run:
 
     def complete(self, rank: int, answer: Answer) -> None:
         """The worker of ``rank`` has answered, or has exited."""
-        if self._missing:
+        if self._missing and rank in self._missing:
             self._answers[rank] = answer
             self._missing.discard(rank)
             if not self._missing:
@@ -322,19 +324,6 @@ class SetUp(NamedTuple):
     """The initializer: the first task of each worker."""
 
     call: PackedCall
-
-    @classmethod
-    def of(
-        cls,
-        initializer: Callable[..., object] | None,
-        initargs: tuple[Any, ...],
-        timeout_s: float | None,
-        packer: Packer,
-    ) -> SetUp | None:
-        """That of a pool, if it has one."""
-        if initializer is None:
-            return None
-        return cls(packer.pack(initializer, initargs, {}, CallOptions(pass_device=False, timeout_s=timeout_s)))
 
     @staticmethod
     def failed(where: str, answer: Answer) -> ParallelError:

@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -27,13 +27,14 @@ from ..calls.records import WAITING, Progress, Waits, call_name
 from ..calls.watcher import Watcher, cause_of
 from ..devices import call_on_device
 from ..errors import Failure, ParallelError, RemoteError, TransferError, qualified_name, user_frames
-from ..launch.context import DEFAULT_TIMEOUT, RankContext, current_world, join, rank_context
+from ..launch.context import RankContext, current_world, join, rank_context
 from ..launch.sockets import loopback
 from ..pickling import Packed, dumps, loads
 from ..signals import CancelScope, Interrupted, keep_handler
 from ..stack_dump import main_stack, offer_stack
 from ..world import World
 from .connection import Connection, Payload, Unpack
+from .headers import TASK_FORMAT, Places, TaskHeader
 from .memfd import Files
 from .namespaces import Answered, forget, keep, stored_object, use_main
 
@@ -47,7 +48,6 @@ SUCCEEDED, FAILED, CANCELLED = range(3)  # how a task ends
 # how it ended; whether a block of a run failed inside, which went on, so that its group was closed, perhaps not on all
 # ranks.
 ANSWER_FORMAT = "QB?"
-TASK_FORMAT = "Q?Q?IIIQ"  # see TaskHeader
 # What the parent orders a worker beside its tasks: a kind and a number.
 Order = struct.Struct("=BQ")
 CANCEL, FORGET, TELL_STACK = range(3)
@@ -67,19 +67,6 @@ class Setup(NamedTuple):
     argv: list[str]
     main_file: str | None
     authkey: bytes  # of `multiprocessing`: for its managers, listeners and queues
-
-
-class TaskHeader(NamedTuple):
-    """The header of a task, whose packed object is ``(fn, args, kwargs)``; of an object to keep for later tasks."""
-
-    number: int  # of the task, greater than that of any earlier one; or of the object
-    is_call: bool
-    function: int = 0  # the number under which the worker keeps the function; 0 if it comes with the arguments
-    pass_device: bool = False
-    cores: int = 0  # for this worker: the threads of torch; 0: it shares one, and leaves it to the others as it waits
-    world_size: int = 0  # of the run that it is one rank of; 0: it runs alone
-    store_port: int = 0
-    group: int = 0  # the number of its process group and counters: after a failure they are not used again
 
 
 def work(sock: socket.socket, control: socket.socket) -> int:
@@ -133,6 +120,7 @@ class _Worker:
         self._rank: RankContext | None = None  # as a rank, with the group of this number
         self._group = 0
         self._store: dist.Store | None = None
+        self._store_address = "", 0
         self._cores = -1  # not known yet
         self._switching = threading.Lock()  # between the main thread, which changes tasks, and the one that cancels
         self._task = self._cancelled = NO_TASK
@@ -184,7 +172,7 @@ class _Worker:
         if task.cores != self._cores:
             self._cores = task.cores
             torch.set_num_threads(max(1, task.cores))  # OMP_NUM_THREADS is read when torch is loaded: too late here
-        generation = _generation_of(task)
+        generation = task.generation
         if self._watcher is not None:
             self._watcher.waits = None
         context = self._enter(task, generation) if task.world_size else self._alone
@@ -238,7 +226,7 @@ class _Worker:
     def _say_returned(self, task: TaskHeader, name: str) -> None:
         """For the ranks that are still in the run: this one enters no collective before all have ended it."""
         others = [rank for rank in range(task.world_size) if rank != self._index]
-        next_run = Progress(_generation_of(task) + (1 << 32), 0, WAITING)
+        next_run = Progress(task.generation + (1 << 32), 0, WAITING)
         here = blocks_of(self._rank)
         assert here is not None
         self._watcher = here.watch()
@@ -249,19 +237,26 @@ class _Worker:
         if self._rank is None or self._group != task.group:
             self._leave()
             self._group = task.group
-            self._rank = RankContext(self._world_of(task.world_size), lambda: self._open_store(task), DEFAULT_TIMEOUT)
+            places: Places | None = stored_object(task.places) if task.places else None
+            nodes = places.nodes if places else [0] * task.world_size
+            host = places.store_host if places else loopback(LOOPBACK)
+            self._rank = RankContext(
+                self._world_of(nodes), lambda: self._open_store(host, task), one_node=len(set(nodes)) == 1
+            )
             self._rank.on_deadlock = self._end_deadlock
         self._rank.begin_generation(generation)
         return self._rank
 
-    def _world_of(self, n: int) -> World:
-        return World(False, self._index, self._index, n, self.device, local_world_size=n, launcher="executor")
+    def _world_of(self, nodes: Sequence[int]) -> World:
+        mine = nodes[self._index]
+        before, here = nodes[: self._index].count(mine), nodes.count(mine)
+        return World(False, self._index, before, len(nodes), self.device, mine, here, launcher="executor")
 
-    def _open_store(self, task: TaskHeader) -> dist.Store:
-        if self._store is None:
+    def _open_store(self, host: str, task: TaskHeader) -> dist.Store:
+        if self._store is None or self._store_address != (host, task.store_port):
+            self._store_address = host, task.store_port
             self._store = dist.TCPStore(
-                loopback(LOOPBACK),
-                task.store_port,
+                *self._store_address,
                 is_master=False,
                 timeout=timedelta(seconds=60),
                 wait_for_workers=False,
@@ -273,11 +268,6 @@ class _Worker:
             self._rank.group.close()
             self._rank.leave()
             self._watcher = None
-
-
-def _generation_of(task: TaskHeader) -> int:
-    """The ranks of each run count their calls anew; blocks that fail in it begin further generations."""
-    return task.number << 32
 
 
 def in_this_process(call: Callable[..., R], /, *args: Any) -> R:

@@ -1,0 +1,189 @@
+"""A Ray cluster: connected to, and asked for room, where an actor for the workers of each node is started."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from .._version import __version__
+from ..devices import count
+from ..errors import LaunchError, ParallelError, summary
+from .ray_node import Call, RayNode, to_send
+
+try:
+    import ray
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError as error:
+    raise ImportError('engine="ray" needs Ray: pip install "nn_parallel[ray]"') from error
+
+REACHED_WITHIN_S = 10.0  # the address of a cluster
+CLOSED_WITHIN_S = 60.0  # a node whose workers are idle
+WARN_AFTER_S = 5.0  # of waiting for room
+CALLS_BESIDE = 8  # that a node serves beside one for each worker
+logger = logging.getLogger("nn_parallel")
+
+
+class Wanted(NamedTuple):
+    """What workers are to have."""
+
+    resources: Mapping[str, float]  # each, of Ray's
+    placement: str  # "pack" or "spread"
+    within_s: float  # how long to wait for that
+    prefix_output: bool
+
+    def of(self, workers: int) -> str:
+        """For a person to read."""
+        each = " and ".join(f"{amount:g} {name}" for name, amount in self.resources.items())
+        return f"{workers} worker{'s' * (workers > 1)} with {each}"
+
+
+@dataclass(eq=False)
+class Node:
+    """The actor on a node, and its workers."""
+
+    actor: Any
+    address: str
+    ranks: list[int]
+    kept: set[int] = field(default_factory=set)  # the numbers of the handles that it has got
+    group: int = 1  # as it has told last
+    singles: int = 0  # the tasks that it does
+
+
+def connect() -> None:
+    """Connect to the cluster at ``RAY_ADDRESS``, to one that runs on this machine, or else to one that starts here.
+
+    Raises:
+        LaunchError: it cannot be reached, or is of another version.
+    """
+    if ray.is_initialized():
+        return
+    address = os.environ.get("RAY_ADDRESS", "")
+    try:
+        where = urlsplit(address if "//" in address else f"//{address}")
+        if where.hostname and where.port:  # Ray itself tries for some minutes
+            socket.create_connection((where.hostname, where.port), REACHED_WITHIN_S).close()
+        ray.init()
+    except (OSError, RuntimeError, ValueError) as error:
+        at = f" at RAY_ADDRESS={address}" if address else ""
+        raise LaunchError(f"There is no Ray cluster to be used{at}: {error}") from error
+
+
+def resources_for(
+    num_gpus: int | None, devices: Any, num_workers: int | None, resources_per_worker: Mapping[str, float] | None
+) -> tuple[dict[str, float], int]:
+    """What each worker is to have, and how many there are, on the cluster that this connects to.
+
+    Raises:
+        ValueError: ``devices`` names others than the CPU. TypeError: a count is no integer. LaunchError: as `connect`.
+    """
+    if devices is not None and str(devices) != "cpu":
+        raise ValueError(f'devices={devices!r}: with engine="ray" Ray chooses them. Leave it out, or say "cpu".')
+    num_gpus = None if num_gpus is None else count("num_gpus", num_gpus)
+    num_workers = None if num_workers is None else count("num_workers", num_workers)
+    connect()
+    there = ray.cluster_resources()
+    on_gpus = devices is None and (num_gpus is not None or there.get("GPU", 0) > 0)
+    resources = ({"CPU": 1, "GPU": 1} if on_gpus else {"CPU": 1}) | dict(resources_per_worker or {})
+    return resources, num_workers or num_gpus or int(there.get("GPU" if on_gpus else "CPU", 1))
+
+
+class Room:
+    """What Ray has set aside for so many workers: a placement group, with a bundle for each."""
+
+    def __init__(self, workers: int, wanted: Wanted) -> None:
+        """Wait for it.
+
+        Raises:
+            LaunchError: there is none in time.
+        """
+        self._wanted, deadline = wanted, time.monotonic() + wanted.within_s
+        self._group = placement_group([dict(wanted.resources)] * workers, strategy=wanted.placement.upper())
+        self.give_back = weakref.finalize(self, _remove, self._group)
+        if not self._group.wait(min(WARN_AFTER_S, wanted.within_s)):
+            logger.warning("Waiting for Ray to find room for %s: %s.", wanted.of(workers), _what_there_is())
+            if not self._group.wait(max(0.0, deadline - time.monotonic())):
+                state = placement_group_table(self._group)["stats"]["scheduling_state"]
+                self.give_back()
+                raise LaunchError(
+                    f"Ray found no room for {wanted.of(workers)} within {wanted.within_s:g} s ({state}): "
+                    f"{_what_there_is()}."
+                )
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        first = {node: bundle for bundle, node in sorted(nodes.items(), reverse=True)}
+        self._bundles = sorted(range(workers), key=lambda bundle: (first[nodes[bundle]], bundle))  # by rank
+
+    def start(self, ranks: Sequence[int], initialize: Call | None) -> list[Node]:
+        """A node for some of ``ranks`` wherever Ray has room for them now.
+
+        Raises:
+            ParallelError: it has no room in time, or one is not fit.
+        """
+        try:
+            return self._start(ranks, initialize)
+        except ray.exceptions.RayError as error:
+            if isinstance(cause := getattr(error, "cause", None), ParallelError):
+                raise cause from None
+            what, within_s = self._wanted.of(len(ranks)), self._wanted.within_s
+            raise ParallelError(
+                f"Ray has not started {what} within {within_s:g} s: {summary(error)}; {_what_there_is()}."
+            ) from error
+
+    def _start(self, ranks: Sequence[int], initialize: Call | None) -> list[Node]:
+        def where() -> tuple[str, str]:  # travels by value: what runs it need not import this package
+            import ray
+
+            return ray.get_runtime_context().get_node_id(), ",".join(map(str, ray.get_gpu_ids()))
+
+        wanted, places = self._wanted, dict[str, dict[int, str]]()
+        asked = [ray.remote(where).options(**self._options(rank)).remote() for rank in ranks]
+        for rank, (node, gpu) in zip(ranks, ray.get(asked, timeout=wanted.within_s), strict=True):
+            places.setdefault(node, {})[rank] = gpu
+        cores, actors, started = max(1, int(wanted.resources.get("CPU", 1))), list[Any](), []
+        for place in places.values():
+            here, gpus = list(place), [gpu for gpu in place.values() if gpu]
+            options = self._options(here[0]) | {"max_concurrency": len(here) + CALLS_BESIDE}
+            actors.append(ray.remote(RayNode).options(**options).remote(__version__))
+            started.append(actors[-1].start.remote(here, gpus, cores, wanted.prefix_output, *to_send(initialize)))
+        addresses, kept = ray.get(started, timeout=wanted.within_s), initialize.handles if initialize else {}
+        return [
+            Node(actor, address, list(place), set(kept))
+            for actor, address, place in zip(actors, addresses, places.values(), strict=True)
+        ]
+
+    def _options(self, rank: int) -> dict[str, Any]:
+        """Ray's, for what is to have the room of a rank."""
+        resources = dict(self._wanted.resources)
+        return {
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+            "resources": resources,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, self._bundles[rank]),
+        }
+
+
+def _what_there_is() -> str:
+    def told(resources: Mapping[str, float]) -> str:
+        names = sorted(name for name in resources if ":" not in name and "_group_" not in name and "memory" not in name)
+        return ", ".join(f"{resources[name]:g} {name}" for name in names) or "nothing"
+
+    return f"the cluster has {told(ray.cluster_resources())}, of which {told(ray.available_resources())} is free"
+
+
+def _remove(group: Any) -> None:
+    """In a thread, as the collector may call this anywhere."""
+
+    def remove() -> None:
+        with contextlib.suppress(Exception):  # Ray is shut down
+            remove_placement_group(group)
+
+    threading.Thread(target=remove, name="nn_parallel room", daemon=True).start()
