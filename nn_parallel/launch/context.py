@@ -103,6 +103,7 @@ class RankContext:
         """Close the process group, and for good all that was opened for this place among the ranks."""
         self.group.close(abort=False)
         self.on_leave.close()
+        self.connections.clear()
         self.group.release()
 
     def current(self) -> World:
