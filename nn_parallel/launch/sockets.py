@@ -10,6 +10,7 @@ import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -49,28 +50,27 @@ def connected_to(port: int, before: dict[int, int]) -> dict[int, int]:
 
 def at_ports(ports: set[int]) -> list[int]:
     """The sockets of this process that listen at one of these ports, or of whose ends one has it."""
-    found = []
-    for fd in open_sockets():
-        with contextlib.suppress(OSError), _duplicate(fd) as sock:
-            if sock.family in (socket.AF_INET, socket.AF_INET6):
-                used = {sock.getsockname()[1]}
-                with contextlib.suppress(OSError):  # it listens
-                    used.add(sock.getpeername()[1])
-                if used & ports:
-                    found.append(fd)
-    return found
+    return [fd for fd, _, ends in _ends() if ports & {port for _, port, *_ in ends}]
 
 
 def connected_at(addresses: set[tuple[str, int]]) -> dict[int, int]:
     """The connections of this process of which one end has one of these addresses."""
-    found = {}
+    return {
+        fd: inode
+        for fd, inode, ends in _ends()
+        if len(ends) == 2 and addresses & {(host.removeprefix("::ffff:"), port) for host, port, *_ in ends}
+    }
+
+
+def _ends() -> Iterator[tuple[int, int, list[tuple[Any, ...]]]]:
+    """Of each internet socket of this process: its number, its inode, its address, and that of its peer, if any."""
     for fd, inode in open_sockets().items():
         with contextlib.suppress(OSError), _duplicate(fd) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
-                ends = connection.getsockname(), connection.getpeername()  # the second is an OSError where it listens
-                if addresses & {(host.removeprefix("::ffff:"), port) for host, port, *_ in ends}:
-                    found[fd] = inode
-    return found
+                ends = [connection.getsockname()]
+                with contextlib.suppress(OSError):  # it listens
+                    ends.append(connection.getpeername())
+                yield fd, inode, ends
 
 
 def still_open(sockets: dict[int, int]) -> Iterator[socket.socket]:
