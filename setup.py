@@ -40,6 +40,7 @@ setup(
             "pytest",
             "pytest-timeout",
             "pyyaml",
+            "ray[client]",
             "ruff",
             "scikit-learn",
             "setuptools>=70.1",

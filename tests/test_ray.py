@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 
@@ -25,7 +26,6 @@ from nn_parallel import (
     on_rank,
 )
 
-ray = pytest.importorskip("ray", reason="needs Ray")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of Ray's own
 GONE_WITHIN_S = 5.0
 
