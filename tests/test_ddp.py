@@ -423,6 +423,17 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_of_a_job_of_another_size_is_nobody_of_this_one() -> None:
+    """It waits in vain, and the ranks that are there go on."""
+    port = free_port()
+    with launched(2, MASTER_PORT=str(port)) as ranks:
+        assert ranks.run(lambda: initialize_ddp().rank) == [0, 1]
+        with pytest.raises(LaunchError, match="Ranks 0, 2 of 3 did not come"):
+            initialize_ddp(timeout=0.5, rank=1, world_size=3, master_addr="localhost", master_port=port)
+        assert ranks.run(lambda: on_rank(1, broadcast=True)(lambda: initialize_ddp().rank)()) == [1, 1]
+
+
+@pytest.mark.slow
 def test_a_second_job_at_the_same_address_is_refused() -> None:
     """The ranks that come to one that is complete are refused; who is there is told that they came."""
     port = str(free_port())
@@ -595,14 +606,15 @@ print("done", flush=True)
     assert [rank.returncode for rank in ranks] == [0, 0]
 
 
-def test_groups_of_one_node_listen_on_the_loopback_only() -> None:
-    """The store and gloo of ranks on one node: no socket of ours listens outside the loopback."""
+@pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": socket.gethostname(), "GROUP_WORLD_SIZE": "1"}])
+def test_groups_of_one_node_listen_on_the_loopback_only(environ: dict[str, str]) -> None:
+    """The store and gloo of ranks on one node, whatever its name: no socket of ours listens outside the loopback."""
 
     def scenario() -> list[str]:
         initialize_ddp()
         return _listening_addresses()
 
-    with launched(2) as ranks:
+    with launched(2, **environ) as ranks:
         for addresses in ranks.run(scenario):
             assert addresses
             assert all(address in ("0100007F", "0000000000000000FFFF00000100007F") for address in addresses)

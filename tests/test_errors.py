@@ -12,6 +12,7 @@ import signal
 import socket
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -465,3 +466,11 @@ def test_a_traceback_shows_the_code_that_is_known_here(monkeypatch: pytest.Monke
     shown = told.replace("in f\n", "in f\n    return [][1]\n")
     assert RemoteTraceback("rank 1 of 2", told).tb == shown
     assert RemoteTraceback("rank 1 of 2", shown).tb == shown
+
+
+def test_a_traceback_from_elsewhere_opens_no_file(tmp_path: Path) -> None:
+    """Who has written it may be a stranger: only code that Python has read before is shown."""
+    file = tmp_path / "secret.py"
+    file.write_text("the text\n")
+    told = f'Traceback (most recent call last):\n  File "{file}", line 1, in f\nValueError: no\n'
+    assert RemoteTraceback("rank 1 of 2", told).tb == told

@@ -359,6 +359,11 @@ def test_one_group_of_torchrun_is_one_node() -> None:
     assert not _detect({k: v for k, v in TORCHRUN.items() if k != "GROUP_WORLD_SIZE"}).one_node
 
 
+def test_a_master_called_localhost_may_be_reached_by_other_nodes() -> None:
+    """As that of Kubeflow's PyTorchJob knows itself, while the workers know it by its name."""
+    assert not _detect(TORCHRUN | {"MASTER_ADDR": "localhost", "GROUP_WORLD_SIZE": "2"}).one_node
+
+
 @given(present=st.sets(st.sampled_from(sorted(BY_HAND)), min_size=1, max_size=3), empty=st.booleans())
 def test_a_half_set_environment_names_what_is_set_and_what_is_missing(present: set[str], empty: bool) -> None:
     """Every set variable with its value, every missing one, and the command that sets them all."""

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from ranks import AT_ONCE_S, Ranks, launched
 
 import nn_parallel.launch.context
-from nn_parallel import ParallelExecutor, RankError, RankTimeoutError, initialize_ddp, on_rank
+import nn_parallel.launch.store
+from nn_parallel import LaunchError, ParallelExecutor, RankError, RankTimeoutError, initialize_ddp, on_rank
+from nn_parallel.launch.store import clone_store
 
 TIMEOUT_S = 3.0
 STOPPED_S = 14.0  # a node may be silent for 5 s there: TCP gives up after 11
@@ -171,3 +173,16 @@ def test_a_rank_is_stopped_within_a_transfer() -> None:
 
     with on_nodes(2) as ranks:
         assert min(ranks.run(transfer)) > STOPPED_S
+
+
+def test_a_store_that_is_gone_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch tries for as long as the ranks may wait for each other, and is deaf to Ctrl-C meanwhile."""
+    monkeypatch.setattr(nn_parallel.launch.store, "CONNECTS_WITHIN", datetime.timedelta(seconds=1))
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", host.port, timeout=datetime.timedelta(seconds=60))
+    assert clone_store(store, None)[0].timeout == store.timeout  # type: ignore[attr-defined]
+    del host
+    kind, told, seconds = raised_by(lambda: clone_store(store, None))
+    assert (kind, told[:60]) == (LaunchError.__name__, "The store through which the ranks talk cannot be reached aga")
+    assert seconds < AT_ONCE_S
+    assert store.timeout == datetime.timedelta(seconds=60)

@@ -56,20 +56,23 @@ def _tell_or_show(context: RankContext, error: BaseException) -> None:
 
 
 def _cause(context: RankContext) -> str:
-    """What the first rank has told; or who has died, which then all are told; nothing if neither is known soon."""
+    """What ended the first rank, as it has told; else who has died; if none has soon, who has left. All ranks agree."""
     connection = context.connection
     try:
         with contextlib.closing(Liveness(context, connection)) as liveness:
             for waited in looks(*LOOKS):
                 told = connection.read(UNCAUGHT_KEY, Uncaught)
-                gone = liveness.dead(_others(context)) if told is None else []
-                if dead := [rank for rank in gone if not _has_left(context, rank)]:
-                    died = Uncaught("\n".join(str(liveness.death(rank)) for rank in dead))
-                    told = decode(Uncaught, UNCAUGHT_KEY, connection.swap(UNCAUGHT_KEY, "", encode(died)))
-                if told is not None:
-                    return told.told
-                if waited > DIES_WITHIN_S:
-                    break
+                if told is None:
+                    dead = (rank for rank in liveness.dead(_others(context)) if not _has_left(context, rank))
+                    gone = [str(liveness.death(rank)) for rank in dead]
+                    if waited > DIES_WITHIN_S and not gone:
+                        left = (rank for rank in _others(context) if _has_left(context, rank))
+                        gone = [f"Rank {rank} has left: it is at its end, or called cleanup_ddp()." for rank in left]
+                    if gone:
+                        first = connection.swap(UNCAUGHT_KEY, "", encode(Uncaught("\n".join(gone))))
+                        told = decode(Uncaught, UNCAUGHT_KEY, first)
+                if told is not None or waited > DIES_WITHIN_S:
+                    return "" if told is None else told.told
     except RankError as lost:  # the store, with its host
         return "\n".join(map(str, lost.exceptions))
     return ""
@@ -83,7 +86,7 @@ def _stopped(context: RankContext) -> str:
 
 
 def _has_left(context: RankContext, rank: int) -> bool:
-    """Whether it has ended as it should."""
+    """Whether it has left the others as it should: it has no part in a failure."""
     report = context.connection.read(report_key(rank), Report)
     return report is not None and report.progress.phase == HAS_LEFT
 
