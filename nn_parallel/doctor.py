@@ -163,8 +163,9 @@ def _limits() -> Iterator[Finding]:
 def _network() -> Iterator[Finding]:
     begun, name = time.monotonic(), socket.gethostname()
     try:
-        address = socket.gethostbyname(name)
-        socket.getnameinfo((address, 0), 0)
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4]  # as gloo asks, of IPv4 or IPv6
+        address = str(found[0])
+        socket.getnameinfo(found, 0)
     except OSError as error:
         yield Finding(WARNING, "host name", f"{name} cannot be looked up: {error}", f"add {name} to /etc/hosts")
         return

@@ -362,6 +362,7 @@ def test_one_group_of_torchrun_is_one_node() -> None:
 def test_a_master_called_localhost_may_be_reached_by_other_nodes() -> None:
     """As that of Kubeflow's PyTorchJob knows itself, while the workers know it by its name."""
     assert not _detect(TORCHRUN | {"MASTER_ADDR": "localhost", "GROUP_WORLD_SIZE": "2"}).one_node
+    assert not _detect(BY_HAND | {"MASTER_ADDR": "localhost", "LOCAL_RANK": "0", "PET_NNODES": "2"}).one_node
 
 
 @given(present=st.sets(st.sampled_from(sorted(BY_HAND)), min_size=1, max_size=3), empty=st.booleans())

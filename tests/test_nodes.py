@@ -229,6 +229,9 @@ def test_networks_as_they_are(network: dict[str, bool], tmp_path: Path) -> None:
         command = nodes[0].command([PYTHON, "-c", pool])
         [(status, printed)] = finish([popen(command, environ(), tmp_path)])
         assert (status, printed) == (0, "[2.0, 2.0]\n")  # and no warning of torch's that a name cannot be looked up
+        doctor = nodes[0].command([PYTHON, "-m", "nn_parallel", "doctor"])
+        [(status, printed)] = finish([popen(doctor, environ(), tmp_path)])
+        assert (status, "warning" in printed) == (0, False), printed
         job = Job(nodes, tmp_path, "torchrun on nodes", "block", {})
         began = time.time()
         kill(job)

@@ -207,7 +207,7 @@ def _by_env(told: _Told) -> Launch:
         launcher_hosts_store=told.has("TORCHELASTIC_USE_AGENT_STORE")
         and told.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=told.number("TORCHELASTIC_RESTART_COUNT") if told.has("TORCHELASTIC_RESTART_COUNT") else 0,
-        one_node=nodes == 1 if nodes else is_loopback(launch.master_addr),
+        one_node=nodes == 1 if nodes else is_loopback(launch.master_addr) and not _of_nodes(told),
         told_by=tuple(told.names),
     )
 
@@ -341,17 +341,24 @@ def _launch(
 def _check_ranks_are_of_processes(told: _Told, launch: Launch) -> None:
     """Raise if RANK may be the rank of a node: a platform that starts one pod a node leaves its processes to us."""
     is_here = launch.world_size == 1 or is_loopback(launch.master_addr) or launch.master_addr == socket.gethostname()
-    why = "" if is_here else f"MASTER_ADDR={launch.master_addr} is another host"
-    for name in (*_NODE_COUNTS, *_PROCESSES_PER_NODE):
-        if told.has(name) and (name in _PROCESSES_PER_NODE or told.text(name) != "1"):
-            why = f"{name}={told.text(name)} speaks of nodes with ranks of their own"
-            break
+    why = _of_nodes(told) or ("" if is_here else f"MASTER_ADDR={launch.master_addr} is another host")
     if why:
         raise LaunchError(
             f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} are set and {why}, so LOCAL_RANK, this process's "
             "place on its own node, cannot be guessed. Set LOCAL_RANK (0 for one process per node), or start the "
             "processes of a node by torchrun."
         )
+
+
+def _of_nodes(told: _Told) -> str:
+    """The variable by which a platform counts several nodes, or the processes of each, and what follows; else nothing.
+
+    Where it does, a master called localhost may be how one node knows itself, and RANK may number the nodes.
+    """
+    for name in (*_NODE_COUNTS, *_PROCESSES_PER_NODE):
+        if told.has(name) and (name in _PROCESSES_PER_NODE or told.text(name) != "1"):
+            return f"{name}={told.text(name)} speaks of nodes with ranks of their own"
+    return ""
 
 
 def _check_agree(launch: Launch, present: Mapping[str, str]) -> None:
