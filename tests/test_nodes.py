@@ -88,6 +88,15 @@ def stop(job: Job) -> None:
     job.signal(3, signal.SIGSTOP)
 
 
+def kill_rank_0(job: Job) -> None:
+    """It holds the store, but for torchrun."""
+    job.signal(0, signal.SIGKILL)
+
+
+def stop_rank_0(job: Job) -> None:
+    job.signal(0, signal.SIGSTOP)
+
+
 def stop_for_a_while(job: Job) -> None:
     """For longer than a node may be silent: its kernel still answers."""
     job.signal(3, signal.SIGSTOP)
@@ -108,6 +117,7 @@ FIRST_OUT, SECOND_OUT = (
     rf"Rank [23] \(pid \d+ on node2\) {OUT_OF_REACH}",
 )
 ENDED, OUTSIDE = r"Rank 3 \(pid \d+ on node\d\) ended", r"On rank 3:\n.*?ValueError: a bad batch\n\nTherefore:\n"
+RANK_0_ENDED = r"Rank 0( \(pid \d+ on node1\) ended|, which holds the store, is gone)"
 TIMED_OUT = f"Timed out waiting {TIMEOUT_S * 1000:.0f}ms"
 
 FAULTS = {
@@ -115,6 +125,8 @@ FAULTS = {
     "an exception outside of blocks": Fault("loop", lambda job: job.tell("raise"), OUTSIDE, "a bad batch"),
     "SIGKILL in a block": Fault("block", kill, ENDED, ENDED, silent=(3,)),
     "SIGKILL outside of blocks": Fault("loop", kill, f"{ENDED}.*?Therefore:", f"{ENDED}.*?Therefore:", silent=(3,)),
+    "SIGKILL of rank 0 in a block": Fault("block", kill_rank_0, RANK_0_ENDED, RANK_0_ENDED, silent=(0,)),
+    "SIGSTOP of rank 0 in a block": Fault("block", stop_rank_0, TIMED_OUT, TIMED_OUT, TIMEOUT_S + AT_ONCE_S, (0,)),
     "SIGSTOP, and SIGCONT after 8 s": Fault("loop", stop_for_a_while),
     "SIGSTOP": Fault("block", stop, TIMED_OUT, TIMED_OUT, TIMEOUT_S + AT_ONCE_S, (3,)),
     "SIGSTOP outside of blocks": Fault(
@@ -167,11 +179,12 @@ def test_each_side_is_told(
         case.cause(job)
         if not case.first:
             job.tell("end")
-        is_ended = launcher == HYDRA and case.cause is kill  # which kills the others itself, at once
+        is_ended = launcher == HYDRA and case.cause in (kill, kill_rank_0)  # which kills the others itself, at once
         telling = [rank for rank in range(4) if rank not in case.silent and not is_ended]
         wait_for_files(tmp_path, f"[{''.join(map(str, telling))}-].json", len(telling))
-        if case.cause is stop:
-            job.signal(3, signal.SIGCONT)
+        if case.cause in (stop, stop_rank_0):
+            for rank in case.silent:
+                job.signal(rank, signal.SIGCONT)
         ends, printed = zip(*finish(job.processes, ENDS_SOON_S), strict=True)
         assert not is_ended or ends[0] not in (0, 124)
         found = {half: ["ended by mpiexec", time.time() - began, ""] for half in "01" if is_ended}
