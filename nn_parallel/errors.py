@@ -242,8 +242,9 @@ def lost_connection(error: BaseException) -> bool:
     Gloo raises plain `RuntimeError`, so its own source file in the message is the only mark there is. NCCL's errors are
     of one type, whatever they tell.
     """
-    is_marked = isinstance(error, RuntimeError) and any(mark in _text_of(error) for mark in _LOST_CONNECTION_MARKS)
-    return is_marked and not collective_timed_out(error)
+    if not isinstance(error, RuntimeError) or isinstance(error, WorkerDiedError) or collective_timed_out(error):
+        return False
+    return any(mark in _text_of(error) for mark in _LOST_CONNECTION_MARKS)
 
 
 def collective_timed_out(error: BaseException) -> bool:

@@ -413,6 +413,7 @@ def test_an_exit_code_in_words(exitcode: int, text: str) -> None:
         (torch.distributed.DistBackendError("NCCL: Connection closed by peer"), True),
         (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 12000ms for recv operation"), False),
         (RuntimeError("shape mismatch"), False),
+        (WorkerDiedError("The node is gone, says Ray: RPC error: recvmsg:Connection reset by peer"), False),
         (ValueError("gloo/transport"), False),
         (ConnectionResetError(104, "Connection reset by peer"), False),  # the user's own socket
     ],
