@@ -20,12 +20,13 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
 from ..errors import TransferError
-from ..pickling import Packed, loads
+from ..pickling import Buffer, Packed, loads
 from ..polling import Spin
 from .memfd import Files, FilledFile, join, map_shared, read_file, split
 
@@ -47,6 +48,22 @@ ROOM_WITHIN_S = 5.0
 Header = Sequence[Any]
 Unpack = Callable[[], Any]  # the packed object; raises whatever unpickling raises
 Message = tuple[Header, Unpack]
+
+
+@dataclass(slots=True)
+class Received:
+    """An object as it has arrived: called, it unpickles that."""
+
+    pickle: bytes | memoryview
+    buffers: Sequence[Buffer] | None = None  # None: ``pickle.loads`` does
+    device: torch.device | None = None
+    shared: Sequence[Buffer] = ()
+
+    def __call__(self) -> Any:
+        """The object. Raises whatever unpickling raises."""
+        if self.buffers is None:
+            return pickle.loads(self.pickle)
+        return loads(self.pickle, self.buffers, self.device, self.shared)
 
 
 class Payload:
@@ -172,19 +189,19 @@ class Connection:
             self._take_back(packet[head.size : start])
         inline = packet[start:size]
         if is_plain and not (fds or fd_count):
-            return header, functools.partial(pickle.loads, bytes(inline))
+            return header, Received(bytes(inline))
         payload, shared = None, list[memoryview]()
         if fd_count or fds:
             try:
                 payload, shared = self._map(deque(fds), is_whole, fd_count, number, file_size)
-            except OSError as error:  # this process has no descriptor or memory left
+            except OSError as error:
                 if error.errno is None:  # of a signal's handler
                     raise
                 return header, functools.partial(_raise, *error.args)
         if not buffer_count:
-            return header, functools.partial(loads, bytes(inline), [], self.device, shared)
+            return header, Received(bytes(inline), [], self.device, shared)
         pickled, *buffers = split(payload or memoryview(bytearray(inline)), buffer_count)
-        return header, functools.partial(loads, pickled, buffers, self.device, shared)
+        return header, Received(pickled, buffers, self.device, shared)
 
     def messages(self) -> Iterator[Message]:
         """The messages that arrive, one after another, until the other side closes."""

@@ -260,9 +260,9 @@ class Run:
     def __init__(self, call: PackedCall, ranks: Ranks | None = None) -> None:
         """``ranks``: those of which the workers are some; None: they are all."""
         self.call, self.ranks = call, ranks
-        self._answers: dict[int, Answer] = {}  # by rank, in the order of their arrival
+        self.answers: dict[int, Answer] = {}  # by rank, in the order of their arrival
         self._missing: set[int] | None = None  # until it begins
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         self._over = threading.Lock()
         self._over.acquire()
 
@@ -278,14 +278,14 @@ class Run:
     def complete(self, rank: int, answer: Answer) -> None:
         """The worker of ``rank`` has answered, or has exited."""
         if self._missing and rank in self._missing:
-            self._answers[rank] = answer
+            self.answers[rank] = answer
             self._missing.discard(rank)
             if not self._missing:
                 self._release()
 
     def fail(self, error: Exception) -> None:
         """End it with ``error``, whatever the workers still say."""
-        self._error = self._error or error
+        self.error = self.error or error
         if self._missing is None or self._missing:
             self._missing = set()
             self._release()
@@ -294,13 +294,17 @@ class Run:
         """It has not begun, and will not."""
         self.fail(ExecutorClosedError("The executor was shut down before the call began."))
 
+    def wait(self) -> None:
+        """Wait for the end, once."""
+        self._over.acquire()
+
     def result(self) -> list[Any]:
         """Wait for the end; the results in rank order, or what went wrong."""
-        self._over.acquire()
-        if self._error is not None:
-            raise self._error
+        self.wait()
+        if self.error is not None:
+            raise self.error
         results, failures, cut_off = dict[int, Any](), dict[int, Exception](), None
-        for rank, answer in self._answers.items():
+        for rank, answer in self.answers.items():
             results[rank], error = answer.rebuild()
             if answer.outcome == CANCELLED:
                 cut_off = error
