@@ -85,7 +85,9 @@ class Watched(NamedTuple):
 class Surroundings:
     """The environment, the working directory and the import path of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_elsewhere: bool = False) -> None:
+        """``is_elsewhere``: the workers are on other machines, which have import paths of their own."""
+        self._is_elsewhere = is_elsewhere
         self._environ, self._directory, self._path = _environ().copy(), _directory(), list(sys.path)
         self._changes: dict[bytes, bytes | None] = {}  # since this was made
 
@@ -102,7 +104,13 @@ class Surroundings:
         return True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return namespaces.set_surroundings, (self._changes, self._directory, self._path)
+        path = user_s_path() if self._is_elsewhere else self._path
+        return namespaces.set_surroundings, (self._changes, self._directory, path, self._is_elsewhere)
+
+
+def user_s_path() -> list[str]:
+    """The import path without what is installed with Python, which another machine may have elsewhere."""
+    return [each for each in sys.path if not f"{each}{os.sep}".startswith(_INSTALLED)]
 
 
 def _environ() -> dict[bytes, bytes]:

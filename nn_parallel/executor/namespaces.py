@@ -182,8 +182,13 @@ def set_class(cls: type, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
     cloudpickle._class_setstate(cls, state)
 
 
-def set_surroundings(environ: dict[bytes, bytes | None], directory: str, path: list[str]) -> None:
-    """Change the environment, the working directory and the import path as the parent has changed its own."""
+def set_surroundings(
+    environ: dict[bytes, bytes | None], directory: str, path: list[str], is_elsewhere: bool = False
+) -> None:
+    """Change the environment, the working directory and the import path as the parent has changed its own.
+
+    ``is_elsewhere``: the parent is on another machine, and the rest of the import path is that of this one.
+    """
     for name, value in environ.items():
         if value is None:
             os.environb.pop(name, None)
@@ -191,7 +196,7 @@ def set_surroundings(environ: dict[bytes, bytes | None], directory: str, path: l
             os.environb[name] = value
     with contextlib.suppress(OSError):  # it was removed
         os.chdir(directory)
-    sys.path[:] = path
+    sys.path[:] = [*path, *(each for each in sys.path if is_elsewhere and each not in path)]
 
 
 def set_globals(keys: Sequence[Key], values: Iterable[Any]) -> None:

@@ -62,12 +62,15 @@ def _parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 class Packer:
     """Packs what one pool sends."""
 
-    def __init__(self, on_forgotten: Callable[[], object]) -> None:
-        """``on_forgotten`` is called when there is something new in ``forgotten``, by the collector, in any thread."""
+    def __init__(self, on_forgotten: Callable[[], object], is_elsewhere: bool = False) -> None:
+        """``on_forgotten`` is called when there is something new in ``forgotten``, by the collector, in any thread.
+
+        ``is_elsewhere``: the workers are on other machines.
+        """
         self.files = Files()
         self.forgotten = deque[int]()  # the numbers of handles that are gone: workers may forget their objects
         self._on_forgotten = on_forgotten
-        self._script = Script(self._keep)
+        self._script = Script(self._keep, is_elsewhere)
         self._functions = FunctionCache(self._script, self._keep)
 
     def pack(

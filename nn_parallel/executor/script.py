@@ -89,12 +89,12 @@ class Settled(NamedTuple):
 class Script:
     """What has been sent to the workers of one pool beside the calls."""
 
-    def __init__(self, keep: Callable[[Packed, str], Handle]) -> None:
-        """``keep`` has an object kept by workers."""
+    def __init__(self, keep: Callable[[Packed, str], Handle], is_elsewhere: bool = False) -> None:
+        """``keep`` has an object kept by workers; ``is_elsewhere``: see `Surroundings`."""
         self.version = 0  # counts what is sent
         self._keep = keep
         self._units: dict[Key, Unit] = {}
-        self._surroundings = Surroundings()
+        self._surroundings = Surroundings(is_elsewhere)
         self._handle: Handle | None = None  # of the surroundings, if they have changed
         self._lock = threading.RLock()  # the collector may run code that calls functions, too
 
