@@ -14,7 +14,6 @@ from .ddp import as_seconds, join_launched_world
 from .devices import choose_devices
 from .errors import ExecutorClosedError
 from .executor import ParallelExecutor
-from .executor.local import LocalWorkers
 from .executor.packing import CallOptions
 
 R = TypeVar("R")
@@ -27,6 +26,7 @@ def parallelize_on_gpus(
     *,
     devices: str | torch.device | Sequence[str | torch.device | int] | None = None,
     timeout: timedelta | float | None = None,
+    engine: str = "local",
 ) -> Callable[[Callable[..., R]], Callable[..., list[R]]]:
     """Make a function run on every device at once and return the list of its results, one per device.
 
@@ -39,9 +39,10 @@ def parallelize_on_gpus(
         pass_device: bind each worker's device to the parameter called ``device``.
         devices: instead of ``num_gpus``; see `ParallelExecutor`.
         timeout: seconds (or a timedelta) that a call may take.
+        engine: ``"ray"`` for the devices of a Ray cluster; see `ParallelExecutor`.
 
     Raises:
-        TypeError, ValueError: at the call, as `ParallelExecutor`.
+        TypeError, ValueError, LaunchError: at the call, as `ParallelExecutor`.
         RankError, RankTimeoutError, TransferError: at the call, as `ParallelExecutor.run`.
 
     Example::
@@ -60,7 +61,7 @@ def parallelize_on_gpus(
         @functools.wraps(fn)
         def call_on_all(*args: Any, **kwargs: Any) -> list[R]:
             while True:
-                pool = _shared_pool(num_gpus, pass_device, devices, timeout)
+                pool = _shared_pool(num_gpus, pass_device, devices, timeout, engine)
                 try:
                     return pool.run(fn, *args, **kwargs)
                 except ExecutorClosedError:  # its idle minute ended just now
@@ -77,7 +78,7 @@ class _SharedPool(ParallelExecutor):
     @property
     def has_ended(self) -> bool:
         """Whether it was idle for so long, could not go on, or is that of a process of which this is a fork."""
-        return not isinstance(self._backend, LocalWorkers) or self._backend.pool.has_ended
+        return self._backend.has_ended
 
     def for_calls(self, pass_device: bool, timeout: timedelta | float | None) -> _SharedPool:
         """The same workers, called in another way."""
@@ -87,16 +88,17 @@ class _SharedPool(ParallelExecutor):
         return view
 
 
-def _shared_pool(num_gpus: int | None, pass_device: bool, devices: Any, timeout: Any) -> ParallelExecutor:
+def _shared_pool(num_gpus: int | None, pass_device: bool, devices: Any, timeout: Any, engine: str) -> ParallelExecutor:
     """The pool of these devices; under a launcher the ranks, where there is nothing to start or to keep."""
     if join_launched_world() is not None:
-        return ParallelExecutor(num_gpus, pass_device, devices=devices, timeout=timeout)
-    key = tuple(choose_devices(num_gpus, devices))
+        return ParallelExecutor(num_gpus, pass_device, devices=devices, timeout=timeout, engine=engine)
+    which = choose_devices(num_gpus, devices) if engine == "local" else (num_gpus, str(devices))
     with _pools_lock:
+        key = engine, *which
         if key not in _pools or _pools[key].has_ended:
-            _pools[key] = _SharedPool(num_gpus, devices=devices, timeout=timeout)
+            _pools[key] = _SharedPool(num_gpus, devices=devices, timeout=timeout, engine=engine)
         return _pools[key].for_calls(pass_device, timeout)
 
 
-_pools: dict[tuple[torch.device, ...], _SharedPool] = {}
+_pools: dict[tuple[Any, ...], _SharedPool] = {}  # by their engine and devices
 _pools_lock = threading.Lock()

@@ -104,18 +104,18 @@ class ParallelExecutor(Executor):
             raise TypeError(f"ParallelExecutor() has no parameter {', '.join(map(repr, unknown))}{hint}.")
         if initializer is not None and not callable(initializer):
             raise TypeError(f"initializer={initializer!r} must be a callable.")
-        self._options = CallOptions(pass_device, as_seconds(timeout))
-        self._backend: LaunchedRanks | LocalWorkers | RayWorkers
-        context = join_launched_world()
         if engine not in ("local", "ray"):
             raise ValueError(f"engine={engine!r} must be 'local' or 'ray'.")
         if placement not in ("pack", "spread"):
             raise ValueError(f"placement={placement!r} must be 'pack' or 'spread'.")
         if engine == "local" and resources_per_worker is not None:
             raise ValueError('resources_per_worker applies to engine="ray" only.')
+        self._options = CallOptions(pass_device, as_seconds(timeout))
+        self._backend: LaunchedRanks | LocalWorkers | RayWorkers
+        context = join_launched_world()
         if context is not None:
             self._backend = LaunchedRanks(context, self._options.timeout_s)
-            self._backend.check_choice(num_gpus, devices, num_workers)
+            self._backend.check_choice(num_gpus, devices, num_workers, engine)
             if initializer is not None:
                 initializer(*initargs)
             return

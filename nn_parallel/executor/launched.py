@@ -43,7 +43,12 @@ class LaunchedRanks:
             else f"rank {world.rank} of {world.world_size} on {world.device}, by {world.launcher}"
         )
 
-    def check_choice(self, num_gpus: int | None, devices: Any, num_workers: int | None) -> None:
+    @property
+    def has_ended(self) -> bool:
+        """Whether it takes no more calls."""
+        return self._closed
+
+    def check_choice(self, num_gpus: int | None, devices: Any, num_workers: int | None, engine: str) -> None:
         """Nothing is chosen here: what is asked for must be what is there, so that one file runs both ways.
 
         Raises:
@@ -56,6 +61,7 @@ class LaunchedRanks:
                 ("num_gpus", num_gpus, num_gpus and count("num_gpus", num_gpus) == world.world_size),
                 ("num_workers", num_workers, num_workers and count("num_workers", num_workers) == world.world_size),
                 ("devices", devices, devices is not None and world.device in parse_devices(devices)),
+                ("engine", engine, engine == "local"),
             )
             if value is not None and not is_there
         ]

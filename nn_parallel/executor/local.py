@@ -35,6 +35,11 @@ class LocalWorkers:
     def __str__(self) -> str:
         return str(self.pool)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it takes no more calls, at least of this process."""
+        return self.pool.has_ended
+
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions) -> list[Any]:
         """As `ParallelExecutor.run`."""
         run = Run(self.pool.packer.pack(fn, args, kwargs, options))

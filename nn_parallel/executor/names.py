@@ -146,8 +146,10 @@ class Handle:
     The workers let go of the object when the last reference to its handle is gone.
     """
 
-    def __init__(self, payload: Payload, what: str, owner: object) -> None:
-        self.number, self.payload, self._what, self._owner = next(_numbers), payload, what, owner
+    def __init__(self, payload: Payload, what: str, owner: object, number: int | None = None) -> None:
+        """``number``: that of the handle in another process which this one stands for."""
+        self.number = next(_numbers) if number is None else number
+        self.payload, self._what, self._owner = payload, what, owner
         self.names = Names()  # what the object refers to: it is brought up to date by each call that this goes with
 
     def __reduce__(self) -> tuple[Any, ...]:

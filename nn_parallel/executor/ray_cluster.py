@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -17,7 +19,9 @@ from urllib.parse import urlsplit
 from .._version import __version__
 from ..devices import count
 from ..errors import LaunchError, ParallelError, summary
-from .ray_node import Call, RayNode, to_send
+from ..preemption import SIGNALS
+from .modules import user_s_path
+from .ray_node import RayNode
 
 try:
     import ray
@@ -29,6 +33,7 @@ except ImportError as error:
 REACHED_WITHIN_S = 10.0  # the address of a cluster
 CLOSED_WITHIN_S = 60.0  # a node whose workers are idle
 WARN_AFTER_S = 5.0  # of waiting for room
+LOOKS_EACH_S = 0.5
 CALLS_BESIDE = 8  # that a node serves beside one for each worker
 logger = logging.getLogger("nn_parallel")
 
@@ -72,10 +77,23 @@ def connect() -> None:
         where = urlsplit(address if "//" in address else f"//{address}")
         if where.hostname and where.port:  # Ray itself tries for some minutes
             socket.create_connection((where.hostname, where.port), REACHED_WITHIN_S).close()
-        ray.init()
+        with _own_handlers():
+            ray.init()
     except (OSError, RuntimeError, ValueError) as error:
         at = f" at RAY_ADDRESS={address}" if address else ""
         raise LaunchError(f"There is no Ray cluster to be used{at}: {error}") from error
+
+
+@contextlib.contextmanager
+def _own_handlers() -> Iterator[None]:
+    """The handlers of signals that the script has set stay: Ray puts its own in their place."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if callable(handler) and threading.current_thread() is threading.main_thread():
+                signal.signal(number, handler)
 
 
 def resources_for(
@@ -93,7 +111,8 @@ def resources_for(
     connect()
     there = ray.cluster_resources()
     on_gpus = devices is None and (num_gpus is not None or there.get("GPU", 0) > 0)
-    resources = ({"CPU": 1, "GPU": 1} if on_gpus else {"CPU": 1}) | dict(resources_per_worker or {})
+    wanted = ({"CPU": 1, "GPU": 1} if on_gpus else {"CPU": 1}) | dict(resources_per_worker or {})
+    resources = {name: amount for name, amount in wanted.items() if amount}
     return resources, num_workers or num_gpus or int(there.get("GPU" if on_gpus else "CPU", 1))
 
 
@@ -122,8 +141,10 @@ class Room:
         first = {node: bundle for bundle, node in sorted(nodes.items(), reverse=True)}
         self._bundles = sorted(range(workers), key=lambda bundle: (first[nodes[bundle]], bundle))  # by rank
 
-    def start(self, ranks: Sequence[int], initialize: Call | None) -> list[Node]:
+    def start(self, ranks: Sequence[int], initialize: tuple[Any, ...]) -> list[Node]:
         """A node for some of ``ranks`` wherever Ray has room for them now.
+
+        ``initialize``: the message with the initializer, if there is one.
 
         Raises:
             ParallelError: it has no room in time, or one is not fit.
@@ -138,7 +159,7 @@ class Room:
                 f"Ray has not started {what} within {within_s:g} s: {summary(error)}; {_what_there_is()}."
             ) from error
 
-    def _start(self, ranks: Sequence[int], initialize: Call | None) -> list[Node]:
+    def _start(self, ranks: Sequence[int], initialize: tuple[Any, ...]) -> list[Node]:
         def where() -> tuple[str, str]:  # travels by value: what runs it need not import this package
             import ray
 
@@ -146,19 +167,30 @@ class Room:
 
         wanted, places = self._wanted, dict[str, dict[int, str]]()
         asked = [ray.remote(where).options(**self._options(rank)).remote() for rank in ranks]
-        for rank, (node, gpu) in zip(ranks, ray.get(asked, timeout=wanted.within_s), strict=True):
+        for rank, (node, gpu) in zip(ranks, self._told(asked), strict=True):
             places.setdefault(node, {})[rank] = gpu
         cores, actors, started = max(1, int(wanted.resources.get("CPU", 1))), list[Any](), []
         for place in places.values():
             here, gpus = list(place), [gpu for gpu in place.values() if gpu]
             options = self._options(here[0]) | {"max_concurrency": len(here) + CALLS_BESIDE}
             actors.append(ray.remote(RayNode).options(**options).remote(__version__))
-            started.append(actors[-1].start.remote(here, gpus, cores, wanted.prefix_output, *to_send(initialize)))
-        addresses, kept = ray.get(started, timeout=wanted.within_s), initialize.handles if initialize else {}
+            like_this = wanted.prefix_output, os.getcwd(), user_s_path(), sys.argv
+            started.append(actors[-1].start.remote(here, gpus, cores, *like_this, *initialize))
+        addresses = self._told(started)
         return [
-            Node(actor, address, list(place), set(kept))
+            Node(actor, address, list(place))
             for actor, address, place in zip(actors, addresses, places.values(), strict=True)
         ]
+
+    def _told(self, asked: list[Any]) -> list[Any]:
+        """What is told, in time, and before this room is given back."""
+        deadline = time.monotonic() + self._wanted.within_s
+        while self.give_back.alive and time.monotonic() < deadline:
+            _, missing = ray.wait(asked, num_returns=len(asked), timeout=LOOKS_EACH_S)
+            if not missing:
+                break
+        told: list[Any] = ray.get(asked, timeout=0)
+        return told
 
     def _options(self, rank: int) -> dict[str, Any]:
         """Ray's, for what is to have the room of a rank."""

@@ -6,15 +6,13 @@ A call waits for its end in a thread: a run in its caller's, a single task in on
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
@@ -30,17 +28,18 @@ from ..errors import (
     rank_error,
     rank_names,
 )
-from ..pickling import Packed, loads
 from ..preemption import pass_on_to
 from ..progress import Progress
+from .connection import Received
 from .headers import Places, Ranks
 from .local import in_chunks
 from .names import Handle
 from .packing import CallOptions, PackedCall, Packer
 from .ray_cluster import CLOSED_WITHIN_S, Node, Room, Wanted
-from .ray_node import Call, Told, received, to_send
+from .ray_node import Call, Told, portable, received, to_send
 from .tasks import Answer, Run
-from .worker import CANCELLED, FAILED, SUCCEEDED
+from .turns import Turns
+from .worker import CANCELLED, FAILED
 
 STORE_WITHIN_S, CANCELLED_WITHIN_S = 60.0, 5.0  # to open one; a run
 
@@ -56,18 +55,17 @@ class RayWorkers:
         Raises:
             ParallelError: Ray has no room for them in time, or a node is not fit.
         """
-        self._size, self._wanted, self._pid = workers, wanted, os.getpid()
-        self._filling, self._changed = threading.Lock(), threading.Condition(threading.RLock())  # this guards:
+        self._size, self._wanted = workers, wanted
+        self._turns, self._lock = Turns(), threading.RLock()  # the lock guards the next three, and what the nodes have
         self._nodes: list[Node] = []  # by their ranks
-        self._numbers = itertools.count(1)  # of runs and tasks
-        self._runs, self._tasks = set[int](), set[int]()  # those that are not over
+        self._filling: Future[None] | None = None  # the attempt to have more nodes
+        self._room = Room(workers, wanted)
+        self._stored = weakref.WeakKeyDictionary[Handle, Any]()  # Ray's references to what workers are to keep
         self._group, self._has_met, self._ranks = 0, False, Ranks()  # see `Ranks`; whether all have met in this group
         self._places: list[Handle] = []
-        self._is_closed, self._used_at = False, time.monotonic()
-        self._packer = Packer(lambda: None)
+        self._packer = Packer(lambda: None, is_elsewhere=True)
         self._initialize = pack and pack(self._packer)  # the call of the initializer
         self._threads = ThreadPoolExecutor(workers, "nn_parallel task")
-        self._room = Room(workers, wanted)
         try:
             self._fill()
         except BaseException:
@@ -82,11 +80,11 @@ class RayWorkers:
     @property
     def has_ended(self) -> bool:
         """Whether it takes no more calls, at least of this process."""
-        return self._is_closed or self._pid != os.getpid()
+        return self._turns.are_over
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions) -> list[Any]:
         """As `ParallelExecutor.run`."""
-        with self._in_turn() as number:
+        with self._turns.run() as number:
             call = self._packer.pack(fn, args, kwargs, options)
             self._fill()
             return self._run(call, number)
@@ -95,14 +93,16 @@ class RayWorkers:
         self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions, name: str = ""
     ) -> Future[Any]:
         """As `ParallelExecutor.submit`."""
-        number = self._asked(self._tasks)
         try:
             call = self._packer.pack(fn, args, kwargs, options, name)
-            future: Future[Any] = self._threads.submit(self._do, call, number)
         except TransferError as error:
-            future = Future()
-            future.set_exception(error)
-        future.add_done_callback(lambda _: self._over(number))
+            unsent = Future[Any]()
+            unsent.set_exception(error)
+            return unsent
+        with self._lock:  # the threads take tasks in the order of their numbers: none waits for one behind it
+            number = self._turns.take()
+            future = self._threads.submit(self._do, call, number)
+        future.add_done_callback(lambda _: self._turns.end(number))
         return future
 
     def map(
@@ -124,13 +124,13 @@ class RayWorkers:
 
     def put(self, obj: Any) -> Any:
         """As `ParallelExecutor.put`."""
-        self._over(self._asked(self._tasks))
+        self._turns.end(self._turns.take())  # raises if there are no more
         return self._packer.put(obj)
 
     def resize(self, num_workers: int) -> None:
         """As `ParallelExecutor.resize`."""
         size = count("num_workers", num_workers)
-        with self._in_turn():
+        with self._turns.run():
             self._end_workers()
             self._size, self._threads = size, ThreadPoolExecutor(size, "nn_parallel task")
             self._room = Room(size, self._wanted)
@@ -138,15 +138,12 @@ class RayWorkers:
 
     def shutdown(self, wait: bool, cancel_futures: bool) -> None:
         """As `ParallelExecutor.shutdown`."""
-        with self._changed:
-            is_first, self._is_closed = not self.has_ended, True
-        if self._pid == os.getpid():
-            self._threads.shutdown(wait, cancel_futures=cancel_futures)
-        if is_first:
-            ending = threading.Thread(target=self._end, name="nn_parallel end", daemon=True)
-            ending.start()
-            if wait:
-                ending.join()
+        if self._turns.close():
+            self._threads.shutdown(False, cancel_futures=cancel_futures)
+            self._ending = threading.Thread(target=self._end, name="nn_parallel end", daemon=True)
+            self._ending.start()
+        if wait and not self._turns.is_inherited:
+            self._ending.join()
 
     def ask_to_stop(self) -> None:
         """Have `stop_requested` return true to the ranks."""
@@ -161,77 +158,37 @@ class RayWorkers:
     ) -> None:
         """After an exception nobody waits for what still runs."""
         if error is not None and not self.has_ended:
-            with self._changed:
-                self._is_closed = True
-                for node in self._nodes:
-                    ray.kill(node.actor)
-            self._threads.shutdown(cancel_futures=True)
-            self._end()
-        self.shutdown(True, False)
-
-    # The order of calls: a run begins once all before it are over, and what comes after it waits for it
-
-    @contextlib.contextmanager
-    def _in_turn(self) -> Iterator[int]:
-        """The turn of a run, and its number."""
-        number = self._asked(self._runs)
-        try:
-            self._await_turn(number, self._runs, self._tasks)
-            yield number
-        finally:
-            self._over(number)
-
-    def _asked(self, kind: set[int]) -> int:
-        """The number of a new run or task."""
-        if self._pid != os.getpid():
-            raise ExecutorClosedError(f"This executor belongs to process {self._pid}; a fork of it makes its own.")
-        with self._changed:
-            if self._is_closed:
-                raise ExecutorClosedError
-            kind.add(number := next(self._numbers))
-            return number
-
-    def _await_turn(self, number: int, *kinds: set[int]) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: all(number <= each for kind in kinds for each in kind))
-
-    def _over(self, number: int) -> None:
-        with self._changed:
-            self._used_at = time.monotonic()
-            self._runs.discard(number)
-            self._tasks.discard(number)
-            self._changed.notify_all()
+            for node in self._nodes:
+                ray.kill(node.actor)
+        self.shutdown(True, error is not None)
 
     # Calls
 
     def _run(self, call: PackedCall, number: int) -> list[Any]:
-        """A run on all nodes: once a rank has failed, the others are freed."""
-        ranks = self._ranks_of(call, number)
-        asked = {self._ask(node, call, number, ranks): node for node in self._nodes}
-        run, errors, has_failed = Run(call), list[Exception](), False
+        """A run on all nodes: once a rank has failed, those on the others are freed."""
+        run, errors, has_failed, ranks = Run(call), list[Exception](), False, self._ranks_of(call, number)
         run.begin(self._size)
+        asked = {self._ask(node, call, number, True, ranks): node for node in self._nodes}
         try:
             while asked:
-                [answer], _ = ray.wait(list(asked), num_returns=1)
-                told = self._told(node := asked.pop(answer), answer)
-                for rank, (outcome, packed) in told.answers.items():
+                [answer], _ = ray.wait(list(asked), num_returns=1) if len(asked) > 1 else (list(asked), ())
+                told = self._told(asked[answer], answer)
+                node = asked.pop(answer)
+                errors += [] if told.error is None else [told.error]
+                for rank in node.ranks:
+                    outcome, packed = told.answers.get(rank, (CANCELLED, None))
                     run.complete(rank, _answer(call, outcome, packed))
-                if told.error is not None:
-                    errors.append(told.error)
-                    for rank in node.ranks:
-                        run.complete(rank, Answer.of(call, told.error, CANCELLED))
-                if not told.is_over:
-                    asked[node.actor.rest.remote()] = node
-                if not has_failed and any(outcome != SUCCEEDED for outcome, _ in told.answers.values()):
-                    has_failed = True
+                    has_failed |= outcome == FAILED
+                if has_failed or any(not isinstance(error, RankTimeoutError) for error in errors):
                     self._cancel(number, asked.values())
         except BaseException:  # Ctrl-C
             self._cancel(number, asked.values())
             ray.wait(list(asked), num_returns=len(asked), timeout=CANCELLED_WITHIN_S)
             raise
-        late = [error for error in errors if isinstance(error, RankTimeoutError)]
-        if late or (errors and not has_failed):
-            raise _all_of(late) if late else errors[0]
+        if late := [error for error in errors if isinstance(error, RankTimeoutError)]:
+            raise _all_of(late)
+        if errors and not has_failed:
+            raise errors[0]
         return run.result()
 
     def _cancel(self, number: int, nodes: Iterable[Node]) -> None:
@@ -259,16 +216,16 @@ class RayWorkers:
 
     def _do(self, call: PackedCall, number: int) -> Any:
         """A task, on the node with the most room."""
-        self._await_turn(number, self._runs)
+        self._turns.wait(number)
         while not self._nodes:
             self._fill()
-        with self._changed:
+        with self._lock:
             node = min(self._nodes, key=lambda node: node.singles / len(node.ranks))
             node.singles += 1
         try:
-            told = self._told(node, self._ask(node, call, number))
+            told = self._told(node, self._ask(node, call, number, False))
         finally:
-            with self._changed:
+            with self._lock:
                 node.singles -= 1
         if told.error is not None:
             raise told.error
@@ -280,26 +237,40 @@ class RayWorkers:
                 del error  # it would live in a cycle with its traceback
         return value
 
-    def _ask(self, node: Node, call: PackedCall, number: int, ranks: Ranks | None = None) -> Any:
+    def _ask(self, node: Node, call: PackedCall, number: int, is_run: bool, ranks: Ranks | None = None) -> Any:
         """Ask ``node`` for a call: Ray's reference to what it will have told."""
-        with self._changed:
-            while self._packer.forgotten:
-                gone = self._packer.forgotten.popleft()
+        with self._lock:
+            if gone := [self._packer.forgotten.popleft() for _ in range(len(self._packer.forgotten))]:
                 for each in self._nodes:
-                    if gone in each.kept:
-                        each.kept.remove(gone)
-                        each.actor.forget.remote(gone)
-            asked = _message(call, node.kept, self._places if ranks else [])
-            node.kept.update(asked.handles)
-        asked = asked._replace(number=number, is_run=number in self._runs, ranks=ranks)
-        return node.actor.call.remote(*to_send(asked))
+                    each.kept.difference_update(gone)
+                    each.actor.forget.remote(gone)
+            return node.actor.call.remote(*self._message(call, node.kept, number, is_run, ranks))
+
+    def _message(
+        self, call: PackedCall, kept: set[int], number: int = 0, is_run: bool = False, ranks: Ranks | None = None
+    ) -> tuple[Any, ...]:
+        """The arguments of `RayNode.call`, for a node that has ``kept`` what workers keep; now it has the rest."""
+        handles = [*call.handles, *self._places] if ranks else call.handles
+        new = [handle for handle in handles if handle.number not in kept]
+        kept.update(handle.number for handle in new)
+        needs, lacks = ([handle.number for handle in some] for some in (handles, new))
+        payload = portable(call.payload)
+        sent = Call(number, is_run, call.name, call.options, call.function, payload, needs, lacks, ranks)
+        return *to_send(sent), *map(self._reference, new)
+
+    def _reference(self, handle: Handle) -> Any:
+        """Ray's, to what the workers keep: a node takes it from Ray's object store."""
+        if (reference := self._stored.get(handle)) is None:
+            reference = self._stored[handle] = ray.put(portable(handle.payload))
+        return reference
 
     def _told(self, node: Node, answer: Any) -> Told:
         """What it has answered; if it is gone, that its ranks have died."""
         try:
-            told: Told = received(*ray.get(answer))
+            pickled, *beside = ray.get(answer)
         except ray.exceptions.RayError as error:
             return Told({rank: (FAILED, self._lost(node, error, rank)) for rank in node.ranks})
+        told: Told = received(pickled, beside)
         if told.group != node.group:
             node.group, self._has_met = told.group, False
         return told
@@ -307,70 +278,71 @@ class RayWorkers:
     # Nodes
 
     def _fill(self) -> None:
-        """Have a node for each rank that has none.
+        """Wait until there is a node for each rank.
 
         Raises:
             ParallelError: Ray has no room for it in time, or a node is not fit.
         """
-        if sum(len(node.ranks) for node in self._nodes) == self._size:
+        if sum(len(node.ranks) for node in self._nodes) < self._size:
+            self._start().result()
+
+    def _start(self) -> Future[None]:
+        """Begin to have a node for each rank that has none; there is one attempt at a time."""
+        with self._lock:
+            if self._filling is None or self._filling.done():
+                self._filling = Future()
+                attempt = threading.Thread(target=self._try, args=[self._room, self._filling], daemon=True)
+                attempt.start()
+            return self._filling
+
+    def _try(self, room: Room, attempt: Future[None]) -> None:
+        there, kept = {rank for node in self._nodes for rank in node.ranks}, set[int]()
+        try:
+            first = self._message(self._initialize, kept) if self._initialize else ()
+            new = room.start([rank for rank in range(self._size) if rank not in there], first)
+        except Exception as error:
+            error.add_note(f"{len(there)} of {self._size} workers are left.")
+            attempt.set_exception(error)
             return
-        with self._filling:
-            there = {rank for node in self._nodes for rank in node.ranks}
-            first = None if self._initialize is None else _message(self._initialize, set())
-            try:
-                new = self._room.start([rank for rank in range(self._size) if rank not in there], first)
-            except ParallelError as error:
-                error.add_note(f"{len(there)} of {self._size} workers are left.")
-                raise
-            with self._changed:
+        for node in new:
+            node.kept |= kept
+        with self._lock:
+            if attempt is self._filling:  # else there is another size by now
                 self._nodes, self._has_met = sorted([*self._nodes, *new], key=lambda node: node.ranks), False
+        attempt.set_result(None)
 
     def _lost(self, node: Node, error: Exception, rank: int) -> ParallelError:
         """The error of a rank on a node that is gone, which is asked for again."""
-        with self._changed:
-            if self._is_closed:
-                return ExecutorClosedError("The executor was shut down while the call ran.")
+        if self.has_ended:
+            return ExecutorClosedError("The executor was shut down while the call ran.")
+        with self._lock:
             if node in self._nodes:
                 self._nodes.remove(node)
                 self._has_met = False
                 ray.kill(node.actor)  # perhaps it is only out of reach
-                threading.Thread(target=self._fill_again, name="nn_parallel start", daemon=True).start()
+                self._start()
         where, reason = f"The node {node.address} with {rank_names(node.ranks)}", " ".join(str(error).split())
         return WorkerDiedError(f"{where} is gone, says Ray: {reason}", rank=rank)
 
-    def _fill_again(self) -> None:
-        with contextlib.suppress(Exception):  # the next run tries again, and tells
-            self._fill()
-
-    def _end(self) -> None:  # once all is over
-        self._await_turn(next(self._numbers), self._runs, self._tasks)
+    def _end(self) -> None:
+        self._turns.wait_for_all()
         self._end_workers()
         self._packer.close()
 
     def _end_workers(self) -> None:
-        nodes, self._nodes = self._nodes, []
-        if nodes:
-            with contextlib.suppress(Exception):  # of Ray, which may be shut down
-                ray.wait([node.actor.close.remote() for node in nodes], num_returns=len(nodes), timeout=CLOSED_WITHIN_S)
+        with self._lock:
+            nodes, self._nodes, self._filling = self._nodes, [], None
+        with contextlib.suppress(Exception):  # of Ray, which may be shut down
+            ray.wait([node.actor.close.remote() for node in nodes], num_returns=len(nodes), timeout=CLOSED_WITHIN_S)
         self._room.give_back()
 
 
-def _message(call: PackedCall, kept: set[int], more: Sequence[Handle] = ()) -> Call:
-    """``call`` for a node that has what is ``kept``."""
-    handles = [*call.handles, *more]
-    sent = {each.number: None if each.number in kept else each.payload.packed() for each in handles}
-    return Call(0, False, call.name, call.options, call.function, call.payload.packed(), sent)
-
-
-def _answer(call: PackedCall, outcome: int, packed: Packed | Exception) -> Answer:
-    if isinstance(packed, Exception):
-        return Answer.of(call, packed, outcome)
-
-    def unpack() -> Any:
-        buffers, shared = ([bytearray(each) for each in some] for some in (packed.buffers, packed.shared))
-        return loads(packed.pickle, buffers, None, shared)
-
-    return Answer(call, outcome, unpack)
+def _answer(call: PackedCall, outcome: int, told: Received | Exception | None) -> Answer:
+    """What a node has told of a rank; ``told`` may be None if it was cancelled."""
+    if not isinstance(told, Received):
+        return Answer.of(call, told or CancelledError(), outcome)
+    buffers = None if told.buffers is None else list(map(bytearray, told.buffers))  # Ray's own are read-only
+    return Answer(call, outcome, Received(told.pickle, buffers, None, list(map(bytearray, told.shared))))
 
 
 def _results(futures: deque[Future[Any]], deadline: float) -> Generator[Any, None, None]:
@@ -394,7 +366,7 @@ def _all_of(errors: Sequence[RankTimeoutError]) -> RankTimeoutError:
 def _end_when_idle(workers: weakref.ref[RayWorkers], limit_s: float) -> None:
     """Shut them down once nothing has been asked of them for so long: the work of a thread."""
     while (here := workers()) is not None and not here.has_ended:
-        if not here._runs and not here._tasks and time.monotonic() > here._used_at + limit_s:
+        if here._turns.idle_s > limit_s:
             here.shutdown(False, False)
         del here
         time.sleep(1)
