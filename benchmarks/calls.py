@@ -13,7 +13,7 @@ from nn_parallel import ParallelExecutor
 from .harness import Figure, measure, seconds_of
 from .peers import chosen, raw_pipes
 
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
 TASKS = 10_000
 GOALS = {"ProcessPoolExecutor": (0.5, 0.5), "Ray actors": (0.15, None)}  # of one call, of many tasks
 
@@ -79,7 +79,7 @@ def beside_raw_pipe(
         yield Figure(name, values, goal, reference, floor)
 
 
-def of_a_script(fn: Callable[[], T]) -> Callable[[], T]:
+def of_a_script(fn: F) -> F:
     """``fn`` as if the user's script defined it: it travels by value."""
     fn.__module__ = "__main__"
     return fn

@@ -97,20 +97,24 @@ def ray_actors(count: int) -> Iterator[tuple[Call, Any]]:
     import ray
 
     ray.init(num_cpus=count, include_dashboard=False, configure_logging=False, log_to_driver=False)
+    try:
+        actors, call = bare_actors(count)
+        pool = ray.util.ActorPool(actors)
+        yield call, lambda fn, items: pool.map(lambda actor, item: actor.call.remote(fn, item), items)
+    finally:
+        ray.shutdown()
+
+
+def bare_actors(count: int, **options: Any) -> tuple[list[Any], Call]:
+    """Actors on the cluster that this process is connected to, with ``options`` of Ray's, and a call on all of them."""
+    import ray
 
     class Worker:
         def call(self, fn: Callable[..., Any], *args: Any) -> Any:
             return fn(*args)
 
-    try:
-        actors = [ray.remote(Worker).remote() for _ in range(count)]
-        pool = ray.util.ActorPool(actors)
-        yield (
-            lambda fn, *args: ray.get([actor.call.remote(fn, *args) for actor in actors]),
-            lambda fn, items: pool.map(lambda actor, item: actor.call.remote(fn, item), items),
-        )
-    finally:
-        ray.shutdown()
+    actors = [ray.remote(Worker).options(**options).remote() for _ in range(count)]
+    return actors, lambda fn, *args: ray.get([actor.call.remote(fn, *args) for actor in actors])
 
 
 POOLS = {

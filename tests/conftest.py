@@ -92,6 +92,20 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
         yield both
 
 
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[Any]:
+    """A cluster of Ray with two nodes of four CPUs each, on this machine; this process is connected to it."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    nodes.add_node(num_cpus=4)
+    ray.init(address=nodes.address, log_to_driver=False)
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+
+
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Write down what a cell of the table of faults gave, if a file for it was named."""

@@ -195,8 +195,9 @@ PHASES = (
     "at shutdown",
 )
 POOL_MODES = ("submit", "map", "run")
+ON_RAY = "run on Ray"  # one rank on each of two nodes
 LAUNCHED_MODES = ("launched run", "launched block", "on_rank")
-MODES = POOL_MODES + LAUNCHED_MODES
+MODES = (*POOL_MODES, ON_RAY, *LAUNCHED_MODES)
 
 
 class Cell(NamedTuple):
@@ -243,6 +244,8 @@ def left_out(cell: Cell) -> str | None:
         return "nothing of ours runs before the launcher's ranks do"
     if phase == "at start" and fault.kind == "harmless":
         return "it does nothing there that it does not do while running"
+    if phase == "at shutdown" and mode == ON_RAY:
+        return "a run on Ray is over before the workers are told to leave"
     if phase == "at shutdown" and launched:
         return "a launched executor ends no process: the end of the block is the row of its own"
     return None
@@ -275,6 +278,8 @@ def expected(cell: Cell) -> tuple[str, str] | None:
         return "RankTimeoutError", "Rank 0 waited"  # slow is not dead: it goes on
     if cell.mode in LAUNCHED_MODES and cell.fault in ("SIGSTOP", "C call that holds the GIL"):
         return "RankTimeoutError", "Rank 0 waited"  # that rank cannot say where it stands
+    if cell.phase == "idle" and fault.kind == "death" and cell.mode == ON_RAY:
+        return "WorkerDiedError", ""  # the ranks on other nodes have begun when its node tells that it was replaced
     if cell.phase == "idle" and fault.kind == "death":
         return None  # the worker is replaced; whoever calls next does not notice
     return fault.error
@@ -370,8 +375,8 @@ HEAD = f"""# What comes of which fault
 
 On rank 1 of 2 something goes wrong: this is what the caller gets, or under a launcher rank 0, and how long after the
 call began. Where a rank hangs, the time contains a `timeout` of {TIMEOUT_S * 1e3:.0f} ms. Afterwards the pool, or the
-ranks if both live, go on, and nothing is left behind. One run on a machine of two cores; made from the tests' own
-record by `python tests/faults.py docs/faults.json`.
+ranks if both live, go on, and nothing is left behind. On Ray the two ranks are on two nodes of one machine. One run on
+a machine of two cores; made from the tests' own record by `python tests/faults.py docs/faults.json`.
 """
 
 HEAD_OF_NODES = f"""

@@ -37,13 +37,13 @@ class Node:
     def __init__(self, index: int, card: int, pid: int) -> None:
         """``card``: the descriptor with the frames of its interface; ``pid``: of the process that it lives in."""
         self.name, self.address, self.address6 = name_of(index), f"10.213.7.{index + 1}", f"fd00:213::{index + 1}"
-        self.card, self._pid = card, pid
+        self.card, self.pid = card, pid
         self.delay_s, self.loss, self.is_cut, self.is_off = 0.0, 0.0, False, False
 
     def command(self, command: list[str]) -> list[str]:
         """``command`` as it is run here."""
         spaces = ["--net", "--uts", "--mount", "--pid"]
-        return ["nsenter", "--target", str(self._pid), *spaces, "--", *command]
+        return ["nsenter", "--target", str(self.pid), *spaces, "--", *command]
 
     def cut(self) -> None:
         """Pull the cable out."""
@@ -57,7 +57,7 @@ class Node:
         """All that runs here is gone at once, and no other node hears of it."""
         self.cut()
         self.is_off = True
-        os.kill(self._pid, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)
 
     def processes(self) -> list[str]:
         """The command lines of all that runs here, but for the node itself."""

@@ -98,6 +98,7 @@ def test_the_figures_are_those_of_the_recorded_run() -> None:
         "__main__",
         "harness",
         "peers",
+        "cluster",
         "page",
         "soak",  # which has a plot of its own
     }

@@ -24,6 +24,7 @@ from faults import (
     FAULTS,
     LAUNCHED_MODES,
     MODES,
+    ON_RAY,
     PHASES,
     POOL_MODES,
     TIMEOUT_S,
@@ -75,6 +76,10 @@ def is_hang(cell: Cell) -> bool:
     return FAULTS[cell.fault].kind == "hang"
 
 
+def is_run(cell: Cell) -> bool:
+    return cell.mode in ("run", ON_RAY)
+
+
 def told_within_s(cell: Cell) -> float:
     return AT_ONCE_S + TIMEOUT_S * is_hang(cell)
 
@@ -85,9 +90,7 @@ def call(pool: ParallelExecutor, cell: Cell) -> Any:
     if cell.phase == "pickling the task":
         argument = OnPickle(fault.action)
     elif cell.phase == "unpickling the task":
-        argument = (
-            OnUnpickle(functools.partial(only_on_rank_1, fault)) if cell.mode == "run" else OnUnpickle(fault.action)
-        )
+        argument = OnUnpickle(functools.partial(only_on_rank_1, fault)) if is_run(cell) else OnUnpickle(fault.action)
     if cell.mode == "submit":
         return pool.submit(work, fault, cell.phase, argument).result()
     if cell.mode == "map":
@@ -121,7 +124,7 @@ def check(cell: Cell, error: BaseException | None, seconds: float) -> str:
     leaf = failing(cell, error)
     assert type(leaf).__name__ == kind, repr(error)
     assert words in str(leaf)
-    if cell.mode == "run" and kind not in ("RankTimeoutError", "SystemExit", "KeyboardInterrupt"):
+    if is_run(cell) and kind not in ("RankTimeoutError", "SystemExit", "KeyboardInterrupt"):
         assert isinstance(error, RankError) or cell.phase == "pickling the task"
     assert seconds < told_within_s(cell)
     return kind if leaf is error else f"RankError of {kind}"
@@ -221,6 +224,7 @@ def test_at_start(cell: Cell, record: Any) -> None:
     kind, words = fault.error if fault.kind in ("hang", "death") else ("ParallelError", "The initializer failed in")
     assert type(caught.value).__name__ == kind
     assert words in str(caught.value)
+    assert fault.error[1] in str(caught.value)
     assert seconds < AT_ONCE_S + TIMEOUT_S * (fault.kind == "hang")
     record(told=kind, seconds=seconds)
 
@@ -349,7 +353,7 @@ def test_under_a_launcher(cell: Cell, shared_ranks: Ranks, record: Any) -> None:
 
 def test_every_cell_is_in_the_table_or_left_out_for_a_reason() -> None:
     """The product of faults, phases and modes is covered: each cell is run by a test above, or says why not."""
-    run = set(POOL_CELLS) | set(LAUNCHED_CELLS)
+    run = set(POOL_CELLS) | set(LAUNCHED_CELLS) | {cell for cell in table() if cell.mode == ON_RAY}  # see test_ray
     for fault in FAULTS:
         for phase in PHASES:
             for mode in MODES:

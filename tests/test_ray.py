@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 import torch.distributed as dist
+from launchers import PYTHON, environ, finish, popen, wait_for_files
+from notebook import run_cells
 
 from nn_parallel import (
     ExecutorClosedError,
@@ -36,20 +40,8 @@ def _nothing_left_behind() -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    from ray.cluster_utils import Cluster
-
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    nodes.add_node(num_cpus=2)
-    ray.init(address=nodes.address, log_to_driver=False)
-    yield nodes
-    ray.shutdown()
-    nodes.shutdown()
-
-
-@pytest.fixture(scope="module")
-def pool(cluster: Any) -> Iterator[ParallelExecutor]:
-    with ParallelExecutor(engine="ray", num_workers=4, devices="cpu") as ex:
+def pool(ray_cluster: Any) -> Iterator[ParallelExecutor]:
+    with ParallelExecutor(engine="ray", num_workers=4, devices="cpu", placement="spread") as ex:
         yield ex
 
 
@@ -132,7 +124,7 @@ def test_a_task_fails_alone(pool: ParallelExecutor) -> None:
     assert {type(error) for error in raised.value.failures.values()} == {TransferError}
 
 
-def test_timeout_tells_where_the_ranks_of_all_nodes_stand(cluster: Any, pool: ParallelExecutor) -> None:
+def test_timeout_tells_where_the_ranks_of_all_nodes_stand(ray_cluster: Any, pool: ParallelExecutor) -> None:
     def work(device: Any = None) -> None:
         time.sleep(100)
 
@@ -149,18 +141,174 @@ def test_timeout_tells_where_the_ranks_of_all_nodes_stand(cluster: Any, pool: Pa
     assert pool.run(add_up) == WORLD
 
 
-def test_bad_input(cluster: Any, pool: ParallelExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def script(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], subprocess.Popen[str]]:
+    """Starts a script that uses the cluster."""
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or a warning is shown
+
+    def start(text: str) -> subprocess.Popen[str]:
+        (tmp_path / "script.py").write_text(f"import os, signal, sys, time\nfrom nn_parallel import *\n{text}")
+        return popen([PYTHON, "script.py"], environ(), tmp_path)
+
+    return start
+
+
+SLEEP = """
+def sleep():
+    open(f"{current_world().rank}.ready", "w").write(str(os.getpid()))
+    time.sleep(1000)
+
+with ParallelExecutor(engine="ray", num_workers=2, devices="cpu") as ex:
+    try:
+        ex.run(sleep)
+    except KeyboardInterrupt:
+        print("interrupted", ex.run(abs, -1), flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_script_is_interrupted_or_killed(
+    number: int, script: Callable[[str], subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """Ctrl-C is raised in the script, and the workers go on; nothing of a killed script is left."""
+    process = script(SLEEP)
+    wait_for_files(tmp_path, "*.ready", 2)
+    pids = [int(file.read_text()) for file in tmp_path.glob("*.ready")]
+    os.kill(process.pid, number)
+    [(status, printed)] = finish([process], 30)
+    if number == signal.SIGINT:
+        assert "interrupted [1, 1]" in printed, printed
+    assert status == (0 if number == signal.SIGINT else -signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while (left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]) and time.monotonic() < deadline:
+        time.sleep(0.1)  # between two looks
+    assert not left
+
+
+def test_a_script_is_asked_to_stop(script: Callable[[str], subprocess.Popen[str]], tmp_path: Path) -> None:
+    """As before the end of an allocation: the ranks on both nodes stop at the same step."""
+    process = script(
+        """
+def train():
+    here, steps = initialize_ddp(), 0
+    while not stop_requested():
+        steps += 1
+        if steps == 2:
+            open(f"{here.rank}.ready", "w").close()
+        time.sleep(0.01)
+    return steps
+
+stop_requested()
+with ParallelExecutor(engine="ray", num_workers=2, devices="cpu", placement="spread") as ex:
+    print("steps", len(set(ex.run(train))))
+"""
+    )
+    wait_for_files(tmp_path, "*.ready", 2)
+    os.kill(process.pid, signal.SIGTERM)
+    [(status, printed)] = finish([process], 30)
+    assert "steps 1\n" in printed, printed
+    assert status == 0
+
+
+def test_in_a_notebook(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions and classes of cells go by value, also new definitions; prints arrive at the cell."""
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
+    printed = run_cells(
+        "from nn_parallel import *\nwanted = dict(engine='ray', num_workers=2, devices='cpu', prefix_output=True)",
+        "ex = ParallelExecutor(**wanted)\nclass Box:\n    def __init__(self, x): self.x = x",
+        "def f():\n    print('hello'); return Box(current_world().rank)",
+        "import time\nprint([box.x for box in ex.run(f)], flush=True)\ntime.sleep(2)",
+        "def f(): return 'new'\nprint(ex.run(f))",
+        "ex.run(lambda: 1 / 0)",
+        "print(ex.run(f)); ex.shutdown()",
+    )
+    assert [error for _, error in printed] == [None] * 7, printed  # IPython prints a group, and names no error
+    assert "[0, 1]" in printed[3][0]
+    assert {"[rank 0] hello", "[rank 1] hello"} <= set(re.findall(r"\[rank \d\] hello", printed[3][0])), printed
+    assert "['new', 'new']" in printed[4][0]
+    assert re.search(r"RankError: <lambda>\(\) failed on rank \d of 2.*ZeroDivisionError", printed[5][0])
+    assert "['new', 'new']" in printed[6][0]
+
+
+def test_functions_share_a_pool(script: Callable[[str], subprocess.Popen[str]]) -> None:
+    """As on one machine; and on a cluster that the script has started, with a worker for each of its cores."""
+    process = script(
+        """
+import ray
+ray.init(address="local", num_cpus=2, include_dashboard=False)
+
+@parallelize_on_gpus(engine="ray")
+def first(): return os.getpid()
+
+@parallelize_on_gpus(engine="ray")
+def second(): return os.getpid()
+
+print("the same", len(first()), first() == second())
+"""
+    )
+    [(status, printed)] = finish([process])
+    assert "the same 2 True\n" in printed, printed
+    assert status == 0
+
+
+def test_the_initializer(ray_cluster: Any) -> None:
+    """It is called in each worker, also in one that replaces a dead one."""
+
+    def set_up(value: int) -> None:
+        os.environ["VALUE_OF_TEST"] = str(value)
+
+    def value() -> str | None:
+        return os.environ.get("VALUE_OF_TEST")
+
+    with ParallelExecutor(
+        engine="ray", num_workers=2, devices="cpu", placement="spread", initializer=set_up, initargs=(7,)
+    ) as ex:
+        assert ex.run(value) == ["7", "7"]
+        with pytest.raises(RankError):
+            ex.run(kill_oneself)
+        assert ex.run(value) == ["7", "7"]
+
+
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [
+        ("sys.modules['ray'] = None", r'ImportError: engine="ray" needs Ray: pip install "nn_parallel\[ray\]"\n'),
+        (
+            "os.environ['RAY_ADDRESS'] = '127.0.0.1:1'",
+            "There is no Ray cluster .* at RAY_ADDRESS=127.0.0.1:1: .*refused",
+        ),
+        (
+            "os.environ |= dict(RANK='0', WORLD_SIZE='1', MASTER_ADDR='localhost', MASTER_PORT='29777')",
+            "ValueError: engine='ray' does not apply here: the workers are the 1 ranks that run already",
+        ),
+    ],
+)
+def test_what_is_missing_is_told(before: str, told: str, script: Callable[[str], subprocess.Popen[str]]) -> None:
+    """At once, and by what to do."""
+    [(status, printed)] = finish([script(f"{before}\nParallelExecutor(engine='ray')")], 60)
+    assert status == 1
+    assert re.search(told, printed), printed
+
+
+def test_bad_input(ray_cluster: Any, pool: ParallelExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with a clear error."""
     for wrong in ({"engine": "dask"}, {"engine": "ray", "placement": "x"}, {"resources_per_worker": {"CPU": 1}}):
         with pytest.raises(ValueError, match=next(reversed(wrong))):
             ParallelExecutor(**wrong)
     with pytest.raises(ValueError, match="Ray chooses them"):
         ParallelExecutor(engine="ray", devices="0,1")
-    with pytest.raises(LaunchError, match="no room for 2 workers with 1 CPU and 1 GPU within 1 s.*has 4 CPU"):
+    with pytest.raises(LaunchError, match="no room for 2 workers with 1 CPU and 1 GPU within 1 s.*has 8 CPU"):
         ParallelExecutor(engine="ray", num_gpus=2, wait_for_resources=1)
 
 
-def test_a_node_is_gone(cluster: Any, pool: ParallelExecutor) -> None:
+def ancestors(pid: int) -> Iterator[int]:
+    """The processes that have started this one."""
+    while pid := int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]):
+        yield pid
+
+
+def test_a_node_is_gone(ray_cluster: Any, pool: ParallelExecutor) -> None:
     """In a collective: its ranks have died, soon; on another node the pool is whole again. Then it is closed."""
 
     def work() -> None:
@@ -168,23 +316,24 @@ def test_a_node_is_gone(cluster: Any, pool: ParallelExecutor) -> None:
         while True:
             dist.all_reduce(torch.ones(1))
 
-    [node], killed_at = cluster.worker_nodes, list[float]()
+    [node], killed_at = ray_cluster.worker_nodes, list[float]()
+    raylet = node.all_processes["raylet"][0].process.pid
+    there = {rank for rank, pid in enumerate(pool.run(os.getpid)) if raylet in ancestors(pid)}
+    assert len(there) == 2
 
     def kill() -> None:
         killed_at.append(time.monotonic())
-        os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+        os.kill(raylet, signal.SIGKILL)
 
     timer = threading.Timer(1, kill)
     timer.start()
     with pytest.raises(RankError) as raised:
         pool.run(work)
     assert time.monotonic() - killed_at[0] < GONE_WITHIN_S
-    assert {rank: type(error) for rank, error in raised.value.failures.items()} == dict.fromkeys(
-        (2, 3), WorkerDiedError
-    )
-    cluster.remove_node(node)
-    cluster.add_node(num_cpus=2)
-    assert pool.run(add_up) == WORLD
+    assert {rank: type(error) for rank, error in raised.value.failures.items()} == dict.fromkeys(there, WorkerDiedError)
+    ray_cluster.remove_node(node)
+    ray_cluster.add_node(num_cpus=4)
+    assert [(rank, total) for rank, *_, total in pool.run(add_up)] == [(rank, 10.0) for rank in range(4)]
     pool.resize(2)
     assert len(pool.run(add_up)) == 2
     pool.shutdown()
