@@ -3,6 +3,7 @@
     python docs/examples/digits.py                       # a worker per accelerator, or per core where there is none
     python docs/examples/digits.py --ranks 1
     torchrun --nproc-per-node=2 docs/examples/digits.py  # the workers are torchrun's ranks
+    python docs/examples/digits.py --engine ray          # workers on the nodes of a Ray cluster
 
 The loop is plain PyTorch. nn_parallel starts the ranks, connects them, and keeps for rank 0 what only one should do.
 """
@@ -107,10 +108,11 @@ def report(history: list[tuple[float, int, int]], ranks: int, path: Path) -> Non
 parser = argparse.ArgumentParser(description="Train on the handwritten digits of scikit-learn.")
 parser.add_argument("--epochs", type=int, default=15)
 parser.add_argument("--ranks", type=int, help="how many workers to start; not under torchrun, which has started them")
+parser.add_argument("--engine", default="local", choices=["local", "ray"], help="where to start them: see docs/ray.md")
 parser.add_argument("--out", type=Path, default=Path(), help="folder for digits.pt and digits.png")
 args = parser.parse_args()
 args.out.mkdir(parents=True, exist_ok=True)
 
-with ParallelExecutor(num_workers=args.ranks) as ex:
+with ParallelExecutor(num_workers=args.ranks, engine=args.engine) as ex:
     results = ex.run(train, args.epochs, args.out)
 report(results[0], len(results), args.out / "digits.png")
