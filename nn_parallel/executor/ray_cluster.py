@@ -127,7 +127,8 @@ class Room:
         """
         self._wanted, deadline = wanted, time.monotonic() + wanted.within_s
         self._group = placement_group([dict(wanted.resources)] * workers, strategy=wanted.placement.upper())
-        self.give_back = weakref.finalize(self, _remove, self._group)
+        self.give_back = weakref.finalize(self, _remove, self._group, os.getpid())
+        self.give_back.atexit = False  # Ray does it
         if not self._group.wait(min(WARN_AFTER_S, wanted.within_s)):
             logger.warning("Waiting for Ray to find room for %s: %s.", wanted.of(workers), _what_there_is())
             if not self._group.wait(max(0.0, deadline - time.monotonic())):
@@ -176,7 +177,12 @@ class Room:
             actors.append(ray.remote(RayNode).options(**options).remote(__version__))
             like_this = wanted.prefix_output, os.getcwd(), user_s_path(), sys.argv
             started.append(actors[-1].start.remote(here, gpus, cores, *like_this, *initialize))
-        addresses = self._told(started)
+        try:
+            addresses = self._told(started)
+        except BaseException:
+            for actor in actors:  # it has the room that the next attempt needs
+                ray.kill(actor)
+            raise
         return [
             Node(actor, address, list(place))
             for actor, address, place in zip(actors, addresses, places.values(), strict=True)
@@ -211,11 +217,12 @@ def _what_there_is() -> str:
     return f"the cluster has {told(ray.cluster_resources())}, of which {told(ray.available_resources())} is free"
 
 
-def _remove(group: Any) -> None:
-    """In a thread, as the collector may call this anywhere."""
+def _remove(group: Any, pid: int) -> None:
+    """In a thread, as the collector may call this anywhere; not in a fork, nor where it would start Ray again."""
 
     def remove() -> None:
         with contextlib.suppress(Exception):  # Ray is shut down
             remove_placement_group(group)
 
-    threading.Thread(target=remove, name="nn_parallel room", daemon=True).start()
+    if os.getpid() == pid and ray.is_initialized():
+        threading.Thread(target=remove, name="nn_parallel room", daemon=True).start()

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
 import torch
@@ -139,11 +140,11 @@ class RayNode:
         sys.argv[:] = argv
         devices = [torch.device("cpu")] * len(ranks)
         if gpus:
-            names = sorted(set(gpus), key=gpus.index)
+            names = list(dict.fromkeys(",".join(gpus).split(",")))  # a worker may have several
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
             if len(found := accelerators()) < len(names):
                 raise LaunchError(f"Ray gives GPUs {', '.join(names)} of {socket.gethostname()}; torch finds {found}.")
-            devices = [found[names.index(gpu)] for gpu in gpus]
+            devices = [found[names.index(gpu.split(",")[0])] for gpu in gpus]
         pack = (lambda packer: self._packed(initialize, packer)[1]) if initialize else None
         address: str = ray.util.get_node_ip_address()
         self._ranks, self._store = ranks, PoolStore(address)
@@ -189,6 +190,7 @@ class RayNode:
             self._arrived.wait_for(lambda: self._number >= number, COMES_WITHIN_S)
             run = self._run if self._number == number else None
         if run is not None:
+            run.is_cancelled = True  # before it begins, or else it is ended where it runs
             self._pool.abandon(run)
 
     def forget(self, numbers: list[int]) -> None:
@@ -225,11 +227,15 @@ class _Share(Run):
 
     def __init__(self, call: PackedCall, all_ranks: Ranks | None, node: RayNode, pool: Pool, ranks: list[int]) -> None:
         super().__init__(call, all_ranks)
-        self._node, self._pool, self._rank_of = node, pool, ranks
+        self._node, self._pool, self._rank_of, self.is_cancelled = node, pool, ranks, False
 
     def begin(self, world_size: int) -> bool:
         """Whether the workers are those that the ranks on other nodes have met; the pool's lock is held."""
         super().begin(world_size)
+        if self.is_cancelled:
+            for index in range(world_size):
+                self.complete(index, Answer.of(self.call, CancelledError(), CANCELLED))
+            return False
         if self.ranks is None:
             return True
         if self._node.met[0] != self.ranks.group:

@@ -67,7 +67,8 @@ class RayWorkers:
         self._initialize = pack and pack(self._packer)  # the call of the initializer
         self._threads = ThreadPoolExecutor(workers, "nn_parallel task")
         try:
-            self._fill()
+            with self._turns.run():
+                self._fill()
         except BaseException:
             self._room.give_back()
             raise
@@ -101,7 +102,11 @@ class RayWorkers:
             return unsent
         with self._lock:  # the threads take tasks in the order of their numbers: none waits for one behind it
             number = self._turns.take()
-            future = self._threads.submit(self._do, call, number)
+            try:
+                future = self._threads.submit(self._do, call, number)
+            except BaseException:  # Python is at its end, or Ctrl-C
+                self._turns.end(number)
+                raise
         future.add_done_callback(lambda _: self._turns.end(number))
         return future
 
@@ -138,10 +143,11 @@ class RayWorkers:
 
     def shutdown(self, wait: bool, cancel_futures: bool) -> None:
         """As `ParallelExecutor.shutdown`."""
-        if self._turns.close():
-            self._threads.shutdown(False, cancel_futures=cancel_futures)
-            self._ending = threading.Thread(target=self._end, name="nn_parallel end", daemon=True)
-            self._ending.start()
+        with self._lock:
+            if self._turns.close():
+                self._ending = threading.Thread(target=self._end, name="nn_parallel end", daemon=True)
+                self._ending.start()
+                self._threads.shutdown(False, cancel_futures=cancel_futures)
         if wait and not self._turns.is_inherited:
             self._ending.join()
 
@@ -158,9 +164,10 @@ class RayWorkers:
     ) -> None:
         """After an exception nobody waits for what still runs."""
         if error is not None and not self.has_ended:
-            for node in self._nodes:
+            self.shutdown(False, True)  # first, or the nodes would be replaced
+            for node in list(self._nodes):
                 ray.kill(node.actor)
-        self.shutdown(True, error is not None)
+        self.shutdown(True, False)
 
     # Calls
 
@@ -168,8 +175,10 @@ class RayWorkers:
         """A run on all nodes: once a rank has failed, those on the others are freed."""
         run, errors, has_failed, ranks = Run(call), list[Exception](), False, self._ranks_of(call, number)
         run.begin(self._size)
-        asked = {self._ask(node, call, number, True, ranks): node for node in self._nodes}
+        asked = dict[Any, Node]()
         try:
+            for node in list(self._nodes):
+                asked[self._ask(node, call, number, True, ranks)] = node
             while asked:
                 [answer], _ = ray.wait(list(asked), num_returns=1) if len(asked) > 1 else (list(asked), ())
                 told = self._told(asked[answer], answer)
@@ -179,11 +188,13 @@ class RayWorkers:
                     outcome, packed = told.answers.get(rank, (CANCELLED, None))
                     run.complete(rank, _answer(call, outcome, packed))
                     has_failed |= outcome == FAILED
-                if has_failed or any(not isinstance(error, RankTimeoutError) for error in errors):
+                others_end = call.options.timeout_s is not None  # by themselves, if it is over on one node
+                if has_failed or any(not (others_end and isinstance(error, RankTimeoutError)) for error in errors):
                     self._cancel(number, asked.values())
         except BaseException:  # Ctrl-C
             self._cancel(number, asked.values())
-            ray.wait(list(asked), num_returns=len(asked), timeout=CANCELLED_WITHIN_S)
+            if asked:
+                ray.wait(list(asked), num_returns=len(asked), timeout=CANCELLED_WITHIN_S)
             raise
         if late := [error for error in errors if isinstance(error, RankTimeoutError)]:
             raise _all_of(late)
@@ -252,11 +263,12 @@ class RayWorkers:
         """The arguments of `RayNode.call`, for a node that has ``kept`` what workers keep; now it has the rest."""
         handles = [*call.handles, *self._places] if ranks else call.handles
         new = [handle for handle in handles if handle.number not in kept]
-        kept.update(handle.number for handle in new)
         needs, lacks = ([handle.number for handle in some] for some in (handles, new))
         payload = portable(call.payload)
         sent = Call(number, is_run, call.name, call.options, call.function, payload, needs, lacks, ranks)
-        return *to_send(sent), *map(self._reference, new)
+        message = *to_send(sent), *map(self._reference, new)
+        kept.update(lacks)
+        return message
 
     def _reference(self, handle: Handle) -> Any:
         """Ray's, to what the workers keep: a node takes it from Ray's object store."""
@@ -271,6 +283,8 @@ class RayWorkers:
         except ray.exceptions.RayError as error:
             return Told({rank: (FAILED, self._lost(node, error, rank)) for rank in node.ranks})
         told: Told = received(pickled, beside)
+        if told.error is not None:
+            node.kept.clear()  # perhaps it has not got what came with this
         if told.group != node.group:
             node.group, self._has_met = told.group, False
         return told
@@ -283,8 +297,8 @@ class RayWorkers:
         Raises:
             ParallelError: Ray has no room for it in time, or a node is not fit.
         """
-        if sum(len(node.ranks) for node in self._nodes) < self._size:
-            self._start().result()
+        while sum(len(node.ranks) for node in self._nodes) < self._size:
+            self._start().result()  # one that was under way may know nothing of a node that has gone since
 
     def _start(self) -> Future[None]:
         """Begin to have a node for each rank that has none; there is one attempt at a time."""
