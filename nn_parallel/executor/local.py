@@ -24,7 +24,43 @@ from .tasks import CallFuture, Item, Mapped, Resize, Run
 from .worker import call_each
 
 
-class LocalWorkers:
+class StartedWorkers:
+    """What workers that this program has started have in common, wherever they are."""
+
+    def map(
+        self,
+        fn: Callable[..., Any],
+        items: Iterator[tuple[Any, ...]],
+        options: CallOptions,
+        timeout_s: float | None,
+        chunksize: int,
+        progress: Progress,
+    ) -> Iterator[Any]:
+        """As `ParallelExecutor.map`; each item is the arguments of a call."""
+
+        def each(fn: Callable[..., Any], items: Iterable[Any]) -> Generator[Any, None, None]:
+            return self._map(fn, items, options, timeout_s, progress.name)
+
+        return progress.counted(in_chunks(each, fn, items, chunksize))
+
+    def __enter__(self) -> None:
+        """Nothing has to begin: the workers are there."""
+
+    def _map(
+        self, fn: Callable[..., Any], items: Iterable[Any], options: CallOptions, timeout_s: float | None, name: str
+    ) -> Generator[Any, None, None]:
+        """The results of single calls, which are all made at once."""
+        raise NotImplementedError
+
+
+def unsent(error: TransferError) -> Future[Any]:
+    """The future of a call that cannot be sent."""
+    future = Future[Any]()
+    future.set_exception(error)
+    return future
+
+
+class LocalWorkers(StartedWorkers):
     """Worker processes of this program; they end when nobody refers to this any more."""
 
     def __init__(self, devices_for: Callable[[int | None], list[torch.device]], pool: Pool) -> None:
@@ -57,28 +93,10 @@ class LocalWorkers:
         try:
             call = self.pool.packer.pack(fn, args, kwargs, options)
         except TransferError as error:
-            unsent = Future[Any]()
-            unsent.set_exception(error)
-            return unsent
+            return unsent(error)
         single = CallFuture(call, self.pool.callbacks)
         self.pool.submit(single)
         return single
-
-    def map(
-        self,
-        fn: Callable[..., Any],
-        items: Iterator[tuple[Any, ...]],
-        options: CallOptions,
-        timeout_s: float | None,
-        chunksize: int,
-        progress: Progress,
-    ) -> Iterator[Any]:
-        """As `ParallelExecutor.map`; each item is the arguments of a call."""
-
-        def each(fn: Callable[..., Any], items: Iterable[Any]) -> Generator[Any, None, None]:
-            return self._map(fn, items, options, timeout_s, progress.name)
-
-        return progress.counted(in_chunks(each, fn, items, chunksize))
 
     def put(self, obj: Any) -> Any:
         """As `ParallelExecutor.put`."""
@@ -93,9 +111,6 @@ class LocalWorkers:
     def shutdown(self, wait: bool, cancel_futures: bool) -> None:
         """As `ParallelExecutor.shutdown`."""
         self.pool.close(wait=wait, cancel_pending=cancel_futures)
-
-    def __enter__(self) -> None:
-        """Nothing has to begin: the workers are there."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -29,10 +29,9 @@ from ..errors import (
     rank_names,
 )
 from ..preemption import pass_on_to
-from ..progress import Progress
 from .connection import Received
 from .headers import Places, Ranks
-from .local import in_chunks
+from .local import StartedWorkers, unsent
 from .names import Handle
 from .packing import CallOptions, PackedCall, Packer
 from .ray_cluster import CLOSED_WITHIN_S, Node, Room, Wanted
@@ -44,7 +43,7 @@ from .worker import CANCELLED, FAILED
 STORE_WITHIN_S, CANCELLED_WITHIN_S = 60.0, 5.0  # to open one; a run
 
 
-class RayWorkers:
+class RayWorkers(StartedWorkers):
     """Worker processes on the nodes of a cluster."""
 
     def __init__(
@@ -97,9 +96,7 @@ class RayWorkers:
         try:
             call = self._packer.pack(fn, args, kwargs, options, name)
         except TransferError as error:
-            unsent = Future[Any]()
-            unsent.set_exception(error)
-            return unsent
+            return unsent(error)
         with self._lock:  # the threads take tasks in the order of their numbers: none waits for one behind it
             number = self._turns.take()
             try:
@@ -109,23 +106,6 @@ class RayWorkers:
                 raise
         future.add_done_callback(lambda _: self._turns.end(number))
         return future
-
-    def map(
-        self,
-        fn: Callable[..., Any],
-        items: Iterator[tuple[Any, ...]],
-        options: CallOptions,
-        timeout_s: float | None,
-        chunksize: int,
-        progress: Progress,
-    ) -> Iterator[Any]:
-        """As `ParallelExecutor.map`; each item is the arguments of a call."""
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-
-        def each(fn: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Generator[Any, None, None]:
-            return _results(deque([self.submit(fn, args, {}, options, progress.name) for args in items]), deadline)
-
-        return progress.counted(in_chunks(each, fn, items, chunksize))
 
     def put(self, obj: Any) -> Any:
         """As `ParallelExecutor.put`."""
@@ -156,9 +136,6 @@ class RayWorkers:
         for node in self._nodes:
             node.actor.ask_to_stop.remote()
 
-    def __enter__(self) -> None:
-        """Nothing has to begin: the workers are there."""
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -171,11 +148,17 @@ class RayWorkers:
 
     # Calls
 
+    def _map(
+        self, fn: Callable[..., Any], items: Iterable[Any], options: CallOptions, timeout_s: float | None, name: str
+    ) -> Generator[Any, None, None]:
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        return _results(deque([self.submit(fn, args, {}, options, name) for args in items]), deadline)
+
     def _run(self, call: PackedCall, number: int) -> list[Any]:
         """A run on all nodes: once a rank has failed, those on the others are freed."""
         run, errors, has_failed, ranks = Run(call), list[Exception](), False, self._ranks_of(call, number)
         run.begin(self._size)
-        asked = dict[Any, Node]()
+        asked, is_cancelled = dict[Any, Node](), False
         try:
             for node in list(self._nodes):
                 asked[self._ask(node, call, number, True, ranks)] = node
@@ -189,7 +172,9 @@ class RayWorkers:
                     run.complete(rank, _answer(call, outcome, packed))
                     has_failed |= outcome == FAILED
                 others_end = call.options.timeout_s is not None  # by themselves, if it is over on one node
-                if has_failed or any(not (others_end and isinstance(error, RankTimeoutError)) for error in errors):
+                ends = has_failed or any(not (others_end and isinstance(error, RankTimeoutError)) for error in errors)
+                if ends and not is_cancelled:
+                    is_cancelled = True
                     self._cancel(number, asked.values())
         except BaseException:  # Ctrl-C
             self._cancel(number, asked.values())
