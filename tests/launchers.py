@@ -129,7 +129,8 @@ def told_by_ranks(folder: Path, ranks: int) -> list[Any]:
 
 def wait_for_files(folder: Path, pattern: str, count: int) -> None:
     deadline = time.monotonic() + ENDS_WITHIN_S / 2
-    while len(list(folder.glob(pattern))) < count and time.monotonic() < deadline:
+    while (found := len(list(folder.glob(pattern)))) < count:
+        assert time.monotonic() < deadline, f"{found} of {count} files {pattern} are there"
         time.sleep(0.05)  # between two looks
 
 

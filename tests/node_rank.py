@@ -48,7 +48,8 @@ def main(folder: Path, how: str) -> None:
             add_up(folder)
     except BaseException as error:
         outcome |= {"error": type(error).__name__, "told": str(error)}
-        raise
+        sys.excepthook(type(error), error, error.__traceback__)  # before the file below says that all is told
+        sys.exit(1)
     finally:
         new = folder / f"{here.rank}.new"
         new.write_text(json.dumps(outcome | {"at": time.time()}))

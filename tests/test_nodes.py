@@ -77,6 +77,7 @@ class Fault(NamedTuple):
     second: str = ""  # by ranks 2 and 3
     within_s: float = AT_ONCE_S
     silent: tuple[int, ...] = ()  # ranks that can tell nothing
+    ends: int | None = None  # the rank whose process ends: some launchers then end those beside it
     of_nodes: bool = False
 
 
@@ -122,10 +123,10 @@ TIMED_OUT = f"Timed out waiting {TIMEOUT_S * 1000:.0f}ms"
 
 FAULTS = {
     "an exception in a block": Fault("block", lambda job: job.tell("raise"), *["ValueError: a bad batch"] * 2),
-    "an exception outside of blocks": Fault("loop", lambda job: job.tell("raise"), OUTSIDE, "a bad batch"),
-    "SIGKILL in a block": Fault("block", kill, ENDED, ENDED, silent=(3,)),
-    "SIGKILL outside of blocks": Fault("loop", kill, f"{ENDED}.*?Therefore:", f"{ENDED}.*?Therefore:", silent=(3,)),
-    "SIGKILL of rank 0 in a block": Fault("block", kill_rank_0, RANK_0_ENDED, RANK_0_ENDED, silent=(0,)),
+    "an exception outside of blocks": Fault("loop", lambda job: job.tell("raise"), OUTSIDE, "a bad batch", ends=3),
+    "SIGKILL in a block": Fault("block", kill, ENDED, ENDED, silent=(3,), ends=3),
+    "SIGKILL outside of blocks": Fault("loop", kill, *[f"{ENDED}.*?Therefore:"] * 2, silent=(3,), ends=3),
+    "SIGKILL of rank 0 in a block": Fault("block", kill_rank_0, RANK_0_ENDED, RANK_0_ENDED, silent=(0,), ends=0),
     "SIGSTOP of rank 0 in a block": Fault("block", stop_rank_0, TIMED_OUT, TIMED_OUT, TIMEOUT_S + AT_ONCE_S, (0,)),
     "SIGSTOP, and SIGCONT after 8 s": Fault("loop", stop_for_a_while),
     "SIGSTOP": Fault("block", stop, TIMED_OUT, TIMED_OUT, TIMEOUT_S + AT_ONCE_S, (3,)),
@@ -152,6 +153,12 @@ COMMANDS = {
     HYDRA: lambda script: hydra(4, script),
 }
 ON_NODES = ("torchrun on nodes", "srun -N2")
+ENDING_OTHERS = {
+    "torchrun on nodes": "Root Cause",  # torchrun looks ten times a second; ranks have told by then, or not
+    "torchrun": "Root Cause",
+    HYDRA: "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed",
+}
+"""The launchers that end the ranks on the node of a dead one, and how they say that."""
 IN_SLOW_TESTS = {"an exception outside of blocks", "the cable out for 5 s", "the cable out, in a block"}
 
 
@@ -179,16 +186,24 @@ def test_each_side_is_told(
         case.cause(job)
         if not case.first:
             job.tell("end")
-        is_ended = launcher == HYDRA and case.cause in (kill, kill_rank_0)  # which kills the others itself, at once
-        telling = [rank for rank in range(4) if rank not in case.silent and not is_ended]
-        wait_for_files(tmp_path, f"[{''.join(map(str, telling))}-].json", len(telling))
+        living = [rank for rank in range(4) if rank not in case.silent]
+        may_be_ended = [
+            rank
+            for rank in living
+            if launcher in ENDING_OTHERS and case.ends is not None and job.node_of(rank) is job.node_of(case.ends)
+        ]
+        must_tell = [rank for rank in living if rank not in may_be_ended]
+        wait_for_files(tmp_path, f"[{''.join(map(str, must_tell))}-].json", len(must_tell))
         if case.cause in (stop, stop_rank_0):
             for rank in case.silent:
                 job.signal(rank, signal.SIGCONT)
-        ends, printed = zip(*finish(job.processes, ENDS_SOON_S), strict=True)
-        assert not is_ended or ends[0] not in (0, 124)
-        found = {half: ["ended by mpiexec", time.time() - began, ""] for half in "01" if is_ended}
-        for rank in telling:
+        _, printed = zip(*finish(job.processes, ENDS_SOON_S), strict=True)
+        found: dict[str, list[object]] = {}
+        for rank in living:
+            if rank in may_be_ended and not (tmp_path / f"{rank}.json").exists():
+                assert ENDING_OTHERS[launcher] in "".join(printed), printed
+                found.setdefault(f"{rank // 2}", [f"ended by {launcher.split()[0]}", time.time() - began, ""])
+                continue
             seen = json.loads((tmp_path / f"{rank}.json").read_text())
             text = f"{seen['told']}\n{(tmp_path / f'{rank}.stderr').read_text()}"
             expected = case.first if rank < 2 else case.second
@@ -215,9 +230,9 @@ def test_three_nodes_and_eight_ranks(cause: Callable[[Job], object], tmp_path: P
     with laboratory.laboratory(tmp_path, 3) as nodes:
         job = Job(nodes, tmp_path, "torchrun on nodes", "block", {}, ranks_of=(3, 3, 2))
         is_killed, began = cause is kill, time.time()
-        living = [rank for rank in range(8) if rank != 3] if is_killed else list(range(6))
+        living = [0, 1, 2, 6, 7] if is_killed else list(range(6))  # torchrun may end 4 and 5 before they tell
         cause(job)
-        wait_for_files(tmp_path, "[0-7].json", len(living))
+        wait_for_files(tmp_path, f"[{''.join(map(str, living))}].json", len(living))
         for rank in living:
             seen = json.loads((tmp_path / f"{rank}.json").read_text())
             expected = ENDED if is_killed else rf"Rank [67] \(pid \d+ on node3\) {OUT_OF_REACH}"
@@ -248,9 +263,9 @@ def test_networks_as_they_are(network: dict[str, bool], tmp_path: Path) -> None:
         job = Job(nodes, tmp_path, "torchrun on nodes", "block", {})
         began = time.time()
         kill(job)
-        wait_for_files(tmp_path, "[012].json", 3)
+        wait_for_files(tmp_path, "[01].json", 2)
         finish(job.processes, ENDS_SOON_S)
-        for rank in range(3):
+        for rank in range(2):  # torchrun may end rank 2 before it has told
             seen = json.loads((tmp_path / f"{rank}.json").read_text())
             assert re.search(ENDED, seen["told"]), seen
             assert seen["at"] - began < AT_ONCE_S
