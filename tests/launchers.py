@@ -128,7 +128,7 @@ def told_by_ranks(folder: Path, ranks: int) -> list[Any]:
 
 
 def wait_for_files(folder: Path, pattern: str, count: int) -> None:
-    deadline = time.monotonic() + ENDS_WITHIN_S / 2
+    deadline = time.monotonic() + ENDS_WITHIN_S
     while (found := len(list(folder.glob(pattern)))) < count:
         assert time.monotonic() < deadline, f"{found} of {count} files {pattern} are there"
         time.sleep(0.05)  # between two looks
