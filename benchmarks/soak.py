@@ -18,7 +18,7 @@ import torch
 
 from nn_parallel import ParallelExecutor, on_rank
 from nn_parallel.descendants import children_of
-from nn_parallel.executor.local import LocalWorkers
+from nn_parallel.executor.started import StartedWorkers
 
 SAMPLES = 20
 QUANTITIES = ("memory, MiB", "descriptors", "threads", "keys in the store")
@@ -107,7 +107,7 @@ def state(pool: ParallelExecutor) -> tuple[float, ...]:
 
 def _keys(pool: ParallelExecutor) -> int:
     workers = pool._backend
-    assert isinstance(workers, LocalWorkers)
+    assert isinstance(workers, StartedWorkers)
     store = workers.pool._store._store
     return store.num_keys() if store is not None else 0
 

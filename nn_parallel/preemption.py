@@ -70,8 +70,16 @@ def stop_requested() -> bool:
 
 
 def is_asked() -> bool:
-    """Whether a signal has asked this process to stop."""
+    """Whether this process has been asked to stop."""
     return _received is not None
+
+
+def ask_to_stop(source: str) -> None:
+    """Ask this process to stop, and the ranks to which that is passed on; ``source`` is told."""
+    global _received
+    _received = source
+    for ranks in list(_passed_on_to):
+        ranks.ask_to_stop()
 
 
 def pass_on_to(ranks: AsksRanks) -> None:
@@ -110,10 +118,7 @@ def _listen() -> None:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    global _received
-    _received = signal.Signals(number).name
-    for ranks in list(_passed_on_to):
-        ranks.ask_to_stop()
+    ask_to_stop(signal.Signals(number).name)
     before = _handlers_before[number]
     if callable(before):
         before(number, frame)
@@ -138,7 +143,7 @@ def _end_listening() -> None:
     _handlers_before.clear()
 
 
-_received: str | None = None  # the name of the last signal
+_received: str | None = None  # the name of the last signal that has asked
 _handlers_before: dict[int, Any] = {}  # by the number of the signal; empty until the first call
 _passed_on_to: weakref.WeakSet[AsksRanks] = weakref.WeakSet()
 os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_end_listening)

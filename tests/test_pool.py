@@ -41,16 +41,16 @@ from nn_parallel import (
     signals,
 )
 from nn_parallel.executor import evidence, forkserver_client, namespaces, worker
-from nn_parallel.executor.local import LocalWorkers
 from nn_parallel.executor.pool import Pool
 from nn_parallel.executor.process import WorkerProcess
 from nn_parallel.executor.processes import Processes
+from nn_parallel.executor.started import StartedWorkers
 from nn_parallel.executor.tasks import Answer, Run, Task
 
 
 def pool_of(executor: ParallelExecutor) -> Pool:
     """What is behind an executor that no launcher has started."""
-    assert isinstance(executor._backend, LocalWorkers)
+    assert isinstance(executor._backend, StartedWorkers)
     return executor._backend.pool
 
 

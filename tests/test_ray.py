@@ -21,6 +21,7 @@ from notebook import run_cells
 from nn_parallel import (
     ExecutorClosedError,
     LaunchError,
+    ParallelError,
     ParallelExecutor,
     RankError,
     RankTimeoutError,
@@ -79,6 +80,22 @@ def test_calls(pool: ParallelExecutor) -> None:
     assert [box.value for box in pool.run(lambda box: Box(box.value + 1), Box(1))] == [2] * 4
 
 
+def test_callbacks_may_wait_for_the_pool(pool: ParallelExecutor) -> None:
+    """More of them than there are workers."""
+    results, futures = list[int](), [pool.submit(abs, -number) for number in range(8)]
+    done = threading.Event()
+
+    def call_again(future: Any) -> None:
+        results.append(pool.submit(abs, future.result()).result())
+        if len(results) == len(futures):
+            done.set()
+
+    for future in futures:
+        future.add_done_callback(call_again)
+    assert done.wait(60)
+    assert sorted(results) == list(range(8))
+
+
 def raise_value_error() -> None:
     raise ValueError("a bad batch")
 
@@ -112,6 +129,21 @@ def test_a_rank_fails(fail: Callable[[], None], kind: type[Exception], waits_in:
     assert pool.run(add_up) == WORLD
 
 
+def test_the_pool_of_a_node_cannot_go_on(pool: ParallelExecutor) -> None:
+    """The node is replaced, and does not draw all that comes next."""
+
+    def end_fork_server() -> None:
+        if initialize_ddp().rank == 3:
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(100)
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(ParallelError, match="The fork server has ended"):
+        pool.run(end_fork_server)
+    assert list(pool.map(abs, range(20))) == list(range(20))
+    assert pool.run(add_up) == WORLD
+
+
 def test_a_task_fails_alone(pool: ParallelExecutor) -> None:
     with pytest.raises(ZeroDivisionError):
         pool.submit(lambda: 1 / 0).result()
@@ -130,11 +162,14 @@ def test_timeout_tells_where_the_ranks_of_all_nodes_stand(ray_cluster: Any, pool
 
     began = time.monotonic()
     pool._options = (before := pool._options)._replace(timeout_s=1.0)
+    futures = list[Any]()
+    threading.Timer(0.5, lambda: futures.append(pool.submit(abs, -1))).start()  # which waits behind it
     try:
         with pytest.raises(RankTimeoutError) as raised:
             pool.run(work)
     finally:
         pool._options = before
+    assert futures[0].result() == 1
     assert raised.value.ranks == [0, 1, 2, 3]
     assert all("in work" in stack for stack in raised.value.stacks.values())
     assert time.monotonic() - began < 1 + GONE_WITHIN_S
@@ -200,14 +235,15 @@ def train():
     return steps
 
 stop_requested()
-with ParallelExecutor(engine="ray", num_workers=2, devices="cpu", placement="spread") as ex:
-    print("steps", len(set(ex.run(train))))
+for placement in ("spread", "pack"):  # the second pool begins after the signal
+    with ParallelExecutor(engine="ray", num_workers=2, devices="cpu", placement=placement) as ex:
+        print("steps", len(set(ex.run(train))))
 """
     )
     wait_for_files(tmp_path, "*.ready", 2)
     os.kill(process.pid, signal.SIGTERM)
     [(status, printed)] = finish([process], 30)
-    assert "steps 1\n" in printed, printed
+    assert printed.count("steps 1\n") == 2, printed
     assert status == 0
 
 
@@ -270,6 +306,61 @@ def test_the_initializer(ray_cluster: Any) -> None:
         assert ex.run(value) == ["7", "7"]
 
 
+def test_a_run_fails_before_it_begins_on_another_node(ray_cluster: Any, tmp_path: Path) -> None:
+    """Where its worker is not ready yet."""
+
+    def set_up() -> None:
+        try:
+            (tmp_path / "first").mkdir()
+        except FileExistsError:
+            time.sleep(3)
+
+    with ParallelExecutor(engine="ray", num_workers=2, devices="cpu", placement="spread", initializer=set_up) as ex:
+        with pytest.raises(RankError) as raised:
+            ex.run(raise_value_error)
+        assert [type(error) for error in raised.value.failures.values()] == [ValueError]
+        assert ex.run(int) == [0, 0]
+
+
+def test_in_a_fork(pool: ParallelExecutor) -> None:
+    """The executor is that of its process; a fork is told so, and does not wait."""
+    results = pool.map(abs, range(4))
+    pid = os.fork()
+    if not pid:
+        told = 0
+        for call in (lambda: next(results), lambda: pool.run(int), lambda: pool.submit(int), lambda: pool.put(1)):
+            try:
+                call()
+            except ExecutorClosedError:
+                told += 1
+        pool.shutdown()
+        os._exit(told)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+    assert list(results) == list(range(4))
+
+
+def test_ray_is_shut_down(script: Callable[[str], subprocess.Popen[str]]) -> None:
+    """Before the executor: its calls say so, none starts Ray again, and the script ends."""
+    process = script(
+        """
+import ray
+ex = ParallelExecutor(engine="ray", num_workers=2, devices="cpu")
+handle = ex.put([1])
+ray.shutdown()
+for call in (lambda: ex.run(len, handle), lambda: ex.submit(len, handle).result(), lambda: ex.run(len, handle)):
+    try:
+        call()
+    except ParallelError as error:
+        print("told", error)
+print("again", ray.is_initialized())
+"""
+    )
+    [(status, printed)] = finish([process])
+    assert printed.count("told Ray has been shut down.\n") == 3, printed
+    assert "again False" in printed
+    assert status == 0
+
+
 @pytest.mark.parametrize(
     ("before", "told"),
     [
@@ -289,6 +380,17 @@ def test_what_is_missing_is_told(before: str, told: str, script: Callable[[str],
     [(status, printed)] = finish([script(f"{before}\nParallelExecutor(engine='ray')")], 60)
     assert status == 1
     assert re.search(told, printed), printed
+
+
+def test_there_is_no_room(ray_cluster: Any) -> None:
+    """For another size: each call says so in its turn, until the size fits."""
+    with ParallelExecutor(engine="ray", num_workers=2, devices="cpu", wait_for_resources=1) as ex:
+        for call in (lambda: ex.resize(100), lambda: ex.run(int), lambda: ex.submit(int).result()):
+            with pytest.raises(LaunchError, match="no room for 100 workers with 1 CPU within 1 s") as raised:
+                call()
+            assert raised.value.__notes__ == ["0 of 100 workers are left."]
+        ex.resize(2)
+        assert ex.run(int) == [0, 0]
 
 
 def test_bad_input(ray_cluster: Any, pool: ParallelExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

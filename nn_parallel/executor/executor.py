@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from concurrent.futures import Executor, Future
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Never, NoReturn, Self, TypeVar
+from typing import Any, Never, NoReturn, Self, TypeVar
 
 import torch
 
@@ -19,13 +19,10 @@ from ..devices import choose_devices, count, cpu_count
 from ..errors import ParallelError, RankError
 from ..progress import Progress
 from .launched import LaunchedRanks
-from .local import LocalWorkers
 from .packing import CallOptions, Packer
 from .pool import Pool
 from .processes import Settings
-
-if TYPE_CHECKING:
-    from .ray_workers import RayWorkers
+from .started import StartedWorkers
 
 UNINTERRUPTED = True  # see signals
 R = TypeVar("R")
@@ -111,7 +108,7 @@ class ParallelExecutor(Executor):
         if engine == "local" and resources_per_worker is not None:
             raise ValueError('resources_per_worker applies to engine="ray" only.')
         self._options = CallOptions(pass_device, as_seconds(timeout))
-        self._backend: LaunchedRanks | LocalWorkers | RayWorkers
+        self._backend: LaunchedRanks | StartedWorkers
         context = join_launched_world()
         if context is not None:
             self._backend = LaunchedRanks(context, self._options.timeout_s)
@@ -127,11 +124,12 @@ class ParallelExecutor(Executor):
             pack_initializer = functools.partial(Packer.pack, fn=initializer, args=initargs, kwargs={}, options=options)
         if engine == "ray":
             from .ray_cluster import Wanted, resources_for
-            from .ray_workers import RayWorkers
+            from .ray_pool import RayPool
 
             resources, workers = resources_for(num_gpus, devices, num_workers, resources_per_worker)
             wanted = Wanted(resources, placement, as_seconds(wait_for_resources) or 0.0, prefix_output)
-            self._backend = RayWorkers(workers, wanted, pack_initializer, self._idle_limit_s)
+            pool = RayPool(workers, wanted, pack_initializer, self._idle_limit_s)
+            self._backend = StartedWorkers(lambda workers: [torch.device("cpu")] * count("num_workers", workers), pool)
             return
         devices_for = functools.partial(choose_devices, num_gpus, devices)
         chosen = devices_for(num_workers)
@@ -144,7 +142,7 @@ class ParallelExecutor(Executor):
             idle_limit_s=self._idle_limit_s,
             prefix_output=prefix_output,
         )
-        self._backend = LocalWorkers(devices_for, Pool(settings))
+        self._backend = StartedWorkers(devices_for, Pool(settings))
 
     def run(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> list[R]:
         """Call ``fn`` once on every device, all at the same time, as the ranks of one world.

@@ -182,10 +182,15 @@ _fork_server: _ForkServer | None = None
 _fork_server_lock = threading.Lock()
 
 
-@atexit.register
-def _end_everything() -> None:
+def close_pools() -> None:
+    """At the end of the script."""
     for pool in list(close_at_exit):
         pool.close()
+
+
+@atexit.register
+def _end_everything() -> None:
+    close_pools()
     stop_fork_server()
 
 

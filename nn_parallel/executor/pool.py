@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -18,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..devices import cpu_count
-from ..errors import ExecutorClosedError, ParallelError, TransferError
+from ..errors import ParallelError, TransferError
 from ..signals import DeferredSignals
 from ..stack_dump import offer_stack
 from .connection import Header, Unpack
@@ -29,19 +28,20 @@ from .poller import Poller
 from .pool_store import PoolStore
 from .process import State, WorkerProcess, timeout_error
 from .processes import Processes, Settings
-from .tasks import Answer, Callbacks, CallFuture, Item, Resize, Run, SetUp, Task
+from .tasks import Answer, CallFuture, Item, Resize, Run, SetUp, TakesTasks, Task
 from .worker import CANCELLED, FAILED, STARTED, SUCCEEDED
 
 MAX_FAILED_STARTS = 3  # in a row, in the place of one worker
 
 
-class Pool:
+class Pool(TakesTasks):
     """The tasks, the workers, and the thread that supervises them."""
 
     def __init__(self, settings: Settings) -> None:
         take_standard_descriptors()
         offer_stack()
-        self._pid, self._cores_given = os.getpid(), settings.cores
+        super().__init__(Packer(self._wake))
+        self._cores_given = settings.cores
         self._idle_limit_s = math.inf if settings.idle_limit_s is None else settings.idle_limit_s
         self._lock = threading.Lock()
         self._queue = deque[Task | Resize]()
@@ -49,11 +49,9 @@ class Pool:
         self._use(settings.devices)
         self._numbers = itertools.count(STARTED + 1)  # of tasks
         self.group, self._failed_starts = 1, Counter[int]()  # see `Ranks`; by rank
-        self._closing, self._orphaned = False, False
-        self._broken: ParallelError | None = None
-        self.store, self._packer = PoolStore(), Packer(self._wake)
+        self._orphaned = False
+        self.store = PoolStore()
         self._set_up = SetUp(settings.pack_initializer(self._packer)) if settings.pack_initializer else None
-        self.callbacks = Callbacks()
         self._poller = Poller()
         self._processes = Processes(self._poller, self._lock, self._packer.files, settings, self._answered, self._hear)
         try:
@@ -71,18 +69,6 @@ class Pool:
         return "shut down" if self.has_ended else f"workers: {devices}"
 
     # What is asked of it, in any thread
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it takes no more tasks, at least of this process."""
-        return self._closing or self._pid != os.getpid()
-
-    @property
-    def packer(self) -> Packer:
-        """Packs what can be submitted now: not in a fork, which would pack into memory that it shares with us."""
-        self._raise_if_forked()
-        self._raise_if_closed()
-        return self._packer
 
     def submit(self, task: Task | Resize, reads: bool = False) -> None:
         """Queue ``task``, and if it ``reads``, take the answers that are there. Tasks begin in this order."""
@@ -120,8 +106,8 @@ class Pool:
 
     def close(self, *, wait: bool = True, cancel_pending: bool = False, kill: bool = False) -> None:
         """Take no more tasks, finish those there are (or cancel the waiting, or kill the running), end the workers."""
-        if self._pid != os.getpid():
-            return  # a fork has the object, but neither the thread nor the right to the workers
+        if self._is_inherited:
+            return
         with DeferredSignals():
             with self._lock:
                 self._closing = True
@@ -141,18 +127,8 @@ class Pool:
         self._wake()
 
     def _wake(self) -> None:
-        if self._pid == os.getpid():
+        if not self._is_inherited:
             self._poller.wake()
-
-    def _raise_if_forked(self) -> None:
-        if self._pid != os.getpid():
-            raise ExecutorClosedError(f"This executor belongs to process {self._pid}; a fork of it makes its own.")
-
-    def _raise_if_closed(self) -> None:
-        if self._broken is not None:
-            raise self._broken
-        if self._closing:
-            raise ExecutorClosedError
 
     # Which task goes to which workers, in whichever thread
 

@@ -20,13 +20,14 @@ class PoolStore:
         self._port = self._group = 0
 
     def port(self, group: int) -> int:
-        """The port where it listens; what groups before this one have left is deleted."""
+        """The port where it listens; what other groups than this one have left is deleted."""
         if self._group != group:
             if self._store is None:
                 self._store = self._open()
             else:
                 for key in self._store.list_keys():
-                    self._store.delete_key(key)
+                    if not key.startswith(f"{ranks_prefix(group)}/"):
+                        self._store.delete_key(key)
             self._group = group
             pass_on_to(self)
         return self._port

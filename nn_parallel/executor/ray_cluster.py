@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,8 +31,8 @@ except ImportError as error:
     raise ImportError('engine="ray" needs Ray: pip install "nn_parallel[ray]"') from error
 
 REACHED_WITHIN_S = 10.0  # the address of a cluster
-CLOSED_WITHIN_S = 60.0  # a node whose workers are idle
 WARN_AFTER_S = 5.0  # of waiting for room
+STARTED_WITHIN_S = 60.0  # once there is room: torch may come from afar
 LOOKS_EACH_S = 0.5
 CALLS_BESIDE = 8  # that a node serves beside one for each worker
 logger = logging.getLogger("nn_parallel")
@@ -57,11 +57,12 @@ class Node:
     """The actor on a node, and its workers."""
 
     actor: Any
-    address: str
     ranks: list[int]
+    address: str
+    store_port: int  # where the ranks of all nodes meet; 0: not here
     kept: set[int] = field(default_factory=set)  # the numbers of the handles that it has got
     group: int = 1  # as it has told last
-    singles: int = 0  # the tasks that it does
+    load: int = 0  # how many of its workers have something to do: in a run, all
 
 
 def connect() -> None:
@@ -117,50 +118,60 @@ def resources_for(
 
 
 class Room:
-    """What Ray has set aside for so many workers: a placement group, with a bundle for each."""
+    """What Ray sets aside for so many workers: a placement group, with a bundle for each."""
 
     def __init__(self, workers: int, wanted: Wanted) -> None:
-        """Wait for it.
-
-        Raises:
-            LaunchError: there is none in time.
-        """
-        self._wanted, deadline = wanted, time.monotonic() + wanted.within_s
+        """Ask for it."""
+        self.workers, self._wanted = workers, wanted
         self._group = placement_group([dict(wanted.resources)] * workers, strategy=wanted.placement.upper())
-        self.give_back = weakref.finalize(self, _remove, self._group, os.getpid())
-        self.give_back.atexit = False  # Ray does it
-        if not self._group.wait(min(WARN_AFTER_S, wanted.within_s)):
-            logger.warning("Waiting for Ray to find room for %s: %s.", wanted.of(workers), _what_there_is())
-            if not self._group.wait(max(0.0, deadline - time.monotonic())):
-                state = placement_group_table(self._group)["stats"]["scheduling_state"]
-                self.give_back()
-                raise LaunchError(
-                    f"Ray found no room for {wanted.of(workers)} within {wanted.within_s:g} s ({state}): "
-                    f"{_what_there_is()}."
-                )
-        nodes = placement_group_table(self._group)["bundles_to_node_id"]
-        first = {node: bundle for bundle, node in sorted(nodes.items(), reverse=True)}
-        self._bundles = sorted(range(workers), key=lambda bundle: (first[nodes[bundle]], bundle))  # by rank
+        self._bundles: list[int] = []  # by rank, those of a node together
+        self.is_wanted = True
 
     def start(self, ranks: Sequence[int], initialize: tuple[Any, ...]) -> list[Node]:
-        """A node for some of ``ranks`` wherever Ray has room for them now.
+        """Wait for it; a node for some of ``ranks`` wherever Ray has room for them now.
 
         ``initialize``: the message with the initializer, if there is one.
 
         Raises:
-            ParallelError: it has no room in time, or one is not fit.
+            ParallelError: there is no room in time, or this was given back, or a node is not fit.
         """
+        self._wait()
+        within_s = max(self._wanted.within_s, STARTED_WITHIN_S)
         try:
-            return self._start(ranks, initialize)
+            return self._start(ranks, initialize, time.monotonic() + within_s)
         except ray.exceptions.RayError as error:
             if isinstance(cause := getattr(error, "cause", None), ParallelError):
                 raise cause from None
-            what, within_s = self._wanted.of(len(ranks)), self._wanted.within_s
-            raise ParallelError(
-                f"Ray has not started {what} within {within_s:g} s: {summary(error)}; {_what_there_is()}."
-            ) from error
+            is_late = isinstance(error, ray.exceptions.GetTimeoutError)
+            why = f"nothing was heard of them for {within_s:g} s" if is_late else summary(error)
+            told = f"Ray has not started {self._wanted.of(len(ranks))}: {why}; {_what_there_is()}."
+            raise ParallelError(told) from error
 
-    def _start(self, ranks: Sequence[int], initialize: tuple[Any, ...]) -> list[Node]:
+    def give_back(self) -> None:
+        """It is not wanted any more: this ends what runs in it, and any `start`."""
+        if self._may_wait():
+            remove_placement_group(self._group)
+        self.is_wanted = False
+
+    def _wait(self) -> None:
+        began, wanted = time.monotonic(), self._wanted
+        warn_at = began + WARN_AFTER_S
+        while not self._group.wait(LOOKS_EACH_S):
+            if time.monotonic() > began + wanted.within_s or not self._may_wait():
+                state = placement_group_table(self._group)["stats"]["scheduling_state"]
+                raise LaunchError(
+                    f"Ray found no room for {wanted.of(self.workers)} within {wanted.within_s:g} s ({state}): "
+                    f"{_what_there_is()}."
+                )
+            if time.monotonic() > warn_at:
+                warn_at = math.inf
+                logger.warning("Waiting for Ray to find room for %s: %s.", wanted.of(self.workers), _what_there_is())
+        if not self._bundles:
+            nodes = placement_group_table(self._group)["bundles_to_node_id"]
+            first = {node: bundle for bundle, node in sorted(nodes.items(), reverse=True)}
+            self._bundles = sorted(nodes, key=lambda bundle: (first[nodes[bundle]], bundle))
+
+    def _start(self, ranks: Sequence[int], initialize: tuple[Any, ...], deadline: float) -> list[Node]:
         def where() -> tuple[str, str]:  # travels by value: what runs it need not import this package
             import ray
 
@@ -168,7 +179,7 @@ class Room:
 
         wanted, places = self._wanted, dict[str, dict[int, str]]()
         asked = [ray.remote(where).options(**self._options(rank)).remote() for rank in ranks]
-        for rank, (node, gpu) in zip(ranks, self._told(asked), strict=True):
+        for rank, (node, gpu) in zip(ranks, self._told(asked, deadline), strict=True):
             places.setdefault(node, {})[rank] = gpu
         cores, actors, started = max(1, int(wanted.resources.get("CPU", 1))), list[Any](), []
         for place in places.values():
@@ -176,27 +187,29 @@ class Room:
             options = self._options(here[0]) | {"max_concurrency": len(here) + CALLS_BESIDE}
             actors.append(ray.remote(RayNode).options(**options).remote(__version__))
             like_this = wanted.prefix_output, os.getcwd(), user_s_path(), sys.argv
-            started.append(actors[-1].start.remote(here, gpus, cores, *like_this, *initialize))
+            has_store = here[0] == 0 and len(here) < self.workers
+            started.append(actors[-1].start.remote(here, has_store, gpus, cores, *like_this, *initialize))
         try:
-            addresses = self._told(started)
+            told = self._told(started, deadline)
         except BaseException:
             for actor in actors:  # it has the room that the next attempt needs
                 ray.kill(actor)
             raise
         return [
-            Node(actor, address, list(place))
-            for actor, address, place in zip(actors, addresses, places.values(), strict=True)
+            Node(actor, list(place), *where) for actor, place, where in zip(actors, places.values(), told, strict=True)
         ]
 
-    def _told(self, asked: list[Any]) -> list[Any]:
+    def _told(self, asked: list[Any], deadline: float) -> list[Any]:
         """What is told, in time, and before this room is given back."""
-        deadline = time.monotonic() + self._wanted.within_s
-        while self.give_back.alive and time.monotonic() < deadline:
+        while self._may_wait() and time.monotonic() < deadline:
             _, missing = ray.wait(asked, num_returns=len(asked), timeout=LOOKS_EACH_S)
             if not missing:
                 break
         told: list[Any] = ray.get(asked, timeout=0)
         return told
+
+    def _may_wait(self) -> bool:
+        return self.is_wanted and ray.is_initialized()  # or what is asked next would start Ray again
 
     def _options(self, rank: int) -> dict[str, Any]:
         """Ray's, for what is to have the room of a rank."""
@@ -215,14 +228,3 @@ def _what_there_is() -> str:
         return ", ".join(f"{resources[name]:g} {name}" for name in names) or "nothing"
 
     return f"the cluster has {told(ray.cluster_resources())}, of which {told(ray.available_resources())} is free"
-
-
-def _remove(group: Any, pid: int) -> None:
-    """In a thread, as the collector may call this anywhere; not in a fork, nor where it would start Ray again."""
-
-    def remove() -> None:
-        with contextlib.suppress(Exception):  # Ray is shut down
-            remove_placement_group(group)
-
-    if os.getpid() == pid and ray.is_initialized():
-        threading.Thread(target=remove, name="nn_parallel room", daemon=True).start()

@@ -13,7 +13,6 @@ import pickle
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
@@ -22,8 +21,9 @@ import torch
 
 from .._version import __version__
 from ..devices import accelerators
-from ..errors import LaunchError, TransferError, WorkerDiedError, rank_names
+from ..errors import LaunchError, WorkerDiedError, format_traceback, rank_names
 from ..pickling import Packed, memory_of
+from ..preemption import ask_to_stop
 from .connection import Payload, Received
 from .forkserver import PR_SET_PDEATHSIG
 from .headers import Ranks
@@ -37,20 +37,18 @@ from .tasks import Answer, Item, Mapped, Run
 from .worker import CANCELLED, FAILED
 
 LARGE_BYTES = 1 << 16  # what Ray carries beside a message
-COMES_WITHIN_S = 60.0  # what another message brings, which was sent before
 
 
 class Call(NamedTuple):
-    """A call on one worker, or on all as the ranks of a run. Beside it comes what is new."""
+    """A call on one worker, or on all of a node as ranks of a run. Beside it come the handles that the node lacks."""
 
-    number: int
-    is_run: bool
+    number: int  # of a run; 0: it is none
     name: str
     options: CallOptions
     function: int  # see `PackedCall`
     payload: Packed
     handles: list[int]  # the numbers of what the workers keep for it
-    new: list[int]  # of these, what the node has not got yet
+    lacking: list[int]  # of these, what comes along
     ranks: Ranks | None = None  # of a run, if some are on other nodes
 
 
@@ -59,7 +57,8 @@ class Told(NamedTuple):
 
     answers: dict[int, tuple[int, Received | Exception]]  # by rank: how it has ended, and with what
     error: Exception | None = None  # of the call as a whole
-    group: int = 1  # counts what parts the workers here from those that have met them
+    group: int = 0  # the number of the pool's own: if it is another one, ranks on several nodes need a new group
+    can_go_on: bool = True
 
 
 def to_send(message: object) -> tuple[Any, ...]:
@@ -102,7 +101,7 @@ def _shared(memory: Any) -> torch.UntypedStorage:
 
 
 class RayNode:
-    """The actor."""
+    """The actor. Calls run in any order, but for those that are sent once an earlier one is answered."""
 
     def __init__(self, version: str) -> None:
         if version != __version__:
@@ -110,11 +109,10 @@ class RayNode:
             raise LaunchError(f"All nodes need the same version: {told}.")
         # With the node, which the process of an actor outlives otherwise.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        self._arrived = threading.Condition()  # guards the next three
         self._kept: dict[int, Handle] = {}
-        self._number = 0  # of the last run,
-        self._run: _Share | None = None  # which is this
-        self.met = 0, 0  # the last group whose ranks have met, and the number of the pool's own group then
+        self._share: _Share | None = None  # of the last run
+        self.cancelled = 0  # the number of the last run that was cancelled
+        self.met = 0, 0  # the last group of ranks on several nodes, and the pool's own when it began
 
     def __repr__(self) -> str:
         return "nn_parallel"  # in Ray's prefix of what is printed here
@@ -122,6 +120,7 @@ class RayNode:
     def start(
         self,
         ranks: list[int],
+        has_store: bool,
         gpus: list[str],
         cores: int,
         prefix_output: bool,
@@ -129,10 +128,13 @@ class RayNode:
         path: list[str],
         argv: list[str],
         *initialize: Any,
-    ) -> str:
-        """Have workers for ``ranks``, with a device each, in surroundings like the script's; the address of this node.
+    ) -> tuple[str, int]:
+        """Have workers for ``ranks``, with a device each, in surroundings like the script's.
 
-        ``cores`` are for each worker. ``initialize`` is the message with the initializer, if there is one.
+        ``cores`` are for each worker, ``initialize`` is the message with the initializer, if there is one.
+
+        Returns:
+            The address of this node, and with ``has_store`` the port of a store where the ranks of all nodes meet.
         """
         import ray
 
@@ -147,58 +149,54 @@ class RayNode:
             devices = [found[names.index(gpu.split(",")[0])] for gpu in gpus]
         pack = (lambda packer: self._packed(initialize, packer)[1]) if initialize else None
         address: str = ray.util.get_node_ip_address()
-        self._ranks, self._store = ranks, PoolStore(address)
+        self.ranks, self._store = ranks, PoolStore(address)
         self._pool = Pool(Settings(devices, pack, None, prefix_output, ranks, cores))
-        return address
-
-    def open_group(self, number: int) -> int:
-        """The port of the store where the ranks of all nodes make a new group."""
-        return self._store.port(number)
+        self._packer = self._pool.packer
+        return address, self._store.port(1) if has_store else 0
 
     def ask_to_stop(self) -> None:
         """Have `stop_requested` return true to the ranks."""
-        for store in (self._store, self._pool.store):  # of all nodes, if there are several; of this one
-            store.ask_to_stop()
+        ask_to_stop("what the script has received")
 
     def call(self, *message: Any) -> tuple[Any, ...]:
         """Do a `Call`: what is `Told`. Once a rank of a run has failed, the others here are freed."""
         return to_send(self._call(message))
 
     def _call(self, message: Sequence[Any]) -> Told:
+        answers, failed = dict[int, tuple[int, Received | Exception]](), None
         try:
             call, packed = self._packed(message, self._pool.packer)
-            if call.is_run:
-                run = _Share(packed, call.ranks, self, self._pool, self._ranks)
-                with self._arrived:
-                    self._number, self._run = call.number, run
-                    self._arrived.notify_all()
-                self._pool.lead(run.is_over, task=run)
-                run.wait()
-                answers = {self._ranks[index]: _told(answer) for index, answer in run.answers.items()}
-                return Told(answers, run.error, self._pool.group)
-            item = Item(packed, mapped := Mapped())
-            self._pool.lead(item.is_over, task=item)
-            mapped.wait(item, math.inf)
-            assert item.answer is not None
-            return Told({0: _told(item.answer)}, group=self._pool.group)
+            if call.ranks is not None and 0 in self.ranks:
+                self._store.port(call.ranks.group)
+            if call.number:
+                self._share = share = _Share(call, packed, self, self._pool)
+                self._pool.lead(share.is_over, task=share)
+                share.wait()
+                answers, failed = {self.ranks[i]: _told(answer) for i, answer in share.answers.items()}, share.error
+            else:
+                item = Item(packed, mapped := Mapped())
+                self._pool.lead(item.is_over, task=item)
+                mapped.wait(item, math.inf)
+                assert item.answer is not None
+                answers[0] = _told(item.answer)
         except Exception as error:  # of the pool, or that this process has no room for what has come
-            return Told({}, error, self._pool.group)
+            failed = error
+        if failed is not None and failed.__cause__ is not None and not hasattr(failed, "__notes__"):
+            # No pickle takes the cause along.
+            failed.add_note(format_traceback(failed.__cause__))
+        return Told(answers, failed, self._pool.group, not self._pool.has_ended)
 
     def cancel(self, number: int) -> None:
-        """End this run, if it is not over."""
-        with self._arrived:
-            self._arrived.wait_for(lambda: self._number >= number, COMES_WITHIN_S)
-            run = self._run if self._number == number else None
-        if run is not None:
-            run.is_cancelled = True  # before it begins, or else it is ended where it runs
-            self._pool.abandon(run)
+        """End this run, which may come later, or be over."""
+        self.cancelled = max(self.cancelled, number)
+        if (share := self._share) is not None and share.number == number:
+            self._pool.abandon(share)
 
     def forget(self, numbers: list[int]) -> None:
         """The handles of these numbers are gone."""
-        with self._arrived:
-            gone = [number for number in numbers if self._kept.pop(number, None) is not None]
-        for number in gone:
-            self._pool.packer.forget(number)
+        for number in numbers:
+            if self._kept.pop(number, None) is not None:
+                self._packer.forget(number)
 
     def close(self) -> None:
         """End the workers, which do nothing, and this process."""
@@ -208,43 +206,42 @@ class RayNode:
         ray.actor.exit_actor()
 
     def _packed(self, message: Sequence[Any], packer: Packer) -> tuple[Call, PackedCall]:
-        """The `Call`, and how the pool sends it. What it needs may have been sent before it, and come after it."""
+        """The `Call`, and how the pool sends it."""
         call: Call = received(message[0], beside := iter(message[1:]))
-        new = [Payload(_arrived(each), packer.files) for each in beside]
-        with self._arrived:
-            for number, kept in zip(call.new, new, strict=True):
-                self._kept[number] = Handle(kept, call.name, packer, number)
-            self._arrived.notify_all()
-            if not self._arrived.wait_for(lambda: self._kept.keys() >= set(call.handles), COMES_WITHIN_S):
-                raise TransferError(f"What {call.name} needs did not come to {socket.gethostname()}.")
-            handles = [self._kept[number] for number in call.handles]
+        for number, kept in zip(call.lacking, beside, strict=True):
+            self._kept.setdefault(number, Handle(Payload(_arrived(kept), packer.files), call.name, packer, number))
         payload = Payload(_arrived(call.payload), packer.files)
-        return call, PackedCall(call.name, call.options, payload, handles, call.function)
+        return call, PackedCall(
+            call.name, call.options, payload, [self._kept[number] for number in call.handles], call.function
+        )
 
 
 class _Share(Run):
     """A run on the workers of this node; other ranks may be on other nodes."""
 
-    def __init__(self, call: PackedCall, all_ranks: Ranks | None, node: RayNode, pool: Pool, ranks: list[int]) -> None:
-        super().__init__(call, all_ranks)
-        self._node, self._pool, self._rank_of, self.is_cancelled = node, pool, ranks, False
+    def __init__(self, call: Call, packed: PackedCall, node: RayNode, pool: Pool) -> None:
+        super().__init__(packed, call.ranks)
+        self._node, self._pool, self.number = node, pool, call.number
+
+    def discard(self) -> None:
+        """It was cancelled before it began."""
+        self.begin(len(self._node.ranks))
 
     def begin(self, world_size: int) -> bool:
         """Whether the workers are those that the ranks on other nodes have met; the pool's lock is held."""
         super().begin(world_size)
-        if self.is_cancelled:
-            for index in range(world_size):
-                self.complete(index, Answer.of(self.call, CancelledError(), CANCELLED))
-            return False
-        if self.ranks is None:
-            return True
-        if self._node.met[0] != self.ranks.group:
+        if self.ranks is not None and self.ranks.group != self._node.met[0]:
             self._node.met = self.ranks.group, self._pool.group
-        if self._node.met[1] == self._pool.group:
+        if self._node.cancelled >= self.number:
+            answers = [Answer.of(self.call, CancelledError(), CANCELLED) for _ in range(world_size)]
+        elif self.ranks is not None and self._node.met[1] != self._pool.group:
+            gone = f"A worker of {rank_names(self._node.ranks)} ended while it was idle, and was replaced."
+            died = WorkerDiedError(gone, rank=self._node.ranks[0])
+            answers = [Answer.of(self.call, died, CANCELLED if index else FAILED) for index in range(world_size)]
+        else:
             return True
-        gone = f"A worker of {rank_names(self._rank_of)} ended while it was idle, and was replaced."
-        for index, rank in enumerate(self._rank_of):
-            self.complete(index, Answer.of(self.call, WorkerDiedError(gone, rank=rank), CANCELLED if index else FAILED))
+        for index, answer in enumerate(answers):
+            self.complete(index, answer)
         return False
 
 
@@ -255,4 +252,4 @@ def _told(answer: Answer) -> tuple[int, Received | Exception]:
         return answer.outcome, Received(bytes(packed.pickle), buffers, None, _buffers(packed.shared))
     _, error = answer.rebuild()
     assert error is not None
-    return answer.outcome, error
+    return CANCELLED if answer.outcome == CANCELLED else FAILED, error  # a result may be of no use here

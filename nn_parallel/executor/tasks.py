@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from ..errors import ExecutorClosedError, ParallelError, RankError, TransferErro
 from ..signals import Condition
 from .connection import Unpack
 from .headers import Ranks
-from .packing import PackedCall
+from .packing import PackedCall, Packer
 from .worker import CANCELLED, FAILED, SUCCEEDED
 
 logger = logging.getLogger("concurrent.futures")  # where the standard library tells of callbacks that raise
@@ -339,3 +340,39 @@ class SetUp(NamedTuple):
 
 
 Task = CallFuture | Item | Run
+
+
+class TakesTasks:
+    """Whether a pool takes tasks: not when it is closing or cannot go on, nor in a fork of its process."""
+
+    def __init__(self, packer: Packer) -> None:
+        self._pid, self._packer, self.callbacks = os.getpid(), packer, Callbacks()
+        self._closing = False
+        self._broken: ParallelError | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it takes no more tasks, at least of this process."""
+        return self._closing or self._is_inherited
+
+    @property
+    def packer(self) -> Packer:
+        """Packs what can be submitted now: not in a fork, which would pack into memory that it shares with us."""
+        self._raise_if_forked()
+        self._raise_if_closed()
+        return self._packer
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether this process is a fork: it has the object, but neither its threads nor the right to its workers."""
+        return self._pid != os.getpid()
+
+    def _raise_if_forked(self) -> None:
+        if self._is_inherited:
+            raise ExecutorClosedError(f"This executor belongs to process {self._pid}; a fork of it makes its own.")
+
+    def _raise_if_closed(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if self._closing:
+            raise ExecutorClosedError

@@ -1,4 +1,4 @@
-"""The calls of `ParallelExecutor` where no launcher has started ranks: its workers are processes of a pool."""
+"""The calls of `ParallelExecutor` where no launcher has started ranks: its workers are those of a pool."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,50 +23,17 @@ from .pool import Pool
 from .tasks import CallFuture, Item, Mapped, Resize, Run
 from .worker import call_each
 
+if TYPE_CHECKING:
+    from .ray_pool import RayPool
+
 
 class StartedWorkers:
-    """What workers that this program has started have in common, wherever they are."""
+    """Worker processes that this program has started; they end when nobody refers to this any more."""
 
-    def map(
-        self,
-        fn: Callable[..., Any],
-        items: Iterator[tuple[Any, ...]],
-        options: CallOptions,
-        timeout_s: float | None,
-        chunksize: int,
-        progress: Progress,
-    ) -> Iterator[Any]:
-        """As `ParallelExecutor.map`; each item is the arguments of a call."""
-
-        def each(fn: Callable[..., Any], items: Iterable[Any]) -> Generator[Any, None, None]:
-            return self._map(fn, items, options, timeout_s, progress.name)
-
-        return progress.counted(in_chunks(each, fn, items, chunksize))
-
-    def __enter__(self) -> None:
-        """Nothing has to begin: the workers are there."""
-
-    def _map(
-        self, fn: Callable[..., Any], items: Iterable[Any], options: CallOptions, timeout_s: float | None, name: str
-    ) -> Generator[Any, None, None]:
-        """The results of single calls, which are all made at once."""
-        raise NotImplementedError
-
-
-def unsent(error: TransferError) -> Future[Any]:
-    """The future of a call that cannot be sent."""
-    future = Future[Any]()
-    future.set_exception(error)
-    return future
-
-
-class LocalWorkers(StartedWorkers):
-    """Worker processes of this program; they end when nobody refers to this any more."""
-
-    def __init__(self, devices_for: Callable[[int | None], list[torch.device]], pool: Pool) -> None:
+    def __init__(self, devices_for: Callable[[int], list[torch.device]], pool: Pool | RayPool) -> None:
         """``devices_for`` gives the devices of so many workers."""
         self._devices_for, self.pool = devices_for, pool
-        weakref.finalize(self, Pool.orphan, pool).atexit = False
+        weakref.finalize(self, pool.orphan).atexit = False
 
     def __str__(self) -> str:
         return str(self.pool)
@@ -93,10 +60,28 @@ class LocalWorkers(StartedWorkers):
         try:
             call = self.pool.packer.pack(fn, args, kwargs, options)
         except TransferError as error:
-            return unsent(error)
+            unsent = Future[Any]()
+            unsent.set_exception(error)
+            return unsent
         single = CallFuture(call, self.pool.callbacks)
         self.pool.submit(single)
         return single
+
+    def map(
+        self,
+        fn: Callable[..., Any],
+        items: Iterator[tuple[Any, ...]],
+        options: CallOptions,
+        timeout_s: float | None,
+        chunksize: int,
+        progress: Progress,
+    ) -> Iterator[Any]:
+        """As `ParallelExecutor.map`; each item is the arguments of a call."""
+        if chunksize == 1:
+            return progress.counted(self._map(fn, items, options, timeout_s, progress.name))
+        chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
+        each = functools.partial(call_each, fn)  # no more than that, so that the workers can keep it
+        return progress.counted(_joined(self._map(each, zip(chunks, strict=True), options, timeout_s, progress.name)))
 
     def put(self, obj: Any) -> Any:
         """As `ParallelExecutor.put`."""
@@ -111,6 +96,9 @@ class LocalWorkers(StartedWorkers):
     def shutdown(self, wait: bool, cancel_futures: bool) -> None:
         """As `ParallelExecutor.shutdown`."""
         self.pool.close(wait=wait, cancel_pending=cancel_futures)
+
+    def __enter__(self) -> None:
+        """Nothing has to begin: the workers are there."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -147,20 +135,6 @@ class LocalWorkers(StartedWorkers):
                 yield item.result(deadline)
         finally:
             mapped.is_wanted = False  # what has not begun then never does
-
-
-def in_chunks(
-    each: Callable[[Callable[..., Any], Iterable[Any]], Generator[Any, None, None]],
-    fn: Callable[..., Any],
-    items: Iterator[Any],
-    size: int,
-) -> Iterator[Any]:
-    """The results of ``fn``, so many items at a time; ``each(fn, items)`` gives those of single calls."""
-    if size == 1:
-        return each(fn, items)
-    chunks = iter(lambda: list(itertools.islice(items, size)), [])
-    each_of_chunk = functools.partial(call_each, fn)  # no more than that, so that the workers can keep it
-    return _joined(each(each_of_chunk, zip(chunks, strict=True)))
 
 
 def _joined(chunks: Generator[Any, None, None]) -> Iterator[Any]:
