@@ -49,9 +49,9 @@ The files, from the bottom up; each knows only those before it in this list::
         process, poller         one worker process as the parent sees it; waiting for many
         processes               those of a pool
         pool_store, pool        the store of the ranks of a run; which task goes where, and the supervisor's thread
+        ray_messages, ray_node  what the script and the nodes of a Ray cluster send each other; one of these nodes
+        ray_cluster, ray_pool   room on that cluster; the pool there
         started, launched       the executor's calls on a pool's workers; on the ranks that a launcher has started
-        ray_node, ray_cluster   the workers of one node of a Ray cluster; room on that
-        ray_pool                the pool there
         executor                the class itself
     shared_pool, data_parallel  parallelize_on_gpus; parallel_on_all_devices
     doctor                      verify_ddp_setup

@@ -12,15 +12,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from .._version import __version__
 from ..devices import count
-from ..errors import LaunchError, ParallelError, summary
+from ..errors import LaunchError, ParallelError, WorkerDiedError, rank_names, summary
 from ..preemption import SIGNALS
 from .modules import user_s_path
+from .ray_messages import Told, received
 from .ray_node import RayNode
 
 try:
@@ -63,6 +65,20 @@ class Node:
     kept: set[int] = field(default_factory=set)  # the numbers of the handles that it has got
     group: int = 1  # as it has told last
     load: int = 0  # how many of its workers have something to do: in a run, all
+
+    def told(self, answer: Future[Any], outcome_if_gone: int) -> Told:
+        """What it has answered to a call; if it is gone, that its ranks have died."""
+        error = answer.exception()
+        if error is None:
+            pickled, *beside = answer.result()
+            told: Told = received(pickled, beside)
+            return told
+        if isinstance(error, ray.exceptions.RayTaskError):  # there is no room for the answer
+            return Told({}, ParallelError(f"The node {self.address} cannot answer: {error}"))
+        where, reason = f"The node {self.address} with {rank_names(self.ranks)}", " ".join(str(error).split())
+        gone = f"{where} is gone, says Ray: {reason}"
+        died = {rank: (outcome_if_gone, WorkerDiedError(gone, rank=rank)) for rank in self.ranks}
+        return Told(died, can_go_on=False)
 
 
 def connect() -> None:
@@ -149,7 +165,7 @@ class Room:
 
     def give_back(self) -> None:
         """It is not wanted any more: this ends what runs in it, and any `start`."""
-        if self._may_wait():
+        if self.is_wanted and ray.is_initialized():
             remove_placement_group(self._group)
         self.is_wanted = False
 
@@ -157,7 +173,8 @@ class Room:
         began, wanted = time.monotonic(), self._wanted
         warn_at = began + WARN_AFTER_S
         while not self._group.wait(LOOKS_EACH_S):
-            if time.monotonic() > began + wanted.within_s or not self._may_wait():
+            self._raise_if_unwanted()
+            if time.monotonic() > began + wanted.within_s:
                 state = placement_group_table(self._group)["stats"]["scheduling_state"]
                 raise LaunchError(
                     f"Ray found no room for {wanted.of(self.workers)} within {wanted.within_s:g} s ({state}): "
@@ -201,15 +218,16 @@ class Room:
 
     def _told(self, asked: list[Any], deadline: float) -> list[Any]:
         """What is told, in time, and before this room is given back."""
-        while self._may_wait() and time.monotonic() < deadline:
+        missing = asked
+        while missing and time.monotonic() < deadline:
+            self._raise_if_unwanted()
             _, missing = ray.wait(asked, num_returns=len(asked), timeout=LOOKS_EACH_S)
-            if not missing:
-                break
         told: list[Any] = ray.get(asked, timeout=0)
         return told
 
-    def _may_wait(self) -> bool:
-        return self.is_wanted and ray.is_initialized()  # or what is asked next would start Ray again
+    def _raise_if_unwanted(self) -> None:
+        if not (self.is_wanted and ray.is_initialized()):  # what is asked next would start Ray again
+            raise LaunchError("Nobody waits for the workers any more.")
 
     def _options(self, rank: int) -> dict[str, Any]:
         """Ray's, for what is to have the room of a rank."""

@@ -9,95 +9,30 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import pickle
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .._version import __version__
 from ..devices import accelerators
 from ..errors import LaunchError, WorkerDiedError, format_traceback, rank_names
-from ..pickling import Packed, memory_of
 from ..preemption import ask_to_stop
 from .connection import Payload, Received
 from .forkserver import PR_SET_PDEATHSIG
-from .headers import Ranks
 from .names import Handle
 from .namespaces import set_surroundings
-from .packing import CallOptions, PackedCall, Packer
+from .packing import PackedCall, Packer
 from .pool import Pool
 from .pool_store import PoolStore
 from .processes import Settings
+from .ray_messages import Call, Told, arrived, ending, received, to_send
 from .tasks import Answer, Item, Mapped, Run
 from .worker import CANCELLED, FAILED
-
-LARGE_BYTES = 1 << 16  # what Ray carries beside a message
-
-
-class Call(NamedTuple):
-    """A call on one worker, or on all of a node as ranks of a run. Beside it come the handles that the node lacks."""
-
-    number: int  # of a run; 0: it is none
-    name: str
-    options: CallOptions
-    function: int  # see `PackedCall`
-    payload: Packed
-    handles: list[int]  # the numbers of what the workers keep for it
-    lacking: list[int]  # of these, what comes along
-    ranks: Ranks | None = None  # of a run, if some are on other nodes
-
-
-class Told(NamedTuple):
-    """What a node answers."""
-
-    answers: dict[int, tuple[int, Received | Exception]]  # by rank: how it has ended, and with what
-    error: Exception | None = None  # of the call as a whole
-    group: int = 0  # the number of the pool's own: if it is another one, ranks on several nodes need a new group
-    can_go_on: bool = True
-
-
-def to_send(message: object) -> tuple[Any, ...]:
-    """``message`` as Ray carries it soonest: a pickle, and what is large beside it."""
-    large = list[pickle.PickleBuffer]()
-
-    def stays(buffer: pickle.PickleBuffer) -> bool:
-        if is_large := buffer.raw().nbytes >= LARGE_BYTES:
-            large.append(buffer)
-        return not is_large
-
-    return pickle.dumps(message, protocol=5, buffer_callback=stays), *large
-
-
-def received(pickled: bytes, beside: Iterable[Any]) -> Any:
-    """The message; what was beside it is taken from ``beside``."""
-    return pickle.loads(pickled, buffers=beside)
-
-
-def portable(payload: Payload) -> Packed:
-    """What ``payload`` was made of, for another machine."""
-    packed = payload.packed()
-    return packed._replace(buffers=_buffers(packed.buffers), shared=_buffers(map(memory_of, packed.shared)))
-
-
-def _buffers(memory: Iterable[Any]) -> list[Any]:
-    return [pickle.PickleBuffer(memoryview(each).cast("B")) for each in memory]  # Ray crashes at other formats
-
-
-def _arrived(packed: Packed) -> Packed:
-    """What `portable` has made, where the workers can share what others have shared."""
-    shared = [_shared(memory) for memory in packed.shared]
-    return packed._replace(buffers=[memoryview(each) for each in packed.buffers], shared=shared)
-
-
-def _shared(memory: Any) -> torch.UntypedStorage:
-    storage: torch.UntypedStorage = torch.frombuffer(bytearray(memory), dtype=torch.uint8).untyped_storage()
-    storage.share_memory_()
-    return storage
 
 
 class RayNode:
@@ -110,7 +45,7 @@ class RayNode:
         # With the node, which the process of an actor outlives otherwise.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         self._kept: dict[int, Handle] = {}
-        self._share: _Share | None = None  # of the last run
+        self._share: _Share | None = None  # of the run
         self.cancelled = 0  # the number of the last run that was cancelled
         self.met = 0, 0  # the last group of ranks on several nodes, and the pool's own when it began
 
@@ -172,13 +107,14 @@ class RayNode:
                 self._share = share = _Share(call, packed, self, self._pool)
                 self._pool.lead(share.is_over, task=share)
                 share.wait()
-                answers, failed = {self.ranks[i]: _told(answer) for i, answer in share.answers.items()}, share.error
+                answers, failed = {self.ranks[i]: ending(answer) for i, answer in share.answers.items()}, share.error
+                self._share = None  # its answers may be large
             else:
                 item = Item(packed, mapped := Mapped())
                 self._pool.lead(item.is_over, task=item)
                 mapped.wait(item, math.inf)
                 assert item.answer is not None
-                answers[0] = _told(item.answer)
+                answers[0] = ending(item.answer)
         except Exception as error:  # of the pool, or that this process has no room for what has come
             failed = error
         if failed is not None and failed.__cause__ is not None and not hasattr(failed, "__notes__"):
@@ -209,8 +145,8 @@ class RayNode:
         """The `Call`, and how the pool sends it."""
         call: Call = received(message[0], beside := iter(message[1:]))
         for number, kept in zip(call.lacking, beside, strict=True):
-            self._kept.setdefault(number, Handle(Payload(_arrived(kept), packer.files), call.name, packer, number))
-        payload = Payload(_arrived(call.payload), packer.files)
+            self._kept.setdefault(number, Handle(Payload(arrived(kept), packer.files), call.name, packer, number))
+        payload = Payload(arrived(call.payload), packer.files)
         return call, PackedCall(
             call.name, call.options, payload, [self._kept[number] for number in call.handles], call.function
         )
@@ -243,13 +179,3 @@ class _Share(Run):
         for index, answer in enumerate(answers):
             self.complete(index, answer)
         return False
-
-
-def _told(answer: Answer) -> tuple[int, Received | Exception]:
-    """How a task has ended, and with what: as its worker has packed it, or our own error."""
-    if isinstance(packed := answer.unpack, Received):
-        buffers = None if packed.buffers is None else _buffers(packed.buffers)
-        return answer.outcome, Received(bytes(packed.pickle), buffers, None, _buffers(packed.shared))
-    _, error = answer.rebuild()
-    assert error is not None
-    return CANCELLED if answer.outcome == CANCELLED else FAILED, error  # a result may be of no use here

@@ -12,38 +12,27 @@ import functools
 import math
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import ray
 
-from ..errors import ParallelError, RankTimeoutError, TransferError, WorkerDiedError, rank_names
+from ..errors import ParallelError, TransferError
 from ..preemption import pass_on_to
 from ..signals import Condition, DeferredSignals
-from .connection import Received
 from .forkserver_client import close_at_exit, close_pools
 from .headers import Places, Ranks
 from .names import Handle
 from .packing import PackedCall, Packer
 from .ray_cluster import LOOKS_EACH_S, Node, Room, Wanted
-from .ray_node import Call, Told, portable, received, to_send
-from .tasks import Answer, CallFuture, Item, Resize, Run, TakesTasks, Task
+from .ray_messages import Sender, Sent
+from .tasks import CallFuture, Item, Resize, Run, TakesTasks, Task
 from .worker import CANCELLED, FAILED
 
 LEAVE_WITHIN_S = 60.0  # nodes whose workers do nothing
-
-
-@dataclass
-class _Sent:
-    """A task that nodes have got."""
-
-    handles: set[int]
-    nodes: dict[Any, Node]  # those that have not answered, by Ray's reference to the answer
 
 
 class RayPool(TakesTasks):
@@ -66,13 +55,13 @@ class RayPool(TakesTasks):
         self._changed = Condition()  # its lock guards all that follows
         self._events = SimpleQueue[Callable[[], object]]()  # for the thread
         self._queue, self._used_at = deque[Task | Resize](), time.monotonic()
-        self._running = dict[Task, _Sent]()
+        self._running = dict[Task, Sent]()
         self._is_killed = self._is_filling = False
         self._leaving, self._leave_by = set[Node](), 0.0
-        self._number, self._late = 0, list[RankTimeoutError]()  # of the last run, and the nodes where its time was up
+        self._number = 0  # of the last run
         self._ranks, self._places = Ranks(), list[Handle]()  # of the last group on several nodes,
         self._met: list[tuple[Node, int]] = []  # which are these, with their `Told.group`
-        self._stored = weakref.WeakKeyDictionary[Handle, Any]()  # Ray's references to what workers are to keep
+        self._sender = Sender(ray.put)
         self._initialize = pack_initializer and pack_initializer(self._packer)
         self._room = Room(workers, wanted)
         try:
@@ -215,7 +204,7 @@ class RayPool(TakesTasks):
         self._closing |= time.monotonic() > self._used_at + self._idle_limit_s
         self._hand_out()
 
-    def _cancel(self, run: Run) -> None:
+    def _cancel(self, run: Task) -> None:
         if run in self._running:
             for node in self._running[run].nodes.values():
                 node.actor.cancel.remote(self._number)
@@ -262,7 +251,7 @@ class RayPool(TakesTasks):
         if isinstance(task, Resize):
             task.set_result(None)
         elif task.begin(self._room.workers):
-            self._number, self._late = self._number + 1, []
+            self._number += 1
             self._send(task, self._nodes, self._number, self._ranks_of_run())
         return True
 
@@ -282,13 +271,13 @@ class RayPool(TakesTasks):
         handles = [*task.call.handles, *self._places * (ranks is not None)]
         kept = set[int].intersection(*(node.kept for node in nodes))
         try:
-            message = self._message(task.call, handles, kept, number, ranks)
+            message = self._sender.message(task.call, handles, kept, number, ranks)
         except Exception as error:
             failed = TransferError(f"Ray cannot carry what {task.call.name} is called with: {error}")
             failed.__cause__ = error
             task.fail(failed)
             return
-        sent = self._running[task] = _Sent({handle.number for handle in handles}, {})
+        sent = self._running[task] = Sent({handle.number for handle in handles})
         self._used_at = time.monotonic()
         for node in nodes:
             node.load += len(node.ranks) if number else 1
@@ -301,75 +290,25 @@ class RayPool(TakesTasks):
         for reference in self._running[task].nodes if task in self._running else ():
             reference.future().add_done_callback(functools.partial(self._post, self._answered, task, reference))
 
-    def _message(
-        self,
-        call: PackedCall,
-        handles: Sequence[Handle],
-        kept: Container[int] = (),
-        number: int = 0,
-        ranks: Ranks | None = None,
-    ) -> tuple[Any, ...]:
-        """The arguments of `RayNode.call` for nodes that have ``kept`` some handles; see `Call`."""
-        lacking = [handle for handle in handles if handle.number not in kept]
-        numbers, come = ([handle.number for handle in some] for some in (handles, lacking))
-        payload = portable(call.payload)
-        pickled, *large = to_send(Call(number, call.name, call.options, call.function, payload, numbers, come, ranks))
-        return pickled, *map(ray.put, large), *map(self._reference, lacking)
-
-    def _reference(self, handle: Handle) -> Any:
-        """Ray's, to what the workers keep: a node takes it from Ray's object store."""
-        if (reference := self._stored.get(handle)) is None:
-            reference = self._stored[handle] = ray.put(portable(handle.payload))
-        return reference
-
     # What nodes answer
 
     def _answered(self, task: Task, reference: Any, answer: Future[Any]) -> None:
         if (sent := self._running.get(task)) is None:  # the pool is broken
             return
         node = sent.nodes[reference]
-        told = self._told(node, answer)
+        told = node.told(answer, CANCELLED if self._is_killed else FAILED)
         del sent.nodes[reference]
         node.load -= len(node.ranks) if isinstance(task, Run) else 1
         node.group = max(node.group, told.group)  # answers to several tasks come in any order
         if told.error is None:
             node.kept |= sent.handles
-        if isinstance(task, Run):
-            self._complete(task, told, is_last=not sent.nodes)
-        else:
-            task.complete(0, _answer(task.call, *next(iter(told.answers.values()), (FAILED, told.error))))
+        if sent.complete(task, told):
+            self._cancel(task)
         if not sent.nodes:
             del self._running[task]
         if not told.can_go_on:
             self._lose(node)
         self._hand_out()
-
-    def _told(self, node: Node, answer: Future[Any]) -> Told:
-        """What a node has answered; if it is gone, that its ranks have died."""
-        error = answer.exception()
-        if error is None:
-            pickled, *beside = answer.result()
-            told: Told = received(pickled, beside)
-            return told
-        if isinstance(error, ray.exceptions.RayTaskError):  # there is no room for the answer
-            return Told({}, ParallelError(f"The node {node.address} cannot answer: {error}"))
-        where, reason = f"The node {node.address} with {rank_names(node.ranks)}", " ".join(str(error).split())
-        outcome, gone = CANCELLED if self._is_killed else FAILED, f"{where} is gone, says Ray: {reason}"
-        return Told({rank: (outcome, WorkerDiedError(gone, rank=rank)) for rank in node.ranks}, can_go_on=False)
-
-    def _complete(self, run: Run, told: Told, *, is_last: bool) -> None:
-        """The share of a node; once a rank has failed, those on other nodes are freed."""
-        for rank, (outcome, packed) in told.answers.items():
-            run.complete(rank, _answer(run.call, outcome, packed))
-        if isinstance(told.error, RankTimeoutError):
-            self._late.append(told.error)
-        elif told.error is not None:  # the cause of what fails on other nodes
-            run.fail(told.error)
-        if not is_last:
-            if run.error is not None or any(answer.outcome == FAILED for answer in run.answers.values()):
-                self._cancel(run)  # but not if its time is up, as it is on the others
-        elif self._late:
-            run.fail(_all_of(self._late))
 
     # Nodes come and go
 
@@ -408,7 +347,7 @@ class RayPool(TakesTasks):
 
     def _first_message(self) -> tuple[Any, ...]:
         """What a new node is to do first, if there is an initializer."""
-        return self._message(self._initialize, self._initialize.handles) if self._initialize else ()
+        return self._sender.message(self._initialize, self._initialize.handles) if self._initialize else ()
 
     def _lose(self, node: Node) -> None:
         """It is gone, or is of no use any more: another one takes its place."""
@@ -440,27 +379,6 @@ class RayPool(TakesTasks):
 def _raise_if_shut_down() -> None:
     if not ray.is_initialized():  # its next call would start it again
         raise ParallelError("Ray has been shut down.")
-
-
-def _answer(call: PackedCall, outcome: int, told: Received | Exception) -> Answer:
-    """What a node has told of a rank."""
-    if isinstance(told, Exception):
-        return Answer.of(call, told, outcome)
-    return Answer(call, outcome, functools.partial(_unpacked, told))
-
-
-def _unpacked(told: Received) -> Any:
-    """The object: its memory is its own, while Ray's is read-only."""
-    buffers = None if told.buffers is None else list(map(bytearray, told.buffers))
-    return replace(told, buffers=buffers, shared=list(map(bytearray, told.shared)))()
-
-
-def _all_of(errors: Sequence[RankTimeoutError]) -> RankTimeoutError:
-    """The error of a run that took too long on several nodes."""
-    ranks, stacks = [rank for error in errors for rank in error.ranks], dict[int, str]()
-    for error in errors:
-        stacks |= error.stacks
-    return RankTimeoutError("\n\n".join(map(str, errors)), ranks=sorted(ranks), stacks=stacks)
 
 
 atexit.register(close_pools)  # which is called before what Ray has registered as it was imported
