@@ -92,7 +92,7 @@ class RayPool(TakesTasks):
             self.abandon(task)
             raise
 
-    def lead(self, is_over: Callable[[], bool], deadline: float = 0, task: Task | None = None) -> None:
+    def lead(self, is_over: Callable[[], bool], deadline: float = math.inf, task: Task | None = None) -> None:
         """Submit ``task`` if it is given; if it is a run, take its answers in this thread, where they come sooner."""
         self._raise_if_forked()
         if task is not None:
@@ -120,12 +120,10 @@ class RayPool(TakesTasks):
         if self._is_inherited:
             return
         with self._locked():
-            self._closing, self._is_killed = True, kill
+            self._closing = True
             while self._queue and (cancel_pending or kill):
                 self._queue.popleft().discard()
-            for node in self._nodes if kill else ():
-                ray.kill(node.actor)
-            self._post(self._look)
+            self._post(self._kill if kill else self._look)
         if wait and threading.current_thread() not in (self.thread, self.callbacks.thread):
             self.thread.join()
 
@@ -203,6 +201,11 @@ class RayPool(TakesTasks):
             self._used_at = time.monotonic()
         self._closing |= time.monotonic() > self._used_at + self._idle_limit_s
         self._hand_out()
+
+    def _kill(self) -> None:
+        self._is_killed = True
+        for node in self._nodes:
+            ray.kill(node.actor)
 
     def _cancel(self, run: Task) -> None:
         if run in self._running:
