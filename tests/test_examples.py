@@ -101,10 +101,9 @@ def test_federated_with_several_ranks_for_each_client_or_one_for_all(ranks: int,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["python", "torchrun"])
-def test_energy_model_goes_on_where_it_was(how: str, tmp_path: Path) -> None:
+def test_energy_model_goes_on_where_it_was(tmp_path: Path) -> None:
     """93 % in two halves, the second resumed by another wrapper: one process, whose checkpoint has no DDP in it."""
-    accuracy(started("energy_model.py", how, "--epochs=6"), tmp_path)
+    accuracy(started("energy_model.py", "torchrun", "--epochs=6"), tmp_path)
     reached, said = accuracy(started("energy_model.py", "python", "--epochs=12", "--resume", "--no-ddp"), tmp_path)
     assert reached >= 93
     assert re.findall(r"epoch (\d+):", said) == [str(epoch) for epoch in range(6, 12)]

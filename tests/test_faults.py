@@ -323,11 +323,15 @@ def fresh_ranks() -> Iterator[Ranks]:
                     os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "cell",
-    [pytest.param(c, marks=pytest.mark.faults if needs_fresh_ranks(c) else [], id=c.id) for c in LAUNCHED_CELLS],
-)
+def under_a_launcher() -> Iterator[Any]:
+    """The cells; of those that start ranks for themselves alone, the slow tests have those of a running function."""
+    for cell in LAUNCHED_CELLS:
+        is_slow = not needs_fresh_ranks(cell) or cell.phase == "running"
+        marks = [pytest.mark.slow] * is_slow + [pytest.mark.faults] * needs_fresh_ranks(cell)
+        yield pytest.param(cell, marks=marks, id=cell.id)
+
+
+@pytest.mark.parametrize("cell", list(under_a_launcher()))
 def test_under_a_launcher(cell: Cell, shared_ranks: Ranks, record: Any) -> None:
     """Rank 0 gets the cause of what befell rank 1, and both go on where both live."""
     fresh = needs_fresh_ranks(cell)
