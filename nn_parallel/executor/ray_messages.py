@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -120,12 +120,11 @@ class Sender:
         self,
         call: PackedCall,
         handles: Sequence[Handle],
-        kept: Container[int] = (),
+        lacking: Sequence[Handle],
         number: int = 0,
         ranks: Ranks | None = None,
     ) -> tuple[Any, ...]:
-        """A `Call` that needs these handles, of which its nodes have ``kept`` some, as arguments of their method."""
-        lacking = [handle for handle in handles if handle.number not in kept]
+        """A `Call` that needs these handles, some of them ``lacking`` on its nodes, as arguments of their method."""
         numbers, come = ([handle.number for handle in some] for some in (handles, lacking))
         payload = portable(call.payload)
         pickled, *large = to_send(Call(number, call.name, call.options, call.function, payload, numbers, come, ranks))

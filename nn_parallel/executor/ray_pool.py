@@ -196,7 +196,7 @@ class RayPool(TakesTasks):
         self._nodes.clear()  # they end with their room
 
     def _look(self) -> None:
-        """Nothing has come for a while."""
+        """See to what time alone decides, and to what can begin."""
         if self._queue or self._running:
             self._used_at = time.monotonic()
         self._closing |= time.monotonic() > self._used_at + self._idle_limit_s
@@ -272,9 +272,9 @@ class RayPool(TakesTasks):
 
     def _send(self, task: Task, nodes: Sequence[Node], number: int = 0, ranks: Ranks | None = None) -> None:
         handles = [*task.call.handles, *self._places * (ranks is not None)]
-        kept = set[int].intersection(*(node.kept for node in nodes))
+        lacking = [handle for handle in handles if any(handle.number not in node.kept for node in nodes)]
         try:
-            message = self._sender.message(task.call, handles, kept, number, ranks)
+            message = self._sender.message(task.call, handles, lacking, number, ranks)
         except Exception as error:
             failed = TransferError(f"Ray cannot carry what {task.call.name} is called with: {error}")
             failed.__cause__ = error
@@ -350,7 +350,8 @@ class RayPool(TakesTasks):
 
     def _first_message(self) -> tuple[Any, ...]:
         """What a new node is to do first, if there is an initializer."""
-        return self._sender.message(self._initialize, self._initialize.handles) if self._initialize else ()
+        call = self._initialize
+        return self._sender.message(call, call.handles, call.handles) if call else ()
 
     def _lose(self, node: Node) -> None:
         """It is gone, or is of no use any more: another one takes its place."""
