@@ -37,11 +37,18 @@ def add_up(folder: Path) -> int:
         time.sleep(0.01)  # a step of training
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Who waits for the file finds all of it."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.rename(path)
+
+
 def main(folder: Path, how: str) -> None:
     here = initialize_ddp(timeout=TIMEOUT_S)
     dist.all_reduce(torch.ones(1))
     sys.stderr = (folder / f"{here.rank}.stderr").open("w")
-    (folder / f"{here.rank}.ready").write_text(str(os.getpid()))
+    write_whole(folder / f"{here.rank}.ready", str(os.getpid()))
     outcome = {"node": here.node_rank, "error": "", "told": ""}
     try:
         with ParallelExecutor() if how == "block" else contextlib.nullcontext():
@@ -51,9 +58,7 @@ def main(folder: Path, how: str) -> None:
         sys.excepthook(type(error), error, error.__traceback__)  # before the file below says that all is told
         sys.exit(1)
     finally:
-        new = folder / f"{here.rank}.new"
-        new.write_text(json.dumps(outcome | {"at": time.time()}))
-        new.rename(folder / f"{here.rank}.json")
+        write_whole(folder / f"{here.rank}.json", json.dumps(outcome | {"at": time.time()}))
 
 
 if __name__ == "__main__":

@@ -197,7 +197,8 @@ def test_each_side_is_told(
         if case.cause in (stop, stop_rank_0):
             for rank in case.silent:
                 job.signal(rank, signal.SIGCONT)
-        _, printed = zip(*finish(job.processes, ENDS_SOON_S), strict=True)
+        ends, printed = zip(*finish(job.processes, ENDS_SOON_S), strict=True)
+        assert launcher != HYDRA or not may_be_ended or ends[0] not in (0, 124)
         found: dict[str, list[object]] = {}
         for rank in living:
             if rank in may_be_ended and not (tmp_path / f"{rank}.json").exists():

@@ -191,7 +191,9 @@ def script(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 SLEEP = """
 def sleep():
-    open(f"{current_world().rank}.ready", "w").write(str(os.getpid()))
+    rank = current_world().rank
+    open(f"{rank}.new", "w").write(str(os.getpid()))
+    os.rename(f"{rank}.new", f"{rank}.ready")
     time.sleep(1000)
 
 with ParallelExecutor(engine="ray", num_workers=2, devices="cpu") as ex:
