@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from nn_parallel import (
     unwrap_model,
 )
 from nn_parallel.descendants import children_of
-from nn_parallel.training.shards import DataUnpickler
+from nn_parallel.training.shards import DataUnpickler, new_folder
 
 
 class Net(nn.Module):
@@ -118,11 +119,15 @@ def test_a_whole_checkpoint_replaces_a_sharded_one_and_back(pools: dict[int, Par
     path = tmp_path / "last.pt"
     pools[2].run(save, path)
     first = folders(path)
-    left = tmp_path / "last.pt.shards" / "left"
-    left.mkdir()
+    left, without_lock = (tmp_path / "last.pt.shards" / name for name in ("left", "without_lock"))
+    for folder in (left, without_lock):
+        folder.mkdir()
+        (folder / "0.distcp").touch()
     (left / "lock").touch()
-    pools[2].run(save, path, seed=1)
-    second = folders(path)
+    with new_folder(path) as in_the_making:
+        pools[2].run(save, path, seed=1)
+        second = folders(path) - {in_the_making.name}
+        assert in_the_making.exists()
     assert len(second) == 1
     assert second.isdisjoint(first)
     pools[2].run(save, path, "ddp", seed=2)
@@ -255,9 +260,13 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path, asynchronous: b
             for _ in range(1 + asynchronous):  # the second one begins when the first is written
                 assert process.stdout.readline(), "it did not save"
             ranks = children_of(process.pid)
+            ends = [os.pidfd_open(pid) for pid in ranks]
             time.sleep(0.15 * number / KILLS)
             for pid in (*ranks, process.pid):
                 os.kill(pid, signal.SIGKILL)
+        for end in ends:
+            select.select([end], [], [])  # a rank holds the lock of its folder until it has ended, some 20 ms later
+            os.close(end)
         rest = load_checkpoint(path)
         assert rest["epoch"] >= 1
         assert all(value.isfinite().all() for value in rest["model"].values())

@@ -209,11 +209,12 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 def remove_folders(path: Path, kept: set[Path]) -> None:
     """Remove the shards beside the checkpoint ``path``, but for those ``kept``, and those that are being written."""
-    for file in folder_of_all(path).glob(f"*/{LOCK}"):
-        if file.parent not in kept:
-            with contextlib.suppress(OSError), open(file, "r+b") as lock:
+    for folder in folder_of_all(path).iterdir():
+        if folder not in kept:
+            # A process that was killed as it made or removed the folder may have left no lock in it.
+            with contextlib.suppress(OSError), open(folder / LOCK, "ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(file.parent)
+                shutil.rmtree(folder)
 
 
 def folder_of_all(path: Path) -> Path:
