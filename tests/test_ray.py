@@ -177,16 +177,21 @@ def test_timeout_tells_where_the_ranks_of_all_nodes_stand(ray_cluster: Any, pool
 
 
 @pytest.fixture
-def script(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], subprocess.Popen[str]]:
-    """Starts a script that uses the cluster."""
+def script(
+    ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts a script that uses the cluster; what a test has not finished is ended after it."""
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or a warning is shown
 
     def start(text: str) -> subprocess.Popen[str]:
         (tmp_path / "script.py").write_text(f"import os, signal, sys, time\nfrom nn_parallel import *\n{text}")
-        return popen([PYTHON, "script.py"], environ(), tmp_path)
+        started.append(popen([PYTHON, "script.py"], environ(), tmp_path))
+        return started[-1]
 
-    return start
+    started = list[subprocess.Popen[str]]()
+    yield start
+    finish([process for process in started if process.returncode is None], 0)
 
 
 SLEEP = """
