@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import World
-from launchers import wait_for_files
 from ranks import free_port, launched
 
 from nn_parallel import (
@@ -248,7 +247,9 @@ def test_torchrun_is_ended_itself(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", f"--master-port={free_port()}"]
     command = [*torchrun, str(SCRIPT), str(tmp_path), "0.1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | ONE_THREAD) as process:
-        wait_for_files(tmp_path, "*.step", 3)  # a rank that has not asked yet would end by the signal
+        while len(list(tmp_path.glob("*.step"))) < 3:  # a rank that has not asked yet would end by the signal
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
         process.terminate()
         process.communicate(timeout=60)
     stopped = [(tmp_path / f"{rank}.stopped").read_text() for rank in range(3)]
