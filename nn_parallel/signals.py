@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
@@ -40,19 +41,28 @@ class CancelScope:
     """A block of the main thread that other threads can end; in any other thread it is a plain block.
 
     Sleeps, locks and waits end at once, Python loops at their next turn; a call into C when it returns.
+
+    Python drops an exception that is raised in ``__del__``, in the callback of a weak reference or in the garbage
+    collector: it prints the exception and goes on with the block. So does ``except BaseException: pass``. The block
+    would then never end. A list of such places cannot be complete, so the scope looks at the exception instead: it
+    keeps a weak reference to what it has raised. While that exception lives, it is on its way out of the block, perhaps
+    through a long ``finally``, and nothing more is raised. Once it is gone and the block still runs, it was dropped,
+    and the next `interrupt` raises again.
     """
 
     def __init__(self) -> None:
         self.interrupted = False
+        self._raised: Callable[[], Interrupted | None] = _nothing_raised
         self._before: Any = _raise_in_the_outermost  # the handler to put back at the end
         self._imports_around = _imports(sys._getframe())  # here, and not on entry: a task of a pool takes 50 us
         self._import_seen_at: float | None = None  # when another one was first to be interrupted
 
     def __enter__(self) -> None:
-        """From here on, and never after the end, `Interrupted` may be raised, at most once."""
+        """From here on, and never after the end, `Interrupted` may be raised."""
         if threading.get_ident() != _main:
             return
         self._import_seen_at = None
+        self._raised = _nothing_raised
         if not _is_handler_kept and signal.getsignal(signal.SIGURG) is not _raise_in_the_outermost:
             self._before = signal.signal(signal.SIGURG, _raise_in_the_outermost)
         _running.append(self)
@@ -73,6 +83,20 @@ class CancelScope:
         """
         self.interrupted = True
         signal.pthread_kill(_main, signal.SIGURG)
+
+    @property
+    def is_being_left(self) -> bool:
+        """Whether `Interrupted` has been raised in the block and is still on its way out."""
+        return self._raised() is not None
+
+    def make_exception(self) -> Interrupted:
+        """Return the exception to raise in the block.
+
+        The caller must not bind it to a local variable: its traceback would keep that alive.
+        """
+        exception = Interrupted()
+        self._raised = weakref.ref(exception)
+        return exception
 
     def is_importing(self, frame: FrameType | None) -> bool:
         """Whether the main thread, which is in ``frame``, is in an import that began in here, and that may end soon."""
@@ -162,12 +186,15 @@ def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
     if _delayed:
         _delayed[-1].note(_raise_in_the_outermost, signum)
         return
-    for index, block in enumerate(_running):
+    for block in _running:
         if block.interrupted:
-            if block.is_importing(frame):
+            if block.is_being_left or block.is_importing(frame):
                 return
-            del _running[index:]  # first: nothing is raised twice
-            raise Interrupted
+            raise block.make_exception()
+
+
+def _nothing_raised() -> None:
+    """Stand in for the weak reference of a scope in which nothing has been raised."""
 
 
 def _must_finish(frame: FrameType | None) -> bool:

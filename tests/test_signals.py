@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -167,3 +170,71 @@ def test_no_interrupt_leaves_a_condition_locked() -> None:
             thread.start()
             thread.join()
             assert free.pop()
+
+
+class Destroyed:
+    """An object in whose destructor the block around it is interrupted."""
+
+    def __init__(self, block: CancelScope) -> None:
+        self._block = block
+
+    def __del__(self) -> None:
+        _interrupt(self._block)
+
+
+def _interrupt(block: CancelScope, *_: object) -> None:
+    """Interrupt ``block`` as another thread would, while the main thread is here."""
+    block.interrupted = True
+    signal.raise_signal(signal.SIGURG)
+
+
+def _in_a_destructor(block: CancelScope) -> None:
+    Destroyed(block)
+
+
+def _in_a_weak_callback(block: CancelScope) -> None:
+    weakref.finalize(contextlib.ExitStack(), _interrupt, block)  # an object that is gone at once
+
+
+def _in_the_collector(block: CancelScope) -> None:
+    one, two = Destroyed(block), Destroyed(block)
+    one.other, two.other = two, one  # type: ignore[attr-defined]
+    del one, two
+    gc.collect()
+
+
+def _in_a_try_that_takes_all(block: CancelScope) -> None:
+    with contextlib.suppress(BaseException):
+        _interrupt(block)
+
+
+@pytest.mark.parametrize(
+    "swallow", [_in_a_destructor, _in_a_weak_callback, _in_the_collector, _in_a_try_that_takes_all]
+)
+def test_an_interrupt_that_python_swallows_comes_again(
+    swallow: Callable[[CancelScope], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block ends at the next `interrupt`, though the exception of the first one was dropped."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's own keeps the exception alive
+    block = CancelScope()
+    went_on = False
+    with pytest.raises(Interrupted), block:
+        swallow(block)
+        went_on = True
+        _interrupt(block)
+    assert went_on
+
+
+def test_an_interrupt_on_its_way_out_is_not_raised_twice() -> None:
+    """A ``finally`` and what it calls run to their end, however often the block is interrupted meanwhile."""
+    block = CancelScope()
+    cleaned_up = 0
+    with pytest.raises(Interrupted), block:
+        try:
+            _interrupt(block)
+        finally:
+            for _ in range(100):
+                _interrupt(block)
+                cleaned_up += 1
+    assert cleaned_up == 100
+    _interrupt(block)  # after its end: nothing
