@@ -190,7 +190,7 @@ def test_what_cannot_be_loaded_is_refused_at_once(two: ParallelExecutor, tmp_pat
             save_checkpoint(tmp_path / "a.pt", asynchronous=True, of=Path("x"))
         return str(raised.value.failures[0])
 
-    assert all("of is a PosixPath that holds more than numbers" in told for told in two.run(scenario))
+    assert all("of is a PosixPath: a checkpoint holds numbers" in told for told in two.run(scenario))
     assert os.listdir(tmp_path) == []
 
 

@@ -24,7 +24,7 @@ from .model import unwrap_model
 from .random_numbers import random_state, set_random_state
 from .saving import Saving, finish_saving, save_in_background
 from .shards import Part, Shards, folder_of_all, new_folder, remove_folders
-from .states import fitting, load_all_but_tensors, stored, whole
+from .states import load, loadable, stored, whole
 
 # Keys in the file: the random numbers of all ranks; the folder of the sharded tensors, beside the file.
 RANDOM_STATES, FOLDER = "random_states", "shards_folder"
@@ -56,7 +56,8 @@ def save_checkpoint(
 
     Raises:
         ValueError: a value is such that it could not be loaded.
-        OSError: it cannot be written, for instance because the disk is full; what was at ``path`` is still there.
+        OSError: it cannot be written, for instance because the disk is full or there is no such folder; what was at
+            ``path`` is still there.
         RankError: one of these, where there are several ranks, on each of them.
         RankTimeoutError: a rank has not called it within the timeout of the process group.
 
@@ -110,15 +111,16 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
 
     Args:
         path: the file; code in it, and in the shards beside it, is not executed.
-        targets: what to load into, under the names that were saved. If one of them does not take its state, on
-            whichever rank, nothing is loaded: those that took theirs get back what they had.
+        targets: what to load into, under the names that were saved, in this order. Each ``load_state_dict`` decides what
+            it takes, with its hooks and its migrations of old states. If one raises, on whichever rank, the targets are
+            as torch has left them.
 
     Returns:
         The rest of what was saved, by its names.
 
     Raises:
-        ValueError: on every rank: the file is damaged, holds objects that are more than data, lacks a target, or is of
-            another model or optimizer; or a ``load_state_dict`` raised, and what it raised is the cause.
+        ValueError: on every rank: the file is damaged, holds objects that are more than data, or lacks a target; or a
+            ``load_state_dict`` raised, and what it raised is the cause.
         OSError: on every rank: rank 0 cannot read it, for instance because there is none yet (`FileNotFoundError`).
         RankError: on every rank, where there are several: one failed in another way.
         RankTimeoutError: a rank has not called it within the timeout of the process group.
@@ -135,31 +137,38 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
         shards.find(saved)
     targets |= {name: unwrap_model(target) for name, target in targets.items() if isinstance(target, nn.Module)}
     states: dict[str, Any] = {}
-    misfit: Exception | None = None
-    with block("load_checkpoint()"), contextlib.ExitStack() as undo:
-        try:
-            states.update((name, fitting(name, target, saved, shards)) for name, target in targets.items())
-            rest = {name: whole(value, shards) for name, value in saved.items() if name not in targets}
-            shards.read(folder)
-            for name, target in targets.items():
-                load_all_but_tensors(name, target, states[name], undo)
-        except (TypeError, ValueError) as error:
-            misfit = error
-        told = all_gather_object(None if misfit is None else str(misfit))
-        misfit = misfit or next((ValueError(text) for text in told if text is not None), None)
-        if misfit is None:
-            undo.pop_all()
-            for name, target in targets.items():
-                if isinstance(target, nn.Module):
-                    target.load_state_dict(states[name])
-    if misfit is not None:  # raised in the block, it would close the process group
-        raise ValueError(f"{path} does not fit: {misfit}") from misfit.__cause__
+    rest: dict[str, Any] = {}
+
+    def read() -> None:
+        states.update((name, loadable(name, target, saved, shards)) for name, target in targets.items())
+        rest.update((name, whole(value, shards)) for name, value in saved.items() if name not in targets)
+        shards.read(folder)
+
+    def load_all() -> None:
+        for name, target in targets.items():
+            load(name, target, states[name])
+
+    with block("load_checkpoint()"):
+        problem = _problem_of(read) or _problem_of(load_all)
+    if problem is not None:  # raised in the block, it would close the process group
+        raise ValueError(f"{path} does not fit: {problem}") from problem.__cause__
     if len(random_states) == world.world_size:
         _set_random_state(random_states[world.rank])
     elif random_states:
         count = len(random_states)
         logger.info("%s is of %d ranks, not %d: random numbers do not go on from it.", path, count, world.world_size)
     return rest
+
+
+def _problem_of(step: Callable[[], None]) -> Exception | None:
+    """Call ``step``; return why it failed on any rank, with this rank's own error first. Every rank calls it."""
+    own: Exception | None = None
+    try:
+        step()
+    except (TypeError, ValueError) as error:
+        own = error
+    problems = all_gather_object(None if own is None else str(own))
+    return own or next((ValueError(problem) for problem in problems if problem is not None), None)
 
 
 def write_checkpoint(path: Path, write: Callable[[IO[bytes]], object], keep: int) -> None:

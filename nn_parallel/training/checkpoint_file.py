@@ -6,6 +6,7 @@ Reading it executes no code.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import io
@@ -33,6 +34,8 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object], keep: int) ->
     Raises:
         OSError: it cannot be written; what was at ``path`` is still there.
     """
+    if not path.parent.exists():
+        raise FileNotFoundError(errno.ENOENT, "There is no such folder to save a checkpoint in", str(path.parent))
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is there, and is no file.")
     file = _new_file(path)
@@ -148,16 +151,39 @@ def _new_file(path: Path) -> IO[bytes]:
         created.close()  # another process removed it before it was locked
 
 
-def _unloadable(state: dict[str, Any], error: Exception) -> ValueError:
-    """The error of a state of which something cannot be loaded again, with its name."""
-    for name, value in state.items():
-        buffer = io.BytesIO()
-        try:
-            torch.save(value, buffer)
-            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-        except Exception:
+def _unloadable(states: dict[str, Any], error: Exception) -> ValueError:
+    """Return the error for ``states``, of which something cannot be loaded again, with the path to that part."""
+    for name, state in states.items():
+        if not _is_loadable(state):
+            path, part = _unloadable_part(name, state)
+            remedy = "Save what it is made of."
+            if hasattr(part, "state_dict"):
+                remedy = f"Save it under a name of its own, or its state_dict() as {path}."
             return ValueError(
-                f"{name} is a {type(value).__qualname__} that holds more than numbers, strings, tensors, and lists, "
-                "tuples and dicts of them: loading it would execute code. Save what it is made of."
+                f"{path} is a {type(part).__qualname__}: a checkpoint holds numbers, strings, tensors, and lists, tuples "
+                f"and dicts of them, because loading anything else could execute code. {remedy}"
             )
     return ValueError(str(error))
+
+
+def _unloadable_part(path: str, value: Any) -> tuple[str, Any]:
+    """Return the innermost part of ``value`` that cannot be loaded again, and its path."""
+    parts: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        parts = [(f"{path}[{key!r}]", part) for key, part in value.items()]
+    elif isinstance(value, list | tuple):
+        parts = [(f"{path}[{index}]", part) for index, part in enumerate(value)]
+    for path_of_part, part in parts:
+        if not _is_loadable(part):
+            return _unloadable_part(path_of_part, part)
+    return path, value
+
+
+def _is_loadable(value: Any) -> bool:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception:
+        return False
+    return True
