@@ -43,11 +43,11 @@ class CancelScope:
     Sleeps, locks and waits end at once, Python loops at their next turn; a call into C when it returns.
 
     Python drops an exception that is raised in ``__del__``, in the callback of a weak reference or in the garbage
-    collector: it prints the exception and goes on with the block. So does ``except BaseException: pass``. The block
-    would then never end. A list of such places cannot be complete, so the scope looks at the exception instead: it
-    keeps a weak reference to what it has raised. While that exception lives, it is on its way out of the block, perhaps
-    through a long ``finally``, and nothing more is raised. Once it is gone and the block still runs, it was dropped,
-    and the next `interrupt` raises again.
+    collector: it prints the exception and goes on with the block. User code drops it by ``except BaseException: pass``.
+    The block would then never end. A list of such places cannot be complete, so the handler of the signal looks for the
+    exception that it has raised before. While ``finally`` and ``except`` clauses run, Python has it at hand as the
+    exception that is handled, or in the context of that: it is on its way out of the block, and nothing more is
+    raised. Otherwise it was dropped, and the next `interrupt` raises again.
     """
 
     def __init__(self) -> None:
@@ -84,18 +84,18 @@ class CancelScope:
         self.interrupted = True
         signal.pthread_kill(_main, signal.SIGURG)
 
-    @property
     def is_being_left(self) -> bool:
-        """Whether `Interrupted` has been raised in the block and is still on its way out."""
-        return self._raised() is not None
+        """Return whether the exception that was raised in the block is on its way out. For the handler of the signal."""
+        raised = self._raised()
+        handled = sys.exc_info()[1] if raised is not None else None
+        while handled is not None and handled is not raised:
+            handled = handled.__context__
+        return handled is not None
 
     def make_exception(self) -> Interrupted:
-        """Return the exception to raise in the block.
-
-        The caller must not bind it to a local variable: its traceback would keep that alive.
-        """
+        """Return the exception to raise in the block."""
         exception = Interrupted()
-        self._raised = weakref.ref(exception)
+        self._raised = weakref.ref(exception)  # the exception holds all that the frames hold through which it comes
         return exception
 
     def is_importing(self, frame: FrameType | None) -> bool:
@@ -188,7 +188,7 @@ def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
         return
     for block in _running:
         if block.interrupted:
-            if block.is_being_left or block.is_importing(frame):
+            if block.is_being_left() or block.is_importing(frame):
                 return
             raise block.make_exception()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -208,8 +209,38 @@ def _in_a_try_that_takes_all(block: CancelScope) -> None:
         _interrupt(block)
 
 
+kept: list[BaseException] = []
+
+
+def _in_a_try_that_keeps_it(block: CancelScope) -> None:
+    try:
+        _interrupt(block)
+    except BaseException as error:
+        kept.append(error)
+
+
+def _in_a_task_of_asyncio(block: CancelScope) -> None:
+    async def work() -> None:
+        _interrupt(block)
+
+    async def main() -> None:
+        task = asyncio.create_task(work())
+        await asyncio.wait([task])
+        kept.append(task.exception() or AssertionError())
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
-    "swallow", [_in_a_destructor, _in_a_weak_callback, _in_the_collector, _in_a_try_that_takes_all]
+    "swallow",
+    [
+        _in_a_destructor,
+        _in_a_weak_callback,
+        _in_the_collector,
+        _in_a_try_that_takes_all,
+        _in_a_try_that_keeps_it,
+        _in_a_task_of_asyncio,
+    ],
 )
 def test_an_interrupt_that_python_swallows_comes_again(
     swallow: Callable[[CancelScope], None], monkeypatch: pytest.MonkeyPatch
@@ -236,5 +267,37 @@ def test_an_interrupt_on_its_way_out_is_not_raised_twice() -> None:
             for _ in range(100):
                 _interrupt(block)
                 cleaned_up += 1
-    assert cleaned_up == 100
+            with contextlib.suppress(KeyError):
+                try:
+                    raise KeyError  # in its context is what is on its way
+                finally:
+                    _interrupt(block)
+                    cleaned_up += 1
+    assert cleaned_up == 101
     _interrupt(block)  # after its end: nothing
+
+
+def test_what_an_inner_block_has_raised_does_not_shield_the_outer_one() -> None:
+    """While user code handles the error of the inner block, the outer one can be interrupted."""
+    outer, inner = CancelScope(), CancelScope()
+    with pytest.raises(Interrupted), outer:
+        try:
+            with inner:
+                _interrupt(inner)
+        except Interrupted:
+            _interrupt(outer)
+            pytest.fail("the outer block went on")
+
+
+def test_a_scope_can_be_entered_again() -> None:
+    """What was raised in it before is of no account, wherever that is kept."""
+    block = CancelScope()
+    for _ in range(2):
+        try:
+            with block:
+                _interrupt(block)
+        except Interrupted as error:
+            kept.append(error)
+        else:
+            pytest.fail("nothing was raised")
+        block.interrupted = False
