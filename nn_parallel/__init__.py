@@ -31,7 +31,7 @@ The files, from the bottom up; each knows only those before it in this list::
         shares, data            which samples are those of one rank; loaders that hand them out
         batch_size              the largest batch that fits
         shards, checkpoint_file the sharded tensors of a checkpoint; its file
-        states                  what of them is stored in a checkpoint, and whether it fits
+        states                  what of them is stored in a checkpoint, and how it is loaded
         saving                  checkpoints that are written while training goes on
         checkpoint, profiling   save_checkpoint, load_checkpoint; profile_ranks
     progress                    the bar of a map
@@ -92,7 +92,14 @@ with collector.paused():
     from .training.collectives import all_gather_object, all_gather_tensor, all_ranks, any_rank, reduce_metrics
     from .training.data import prepare_dataloader
     from .training.logs import setup_logging
-    from .training.model import accumulate, average_parameters, prepare_model, seed_everything, unwrap_model
+    from .training.model import (
+        accumulate,
+        average_parameters,
+        prepare_model,
+        seed_everything,
+        sync_buffers,
+        unwrap_model,
+    )
     from .training.profiling import profile_ranks
     from .world import World
 
@@ -140,6 +147,7 @@ __all__ = [
     "setup_logging",
     "should_use_distributed",
     "stop_requested",
+    "sync_buffers",
     "unwrap_model",
     "verify_ddp_setup",
 ]

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import World
 
 from nn_parallel import (
+    ParallelExecutor,
+    RankError,
     TransferError,
     all_gather_object,
     all_gather_tensor,
     all_ranks,
     any_rank,
+    average_parameters,
+    cleanup_ddp,
     current_world,
     initialize_ddp,
     reduce_metrics,
@@ -109,6 +115,48 @@ def test_a_metric_is_of_one_type_on_all_ranks(world: World, op: str) -> None:
     assert told[-1] == {"exact": (int, (2**70 + 1) * ranks)}
 
 
+def test_names_and_weights_of_every_kind(world: World) -> None:
+    """Classes have numbers for names, and the number of samples is a tensor where it was counted by torch."""
+
+    def scenario() -> Any:
+        rank, n = rank_and_size()
+        weight = torch.tensor(1 + 2 * (rank == n - 1))
+        return reduce_metrics({1: 1.0, 0: float(rank == n - 1), "all": np.float32(2)}, weight=weight)
+
+    results = world.run(scenario)
+    assert alike(results) == {1: 1.0, 0: 3 / (len(results) + 2), "all": 2.0}
+    assert list(results[0]) == [1, 0, "all"]
+
+
+FIRST = {
+    "reduce_metrics": lambda: reduce_metrics({"x": 1.0}, weight=3) == {"x": 1.0},
+    "any_rank": lambda: any_rank(True),
+    "all_ranks": lambda: all_ranks(True),
+    "average_parameters": lambda: average_parameters(torch.nn.Linear(1, 1)) is None,
+    "all_gather_tensor": lambda: len(all_gather_tensor(torch.ones(2))) >= 4,
+}
+
+
+@pytest.mark.parametrize("call", FIRST)
+def test_any_of_them_may_be_the_first_collective(world: World, call: str) -> None:
+    """It makes the process group itself: in each `run` of a pool, in a script, after a block that has failed."""
+    fn = FIRST[call]
+
+    def scenario() -> bool:
+        cleanup_ddp()
+        return bool(fn())
+
+    def after_a_failure() -> bool:
+        with contextlib.suppress(RankError), ParallelExecutor():
+            if initialize_ddp().is_main:
+                raise OSError
+            torch.distributed.all_reduce(torch.ones(1))
+        return bool(fn())
+
+    for first in (scenario, after_a_failure):
+        assert all(world.run(first))
+
+
 def test_nan_on_one_rank_is_nan_on_all_but_for_a_rank_that_counts_nothing(world: World) -> None:
     """NaN is not lost, whichever way the metrics are reduced; a rank without samples has no mean, and spoils none."""
 
@@ -128,7 +176,9 @@ def test_nan_on_one_rank_is_nan_on_all_but_for_a_rank_that_counts_nothing(world:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda rank: ({"loss" if rank else "accuracy": 1.0}, {}), "rank 1: reduce_metrics(op='mean') of loss"),
+        (lambda rank: ({"loss" if rank else "accuracy": 1.0}, {}), "rank 1: reduce_metrics(op='mean') of 'loss'"),
+        (lambda rank: ({"0" if rank else 0: 1.0}, {}), "rank 1: reduce_metrics(op='mean') of '0'"),
+        (lambda rank: ({"loss": 1.0}, {"weight": torch.ones(2)}), "weight=tensor([1., 1.]) is not a number from 0 up"),
         (lambda rank: ({f"m{i}": 1 for i in range(3 + 90 * rank)}, {}), "The calls of the ranks do not match"),
         (lambda rank: ({"loss": "high" if rank else 1.0}, {}), "the metric 'loss' is 'high', not one number on rank 1"),
         (lambda rank: ({"loss": torch.ones(1 + rank)}, {}), "a tensor of shape (2,), not one number on rank 1"),
@@ -220,6 +270,20 @@ def test_numbers_and_strided_tensors_are_gathered(world: World) -> None:
     numbers, rows = alike(results)
     assert numbers == list(range(len(results)))
     assert rows == torch.arange(6).view(2, 3).T.tolist() * len(results)
+
+
+def test_views_that_are_only_flags_are_gathered_by_their_numbers(world: World) -> None:
+    """A conjugate, and the negative that is its imaginary part, share the memory of what they are views of."""
+
+    def scenario() -> Any:
+        rank, _ = rank_and_size()
+        number = torch.tensor([complex(rank, 1 + rank)])
+        views = number.conj(), number.conj().imag, number[None].mH
+        return [all_gather_tensor(view).flatten().tolist() for view in views]
+
+    results = world.run(scenario)
+    wanted = [complex(rank, -1 - rank) for rank in range(len(results))]
+    assert alike(results) == [wanted, [number.imag for number in wanted], wanted]
 
 
 @pytest.mark.parametrize(

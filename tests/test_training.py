@@ -8,6 +8,7 @@ import logging
 import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,9 @@ from nn_parallel import (
     initialize_ddp,
     prepare_dataloader,
     prepare_model,
+    save_checkpoint,
     seed_everything,
+    sync_buffers,
     unwrap_model,
 )
 
@@ -557,3 +560,99 @@ def test_one_rank_has_no_room_for_the_model(two: ParallelExecutor, strategy: str
         return list(caught.value.failures)
 
     assert two.run(scenario) == [[1], [1]]
+
+
+DTYPES = [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "frozen"])
+def test_buffers_of_every_dtype_are_those_of_rank_0(world: World, strategy: str) -> None:
+    """Also of dtypes that gloo does not know, of any shape and layout; and they are averaged."""
+
+    def scenario() -> Any:
+        rank = initialize_ddp().rank
+        model = nn.Linear(2, 2).requires_grad_(strategy != "frozen")
+        for dtype in DTYPES:
+            numbers = torch.arange(24.0).view(1, 2, 3, 4).remainder(2) * (rank == 0)
+            model.register_buffer(str(dtype)[6:], numbers.contiguous(memory_format=torch.channels_last).to(dtype))
+        model.register_buffer("scalar", torch.tensor(7 * (rank == 0), dtype=torch.int16))
+        kept = model.state_dict()["uint16"]
+        prepared = prepare_model(model, strategy="fsdp" if strategy == "fsdp" else "ddp")
+        with torch.set_grad_enabled(strategy != "frozen"):
+            prepared(torch.ones(1, 2))
+        buffers = [buffer.float().flatten().tolist() for buffer in model.buffers()]
+        is_in_place = kept.data_ptr() == model.get_buffer("uint16").data_ptr()
+        if strategy != "fsdp":
+            average_parameters(model)
+        averaged = [buffer.float().flatten().tolist() for buffer in model.buffers()]
+        return buffers, is_in_place, averaged == buffers
+
+    expected = [[0.0, 1.0] * 12] * len(DTYPES) + [[7.0]]
+    assert world.run(scenario) == [(expected, True, True)] * len(world.run(int))
+
+
+def test_what_the_user_hides_from_ddp_stays_hidden(world: World) -> None:
+    """Beside what we hide because gloo does not know it."""
+
+    def scenario() -> Any:
+        rank = initialize_ddp().rank
+        model = nn.Linear(2, 2)
+        model.register_buffer("own", torch.tensor([float(rank)]))
+        model.register_buffer("short", torch.tensor([rank], dtype=torch.int16))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["own"])
+        prepare_model(model)(torch.ones(1, 2))
+        return model.own.item(), model.short.item()
+
+    results = world.run(scenario)
+    assert results == [(float(rank), 0) for rank in range(len(results))]
+
+
+def test_a_frozen_model_that_is_unfrozen_raises_until_it_is_prepared_again(world: World) -> None:
+    """Its gradients would differ between the ranks. Without gradients it may be called, and a copy of it prepared."""
+
+    def scenario() -> Any:
+        rank = initialize_ddp().rank
+        model = prepare_model(nn.Linear(1, 1).requires_grad_(False))
+        twin = copy.deepcopy(model)
+        x = torch.full((1, 1), float(rank))
+        model(x)
+        model.requires_grad_()
+        with torch.no_grad():
+            model(x)
+        with pytest.raises(RuntimeError, match="The Linear had nothing to train when prepare_model.. was called"):
+            model(x)
+        gradients = []
+        for each in (model, twin.requires_grad_()):
+            prepared = prepare_model(each)  # kept: DDP averages in backward only as long as it lives
+            prepared(x).sum().backward()
+            gradients.append(each.weight.grad.item())
+        each(x)
+        return gradients
+
+    results = world.run(scenario)
+    assert results == [[(len(results) - 1) / 2] * 2] * len(results)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_synchronised_buffers_are_those_of_the_checkpoint(world: World, average: bool, tmp_path: Path) -> None:
+    """Batch norm evaluates then by one model on all ranks, without a wrapper, and by the one that is saved."""
+
+    def scenario() -> Any:
+        rank = initialize_ddp().rank
+        model = prepare_model(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+        for _ in range(3):
+            model(torch.randn(4, 2, generator=torch.Generator().manual_seed(rank)) + rank).sum().backward()
+        own = unwrap_model(model)[1].running_mean.tolist()
+        sync_buffers(model, average=average)
+        save_checkpoint(tmp_path / "a.pt", model=model)
+        return own, unwrap_model(model)[1].running_mean.tolist(), int(unwrap_model(model)[1].num_batches_tracked)
+
+    results = world.run(scenario)
+    own, synchronised, counts = zip(*results, strict=True)
+    assert own[0] != own[1]
+    saved = torch.load(tmp_path / "a.pt", weights_only=True)["model"]["1.running_mean"].tolist()
+    assert list(synchronised) == [saved] * len(results)
+    assert set(counts) == {3}
+    expected = [sum(column) / len(own) for column in zip(*own, strict=True)] if average else own[0]
+    assert saved == pytest.approx(expected)
+    sync_buffers(nn.BatchNorm1d(3), average=average)  # alone: nothing to do

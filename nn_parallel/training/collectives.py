@@ -22,24 +22,26 @@ from ..launch.context import current_world
 from ..pickling import dumps
 
 T = TypeVar("T")
+Name = TypeVar("Name", str, int)  # of a metric
 FIRST_BYTES = 1024  # of the message of `gather_alike`: gathered at once
 LENGTH_DIGITS = 8  # with which it begins: how many bytes follow in all
 REDUCTIONS: dict[str, Callable[[Iterable[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
 def reduce_metrics(
-    metrics: Mapping[str, float | torch.Tensor],
+    metrics: Mapping[Name, float | torch.Tensor],
     *,
-    weight: float = 1.0,
+    weight: float | torch.Tensor = 1.0,
     op: str = "mean",
     group: dist.ProcessGroup | None = None,
-) -> dict[str, float]:
+) -> dict[Name, float]:
     """Each metric over all ranks, by one all_gather for all of them.
 
     Args:
-        metrics: numbers or tensors of one element, under the same names on every rank.
+        metrics: numbers or tensors of one element, under the same names on every rank. Names are text or integers, as
+            the numbers of classes.
         weight: how much this rank counts in the mean: the number of its samples, if the metrics are means over them. A
-            rank of weight 0 counts nothing, whatever its metrics say.
+            number or a tensor of one element. A rank of weight 0 counts nothing, whatever its metrics say.
         op: ``"mean"``, weighted; ``"sum"``, ``"max"`` or ``"min"``.
         group: the ranks that take part; all if None.
 
@@ -60,15 +62,18 @@ def reduce_metrics(
         raise ValueError(f"op={op!r} is none of mean, sum, max, min.")
     if op != "mean" and weight != 1.0:
         raise ValueError(f"weight={weight} is for op='mean': op={op!r} counts every rank alike.")
-    names, values, problem = sorted(metrics), list[float](), ""
+    names = sorted(metrics, key=lambda name: (type(name).__name__, name))
+    values: list[float] = []
+    problem = ""
     for name in names:
         try:
             values.append(_number(metrics[name]))
         except ValueError as error:
             problem = problem or f"the metric {name!r} {error}"
-    about = f"reduce_metrics(op={op!r}) of {', '.join(names) or 'nothing'}"
+    about = f"reduce_metrics(op={op!r}) of {', '.join(map(repr, names)) or 'nothing'}"
     rows, weights = gather_alike(values, about, problem, weight, group)
-    reduced, total = dict[str, float](), sum(weights)
+    reduced: dict[Name, float] = {}
+    total = sum(weights)
     for name, column in zip(names, zip(*rows, strict=True), strict=True):
         if op == "mean":
             weighted = zip(column, weights, strict=True)
@@ -148,7 +153,8 @@ def all_gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = No
         predictions = all_gather_tensor(model(x).argmax(dim=1))  # 7 samples here, 6 there: shape (13,)
     """
     problem = "" if isinstance(tensor, torch.Tensor) else f"got a {type(tensor).__name__}, not a tensor"
-    mine = torch.empty(0) if problem else tensor.detach()
+    # A conjugate or negative view is a flag on the numbers of another tensor, and only numbers are sent.
+    mine = torch.empty(0) if problem else tensor.detach().resolve_conj().resolve_neg()
     mine = mine if mine.dim() else mine[None]
     if initialize_ddp().world_size == 1 and not problem:
         return mine
@@ -158,11 +164,17 @@ def all_gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = No
     row_bytes = mine.element_size() * math.prod(mine.shape[1:])
     device = mine.device if can_gather(set(device_types), dist.get_backend_config(group)) else _message_device(group)
     sent = torch.zeros(max(counts) * row_bytes, dtype=torch.uint8, device=device)
-    sent[: len(mine) * row_bytes] = mine.contiguous().flatten().view(torch.uint8).to(device)
+    sent[: len(mine) * row_bytes] = as_bytes(mine).to(device)
     received = [torch.empty_like(sent) for _ in counts]
     dist.all_gather(received, sent, group=group)
     parts = [part[: count * row_bytes] for part, count in zip(received, counts, strict=True)]
     return torch.cat(parts).to(mine.device).view(mine.dtype).view(sum(counts), *mine.shape[1:])
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of ``tensor``, of any dtype, as bytes: of shape (count of bytes,), a view if it is contiguous."""
+    # A contiguous tensor of one element may have any stride, and torch cannot view that as bytes.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def can_gather(device_types: set[str], backends: str) -> bool:
@@ -175,9 +187,13 @@ def can_gather(device_types: set[str], backends: str) -> bool:
 
 
 def gather_alike(
-    mine: list[Any], about: str, problem: str = "", weight: float = 1.0, group: dist.ProcessGroup | None = None
+    mine: list[Any],
+    about: str,
+    problem: str = "",
+    weight: float | torch.Tensor = 1.0,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[list[list[Any]], list[float]]:
-    """What every rank gives, and its weight, in rank order: by one all_gather, two where it is long.
+    """Return what every rank gives, and its weight, in rank order: by one all_gather, two where it is long.
 
     Args:
         mine: plain numbers and text.
@@ -188,16 +204,21 @@ def gather_alike(
         ValueError: on every rank: there is a ``problem`` on one, ``about`` differs, a weight is negative or no number,
             or all are 0.
     """
-    if not (isinstance(weight, numbers.Real) and 0 <= weight < math.inf):
+    initialize_ddp()  # before the group is asked for its ranks
+    try:
+        number = _number(weight)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
         problem = f"weight={weight!r} is not a number from 0 up"
-    message = json.dumps([about, problem, *([] if problem else [mine, float(weight)])])
-    told = dict(zip(ranks_of(group), map(json.loads, _all_gather(message, group)), strict=True))
-    if problems := [f"{about}: {problem} on rank {rank}." for rank, (about, problem, *_) in told.items() if problem]:
+    message = json.dumps([about, problem, *([] if problem else [mine, float(number)])])
+    received = dict(zip(ranks_of(group), map(json.loads, _all_gather(message, group)), strict=True))
+    if problems := [f"{about}: {why} on rank {rank}." for rank, (about, why, *_) in received.items() if why]:
         raise ValueError("\n".join(problems))
-    if len({about for about, *_ in told.values()}) > 1:
-        listed = "".join(f"\n  rank {rank}: {about}" for rank, (about, *_) in told.items())
+    if len({about for about, *_ in received.values()}) > 1:
+        listed = "".join(f"\n  rank {rank}: {about}" for rank, (about, *_) in received.items())
         raise ValueError(f"The calls of the ranks do not match:{listed}")
-    _, _, rows, weights = map(list, zip(*told.values(), strict=True))
+    _, _, rows, weights = map(list, zip(*received.values(), strict=True))
     if not any(weights):
         raise ValueError(f"{about}: the weights of all ranks are 0, so there is no mean.")
     return rows, weights

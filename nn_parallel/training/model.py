@@ -10,7 +10,7 @@ import itertools
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,12 +21,15 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ..calls.blocks import block
 from ..ddp import initialize_ddp, join_launched_world
 from ..launch.context import current_world
-from .collectives import gather_alike
+from .collectives import as_bytes, can_gather, gather_alike
 from .random_numbers import seed_random_numbers
 
 STRATEGIES = ("ddp", "fsdp", "dp", "none")
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
 WRAPPERS = (DistributedDataParallel, DataParallel)
+# Numbers that gloo has no name for. It sends them as bytes, which is enough for a copy, but DDP does not do that.
+UNKNOWN_TO_GLOO = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
+UNKNOWN_TO_GLOO |= {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
 logger = logging.getLogger("nn_parallel")
 
 
@@ -51,7 +54,10 @@ def prepare_model(
 
     Returns:
         The model to call; `unwrap_model` gives the one inside. Its parameters and buffers are those of rank 0, but with
-        ``strategy="none"``. A model with nothing to train is not wrapped, and has those of rank 0 too.
+        ``strategy="none"``. A model with nothing to train is not wrapped, and has those of rank 0 too; called with
+        gradients after some of it has been unfrozen, it raises RuntimeError: prepare it again then. Buffers and frozen
+        parameters of integers and floats that gloo does not know (int16, unsigned ones from 16 bits, float8) are those
+        of rank 0 now, and are not sent again in each forward.
 
     Raises:
         TypeError: ``model`` is no module.
@@ -75,6 +81,7 @@ def prepare_model(
         raise ValueError(f"{', '.join(options)}: for strategy='ddp' or 'fsdp', not for strategy={strategy!r}.")
     if strategy != "none":
         _check_unprepared(model)
+        _forget_frozen(model)
     world = initialize_ddp()
     if strategy == "dp" and world.world_size > 1:
         raise ValueError(f"strategy='dp' is for one process, and there are {world.world_size} ranks: use 'ddp'.")
@@ -91,12 +98,13 @@ def prepare_model(
     with block("prepare_model()"):
         model = model.to(world.device)
         if strategy == "fsdp" or not is_trained:  # DDP does it by itself
-            for tensor in itertools.chain(model.parameters(), model.buffers()):
-                dist.broadcast(tensor.data, src=0)
+            _broadcast(itertools.chain(model.parameters(), model.buffers()))
         if strategy == "fsdp":
             return _shard(model, options)
         if not is_trained:
+            model.register_forward_pre_hook(_raise_if_unfrozen)
             return model
+        _send_what_ddp_cannot(model)
         device_ids = None if world.device.type == "cpu" else [world.device.index]
         wrapped = DistributedDataParallel(model, **({"device_ids": device_ids} | options))
         if compression is not None:
@@ -173,7 +181,9 @@ def seed_everything(seed: int, *, per_rank: bool = True) -> int:
     return seed
 
 
-def average_parameters(model: nn.Module, *, weight: float = 1.0, group: dist.ProcessGroup | None = None) -> None:
+def average_parameters(
+    model: nn.Module, *, weight: float | torch.Tensor = 1.0, group: dist.ProcessGroup | None = None
+) -> None:
     """Replace the parameters and buffers of ``model``, in place, by their averages over the ranks.
 
     For ranks that train for themselves for a while, as clients do (federated averaging, McMahan et al., 2017) or in
@@ -195,14 +205,52 @@ def average_parameters(model: nn.Module, *, weight: float = 1.0, group: dist.Pro
     """
     inner = unwrap_model(model)
     tensors = list(itertools.chain(inner.parameters(), inner.buffers()))
+    problem = "the model is sharded: the ranks hold parts of one, and not one each" if _is_sharded(inner) else ""
+    _average("average_parameters", tensors, weight, problem, group)
+
+
+def sync_buffers(model: nn.Module, *, average: bool = False) -> None:
+    """Give every rank the same buffers, in place, as the running statistics of batch norm. Every rank calls it.
+
+    Each rank gathers those of its own batches. A model in DDP takes the buffers of rank 0 in each forward; the model
+    inside, `unwrap_model`, does not, so each rank would evaluate another model, and none the one of the checkpoint.
+
+    Args:
+        average: take the averages over the ranks; if False, the buffers of rank 0, which are those that
+            `save_checkpoint` saves.
+
+    Raises:
+        ValueError: on every rank: the buffers to average differ in shape.
+        RankError: on every rank, where there are several: one failed.
+
+    Example::
+
+        sync_buffers(model, average=True)
+        metrics = evaluate(unwrap_model(model))  # the same model on every rank
+    """
+    buffers = list(unwrap_model(model).buffers())
+    if average:
+        _average("sync_buffers", buffers, weight=1.0)
+    elif initialize_ddp().world_size > 1:
+        with block("sync_buffers()"):
+            _broadcast(buffers)
+
+
+def _average(
+    call: str,
+    tensors: list[torch.Tensor],
+    weight: float | torch.Tensor,
+    problem: str = "",
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Replace ``tensors``, in place, by their averages over the ranks; one of weight 0 only receives."""
     layout = repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
     size = sum(tensor.numel() for tensor in tensors)
-    about = f"average_parameters of {size} numbers in {len(tensors)} tensors ({zlib.crc32(layout.encode()):08x})"
-    problem = "the model is sharded: the ranks hold parts of one, and not one each" if _is_sharded(inner) else ""
+    about = f"{call} of {size} numbers in {len(tensors)} tensors ({zlib.crc32(layout.encode()):08x})"
     _, weights = gather_alike([], about, problem, weight, group)
-    total = sum(weights)
     if current_world().world_size == 1:
         return
+    share = float(weight) / sum(weights)
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
@@ -210,12 +258,48 @@ def average_parameters(model: nn.Module, *, weight: float = 1.0, group: dist.Pro
         flat = torch.cat([tensor.flatten() for tensor in alike])
         if not dtype.is_complex:
             flat = flat.to(torch.float32 if dtype.is_floating_point and dtype != torch.float64 else torch.float64)
-        flat = flat * (weight / total) if weight else torch.zeros_like(flat)  # 0 * NaN would be NaN
+        flat = flat * share if share else torch.zeros_like(flat)  # 0 * NaN would be NaN
         dist.all_reduce(flat, group=group)
         if not dtype.is_floating_point and not dtype.is_complex:
             flat = flat.round()
         for tensor, mean in zip(alike, torch.split(flat, [tensor.numel() for tensor in alike]), strict=True):
             tensor.copy_(mean.view_as(tensor))
+
+
+def _broadcast(tensors: Iterable[torch.Tensor]) -> None:
+    """Overwrite ``tensors``, of any dtype, by those of rank 0."""
+    for tensor in tensors:
+        numbers = tensor.detach().resolve_conj().contiguous()
+        dist.broadcast(as_bytes(numbers), src=0)
+        tensor.detach().copy_(numbers)
+
+
+def _send_what_ddp_cannot(model: nn.Module) -> None:
+    """Overwrite by those of rank 0 the buffers and frozen parameters that gloo does not know, and hide them from DDP."""
+    device = next(model.parameters()).device
+    if can_gather({device.type}, dist.get_backend_config()):  # by another backend, which has its own list
+        return
+    tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    unknown = {name for name, tensor in tensors.items() if tensor.dtype in UNKNOWN_TO_GLOO and not tensor.requires_grad}
+    if unknown:
+        _broadcast(tensors[name] for name in sorted(unknown))
+        hidden = unknown.union(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(hidden))
+
+
+def _raise_if_unfrozen(model: nn.Module, _: Any) -> None:
+    """Raise in the forward of a model that had nothing to train when it was prepared, and has now."""
+    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
+        raise RuntimeError(
+            f"The {type(model).__name__} had nothing to train when prepare_model() was called, so its gradients would not "
+            "be averaged over the ranks. Call prepare_model() again, now that some parameters require gradients."
+        )
+
+
+def _forget_frozen(model: nn.Module) -> None:
+    for number, hook in list(model._forward_pre_hooks.items()):
+        if hook is _raise_if_unfrozen:
+            del model._forward_pre_hooks[number]
 
 
 def _compress(model: DistributedDataParallel, compression: str) -> None:
