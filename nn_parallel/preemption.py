@@ -47,7 +47,8 @@ def stop_requested() -> bool:
     It is asked by SIGTERM, SIGUSR1 or SIGUSR2, to one rank or to all: by SLURM when a job is preempted, and before its
     time limit with ``--signal=USR1@120``; by a cloud that takes a machine back; by torchrun, when it is ended itself.
     From the first call on these signals do not end the process any more, however many come. A handler that the program
-    has set is called too. In the script that made a pool, one call before `ParallelExecutor.run` has the ranks of the
+    has set is called too. SLURM sends them to every process of a job: the workers of prepared loaders ignore them, and
+    other forks of this process ignore the last two. In the script that made a pool, one call before `ParallelExecutor.run` has the ranks of the
     pool asked as well, by a signal to the script.
 
     Costs one round trip to the store, no collective.
@@ -124,26 +125,46 @@ def _note(number: int, frame: FrameType | None) -> None:
         before(number, frame)
 
 
+def pass_over(number: int, frame: FrameType | None) -> None:
+    """Ignore a signal, as SIG_IGN does, but for programs that this process starts: they begin with the default."""
+
+
 def _hold_signals() -> None:
     """Before a fork: no signal comes to the fork while it still has our handlers."""
     if _handlers_before:
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def _release_signals() -> None:
     if _handlers_before:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
 
 
-def _end_listening() -> None:
-    """In a fork, which nobody asks: a signal ends it as before."""
+def _stop_listening() -> None:
+    """Have the signals do what they did before the first `stop_requested`."""
     for number, before in _handlers_before.items():
         signal.signal(number, before)
-    _release_signals()
     _handlers_before.clear()
+
+
+def _begin_in_fork() -> None:
+    """In a fork, which nobody asks to stop: SIGTERM ends it as before, the other signals are for the rank.
+
+    SLURM sends them to every process of a job step. SIGTERM is also what ends a fork that is not needed any more, and a
+    handler cannot know who has sent it. For the workers of a prepared loader see `training.loader_workers`.
+    """
+    if not _handlers_before:
+        return
+    handlers = dict(_handlers_before)
+    _stop_listening()
+    for number, before in handlers.items():
+        if number != signal.SIGTERM and not callable(before):
+            signal.signal(number, pass_over)
+    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
 
 
 _received: str | None = None  # the name of the last signal that has asked
 _handlers_before: dict[int, Any] = {}  # by the number of the signal; empty until the first call
+_fork = threading.local()  # in the thread that forks: the signals that it had blocked
 _passed_on_to: weakref.WeakSet[AsksRanks] = weakref.WeakSet()
-os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_end_listening)
+os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_begin_in_fork)

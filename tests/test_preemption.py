@@ -41,7 +41,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 def _as_before() -> Iterator[None]:
     """This process listens to signals no more, and has received none."""
     yield
-    preemption._end_listening()
+    preemption._stop_listening()
     preemption._received = None
 
 
@@ -168,7 +168,7 @@ def test_alone_a_signal_stops_this_process() -> None:
         assert stop_requested()
         assert noted == [signal.SIGUSR2]
     finally:
-        preemption._end_listening()
+        preemption._stop_listening()
         signal.signal(signal.SIGUSR2, before)
 
 
@@ -184,6 +184,40 @@ def test_a_fork_ends_by_a_signal() -> None:
         os.kill(pid, signal.SIGTERM)  # perhaps before it runs a line of Python
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
     assert not stop_requested()
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_what_is_for_the_rank_does_not_end_its_forks() -> None:
+    """SLURM sends it to every process; but a program that the fork starts is not concerned."""
+    assert not stop_requested()
+    child = "import signal; print(signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL)"
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.raise_signal(number)
+        os.write(writing, subprocess.check_output([sys.executable, "-c", child]))
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    assert os.read(reading, 10) == b"True\n"
+    for end in (reading, writing):
+        os.close(end)
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_a_fork_blocks_no_other_signals_than_before() -> None:
+    """What the program has blocked stays blocked, in the rank and in the fork."""
+    assert not stop_requested()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGHUP])
+    try:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        pid = os.fork()
+        if pid == 0:
+            os._exit(3 if signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask else 4)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @pytest.mark.usefixtures("_as_before")
@@ -212,7 +246,7 @@ def test_on_one_rank_only_it_is_an_error(world: World) -> None:
         except ParallelError as error:
             return str(error)
         finally:
-            preemption._end_listening()
+            preemption._stop_listening()
         return ""
 
     for told in world.run(scenario):

@@ -19,6 +19,9 @@ when it is deleted, so their number does not grow::
                                  or a pool's script; then whoever
                                  fixes at which call all stop
     stops/R       StopCall       R, when it calls `stop_requested`      whoever fixes that
+    draws/L       Draws          the first rank that begins an          the others, as they begin the same one
+                                 iteration of a prepared loader in
+                                 slot L
     liveness      ServerAddress  rank 0, when ranks are on other nodes  the others, to link themselves to it
     lost          Lost           the thread of rank 0 that keeps links  all: which ranks on other nodes are lost
     uncaught      Uncaught       the first rank that ends by an         the others, when they lose the connection and
@@ -69,6 +72,7 @@ STOP_KEY, UNCAUGHT_KEY, INTRUDER_KEY = "stop", "uncaught", "intruder"
 member_key, report_key, failures_key = "member/{}".format, "report/{}".format, "failures/{}".format  # of a rank
 standing_key, stops_key = "standing/{}".format, "stops/{}".format
 ended_key, owner_key = "ended/{}".format, "owner/{}".format  # of a generation; of a device
+draws_key = "draws/{}".format  # of a slot for loaders
 
 
 class Member(NamedTuple):

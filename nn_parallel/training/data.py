@@ -6,26 +6,29 @@ import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
     SequentialSampler,
-    get_worker_info,
 )
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..calls.blocks import blocks_of
 from ..ddp import join_launched_world
 from ..launch.context import current_world, rank_context
 from ..on_rank import on_rank
+from ..world import World
+from .draws import Draws, LoaderId, check_alike, new_loader_id
+from .loader_workers import WorkerInit
 from .shares import EvenBatches, RankSampler, Stream, generator_of
+from .to_device import move_to_device
 
 T = TypeVar("T")
 
@@ -33,31 +36,38 @@ T = TypeVar("T")
 def prepare_dataloader(
     loader: DataLoader[T], *, pad: bool = True, seed: int | None = None, to_device: bool = True
 ) -> DataLoader[T]:
-    """A loader like this one, of which each rank draws its part; with one rank, all of it. Every rank calls it.
+    """Return a loader like this one, of which each rank draws its part; with one rank, all of it. Every rank calls it.
 
-    Everything else is as in ``loader``: the batch size, now that of each rank, workers, pinning, collation. All ranks
-    draw what its sampler gives, with the same random numbers, and each takes every ``world_size``-th sample; of a batch
-    sampler that is not torch's own, every ``world_size``-th batch. The order depends on the seed and the epoch alone,
-    not on the number of ranks.
+    Everything else is as in ``loader``: the dataset, the batch size, now that of each rank, workers, pinning, collation.
+    All ranks draw what its sampler gives, with the same random numbers, and each takes every ``world_size``-th sample;
+    of a batch sampler that is not torch's own, every ``world_size``-th batch. The order depends on the seed and the
+    epoch alone, not on the number of ranks. A sampler is asked for no more than the next batches of all ranks need.
 
     Of an iterable dataset each rank draws all samples, and takes every ``world_size``-th one. The random numbers of
     Python, NumPy and torch are the same on all ranks meanwhile; generators of its own the dataset seeds alike. Between
-    the workers of a loader it shares out its samples itself, as torch wants it, by `get_worker_info` or a
-    ``worker_init_fn``. If it has a ``set_epoch``, that is called before each epoch.
+    the workers of a loader it shares out its samples itself, as torch wants it, by `get_worker_info`, a
+    ``worker_init_fn`` or the ``sharding_filter`` of a DataPipe.
+
+    The ranks compare what they draw first in each epoch, without waiting for each other: the number of samples, the
+    indices, and the integers and text in the samples of an iterable dataset. So a sampler or dataset that takes its
+    rank's part already, or that is seeded differently, is an error.
 
     After an epoch whose last batch was handed out, the next iteration is the next epoch; of an iterable dataset without
     a length, after one that was asked for more. An epoch that is left before is drawn again, so a rank that looks at a
-    few batches stays in step with the others. To go to an epoch, call ``loader.sampler.set_epoch(epoch)``, or
-    ``loader.dataset.set_epoch(epoch)`` of an iterable dataset.
+    few batches stays in step with the others. To go to an epoch, call ``loader.set_epoch(epoch)``, or, as loops for
+    `DistributedSampler` do, ``loader.sampler.set_epoch(epoch)``. A ``set_epoch`` of the sampler or of the dataset is
+    called before each epoch, and may be called instead.
 
     The loader has a state, for ``save_checkpoint(..., loader=loader)``: the seed, the epoch, and how much of it was
-    handed out. After `load_checkpoint` the next iteration draws the rest of that epoch, and ``len(loader)`` is how many
-    batches it has: the same ones that would have come, where there are as many ranks; else each remaining sample once.
-    Saved in the loop with its last batch, the rest is empty: ``for epoch in range(saved["epoch"], epochs)`` goes on
-    where it was at any step.
+    handed out. After `load_checkpoint` the next iteration draws the rest of that epoch, also if the loop calls
+    ``set_epoch`` with its number first, and ``len(loader)`` is how many batches it has: the same ones that would have
+    come, where there are as many ranks; else each remaining sample once. Saved in the loop with its last batch, the
+    rest is empty: ``for epoch in range(saved["epoch"], epochs)`` goes on where it was at any step.
     Of an iterable dataset the batches that were handed out are drawn again and passed over, which needs as many samples
     in the batches of all ranks together as before. What the workers of a loader draw at random themselves, to augment
-    images for instance, begins anew.
+    images for instance, begins anew; it differs between the ranks, also if ``loader`` has a ``generator``.
+
+    The workers of a loader ignore the signals that `stop_requested` handles: SLURM sends them to every process.
 
     Args:
         pad: give every rank the same number of samples, for training: the first ones are repeated, or the last ones
@@ -68,12 +78,13 @@ def prepare_dataloader(
             batches are made by a batch sampler of your own or by the dataset.
         seed: of the order. If None: that of the loader's generator, else the one that `seed_everything` or
             ``torch.manual_seed`` has set; on several ranks that of rank 0.
-        to_device: move the batches to the device of this rank, whatever nests of tensors they are; without waiting,
-            where the loader has ``pin_memory``.
+        to_device: move the batches to the device of this rank: tensors in mappings, sequences, dataclasses and
+            namespaces, and anything that has a method ``to``; without waiting, where the loader has ``pin_memory``.
 
     Raises:
-        TypeError: it is no loader. The sampler has no length.
-        ValueError: the loader shares its samples out already, or leaves some out (``drop_last``) with ``pad=False``.
+        TypeError: it is no loader.
+        ValueError: the loader shares its samples out already, or leaves some out (``drop_last``) with ``pad=False``. As
+            an epoch begins: the ranks do not draw alike.
 
     Example::
 
@@ -87,63 +98,98 @@ def prepare_dataloader(
     join_launched_world()
     if isinstance(loader.dataset, IterableDataset):
         return _of_stream(loader, loader.dataset, pad, seed, to_device)
+    return _of_samples(loader, pad, seed, to_device)
+
+
+def _of_samples(loader: DataLoader[T], pad: bool, seed: int | None, to_device: bool) -> DataLoader[T]:
     world = current_world()
-    batches: Any = loader.batch_sampler
-    is_torchs = type(batches) in (BatchSampler, EvenBatches)
+    batches, keeps_iterator = _batch_sampler(loader)
+    is_torchs = type(batches) is BatchSampler
     source: Any = batches.sampler if is_torchs else batches or loader.sampler
-    if isinstance(source, DistributedSampler | RankSampler):
-        raise ValueError(f"The loader shares its samples out already, by a {type(source).__name__}: pass one without.")
-    if not isinstance(source, Sized):
-        raise TypeError(f"{type(source).__name__} has no length, so it cannot be shared out evenly: give it a __len__.")
-    collate = loader.collate_fn
+    _check_whole(source, world)
     drops = bool(getattr(batches, "drop_last", False))
     _check_drop_last(drops and is_torchs, pad)
+    agreed_seed, loader_id = _agree(source)
     sampler = RankSampler(
         source,
         world.rank,
         world.world_size,
-        seed=_agreed_seed(source) if seed is None else seed,
+        seed=agreed_seed if seed is None else seed,
         pad=pad and not drops,
         drop=pad and drops,
         batch_size=(batches.batch_size if is_torchs else 1) * world.world_size,
     )
+    replaced: dict[str, Any] = {}
     if is_torchs and pad:
         batches = BatchSampler(sampler, batches.batch_size, drops)
     elif is_torchs:
-        collate = EvenCollate(collate, batches.batch_size)
+        replaced["collate_fn"] = EvenCollate(loader.collate_fn, batches.batch_size)
         batches = EvenBatches(sampler, batches.batch_size)
     elif batches is not None:
         batches = sampler
-    return _sharing(loader, sampler, to_device, sampler=sampler, batch_sampler=batches, collate_fn=collate)
+    prepared = _prepared(loader, sampler, loader_id, to_device, replaced)
+    vars(prepared).update(sampler=sampler, batch_sampler=batches, _is_plain=keeps_iterator)
+    return prepared
 
 
 def _of_stream(
     loader: DataLoader[T], dataset: IterableDataset[T], pad: bool, seed: int | None, to_device: bool
 ) -> DataLoader[T]:
-    if isinstance(dataset, Stream):
-        raise ValueError("The loader shares its samples out already: pass one without.")
+    if isinstance(loader, PreparedLoader):
+        raise ValueError("The loader is prepared already: its samples are shared out.")
     _check_drop_last(loader.drop_last, pad)
     world = current_world()
+    agreed_seed, loader_id = _agree(dataset)
     stream = Stream(
         dataset,
         world.rank,
         world.world_size,
-        seed=_agreed_seed(dataset) if seed is None else seed,
+        seed=agreed_seed if seed is None else seed,
         pad=pad and not loader.drop_last,
         drop=loader.drop_last,
         batch_size=loader.batch_size,
         num_workers=loader.num_workers,
     )
-    collate, initialize = loader.collate_fn, loader.worker_init_fn
-    return _sharing(
-        loader,
-        stream,
-        to_device,
-        dataset=stream,
-        batch_sampler=None,  # the stream makes the batches
-        collate_fn=collate if pad or loader.batch_size is None else EvenCollate(collate, loader.batch_size),
-        worker_init_fn=initialize and InitializeWorker(initialize),
-    )
+    replaced: dict[str, Any] = {"dataset": stream, "batch_sampler": None}  # the stream makes the batches
+    if not pad and loader.batch_size is not None:
+        replaced["collate_fn"] = EvenCollate(loader.collate_fn, loader.batch_size)
+    return _prepared(loader, stream, loader_id, to_device, replaced)
+
+
+def _batch_sampler(loader: DataLoader[Any]) -> tuple[Any, bool]:
+    """Return the batch sampler of ``loader``, and whether its own way to iterate is to be left out.
+
+    Some loaders keep their workers by an iterator of their own that never ends, over a batch sampler that repeats
+    another one: timm's MultiEpochsDataLoader, ultralytics' InfiniteDataLoader, DomainBed's FastDataLoader. Each epoch
+    of them is one of that other batch sampler.
+    """
+    batches: Any = loader.batch_sampler
+    repeated = getattr(batches, "sampler", None)
+    holds_iterator = any(isinstance(value, _BaseDataLoaderIter) for name, value in vars(loader).items() if name != "_iterator")
+    keeps_iterator = holds_iterator and type(loader).__iter__ is not DataLoader.__iter__
+    if keeps_iterator and isinstance(repeated, BatchSampler):
+        return repeated, True
+    return batches, False
+
+
+def _check_whole(source: Any, world: World) -> None:
+    """Raise if ``source``, a sampler or batch sampler, takes the part of a rank already."""
+    for sampler in (source, getattr(source, "sampler", None)):
+        if isinstance(sampler, RankSampler):
+            raise ValueError("The loader is prepared already: its samples are shared out.")
+        parts = _first_attribute(sampler, "num_replicas", "world_size", "_world_size")
+        rank = _first_attribute(sampler, "rank", "_rank")
+        takes_part = (parts, rank) == (world.world_size, world.rank) and world.world_size > 1
+        if takes_part or isinstance(sampler, DistributedSampler):
+            name = type(sampler).__name__
+            raise ValueError(
+                f"The loader shares its samples out already: its {name} takes the part of rank {rank} of {parts}. Use the "
+                "loader without prepare_dataloader(), or give it a sampler that draws for all ranks."
+            )
+
+
+def _first_attribute(sampler: Any, *names: str) -> Any:
+    return next((getattr(sampler, name) for name in names if hasattr(sampler, name)), None)
 
 
 def _check_drop_last(drops: bool, pad: bool) -> None:
@@ -151,69 +197,146 @@ def _check_drop_last(drops: bool, pad: bool) -> None:
         raise ValueError("drop_last=True leaves samples out, and pad=False none: give the loader drop_last=False.")
 
 
-def _sharing(loader: DataLoader[T], share: RankSampler | Stream, to_device: bool, **replaced: Any) -> DataLoader[T]:
-    """A copy of ``loader`` that counts for ``share`` which batches were handed out."""
-    device = current_world().device
-    prepared = copy.copy(loader)
+def _agree(source: Any) -> tuple[int, LoaderId | None]:
+    """Return the seed that ``source`` would draw with on rank 0, and a name for the loader. Every rank calls it.
+
+    The ranks' own seeds differ after `seed_everything`.
+    """
+    blocks = blocks_of(rank_context())
+    if blocks is None:
+        return _seed_of(source), None
+    if blocks.nested_in or type(source) is SequentialSampler:  # not all ranks are here; or there is nothing to agree on
+        return 0, None
+
+    def prepare_dataloader() -> tuple[int, LoaderId]:
+        return _seed_of(source), new_loader_id()
+
+    return on_rank(0, broadcast=True)(prepare_dataloader)()
+
+
+def _seed_of(source: Any) -> int:
+    return (generator_of(source) or torch.default_generator).initial_seed() % 2**62  # the epoch is added to it
+
+
+def _prepared(
+    loader: DataLoader[T],
+    share: RankSampler | Stream,
+    loader_id: LoaderId | None,
+    to_device: bool,
+    replaced: dict[str, Any],
+) -> PreparedLoader[T]:
+    """Return a copy of ``loader`` that hands out the part of this rank.
+
+    Args:
+        replaced: attributes that torch is to find instead of the loader's own, as it makes an iterator.
+    """
+    world = current_world()
+    prepared: Any = copy.copy(loader)
     # Past the setter, which forbids it for a loader that has been made.
-    object.__setattr__(prepared, "__class__", _counting(type(loader)))
-    vars(prepared).update(replaced, share=share, device=device if to_device else None, _iterator=None)
-    return prepared
+    object.__setattr__(prepared, "__class__", _prepared_class(type(loader)))
+    own_iterators = [name for name, value in vars(loader).items() if isinstance(value, _BaseDataLoaderIter)]
+    vars(prepared).update(dict.fromkeys([*own_iterators, "_iterator"]))
+    if loader.generator is not None and world.world_size > 1:  # the seeds of the workers come from it
+        replaced["generator"] = torch.Generator().manual_seed(loader.generator.initial_seed() + world.rank)
+    vars(prepared).update(
+        _share=share,
+        _loader_id=loader_id,
+        _device=world.device if to_device else None,
+        _replaced=replaced,
+        _is_plain=False,
+    )
+    return prepared  # type: ignore[no-any-return]
 
 
-class CountingLoader(DataLoader[T]):
-    """A loader that tells its sampler, or stream, how many batches of the epoch were handed out.
+class PreparedLoader(DataLoader[T]):
+    """A loader that hands out the part of one rank, on its device, and counts the batches.
 
-    It moves them to ``device``, unless that is None.
+    Its attributes are those of the loader that was prepared, but for the sampler of a dataset with a length.
     """
 
-    share: RankSampler | Stream
-    device: torch.device | None
+    _share: RankSampler | Stream
+    _loader_id: LoaderId | None
+    _device: torch.device | None
+    _replaced: dict[str, Any]
+    _is_plain: bool  # it iterates as torch's own class
 
     def __iter__(self) -> Any:  # torch says: its own class
-        self.share.begin_iteration()
+        self._share.begin_iteration()
         # Torch draws a seed for workers, which has been drawn already where the epoch has begun before.
-        with torch.random.fork_rng(devices=[], enabled=self.share.begin > 0):
-            batches: Iterator[T] = super().__iter__()
-        if isinstance(self.share, Stream):
-            batches = itertools.islice(batches, self.share.begin, None)
+        with torch.random.fork_rng(devices=[], enabled=self._share.begin > 0):
+            batches: Iterator[T] = DataLoader.__iter__(self) if self._is_plain else super().__iter__()
+        if isinstance(self._share, Stream):
+            batches = itertools.islice(batches, self._share.begin, None)
         count: float = math.inf
         with contextlib.suppress(TypeError, NotImplementedError):  # many an iterable dataset has no length
             count = len(self)
-        return _Batches(batches, self.share, count, self.device)
+        return _Batches(batches, self._share, self._loader_id, count, self._device)
 
     def __len__(self) -> int:
-        return len(self.share) if isinstance(self.share, Stream) else super().__len__()
+        if isinstance(self._share, Stream):
+            return len(self._share)
+        return DataLoader.__len__(self) if self._is_plain else super().__len__()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch: the next iteration draws it, in the order that belongs to it."""
+        self._share.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        return self.share.state_dict()
+        return self._share.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.share.load_state_dict(state)
+        self._share.load_state_dict(state)
+
+    def _get_iterator(self) -> Any:
+        """Return torch's iterator. Whatever class made this loader, torch makes each of its iterators here."""
+        replaced = dict(self._replaced)
+        init = WorkerInit(self.worker_init_fn, is_stream=isinstance(self._share, Stream)) if self.num_workers else None
+        if init is not None:
+            replaced["worker_init_fn"] = init
+        own = {name: vars(self)[name] for name in replaced}
+        vars(self).update(replaced)  # past the setter
+        try:
+            iterator = super()._get_iterator()
+        finally:
+            vars(self).update(own)
+        if init is not None:
+            init.guard(getattr(iterator, "_workers", []))
+        return iterator
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unmade, (type(self).__bases__[-1],), self.__getstate__()
 
 
-def _counting(kind: type[DataLoader[T]]) -> type[CountingLoader[T]]:
-    """The class of loaders of this ``kind`` that count."""
-    return CountingLoader if kind is DataLoader else type(kind.__name__, (CountingLoader, kind), {})
+def _prepared_class(kind: type[DataLoader[T]]) -> type[PreparedLoader[T]]:
+    """Return the class of prepared loaders of this ``kind``."""
+    return PreparedLoader if kind is DataLoader else type(kind.__name__, (PreparedLoader, kind), {})
 
 
-def _unmade(kind: type[DataLoader[T]]) -> CountingLoader[T]:
-    """A loader to be unpickled into."""
-    return object.__new__(_counting(kind))
+def _unmade(kind: type[DataLoader[T]]) -> PreparedLoader[T]:
+    """Return a loader to be unpickled into."""
+    return object.__new__(_prepared_class(kind))
 
 
 class _Batches(Iterator[T]):
     """The batches of one iteration. Only here is it known which were handed out: workers draw ahead."""
 
     def __init__(
-        self, batches: Iterator[T], share: RankSampler | Stream, count: float, device: torch.device | None
+        self,
+        batches: Iterator[T],
+        share: RankSampler | Stream,
+        loader_id: LoaderId | None,
+        count: float,
+        device: torch.device | None,
     ) -> None:
         """``count``: of the batches; infinity if it is not known."""
-        self._batches, self._share, self._count, self._device = batches, share, count, device
-        self._taken = self._epoch = 0
+        self._batches = batches
+        self._share = share
+        self._loader_id = loader_id
+        self._count = count
+        self._device = device
+        self._taken = 0
+        self._epoch = 0
+        self._is_checked = loader_id is None
         self._rest: list[T] = []  # of a batch that came in parts
 
     def __next__(self) -> T:
@@ -226,39 +349,34 @@ class _Batches(Iterator[T]):
         except StopIteration:
             self._share.note_end(self._epoch)
             raise
+        if not self._is_checked:
+            self._check_alike()
         self._taken += 1
         self._share.note_taken(self._epoch, self._taken, self._count)
         if self._device is not None:
-            batch = on_device(batch, self._device)
+            batch = move_to_device(batch, self._device)
         if isinstance(batch, Parts):
             self._rest, batch = [batch.last], batch.first
         return batch
 
-
-def on_device(batch: T, device: torch.device) -> T:
-    """``batch``, a nest of anything, with what has a method ``to`` moved, without waiting where memory is pinned."""
-    if device.type == "cpu":
-        return batch
-
-    def is_movable(part: Any) -> bool:
-        return hasattr(part, "to")
-
-    moved: T = tree_map(
-        lambda part: part.to(device, non_blocking=True) if is_movable(part) else part, batch, is_leaf=is_movable
-    )
-    return moved
-
-
-@dataclass
-class InitializeWorker:
-    """The ``worker_init_fn`` of a loader, which finds the dataset that it knows in `get_worker_info`."""
-
-    initialize: Callable[[int], None]
-
-    def __call__(self, worker: int) -> None:
-        info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.source)  # past its own setter
-        self.initialize(worker)
+    def _check_alike(self) -> None:
+        share = self._share
+        samples, sums = share.drawn()
+        if not samples:  # the first worker comes later
+            return
+        self._is_checked = True
+        assert self._loader_id is not None
+        draws = Draws(
+            loader=self._loader_id.name,
+            iteration=share.iteration,
+            epoch=self._epoch,
+            position=share.begin,
+            rank=current_world().rank,
+            length=share.source_length if isinstance(share, RankSampler) else None,
+            samples=samples,
+            checksums=sums,
+        )
+        check_alike(self._loader_id, share.source, draws)
 
 
 class Parts(NamedTuple):
@@ -282,16 +400,3 @@ class EvenCollate:
             except Exception:  # of whatever does not go together; a sample that is bad by itself raises again
                 return Parts(self.collate(samples[:-1]), self.collate(samples[-1:]))
         return self.collate(samples)
-
-
-def _agreed_seed(source: Any) -> int:
-    """The seed that ``source`` would draw with on rank 0; the ranks' own ones differ after `seed_everything`."""
-    here = blocks_of(rank_context())
-    draws_none = type(source) is SequentialSampler
-    if draws_none or (here is not None and here.nested_in):  # where not all ranks are here to agree
-        return 0
-    return on_rank(0, broadcast=True)(_seed_of)(source)
-
-
-def _seed_of(source: Any) -> int:
-    return (generator_of(source) or torch.default_generator).initial_seed() % 2**62  # the epoch is added to it

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Where the random numbers of this process are, as tensors and plain numbers."""
+    """Return where the random numbers of this process are, as tensors and plain numbers."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
         _, keys, *rest = numpy.random.get_state()
@@ -21,6 +21,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
+    """Go on where `random_state` was."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
@@ -47,18 +48,38 @@ class OwnRandomNumbers:
             random.random()  # 0.8444218515250481
     """
 
-    def __init__(self, seed: int) -> None:
-        self._seed, self._state = seed, dict[str, Any]()
+    def __init__(self, seed: int, generators: Sequence[torch.Generator] = ()) -> None:
+        """Begin with ``seed``, in ``generators`` as well."""
+        self._seed = seed
+        self._generators = generators
+        self._state: tuple[Any, ...] | None = None  # where they stopped
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        before = random_state()
+        """Have everything in this block draw from these numbers."""
+        before = self._states()
         try:
-            if self._state:
-                set_random_state(self._state)
-            else:
+            if self._state is None:
                 seed_random_numbers(self._seed)
+                for generator in self._generators:
+                    generator.manual_seed(self._seed)
+            else:
+                self._go_on(self._state)
             yield
         finally:
-            self._state = random_state()
-            set_random_state(before)
+            self._state = self._states()
+            self._go_on(before)
+
+    def _states(self) -> tuple[Any, ...]:
+        numpy = sys.modules.get("numpy")
+        own = [generator.get_state() for generator in self._generators]
+        return random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy else None, own
+
+    def _go_on(self, states: tuple[Any, ...]) -> None:
+        of_python, of_torch, of_numpy, own = states
+        random.setstate(of_python)
+        torch.set_rng_state(of_torch)
+        if of_numpy is not None:
+            sys.modules["numpy"].random.set_state(of_numpy)
+        for generator, state in zip(self._generators, own, strict=True):
+            generator.set_state(state)

@@ -7,34 +7,110 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    IterDataPipe,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
+from .draws import PLACES, SAMPLES, checksums
 from .random_numbers import OwnRandomNumbers
 
 logger = logging.getLogger("nn_parallel")
+# What these draw at random they draw as they begin. So the random numbers of the program need not be changed later.
+DRAW_AT_ONCE = {SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, range, list, tuple}
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part that one rank takes of what all ranks draw alike.
+
+    Attributes:
+        together: how much the batches of all ranks hold together: so much is drawn at a time.
+        pad: repeat the first samples at the end, so that each rank has as many as the others.
+        drop: leave the last ones out for that.
+    """
+
+    rank: int
+    world_size: int
+    together: int
+    pad: bool
+    drop: bool
+
+    def batches(self, draw: Callable[[], list[Any]], first: list[Any]) -> Iterator[list[Any]]:
+        """Yield this rank's part of each `draw`, which returns less than `together` at the end, and then nothing.
+
+        Nothing is drawn before its batch is asked for. Only where each sample is to be on exactly one rank, the next
+        draw is looked at: if it is too small to give each rank a sample, it becomes part of the batch before it, so
+        that all ranks have equally many batches.
+
+        Args:
+            first: the first samples of the epoch, if it began before: what to pad with.
+        """
+        looks_ahead = not self.pad and not self.drop
+        drawn = draw()
+        first = (first + drawn)[: self.world_size]
+        while drawn:
+            is_last = len(drawn) < self.together
+            following: list[Any] = []
+            if looks_ahead and not is_last:
+                following = draw()
+                if len(following) < self.world_size:
+                    drawn, following = drawn + following, []
+            if self.drop:
+                drawn = drawn[: len(drawn) // self.world_size * self.world_size]
+            elif self.pad and is_last:
+                drawn = [*drawn, *itertools.islice(itertools.cycle(first), -len(drawn) % self.world_size)]
+            if mine := drawn[self.rank :: self.world_size]:
+                yield mine
+            drawn = following if looks_ahead or is_last else draw()
 
 
 class Epochs:
     """How far the iterations of a loader are, alike on all ranks."""
 
-    def __init__(self, warns: bool) -> None:
-        """``warns`` where an epoch begins again that was left before."""
+    def __init__(self, source: Any, warns: bool) -> None:
+        """``warns`` where an epoch begins again that was left before.
+
+        A ``set_epoch`` of ``source``, which the loops of many programs call, sets the epoch here too.
+        """
+        self.source = source
+        self.iteration = 0  # so many have begun on this rank
         self.epoch = 0  # of the next iteration, unless this one is complete
         self.begin = 0  # where in the epoch that begins
         self.left_after = 0  # so many batches of this epoch, by an iteration that may not have ended
         self._is_complete = False  # the last batch of this epoch was handed out
         self._has_warned = not warns
+        if callable(getattr(type(source), "set_epoch", None)):
+            with contextlib.suppress(AttributeError):  # it takes no attributes: then only the loader's is heard
+                source.set_epoch = self.set_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch; when it has ended, the next one is the epoch after it."""
-        self.epoch, self.begin, self.left_after, self._is_complete = epoch, 0, 0, False
+        """The next iteration is this epoch; when it has ended, the next one is the epoch after it.
+
+        If this epoch was loaded with its position, it goes on there.
+        """
+        if epoch != self.epoch or self._is_complete:
+            self.begin = 0
+        self.epoch = epoch
+        self.left_after = 0
+        self._is_complete = False
+        set_epoch_of(self.source, epoch)
 
     def begin_iteration(self) -> None:
         """An iteration begins: with the next epoch, if this one is complete."""
+        self.iteration += 1
         if self._is_complete:
             self.set_epoch(self.epoch + 1)
 
@@ -53,7 +129,7 @@ class Epochs:
             self._has_warned = True
             logger.warning(
                 "Epoch %d of a loader begins again, in the same order, because it was left after %d of %d batches. If "
-                "it is over, call loader.sampler.set_epoch(%d) before the next iteration.",
+                "it is over, call loader.set_epoch(%d) before the next iteration.",
                 *(epoch, self.left_after, count, epoch + 1),
             )
         self.left_after = taken
@@ -65,22 +141,46 @@ class Epochs:
             self.set_epoch(epoch + 1)
 
 
+def set_epoch_of(source: Any, epoch: int) -> None:
+    """Tell ``source`` the epoch that is drawn, if it wants to know."""
+    if callable(set_epoch := getattr(type(source), "set_epoch", None)):
+        set_epoch(source, epoch)  # the user's own, not what `Epochs` has put before it
+
+
 class RankSampler(Epochs, Sampler[Any]):
-    """One rank's part of what another sampler, or a batch sampler, draws: each rank draws all of it alike."""
+    """One rank's part of what another sampler, or a batch sampler, draws: each rank draws all of it alike.
+
+    The attributes of that sampler can be read and set here.
+    """
 
     def __init__(
         self, source: Any, rank: int, world_size: int, *, seed: int, pad: bool, drop: bool, batch_size: int
     ) -> None:
         """``batch_size``: how much of the source the batches of all ranks hold together."""
-        self._source, self._rank, self._world_size, self._seed = source, rank, world_size, seed
-        self._pad, self._drop, self._batch_size = pad, drop, batch_size
-        super().__init__(warns=type(source) is not SequentialSampler)
+        self._seed = seed
+        self._share = Share(rank, world_size, batch_size, pad, drop)
+        self._checksums: list[int] = []
+        self._samples = 0
+        super().__init__(source, warns=type(source) is not SequentialSampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in OWN_ATTRIBUTES:  # while this is made, copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name in OWN_ATTRIBUTES:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.source, name, value)
 
     def state_dict(self) -> dict[str, int]:
-        """What follows the last batch that was handed out: nothing of this epoch, if that is complete."""
-        length = len(self._source)
-        position = length if self._is_complete else min(self.begin + self.left_after * self._batch_size, length)
-        return {"epoch": self.epoch, "seed": self._seed, "position": position, "length": length}
+        """Return what follows the last batch that was handed out: nothing of this epoch, if that is complete."""
+        length = self.source_length
+        position = self.begin + self.left_after * self._share.together
+        if length is not None:
+            position = length if self._is_complete else min(position, length)
+        return {"epoch": self.epoch, "seed": self._seed, "position": position, "length": -1 if length is None else length}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on there.
@@ -90,42 +190,70 @@ class RankSampler(Epochs, Sampler[Any]):
         """
         self._check_kind(state)
         position, length = state["position"], state["length"]
-        if length != len(self._source):
-            raise ValueError(f"it is of a loader that draws {length} times an epoch, and this one {len(self._source)}.")
-        if not 0 <= position <= length:
+        if length != self.state_dict()["length"]:
+            raise ValueError(f"it is of a loader that draws {length} times an epoch, and this one {self.source_length}.")
+        if not 0 <= position <= (math.inf if length < 0 else length):
             raise ValueError(f"it begins at {position} of an epoch of {length}.")
         self.set_epoch(state["epoch"])
-        self.begin, self._seed = position, state["seed"]
+        self.begin = position
+        self._seed = state["seed"]
 
-    def draw(self) -> tuple[list[Any], int]:
-        """The samples of this rank, and how many the rank with the fewest has, if nothing is repeated."""
-        if set_epoch := getattr(self._source, "set_epoch", None):
-            set_epoch(self.epoch)
-        with _random_numbers_of(self._seed + self.epoch, self._source):
-            drawn = _drawn_by(self._source)
-        rest = drawn[self.begin :]
-        fewest, over = divmod(len(rest), self._world_size)
-        mine = _as_list(rest[self._rank :: self._world_size])
-        if self._drop:
-            del mine[fewest:]
-        elif self._pad and 0 < over <= self._rank:
-            again = (self._rank - over) % len(drawn)
-            mine += _as_list(drawn[again : again + 1])
-        return mine, fewest
+    def batches(self) -> Iterator[list[Any]]:
+        """Yield the samples of this rank, as many at a time as it takes of what the batches of all ranks hold."""
+        source = self.source
+        generator = generator_of(source)
+        numbers = OwnRandomNumbers(self._seed + self.epoch, [generator] if generator else [])
+        set_epoch_of(source, self.epoch)
+        with numbers.used():
+            drawn = iter(source)
+            first = list(itertools.islice(drawn, min(self.begin, self._share.world_size)))
+            for _ in itertools.islice(drawn, self.begin - len(first)):
+                pass
+        is_first = True
+        draws_at_once = _draws_at_once(source) and generator is None
+
+        def draw() -> list[Any]:
+            nonlocal is_first
+            with numbers.used() if is_first or not draws_at_once else contextlib.nullcontext():
+                samples = list(itertools.islice(drawn, self._share.together))
+            if is_first and self._share.world_size > 1:
+                self._checksums = checksums(samples)
+                self._samples = len(samples[:SAMPLES])
+            is_first = False
+            return samples
+
+        yield from self._share.batches(draw, first)
+
+    def drawn(self) -> tuple[int, list[int]]:
+        """Return how many samples this iteration began with, as far as they are compared, and their checksums."""
+        return self._samples, self._checksums
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.draw()[0])
+        for batch in self.batches():
+            yield from batch
+
+    @property
+    def source_length(self) -> int | None:
+        """How often the source draws in an epoch; None if it does not say."""
+        try:
+            return len(self.source)
+        except (TypeError, NotImplementedError):
+            return None
 
     @property
     def fewest(self) -> int:
         """How many samples the rank with the fewest has, if nothing is repeated."""
-        return (len(self._source) - self.begin) // self._world_size
+        return (len(self.source) - self.begin) // self._share.world_size
 
     def __len__(self) -> int:
-        count, over = divmod(len(self._source) - self.begin, self._world_size)
-        if self._drop:
+        share = self._share
+        count, over = divmod(len(self.source) - self.begin, share.world_size)
+        if share.drop:
             return count
-        return count + (over > 0 if self._pad else self._rank < over)
+        return count + (over > 0 if share.pad else share.rank < over)
+
+
+OWN_ATTRIBUTES = {"source", "iteration", "epoch", "begin", "left_after"}  # of `RankSampler`, by which it counts
 
 
 class EvenBatches(BatchSampler):
@@ -140,17 +268,14 @@ class EvenBatches(BatchSampler):
         super().__init__(sampler, batch_size, drop_last=False)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        samples, fewest = self.sampler.draw()
-        last = (even_batches(fewest, self.batch_size, len(samples) > 0) - 1) * self.batch_size
-        for start in range(0, last + 1, self.batch_size):
-            yield samples[start : start + self.batch_size if start < last else None]
+        return self.sampler.batches()
 
     def __len__(self) -> int:
         return even_batches(self.sampler.fewest, self.batch_size, len(self.sampler) > 0)
 
 
 def even_batches(fewest: int, batch_size: int, has_any: bool) -> int:
-    """How many batches a rank has, where the rank with the ``fewest`` samples has so many; none without a sample."""
+    """Return how many batches a rank has, where the rank with the ``fewest`` samples has so many; none without any."""
     return max(math.ceil(fewest / batch_size), int(has_any))
 
 
@@ -173,22 +298,36 @@ class Stream(Epochs, IterableDataset[Any]):
         **loader: Any,
     ) -> None:
         """``loader``: its ``batch_size``, None where ``source`` makes the batches, and ``num_workers``."""
-        self.source, self._rank, self._world_size, self._seed = source, rank, world_size, seed
-        self._pad, self._drop = pad, drop
-        self._batch_size, self._num_workers = loader["batch_size"], loader["num_workers"]
-        self._together = (self._batch_size or 1) * world_size
-        # Epoch and seed for workers too, which may live longer than an epoch.
-        self._drawn_by = torch.tensor([0, seed % 2**63]).share_memory_()  # type: ignore[no-untyped-call]
-        super().__init__(warns=False)  # many a stream has no end
+        self._seed = seed
+        self._batch_size = loader["batch_size"]
+        self._num_workers = loader["num_workers"]
+        self._share = Share(rank, world_size, (self._batch_size or 1) * world_size, pad, drop)
+        # The epoch and the seed for workers, which may live longer than an epoch. From the first worker, or from here:
+        # how many samples are compared, and their checksums.
+        numbers = [0, seed % 2**63, 0, *[0] * PLACES]
+        self._shared = torch.tensor(numbers).share_memory_()  # type: ignore[no-untyped-call]
+        super().__init__(source, warns=False)  # many a stream has no end
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
-        self._drawn_by[0] = epoch
+        self._shared[0] = epoch
+
+    def begin_iteration(self) -> None:
+        super().begin_iteration()
+        self._shared[2:] = 0
+
+    def drawn(self) -> tuple[int, list[int]]:
+        """Return how many samples this iteration began with, as far as they are compared, and their checksums.
+
+        As long as the first worker has not drawn, that is none.
+        """
+        samples, *sums = self._shared[2:].tolist()
+        return samples, sums
 
     def state_dict(self) -> dict[str, int]:
-        """What follows the last batch that was handed out: nothing of this epoch, if that is complete."""
+        """Return what follows the last batch that was handed out: nothing of this epoch, if that is complete."""
         position = self.begin + self.left_after
-        loader = {"together": self._together, "num_workers": self._num_workers}
+        loader = {"together": self._share.together, "num_workers": self._num_workers}
         return {"epoch": self.epoch, "seed": self._seed, "position": position} | loader
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -204,80 +343,70 @@ class Stream(Epochs, IterableDataset[Any]):
             if state[name] != own[name]:
                 raise ValueError(f"it is of a loader with {state[name]} {what}, and this one has {own[name]}.")
         self.set_epoch(state["epoch"])
-        self.begin, self._seed = state["position"], state["seed"]
-        self._drawn_by[1] = self._seed % 2**63
+        self.begin = state["position"]
+        self._seed = state["seed"]
+        self._shared[1] = self._seed % 2**63
 
     def __iter__(self) -> Iterator[Any]:
-        worker, (epoch, seed) = get_worker_info(), self._drawn_by.tolist()
-        if set_epoch := getattr(self.source, "set_epoch", None):
-            set_epoch(epoch)
-        of_this_worker = f"{seed} {epoch} {worker.id if worker else 0}"
-        numbers = OwnRandomNumbers(random.Random(of_this_worker).getrandbits(62))
+        worker = get_worker_info()
+        number = worker.id if worker else 0
+        epoch, seed, *_ = self._shared.tolist()
+        set_epoch_of(self.source, epoch)
+        if isinstance(self.source, IterDataPipe):
+            _prepare_pipe(self.source, seed + epoch)
+        numbers = OwnRandomNumbers(random.Random(f"{seed} {epoch} {number}").getrandbits(62))
         with numbers.used():
             stream = iter(self.source)
+        is_first = True
 
         def draw() -> list[Any]:
+            nonlocal is_first
             with numbers.used():
-                return list(itertools.islice(stream, self._together))
+                samples = list(itertools.islice(stream, self._share.together))
+            if is_first and number == 0 and self._share.world_size > 1:
+                sums = checksums(samples)
+                self._shared[3 : 3 + len(sums)] = torch.tensor(sums)
+                self._shared[2] = len(samples[:SAMPLES])
+            is_first = False
+            return samples
 
-        together = draw()
-        first = together[: self._world_size]
-        while together:
-            following = draw() if len(together) == self._together else []
-            if len(following) < self._world_size and self._batch_size and not self._pad and not self._drop:
-                together += following  # or some ranks would have a batch more
-                following = []
-            if len(together) < self._together and self._drop:
-                return
-            if self._pad:
-                together += itertools.islice(itertools.cycle(first), -len(together) % self._world_size)
-            mine = together[self._rank :: self._world_size]
-            yield from [mine] if self._batch_size and mine else mine
-            together = following
+        for batch in self._share.batches(draw, []):
+            if self._batch_size is None:
+                yield from batch
+            elif not self._share.drop or len(batch) == self._batch_size:
+                yield batch
 
     def __len__(self) -> int:
         """How many batches it has, if the dataset knows its length."""
         samples = len(self.source)  # type: ignore[arg-type]  # Python says what has no length
-        full, rest = divmod(samples, self._together)
-        if self._pad or self._drop:
-            batches = full + (rest > 0 and self._pad)
+        share = self._share
+        full, rest = divmod(samples, share.together)
+        if share.pad or share.drop:
+            batches = full + (rest > 0 and share.pad)
         elif self._batch_size is None:
-            batches = full + (self._rank < rest)
+            batches = full + (share.rank < rest)
         else:
-            batches = even_batches(samples // self._world_size, self._batch_size, self._rank < samples)
+            batches = even_batches(samples // share.world_size, self._batch_size, share.rank < samples)
         return max(batches - self.begin, 0)
 
 
-def _drawn_by(source: Any) -> list[Any] | torch.Tensor:
-    """What ``source`` draws: of torch's own `RandomSampler`, which yields number after number, all at once."""
-    if type(source) is not RandomSampler or source.replacement or source.num_samples != len(source.data_source):
-        return list(source)
-    generator = source.generator
-    if generator is None:  # as it does itself
-        generator = torch.Generator()
-        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    return torch.randperm(source.num_samples, generator=generator)
+def _prepare_pipe(pipe: IterDataPipe[Any], seed: int) -> None:
+    """Do what torch's loader does for a pipe: the workers shuffle alike and share out what a sharding filter marks."""
+    from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
+
+    worker = get_worker_info()
+    apply_random_seed(pipe, torch.Generator().manual_seed(seed % 2**63))
+    apply_sharding(pipe, worker.num_workers if worker else 1, worker.id if worker else 0)
 
 
-def _as_list(drawn: list[Any] | torch.Tensor) -> list[Any]:
-    numbers: list[Any] = drawn.tolist() if isinstance(drawn, torch.Tensor) else drawn
-    return numbers
+def _draws_at_once(source: Any) -> bool:
+    """Return whether ``source`` draws no more random numbers once it has given its first sample."""
+    if type(source) is RandomSampler:
+        return not source.replacement and source.num_samples == len(source.data_source)
+    return type(source) in DRAW_AT_ONCE
 
 
 def generator_of(source: Any) -> torch.Generator | None:
-    """The generator of a sampler, or of the sampler in a batch sampler, if it has one of its own."""
+    """Return the generator of a sampler, or of the sampler in a batch sampler, if it has one of its own."""
     own = getattr(source, "generator", None) or getattr(getattr(source, "sampler", None), "generator", None)
     return own if isinstance(own, torch.Generator) else None
-
-
-@contextlib.contextmanager
-def _random_numbers_of(seed: int, source: Iterable[Any]) -> Iterator[None]:
-    """Seed every generator that ``source`` may draw from; afterwards each is as it was."""
-    own = generator_of(source) or torch.Generator()
-    state = own.get_state()
-    try:
-        own.manual_seed(seed)
-        with OwnRandomNumbers(seed).used():
-            yield
-    finally:
-        own.set_state(state)

@@ -1,0 +1,137 @@
+"""Whether the ranks draw alike: each compares what it draws with what another rank has drawn, and nobody waits.
+
+A prepared loader relies on it: every rank draws the same order and takes its part. A sampler that takes its rank's part
+already, an unseeded generator or the order of a set break that, and samples come twice or never, in silence.
+
+The first rank that begins an iteration of a loader writes down what it has drawn; the others, as they begin the same
+iteration of the same epoch, compare. A rank that looks at a batch alone is therefore no reason to wait, or to fail.
+Compared are the length and what identifies the first samples: integers and text in them. Other numbers may be
+augmented, by each rank in its own way. A stream may add integers of that kind too, so it counts as another order only
+if none of the places in its samples agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..calls.blocks import blocks_of
+from ..errors import ParallelError
+from ..launch.context import rank_context
+from ..launch.store import decode, draws_key, encode
+
+SAMPLES = 16  # that are compared of each iteration
+PLACES = 8  # in a sample: the first integers and texts in it
+SLOTS = 64  # for loaders, in the store: the number of keys does not grow with that of loaders
+LEADING_BYTES = 256  # of a tensor that is part of a sample
+
+
+class LoaderId(NamedTuple):
+    """A prepared loader, by the same name on every rank."""
+
+    slot: int
+    name: str
+
+
+class Draws(NamedTuple):
+    """What a rank has drawn at the beginning of an iteration."""
+
+    loader: str
+    iteration: int  # so many the rank has begun
+    epoch: int
+    position: int
+    rank: int
+    length: int | None
+    samples: int  # how many are compared
+    checksums: list[int]  # one a place; 0 where all samples have the same there
+
+    def is_of_iteration(self, other: Draws) -> bool:
+        """Return whether both ranks began the same: then they should have drawn the same."""
+        return (self.loader, self.iteration, self.epoch, self.position) == (
+            other.loader,
+            other.iteration,
+            other.epoch,
+            other.position,
+        )
+
+
+def new_loader_id() -> LoaderId:
+    """Return a name for a loader. One rank chooses it for all."""
+    return LoaderId(next(_count) % SLOTS, secrets.token_hex(8))
+
+
+def checksums(samples: list[Any]) -> list[int]:
+    """Return a checksum of what identifies the first of ``samples``, for each place in them; at most `PLACES`."""
+    rows = [list(itertools.islice(_identifying(sample), PLACES)) for sample in samples[:SAMPLES]]
+    columns = itertools.zip_longest(*rows)
+    return [zlib.crc32(repr(column).encode()) if len(set(column)) > 1 else 0 for column in columns]
+
+
+def check_alike(loader: LoaderId | None, source: object, draws: Draws) -> None:
+    """Compare ``draws`` of this rank with those of another rank that was here before; else write them down for it.
+
+    Nothing is compared where ranks are not expected to do alike: alone, in the function of some ranks, in a fork, in a
+    thread beside the main one, and when the store is gone.
+
+    Raises:
+        ValueError: the ranks draw other samples, or another number of them, from ``source``.
+    """
+    context = rank_context()
+    blocks = blocks_of(context)
+    if loader is None or context is None or blocks is None or blocks.nested_in or context.is_inherited:
+        return
+    if threading.current_thread() is not threading.main_thread():
+        return
+    key, mine = draws_key(loader.slot), encode(draws)
+    try:
+        text = context.connection.get(key)
+        while True:
+            other = None if text is None else decode(Draws, key, text)
+            if other is not None and other.loader == draws.loader and other.iteration >= draws.iteration:
+                break
+            found = context.connection.swap(key, text or "", mine)
+            if found == mine:
+                return
+            text = found
+    except ParallelError:
+        return
+    if draws.is_of_iteration(other) and (why := _difference(draws, other)):
+        name = type(source).__name__
+        raise ValueError(
+            f"{name} is not drawn alike: in epoch {draws.epoch} {why}. prepare_dataloader() has every rank draw the same "
+            f"order, of which each takes its part. If {name} takes the part of a rank itself, use the loader without "
+            "prepare_dataloader(). If it has random numbers of its own, seed them alike on every rank. Sort what is in "
+            "the order of a set or of a directory."
+        )
+
+
+def _difference(mine: Draws, other: Draws) -> str:
+    """Return how they differ, in words; empty if they are alike, or cannot be compared."""
+    if mine.length is not None and other.length is not None and mine.length != other.length:
+        return f"rank {mine.rank} draws {mine.length} times and rank {other.rank} {other.length} times"
+    pairs = zip(mine.checksums, other.checksums, strict=False)
+    informative = [pair for pair in pairs if all(pair)]
+    if mine.samples != other.samples or not informative or any(one == another for one, another in informative):
+        return ""
+    return f"rank {mine.rank} draws other samples than rank {other.rank}"
+
+
+def _identifying(sample: Any) -> Iterator[Any]:
+    """Yield the parts of ``sample`` that say which one it is, and do not vary with how it is augmented."""
+    for leaf in tree_leaves(sample):
+        if isinstance(leaf, int | str | bytes):
+            yield leaf
+        elif hasattr(leaf, "dtype") and hasattr(leaf, "tobytes") and leaf.dtype.kind in "iu":  # of NumPy
+            yield leaf.shape, leaf.tobytes()[:LEADING_BYTES]
+        elif isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
+            yield tuple(leaf.shape), leaf.flatten()[:LEADING_BYTES].tolist()
+
+
+_count = itertools.count()
