@@ -42,14 +42,16 @@ class AsksRanks(Protocol):
 
 
 def stop_requested() -> bool:
-    """Whether this job has been asked to stop; the same answer on all ranks, at the same step. Every rank calls it.
+    """Return whether this job has been asked to stop: the same on all ranks, at the same step. Every rank calls it.
 
     It is asked by SIGTERM, SIGUSR1 or SIGUSR2, to one rank or to all: by SLURM when a job is preempted, and before its
     time limit with ``--signal=USR1@120``; by a cloud that takes a machine back; by torchrun, when it is ended itself.
     From the first call on these signals do not end the process any more, however many come. A handler that the program
-    has set is called too. SLURM sends them to every process of a job: the workers of prepared loaders ignore them, and
-    other forks of this process ignore the last two. In the script that made a pool, one call before `ParallelExecutor.run` has the ranks of the
+    has set is called too. In the script that made a pool, one call before `ParallelExecutor.run` has the ranks of the
     pool asked as well, by a signal to the script.
+
+    SLURM sends the signals to every process of a job. The workers of prepared loaders ignore them, so that the rank can
+    go on to the next step; other forks of this process ignore SIGUSR1 and SIGUSR2.
 
     Costs one round trip to the store, no collective.
 

@@ -85,7 +85,7 @@ class CancelScope:
         signal.pthread_kill(_main, signal.SIGURG)
 
     def is_being_left(self) -> bool:
-        """Return whether the exception that was raised in the block is on its way out. For the handler of the signal."""
+        """Return, to the handler of the signal, whether what was raised in the block is on its way out."""
         raised = self._raised()
         handled = sys.exc_info()[1] if raised is not None else None
         while handled is not None and handled is not raised:

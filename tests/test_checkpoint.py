@@ -296,9 +296,15 @@ def other_optimizer(path: Path) -> dict[str, Any]:
         (lambda path: path.unlink() or {"model": Net()}, "No such file or directory"),
         (lambda path: path.write_text("epoch 3") and {"model": Net()}, "is damaged or no checkpoint"),
         (lambda path: torch.save([1], path) or {"model": Net()}, "holds a list, and a checkpoint is a dict"),
-        (lambda path: {"model": Net(16)}, "model cannot be loaded: RuntimeError: Error(s) in loading state_dict for Net:"),
+        (
+            lambda path: {"model": Net(16)},
+            "model cannot be loaded: RuntimeError: Error(s) in loading",
+        ),
         (lambda path: {"model": nn.Linear(2, 2)}, 'Missing key(s) in state_dict: "weight", "bias"'),
-        (lambda path: {"epoch": nn.Linear(2, 2)}, "epoch cannot be loaded: TypeError: Expected state_dict to be dict-like"),
+        (
+            lambda path: {"epoch": nn.Linear(2, 2)},
+            "epoch cannot be loaded: TypeError: Expected",
+        ),
         (lambda path: {"model": Net(), "ema": Net()}, "it has no 'ema', only 'model', 'optimizer'"),
         (other_optimizer, "optimizer cannot be loaded: ValueError: loaded state dict has a different number of"),
         (lambda path: {"model": Net(), "epoch": 3}, "epoch is a int without load_state_dict"),
@@ -595,7 +601,7 @@ def test_zero_is_saved_whole(world: World, tmp_path: Path) -> None:
 
 def test_what_cannot_be_saved_is_named_by_its_path(tmp_path: Path) -> None:
     """With what to do about it; and a folder that is not there, instead of a file that nobody knows."""
-    with pytest.raises(ValueError, match=r"models\['net'\] is a Linear: .* Save it under a name of its own, or its state"):
+    with pytest.raises(ValueError, match=r"models\['net'\] is a Linear: .* Save it under a name of its own"):
         save_checkpoint(tmp_path / "a.pt", models={"net": nn.Linear(1, 1)})
     with pytest.raises(ValueError, match=r"history\[1\] is a PosixPath: .* Save what it is made of"):
         save_checkpoint(tmp_path / "a.pt", history=[1, tmp_path])
@@ -607,7 +613,9 @@ def test_a_bare_state_dict_is_named_as_such(tmp_path: Path) -> None:
     """In a few words, and not by its keys, of which there may be hundreds."""
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(50)))
     torch.save(model.state_dict(), tmp_path / "a.pt")
-    with pytest.raises(ValueError, match=r"'2.weight' and 95 more. It looks like the bare state_dict of one model") as raised:
+    with pytest.raises(
+        ValueError, match=r"'2.weight' and 95 more. It looks like the bare state_dict of one model"
+    ) as raised:
         load_checkpoint(tmp_path / "a.pt", model=model)
     assert len(str(raised.value)) < 400
 

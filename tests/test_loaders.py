@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +38,6 @@ from nn_parallel import (
     seed_everything,
 )
 from nn_parallel.training.shares import EvenBatches, RankSampler, Stream
-from nn_parallel.training.to_device import move_to_device
 
 
 def numbers(n: int) -> TensorDataset:
@@ -611,8 +610,8 @@ def test_what_cannot_be_shared_out_is_rejected_by_name(world: World) -> None:
     for stream, sharded, twice, dropping in world.run(scenario):
         assert stream == twice == "ValueError: The loader is prepared already: its samples are shared out."
         assert sharded == (
-            "ValueError: The loader shares its samples out already: its DistributedSampler takes the part of rank 0 of 2. "
-            "Use the loader without prepare_dataloader(), or give it a sampler that draws for all ranks."
+            "ValueError: The loader shares its samples out already: its DistributedSampler takes the part of rank 0 of "
+            "2. Use the loader without prepare_dataloader(), or give it a sampler that draws for all ranks."
         )
         assert dropping == (
             "ValueError: drop_last=True leaves samples out, and pad=False none: give the loader drop_last=False."
@@ -779,31 +778,8 @@ def test_a_state_of_another_stream(state: dict[str, int], words: str) -> None:
         loader.load_state_dict(loader.state_dict() | state)
 
 
-class Movable:
-    """As batches of other libraries are, which know how they are moved."""
-
-    device = "cpu"
-
-    def to(self, device: torch.device, non_blocking: bool) -> Movable:
-        self.device = f"{device.type} {non_blocking}"
-        return self
-
-
-class Pair(NamedTuple):
-    x: torch.Tensor
-    name: str
-
-
 def test_batches_come_on_the_device_of_the_rank() -> None:
-    """Whatever they are nests of; ``to_device=False`` leaves them where they are, and so does a CPU."""
-    batch = {"a": [torch.ones(2), 3], "b": Pair(torch.ones(1), "name"), "c": Movable(), "d": None}
-    moved = move_to_device(batch, torch.device("meta"))
-    assert moved["a"][0].is_meta
-    assert moved["a"][1] == 3
-    assert moved["b"].x.is_meta
-    assert (type(moved["b"]), moved["b"].name) == (Pair, "name")
-    assert (moved["c"].device, moved["d"]) == ("meta True", None)
-    assert move_to_device(batch, torch.device("cpu")) is batch
+    """With ``to_device=False`` they stay where they are."""
     initialize_ddp(device="meta")
     try:
         for to_device in (True, False):
@@ -815,8 +791,10 @@ def test_batches_come_on_the_device_of_the_rank() -> None:
         cleanup_ddp()
 
 
-def test_workers_draw_other_numbers_on_each_rank(world: World) -> None:
-    """`seed_everything` reaches NumPy, Python and torch in the loader's processes."""
+@pytest.mark.parametrize("generator", [None, 0])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_draw_other_numbers_on_each_rank(world: World, generator: int | None, persistent: bool) -> None:
+    """`seed_everything` reaches NumPy, Python and torch in the loader's processes; so does its generator."""
 
     class Noise(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:
@@ -827,14 +805,310 @@ def test_workers_draw_other_numbers_on_each_rank(world: World) -> None:
 
     def scenario() -> Any:
         initialize_ddp()
-        seed_everything(3)
-        loader = prepare_dataloader(DataLoader(Noise(), batch_size=None, num_workers=2, multiprocessing_context="fork"))
-        first = list(loader)
-        seed_everything(3)
-        loader.sampler.set_epoch(0)
-        return first, list(loader)
+
+        def draws() -> list[Any]:
+            seed_everything(3)
+            own = None if generator is None else torch.Generator().manual_seed(generator)
+            options: Any = {"multiprocessing_context": "fork", "persistent_workers": persistent, "generator": own}
+            loader = prepare_dataloader(DataLoader(Noise(), batch_size=None, num_workers=2, **options))
+            assert loader.generator is own
+            return [sample for _ in range(2) for sample in loader]
+
+        return draws(), draws()
 
     results = world.run(scenario)
     assert all(first == again for first, again in results)
     drawn_numbers = [number for first, _ in results for sample in first for number in sample]
     assert len(set(drawn_numbers)) == len(drawn_numbers)
+
+
+class Counted(Sampler[int]):
+    """The numbers up to ``n``, drawn one by one: it says how many were."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.drawn = 0
+        self.difficulty = 1
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(self.n):
+            self.drawn += 1
+            yield index
+
+    def __len__(self) -> int:
+        return self.n
+
+
+class Queue(IterableDataset[int]):
+    """What is put into a queue, as the rollouts of a policy are: whoever asks for more than is there has to wait."""
+
+    def __init__(self) -> None:
+        self.items: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield self.items.pop(0)  # an IndexError instead of waiting
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_nothing_is_drawn_ahead_of_need(drop_last: bool, world_size: int) -> None:
+    """So a sampler may follow the training, and a loop may fill the queue that it reads from."""
+    source = Counted(1000)
+    options = {"seed": 0, "pad": not drop_last, "drop": drop_last}
+    sampler = RankSampler(source, 0, world_size, batch_size=4 * world_size, **options)  # type: ignore[arg-type]
+    batches = iter(BatchSampler(sampler, 4, drop_last))
+    for step in range(1, 4):
+        assert len(next(batches)) == 4
+        assert source.drawn == 4 * world_size * step
+    queue = Queue()
+    stream = Stream(queue, 0, world_size, batch_size=4, num_workers=0, **options)  # type: ignore[arg-type]
+    batches = iter(stream)
+    for step in range(3):
+        queue.items += [step] * 4 * world_size
+        assert next(batches) == [step] * 4
+
+
+def test_a_sampler_that_follows_the_training_is_drawn_as_by_torch() -> None:
+    """Each index depends on what was made of the ones before it."""
+
+    class Hardest(Sampler[int]):
+        def __init__(self) -> None:
+            self.loss = torch.zeros(6)
+
+        def __iter__(self) -> Iterator[int]:
+            for _ in range(6):
+                yield int(self.loss.argmax())
+
+        def __len__(self) -> int:
+            return 6
+
+    def indices(prepare: Callable[[Any], Any]) -> list[int]:
+        sampler = Hardest()
+        sampler.loss[2] = 5.0
+        drawn = []
+        for (x,) in prepare(DataLoader(numbers(6), batch_size=1, sampler=sampler)):
+            drawn.append(int(x))
+            sampler.loss[x] -= 3.0
+            sampler.loss[(x + 1) % 6] += 2.5
+        return drawn
+
+    assert indices(prepare_dataloader) == indices(lambda loader: loader) == [2, 3, 4, 5, 0, 1]
+
+
+@pytest.mark.parametrize("pad", [True, False])
+def test_a_sampler_without_a_length_is_shared_out(world: World, pad: bool) -> None:
+    """Torch does not ask for one either. One without an end goes on for as long as it is asked."""
+
+    class Endless(Sampler[int]):
+        def __init__(self, n: int | None = None) -> None:
+            self.n = n
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(self.n)) if self.n else itertools.cycle(range(24))
+
+    def scenario() -> Any:
+        initialize_ddp()
+        loader: Any = prepare_dataloader(DataLoader(numbers(24), batch_size=2, sampler=Endless(11)), pad=True)
+        state = loader.state_dict()
+        endless = prepare_dataloader(DataLoader(numbers(24), batch_size=2, sampler=Endless()), pad=pad)
+        return drawn(loader), state["length"], [x.tolist() for (x,) in itertools.islice(endless, 20)]
+
+    results = world.run(scenario)
+    assert sorted({x for batches, *_ in results for batch in batches for x in batch}) == list(range(11))
+    assert len({len(batches) for batches, *_ in results}) == 1
+    assert [length for _, length, _ in results] == [None] * len(results)
+    together = [sorted(itertools.chain(*(r[2][step] for r in results))) for step in range(20)]
+    per_step = 2 * len(results)
+    assert together == [sorted((step * per_step + k) % 24 for k in range(per_step)) for step in range(20)]
+
+
+def test_what_the_user_has_given_is_found_in_the_loader(world: World) -> None:
+    """The dataset itself, with its length and attributes; the sampler's attributes, to read and to set."""
+
+    def scenario() -> bool:
+        initialize_ddp()
+        samples, stream, sampler = numbers(24), Shards(24), Counted(24)
+        loader: Any = prepare_dataloader(DataLoader(samples, batch_size=4, sampler=sampler))
+        assert loader.dataset is samples
+        assert loader.sampler.difficulty == 1
+        loader.sampler.difficulty = 2
+        assert sampler.difficulty == 2
+        with pytest.raises(AttributeError, match="'Counted' object has no attribute 'weights'"):
+            _ = loader.sampler.weights
+        collate, initialize = torch.stack, print
+        given: Any = DataLoader(stream, batch_size=4, collate_fn=collate, num_workers=2, worker_init_fn=initialize)
+        loader = prepare_dataloader(given, pad=False)
+        assert (loader.dataset is stream, len(loader.dataset), loader.dataset.shuffles) == (True, 24, True)
+        changed = {name for name, value in vars(given).items() if vars(loader)[name] is not value}
+        return not changed
+
+    assert all(world.run(scenario))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_datapipe_is_shared_out_once(world: World, workers: int, shuffle: bool) -> None:
+    """Its sharding filter is for the workers of the loader, which shuffle alike; the ranks share what they draw."""
+
+    def scenario() -> Any:
+        from torch.utils.data.datapipes.iter import IterableWrapper
+
+        seed_everything(0)
+        pipe = IterableWrapper(range(24)).shuffle().sharding_filter() if shuffle else IterableWrapper(range(24))
+        pipe = pipe if shuffle else pipe.sharding_filter()
+        options: Any = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+        loader = prepare_dataloader(DataLoader(pipe, batch_size=2, shuffle=shuffle, **options), pad=False)
+        return [[x.tolist() for x in loader] for _ in range(2)]
+
+    results = world.run(scenario)
+    for epoch in range(2):
+        assert sorted(x for epochs in results for batch in epochs[epoch] for x in batch) == list(range(24))
+    assert (results[0][0] == results[0][1]) is not shuffle
+
+
+class Timetable(IterableDataset[int]):
+    """Samples that depend on the epoch alone, as far as the dataset knows it."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([10 * self.epoch, 10 * self.epoch + 1])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_dataset_is_told_the_epoch(workers: int, persistent: bool) -> None:
+    """The next one when one has ended, the one that is gone to, the one that was loaded; workers that live on, too."""
+    options: Any = {"num_workers": workers, "persistent_workers": persistent and workers > 0}
+    options["multiprocessing_context"] = "fork" if workers else None
+    loader: Any = prepare_dataloader(DataLoader(Timetable(), batch_size=2, **options))
+    epochs = [drawn_stream(loader), drawn_stream(loader)]
+    state = loader.state_dict()
+    loader.set_epoch(5)
+    assert loader.dataset.epoch == 5
+    epochs += [drawn_stream(loader), drawn_stream(loader)]
+    loader.load_state_dict(state)
+    epochs += [drawn_stream(loader)]
+    assert epochs == [[0, 1], [10, 11], [50, 51], [60, 61], [20, 21]]
+    if options["persistent_workers"]:  # torch cannot pickle them
+        loader._iterator._shutdown_workers()
+    else:
+        assert drawn_stream(pickle.loads(pickle.dumps(loader))) == drawn_stream(loader) == [30, 31]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loop_that_tells_its_dataset_the_epoch_has_the_last_word(workers: int) -> None:
+    """Also if it begins with another one than the loader, which knows of no epochs before."""
+    options: Any = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+    dataset, sampler = Timetable(), ShuffledByEpoch()
+    stream: Any = prepare_dataloader(DataLoader(dataset, batch_size=2, **options))
+    loader: Any = prepare_dataloader(DataLoader(numbers(5), sampler=sampler))
+    epochs = []
+    for epoch in range(7, 10):
+        dataset.set_epoch(epoch)
+        sampler.set_epoch(epoch)
+        epochs.append(drawn_stream(stream))
+        assert drawn(loader)[0] == [epoch % 5]
+    assert epochs == [[70, 71], [80, 81], [90, 91]]
+
+
+class ShuffledByEpoch(Sampler[int]):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(self.epoch + k) % 5 for k in range(5)])
+
+    def __len__(self) -> int:
+        return 5
+
+
+def drawn_stream(loader: Any) -> list[int]:
+    return [x for batch in loader for x in batch.tolist()]
+
+
+@pytest.mark.parametrize("dataset", [numbers(24), Measured()])
+def test_a_resumed_loop_may_set_the_epoch_that_it_is_in(dataset: Any) -> None:
+    """The loops of all tutorials do, at the top of each epoch: the position that was loaded stays."""
+
+    def make() -> Any:
+        shuffle = None if isinstance(dataset, IterableDataset) else True
+        return prepare_dataloader(DataLoader(dataset, batch_size=2, shuffle=shuffle), seed=1)
+
+    def epoch_of(loader: Any, epoch: int) -> list[Any]:
+        loader.set_epoch(epoch)
+        return [str(batch) for batch in loader]
+
+    whole = [epoch_of(make(), 0), epoch_of(make(), 1)]
+    for steps in range(1, len(whole[0]) + 1):
+        loader = make()
+        loader.set_epoch(0)
+        taken = [str(batch) for _, batch in zip(range(steps), loader, strict=False)]
+        again = make()
+        again.load_state_dict(loader.state_dict())
+        assert taken + epoch_of(again, 0) == whole[0]
+        assert epoch_of(again, 1) == whole[1]
+        assert epoch_of(again, 1) == whole[1]  # another time: from its beginning
+
+
+class Repeat:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from iter(self.sampler)
+
+
+class Endless(DataLoader[Any]):
+    """As those of timm, ultralytics and DomainBed: it keeps its workers by a batch sampler without an end."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        object.__setattr__(self, "batch_sampler", Repeat(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)  # type: ignore[union-attr, arg-type]
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_never_ends_is_prepared_as_the_one_in_it(world: World, workers: int) -> None:
+    """With the same epochs, in each its own order; the one that was given is as before."""
+
+    def scenario() -> Any:
+        initialize_ddp()
+        torch.manual_seed(0)
+        options: Any = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+        given = Endless(numbers(12), batch_size=2, shuffle=True, **options)
+        plain = prepare_dataloader(DataLoader(numbers(12), batch_size=2, shuffle=True), seed=4)
+        loader = prepare_dataloader(given, seed=4)
+        epochs = [drawn(loader) for _ in range(2)]
+        assert isinstance(loader, Endless)
+        assert len(loader) == len(epochs[0])
+        return epochs == [drawn(plain) for _ in range(2)], len(drawn(given))
+
+    assert world.run(scenario) == [(True, 6)] * len(world.run(int))
+
+
+def test_an_iterator_that_a_program_keeps_is_no_loader_without_an_end() -> None:
+    """Persistent workers, and an attribute of a class that iterates as torch does."""
+
+    class Keeping(DataLoader[Any]):
+        pass
+
+    loader: Any = Keeping(numbers(6), batch_size=2, num_workers=1, persistent_workers=True)
+    loader.current = iter(loader)
+    assert drawn(prepare_dataloader(loader)) == [[0, 1], [2, 3], [4, 5]]
+    loader.current._shutdown_workers()

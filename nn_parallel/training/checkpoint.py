@@ -111,9 +111,9 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
 
     Args:
         path: the file; code in it, and in the shards beside it, is not executed.
-        targets: what to load into, under the names that were saved, in this order. Each ``load_state_dict`` decides what
-            it takes, with its hooks and its migrations of old states. If one raises, on whichever rank, the targets are
-            as torch has left them.
+        targets: what to load into, under the names that were saved, in this order. Each ``load_state_dict`` decides
+            what it takes, with its hooks and its migrations of old states. If one raises, on whichever rank, the
+            targets are as torch has left them.
 
     Returns:
         The rest of what was saved, by its names.

@@ -160,8 +160,8 @@ def _unloadable(states: dict[str, Any], error: Exception) -> ValueError:
             if hasattr(part, "state_dict"):
                 remedy = f"Save it under a name of its own, or its state_dict() as {path}."
             return ValueError(
-                f"{path} is a {type(part).__qualname__}: a checkpoint holds numbers, strings, tensors, and lists, tuples "
-                f"and dicts of them, because loading anything else could execute code. {remedy}"
+                f"{path} is a {type(part).__qualname__}: a checkpoint holds numbers, strings, tensors, and lists, "
+                f"tuples and dicts of them, because loading anything else could execute code. {remedy}"
             )
     return ValueError(str(error))
 

@@ -172,7 +172,7 @@ def all_gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = No
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of ``tensor``, of any dtype, as bytes: of shape (count of bytes,), a view if it is contiguous."""
+    """Return the numbers of ``tensor``, of any dtype, as bytes, of shape (count,); a view if it is contiguous."""
     # A contiguous tensor of one element may have any stride, and torch cannot view that as bytes.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 

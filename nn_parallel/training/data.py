@@ -27,7 +27,7 @@ from ..on_rank import on_rank
 from ..world import World
 from .draws import Draws, LoaderId, check_alike, new_loader_id
 from .loader_workers import WorkerInit
-from .shares import EvenBatches, RankSampler, Stream, generator_of
+from .shares import EvenBatches, RankSampler, State, Stream, generator_of
 from .to_device import move_to_device
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def prepare_dataloader(
 ) -> DataLoader[T]:
     """Return a loader like this one, of which each rank draws its part; with one rank, all of it. Every rank calls it.
 
-    Everything else is as in ``loader``: the dataset, the batch size, now that of each rank, workers, pinning, collation.
+    Everything else is as in ``loader``: the dataset, workers, pinning, collation, and the batch size, now of each rank.
     All ranks draw what its sampler gives, with the same random numbers, and each takes every ``world_size``-th sample;
     of a batch sampler that is not torch's own, every ``world_size``-th batch. The order depends on the seed and the
     epoch alone, not on the number of ranks. A sampler is asked for no more than the next batches of all ranks need.
@@ -55,8 +55,8 @@ def prepare_dataloader(
     After an epoch whose last batch was handed out, the next iteration is the next epoch; of an iterable dataset without
     a length, after one that was asked for more. An epoch that is left before is drawn again, so a rank that looks at a
     few batches stays in step with the others. To go to an epoch, call ``loader.set_epoch(epoch)``, or, as loops for
-    `DistributedSampler` do, ``loader.sampler.set_epoch(epoch)``. A ``set_epoch`` of the sampler or of the dataset is
-    called before each epoch, and may be called instead.
+    `DistributedSampler` do, ``loader.sampler.set_epoch(epoch)``. A ``set_epoch`` of your sampler or dataset is called
+    with each new epoch; where your loop calls it too, that counts.
 
     The loader has a state, for ``save_checkpoint(..., loader=loader)``: the seed, the epoch, and how much of it was
     handed out. After `load_checkpoint` the next iteration draws the rest of that epoch, also if the loop calls
@@ -165,11 +165,15 @@ def _batch_sampler(loader: DataLoader[Any]) -> tuple[Any, bool]:
     """
     batches: Any = loader.batch_sampler
     repeated = getattr(batches, "sampler", None)
-    holds_iterator = any(isinstance(value, _BaseDataLoaderIter) for name, value in vars(loader).items() if name != "_iterator")
-    keeps_iterator = holds_iterator and type(loader).__iter__ is not DataLoader.__iter__
-    if keeps_iterator and isinstance(repeated, BatchSampler):
-        return repeated, True
-    return batches, False
+    iterates_itself = type(loader).__iter__ is not DataLoader.__iter__
+    is_endless = iterates_itself and bool(_iterators_in(loader)) and isinstance(repeated, BatchSampler)
+    return (repeated, True) if is_endless else (batches, False)
+
+
+def _iterators_in(loader: DataLoader[Any]) -> list[str]:
+    """Return the attributes that are iterators of torch's, but for the one in which torch keeps workers."""
+    attributes = vars(loader).items()
+    return [name for name, value in attributes if isinstance(value, _BaseDataLoaderIter) and name != "_iterator"]
 
 
 def _check_whole(source: Any, world: World) -> None:
@@ -183,8 +187,8 @@ def _check_whole(source: Any, world: World) -> None:
         if takes_part or isinstance(sampler, DistributedSampler):
             name = type(sampler).__name__
             raise ValueError(
-                f"The loader shares its samples out already: its {name} takes the part of rank {rank} of {parts}. Use the "
-                "loader without prepare_dataloader(), or give it a sampler that draws for all ranks."
+                f"The loader shares its samples out already: its {name} takes the part of rank {rank} of {parts}. Use "
+                "the loader without prepare_dataloader(), or give it a sampler that draws for all ranks."
             )
 
 
@@ -234,8 +238,7 @@ def _prepared(
     prepared: Any = copy.copy(loader)
     # Past the setter, which forbids it for a loader that has been made.
     object.__setattr__(prepared, "__class__", _prepared_class(type(loader)))
-    own_iterators = [name for name, value in vars(loader).items() if isinstance(value, _BaseDataLoaderIter)]
-    vars(prepared).update(dict.fromkeys([*own_iterators, "_iterator"]))
+    vars(prepared).update(dict.fromkeys([*_iterators_in(loader), "_iterator"]))  # those draw from the given loader
     if loader.generator is not None and world.world_size > 1:  # the seeds of the workers come from it
         replaced["generator"] = torch.Generator().manual_seed(loader.generator.initial_seed() + world.rank)
     vars(prepared).update(
@@ -281,10 +284,10 @@ class PreparedLoader(DataLoader[T]):
         """Go to an epoch: the next iteration draws it, in the order that belongs to it."""
         self._share.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> State:
         return self._share.state_dict()
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self._share.load_state_dict(state)
 
     def _get_iterator(self) -> Any:
@@ -361,8 +364,8 @@ class _Batches(Iterator[T]):
 
     def _check_alike(self) -> None:
         share = self._share
-        samples, sums = share.drawn()
-        if not samples:  # the first worker comes later
+        first = share.drawn()
+        if not first.samples:  # the first worker comes later
             return
         self._is_checked = True
         assert self._loader_id is not None
@@ -373,8 +376,7 @@ class _Batches(Iterator[T]):
             position=share.begin,
             rank=current_world().rank,
             length=share.source_length if isinstance(share, RankSampler) else None,
-            samples=samples,
-            checksums=sums,
+            first=first,
         )
         check_alike(self._loader_id, share.source, draws)
 

@@ -6,8 +6,8 @@ already, an unseeded generator or the order of a set break that, and samples com
 The first rank that begins an iteration of a loader writes down what it has drawn; the others, as they begin the same
 iteration of the same epoch, compare. A rank that looks at a batch alone is therefore no reason to wait, or to fail.
 Compared are the length and what identifies the first samples: integers and text in them. Other numbers may be
-augmented, by each rank in its own way. A stream may add integers of that kind too, so it counts as another order only
-if none of the places in its samples agree.
+augmented, by each rank in its own way. A stream may add integers of that kind too, as the number of a drawn negative
+example. So it counts as another order only if the samples agree at none of the places that tell them apart.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..launch.store import decode, draws_key, encode
 SAMPLES = 16  # that are compared of each iteration
 PLACES = 8  # in a sample: the first integers and texts in it
 SLOTS = 64  # for loaders, in the store: the number of keys does not grow with that of loaders
-LEADING_BYTES = 256  # of a tensor that is part of a sample
+LEADING = 256  # numbers of a tensor, and bytes of an array, that are compared
 
 
 class LoaderId(NamedTuple):
@@ -38,6 +38,14 @@ class LoaderId(NamedTuple):
 
     slot: int
     name: str
+
+
+class Checksums(NamedTuple):
+    """Of the first samples: one for each of the first `PLACES` in them, 0 if it is not of that kind."""
+
+    samples: int = 0  # how many were compared; none have been drawn yet if it is 0
+    of_keys: list[int] = [0] * PLACES  # places at which all samples differ, as their numbers do
+    of_others: list[int] = [0] * PLACES  # places at which some differ, as labels do
 
 
 class Draws(NamedTuple):
@@ -49,8 +57,7 @@ class Draws(NamedTuple):
     position: int
     rank: int
     length: int | None
-    samples: int  # how many are compared
-    checksums: list[int]  # one a place; 0 where all samples have the same there
+    first: Checksums
 
     def is_of_iteration(self, other: Draws) -> bool:
         """Return whether both ranks began the same: then they should have drawn the same."""
@@ -67,11 +74,16 @@ def new_loader_id() -> LoaderId:
     return LoaderId(next(_count) % SLOTS, secrets.token_hex(8))
 
 
-def checksums(samples: list[Any]) -> list[int]:
-    """Return a checksum of what identifies the first of ``samples``, for each place in them; at most `PLACES`."""
-    rows = [list(itertools.islice(_identifying(sample), PLACES)) for sample in samples[:SAMPLES]]
-    columns = itertools.zip_longest(*rows)
-    return [zlib.crc32(repr(column).encode()) if len(set(column)) > 1 else 0 for column in columns]
+def checksums(drawn: list[Any]) -> Checksums:
+    """Return the checksums of what identifies the first samples of ``drawn``."""
+    rows = [list(itertools.islice(_identifying(sample), PLACES)) for sample in drawn[:SAMPLES]]
+    sums = Checksums(len(rows), [0] * PLACES, [0] * PLACES)
+    for place, column in enumerate(itertools.zip_longest(*rows)):
+        different = len(set(column))
+        if different > 1:
+            kind = sums.of_keys if different == len(rows) else sums.of_others
+            kind[place] = zlib.crc32(repr(column).encode())
+    return sums
 
 
 def check_alike(loader: LoaderId | None, source: object, draws: Draws) -> None:
@@ -105,10 +117,10 @@ def check_alike(loader: LoaderId | None, source: object, draws: Draws) -> None:
     if draws.is_of_iteration(other) and (why := _difference(draws, other)):
         name = type(source).__name__
         raise ValueError(
-            f"{name} is not drawn alike: in epoch {draws.epoch} {why}. prepare_dataloader() has every rank draw the same "
-            f"order, of which each takes its part. If {name} takes the part of a rank itself, use the loader without "
-            "prepare_dataloader(). If it has random numbers of its own, seed them alike on every rank. Sort what is in "
-            "the order of a set or of a directory."
+            f"{name} is not drawn alike: in epoch {draws.epoch} {why}. prepare_dataloader() has every rank draw the "
+            f"same order, of which each takes its part. If {name} takes the part of a rank itself, use the loader "
+            "without prepare_dataloader(). If it has random numbers of its own, seed them alike on every rank. Sort "
+            "what is in the order of a set or of a directory."
         )
 
 
@@ -116,11 +128,15 @@ def _difference(mine: Draws, other: Draws) -> str:
     """Return how they differ, in words; empty if they are alike, or cannot be compared."""
     if mine.length is not None and other.length is not None and mine.length != other.length:
         return f"rank {mine.rank} draws {mine.length} times and rank {other.rank} {other.length} times"
-    pairs = zip(mine.checksums, other.checksums, strict=False)
-    informative = [pair for pair in pairs if all(pair)]
-    if mine.samples != other.samples or not informative or any(one == another for one, another in informative):
+    if mine.first.samples != other.first.samples:
         return ""
-    return f"rank {mine.rank} draws other samples than rank {other.rank}"
+    kinds = (mine.first.of_keys, other.first.of_keys), (mine.first.of_others, other.first.of_others)
+    for own, others in kinds:
+        pairs = [pair for pair in zip(own, others, strict=True) if all(pair)]
+        if pairs:
+            differ = all(one != another for one, another in pairs)
+            return f"rank {mine.rank} draws other samples than rank {other.rank}" if differ else ""
+    return ""
 
 
 def _identifying(sample: Any) -> Iterator[Any]:
@@ -129,9 +145,9 @@ def _identifying(sample: Any) -> Iterator[Any]:
         if isinstance(leaf, int | str | bytes):
             yield leaf
         elif hasattr(leaf, "dtype") and hasattr(leaf, "tobytes") and leaf.dtype.kind in "iu":  # of NumPy
-            yield leaf.shape, leaf.tobytes()[:LEADING_BYTES]
+            yield leaf.shape, leaf.tobytes()[:LEADING]
         elif isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
-            yield tuple(leaf.shape), leaf.flatten()[:LEADING_BYTES].tolist()
+            yield tuple(leaf.shape), *leaf.flatten()[:LEADING].tolist()
 
 
 _count = itertools.count()

@@ -275,7 +275,7 @@ def _broadcast(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _send_what_ddp_cannot(model: nn.Module) -> None:
-    """Overwrite by those of rank 0 the buffers and frozen parameters that gloo does not know, and hide them from DDP."""
+    """Overwrite by those of rank 0 what gloo does not know, and hide it from DDP: buffers, and frozen parameters."""
     device = next(model.parameters()).device
     if can_gather({device.type}, dist.get_backend_config()):  # by another backend, which has its own list
         return
@@ -284,15 +284,16 @@ def _send_what_ddp_cannot(model: nn.Module) -> None:
     if unknown:
         _broadcast(tensors[name] for name in sorted(unknown))
         hidden = unknown.union(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(hidden))
+        hide: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        hide(model, sorted(hidden))
 
 
 def _raise_if_unfrozen(model: nn.Module, _: Any) -> None:
     """Raise in the forward of a model that had nothing to train when it was prepared, and has now."""
     if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
         raise RuntimeError(
-            f"The {type(model).__name__} had nothing to train when prepare_model() was called, so its gradients would not "
-            "be averaged over the ranks. Call prepare_model() again, now that some parameters require gradients."
+            f"The {type(model).__name__} had nothing to train when prepare_model() was called, so its gradients would "
+            "not be averaged over the ranks. Call prepare_model() again, now that some parameters require gradients."
         )
 
 

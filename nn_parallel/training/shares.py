@@ -24,9 +24,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from .draws import PLACES, SAMPLES, checksums
+from .draws import PLACES, Checksums, checksums
 from .random_numbers import OwnRandomNumbers
 
+State = dict[str, Any]  # numbers by their names; None for what is not known
 logger = logging.getLogger("nn_parallel")
 # What these draw at random they draw as they begin. So the random numbers of the program need not be changed later.
 DRAW_AT_ONCE = {SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, range, list, tuple}
@@ -83,7 +84,8 @@ class Epochs:
     def __init__(self, source: Any, warns: bool) -> None:
         """``warns`` where an epoch begins again that was left before.
 
-        A ``set_epoch`` of ``source``, which the loops of many programs call, sets the epoch here too.
+        A ``set_epoch`` of ``source`` is called when the epoch here changes, and not before each iteration. So where a
+        loop calls it as well, as many do, the loop has the last word.
         """
         self.source = source
         self.iteration = 0  # so many have begun on this rank
@@ -92,9 +94,6 @@ class Epochs:
         self.left_after = 0  # so many batches of this epoch, by an iteration that may not have ended
         self._is_complete = False  # the last batch of this epoch was handed out
         self._has_warned = not warns
-        if callable(getattr(type(source), "set_epoch", None)):
-            with contextlib.suppress(AttributeError):  # it takes no attributes: then only the loader's is heard
-                source.set_epoch = self.set_epoch
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch; when it has ended, the next one is the epoch after it.
@@ -106,7 +105,7 @@ class Epochs:
         self.epoch = epoch
         self.left_after = 0
         self._is_complete = False
-        set_epoch_of(self.source, epoch)
+        tell_epoch(self.source, epoch)
 
     def begin_iteration(self) -> None:
         """An iteration begins: with the next epoch, if this one is complete."""
@@ -114,10 +113,10 @@ class Epochs:
         if self._is_complete:
             self.set_epoch(self.epoch + 1)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> State:
         raise NotImplementedError
 
-    def _check_kind(self, state: dict[str, int]) -> None:
+    def _check_kind(self, state: State) -> None:
         if state.keys() != self.state_dict().keys():
             raise ValueError(f"it is not the state of a loader like this one: it has {', '.join(state) or 'nothing'}.")
 
@@ -141,10 +140,10 @@ class Epochs:
             self.set_epoch(epoch + 1)
 
 
-def set_epoch_of(source: Any, epoch: int) -> None:
-    """Tell ``source`` the epoch that is drawn, if it wants to know."""
-    if callable(set_epoch := getattr(type(source), "set_epoch", None)):
-        set_epoch(source, epoch)  # the user's own, not what `Epochs` has put before it
+def tell_epoch(source: Any, epoch: int) -> None:
+    """Call ``source.set_epoch``, if it has that."""
+    if set_epoch := getattr(source, "set_epoch", None):
+        set_epoch(epoch)
 
 
 class RankSampler(Epochs, Sampler[Any]):
@@ -159,8 +158,7 @@ class RankSampler(Epochs, Sampler[Any]):
         """``batch_size``: how much of the source the batches of all ranks hold together."""
         self._seed = seed
         self._share = Share(rank, world_size, batch_size, pad, drop)
-        self._checksums: list[int] = []
-        self._samples = 0
+        self._checksums = Checksums()
         super().__init__(source, warns=type(source) is not SequentialSampler)
 
     def __getattr__(self, name: str) -> Any:
@@ -174,25 +172,25 @@ class RankSampler(Epochs, Sampler[Any]):
         else:
             setattr(self.source, name, value)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> State:
         """Return what follows the last batch that was handed out: nothing of this epoch, if that is complete."""
         length = self.source_length
         position = self.begin + self.left_after * self._share.together
         if length is not None:
             position = length if self._is_complete else min(position, length)
-        return {"epoch": self.epoch, "seed": self._seed, "position": position, "length": -1 if length is None else length}
+        return {"epoch": self.epoch, "seed": self._seed, "position": position, "length": length}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go on there.
 
         Raises:
             ValueError: that is a state of another loader.
         """
         self._check_kind(state)
-        position, length = state["position"], state["length"]
-        if length != self.state_dict()["length"]:
-            raise ValueError(f"it is of a loader that draws {length} times an epoch, and this one {self.source_length}.")
-        if not 0 <= position <= (math.inf if length < 0 else length):
+        position, length, own = state["position"], state["length"], self.source_length
+        if length != own:
+            raise ValueError(f"it is of a loader that draws {length} times an epoch, and this one {own}.")
+        if not 0 <= position <= (math.inf if length is None else length):
             raise ValueError(f"it begins at {position} of an epoch of {length}.")
         self.set_epoch(state["epoch"])
         self.begin = position
@@ -203,7 +201,6 @@ class RankSampler(Epochs, Sampler[Any]):
         source = self.source
         generator = generator_of(source)
         numbers = OwnRandomNumbers(self._seed + self.epoch, [generator] if generator else [])
-        set_epoch_of(source, self.epoch)
         with numbers.used():
             drawn = iter(source)
             first = list(itertools.islice(drawn, min(self.begin, self._share.world_size)))
@@ -218,15 +215,14 @@ class RankSampler(Epochs, Sampler[Any]):
                 samples = list(itertools.islice(drawn, self._share.together))
             if is_first and self._share.world_size > 1:
                 self._checksums = checksums(samples)
-                self._samples = len(samples[:SAMPLES])
             is_first = False
             return samples
 
         yield from self._share.batches(draw, first)
 
-    def drawn(self) -> tuple[int, list[int]]:
-        """Return how many samples this iteration began with, as far as they are compared, and their checksums."""
-        return self._samples, self._checksums
+    def drawn(self) -> Checksums:
+        """Return the checksums of what this iteration began with."""
+        return self._checksums
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches():
@@ -302,9 +298,8 @@ class Stream(Epochs, IterableDataset[Any]):
         self._batch_size = loader["batch_size"]
         self._num_workers = loader["num_workers"]
         self._share = Share(rank, world_size, (self._batch_size or 1) * world_size, pad, drop)
-        # The epoch and the seed for workers, which may live longer than an epoch. From the first worker, or from here:
-        # how many samples are compared, and their checksums.
-        numbers = [0, seed % 2**63, 0, *[0] * PLACES]
+        # The epoch and the seed for workers, which may live longer than an epoch; `Checksums`, from the first worker.
+        numbers = [0, seed % 2**63, 0, *[0] * (2 * PLACES)]
         self._shared = torch.tensor(numbers).share_memory_()  # type: ignore[no-untyped-call]
         super().__init__(source, warns=False)  # many a stream has no end
 
@@ -316,21 +311,18 @@ class Stream(Epochs, IterableDataset[Any]):
         super().begin_iteration()
         self._shared[2:] = 0
 
-    def drawn(self) -> tuple[int, list[int]]:
-        """Return how many samples this iteration began with, as far as they are compared, and their checksums.
+    def drawn(self) -> Checksums:
+        """Return the checksums of what this iteration began with; empty, as long as the first worker has not drawn."""
+        count, *sums = self._shared[2:].tolist()
+        return Checksums(count, sums[:PLACES], sums[PLACES:])
 
-        As long as the first worker has not drawn, that is none.
-        """
-        samples, *sums = self._shared[2:].tolist()
-        return samples, sums
-
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> State:
         """Return what follows the last batch that was handed out: nothing of this epoch, if that is complete."""
         position = self.begin + self.left_after
         loader = {"together": self._share.together, "num_workers": self._num_workers}
         return {"epoch": self.epoch, "seed": self._seed, "position": position} | loader
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go on there.
 
         Raises:
@@ -351,7 +343,9 @@ class Stream(Epochs, IterableDataset[Any]):
         worker = get_worker_info()
         number = worker.id if worker else 0
         epoch, seed, *_ = self._shared.tolist()
-        set_epoch_of(self.source, epoch)
+        if epoch != self.epoch:  # in a worker that has outlived an epoch: here is a copy of before
+            self.epoch = epoch
+            tell_epoch(self.source, epoch)
         if isinstance(self.source, IterDataPipe):
             _prepare_pipe(self.source, seed + epoch)
         numbers = OwnRandomNumbers(random.Random(f"{seed} {epoch} {number}").getrandbits(62))
@@ -364,9 +358,9 @@ class Stream(Epochs, IterableDataset[Any]):
             with numbers.used():
                 samples = list(itertools.islice(stream, self._share.together))
             if is_first and number == 0 and self._share.world_size > 1:
-                sums = checksums(samples)
-                self._shared[3 : 3 + len(sums)] = torch.tensor(sums)
-                self._shared[2] = len(samples[:SAMPLES])
+                first = checksums(samples)
+                self._shared[3:] = torch.tensor(first.of_keys + first.of_others)
+                self._shared[2] = first.samples  # last: from here on they are read
             is_first = False
             return samples
 
@@ -378,7 +372,7 @@ class Stream(Epochs, IterableDataset[Any]):
 
     def __len__(self) -> int:
         """How many batches it has, if the dataset knows its length."""
-        samples = len(self.source)  # type: ignore[arg-type]  # Python says what has no length
+        samples = len(self.source)  # Python says what has no length
         share = self._share
         full, rest = divmod(samples, share.together)
         if share.pad or share.drop:

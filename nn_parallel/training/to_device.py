@@ -53,7 +53,7 @@ def _moved_by_itself(part: Any, device: torch.device) -> Any:
     try:
         parameters = inspect.signature(part.to).parameters.values()
     except (TypeError, ValueError):  # written in C, without a signature
-        parameters = {}.values()  # type: ignore[assignment]
+        parameters = {}.values()
     waits = not any(each.name == "non_blocking" or each.kind is each.VAR_KEYWORD for each in parameters)
     moved = part.to(device) if waits else part.to(device, non_blocking=True)
     return part if moved is None else moved  # it moves in place
