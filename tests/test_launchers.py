@@ -268,6 +268,12 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
     "a rank beyond Open MPI's world": (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4 cannot be"),
     "a local rank beyond Hydra's": (HYDRA | MASTER | {"MPI_LOCALRANKID": "2"}, "MPI_LOCALRANKID=2 cannot be"),
     "a word for a rank": (HYDRA | {"PMI_RANK": "first"}, "PMI_RANK='first' is not a whole number"),
+    "a negative rank": (HYDRA | {"PMI_RANK": "-1"}, r"PMI_RANK=-1 cannot be: it must be 0\.\.3"),
+    "a host with a port": (BY_HAND | {"MASTER_ADDR": "localhost:29500"}, "MASTER_ADDR='localhost:29500' is not the name"),
+    "a URL for a host": (
+        TORCHRUN | {"MASTER_ADDR": "http://localhost"},
+        "is not the name or address of a host: write it without a port and without 'tcp://', for instance MASTER_ADDR=",
+    ),
     "a port that cannot be": (SLURM | {"MASTER_PORT": "0"}, "MASTER_PORT=0 cannot be"),
     "a step without a rank": (SLURM | {"SLURM_PROCID": ""}, "are set and SLURM_PROCID is not"),
     "a step without a node": (SLURM | {"SLURM_NODEID": ""}, "SLURM_NODEID is not"),
@@ -409,7 +415,7 @@ def test_numbers_that_cannot_be_are_named_with_their_limits(wrong: dict[str, str
         detect_launch(TORCHRUN | wrong)
 
 
-@pytest.mark.parametrize("text", ["two", "-1", "1.5", "0x1", " "])
+@pytest.mark.parametrize("text", ["two", "--1", "1.5", "0x1", " "])
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"])
 def test_what_is_not_a_whole_number_is_named(name: str, text: str) -> None:
     """Words, signs and fractions in any number are a LaunchError that names the variable and what it holds."""

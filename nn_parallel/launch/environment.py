@@ -178,13 +178,24 @@ class _Told:
     def number(self, name: str, *, at_least: int = 0, below: int | None = None, because: str = "") -> int:
         """The whole number that it holds. Raises LaunchError if that is none, or cannot be."""
         text = self.text(name)
-        if not text.strip().isdecimal():
+        if not re.fullmatch(r"\s*-?\d+\s*", text, re.ASCII):
             raise LaunchError(f"{name}={text!r} is not a whole number.")
         value = int(text)
         if value < at_least or (below is not None and value >= below):
             allowed = f"{at_least}..{below - 1}" if below is not None else f"at least {at_least}"
             raise LaunchError(f"{name}={value} cannot be: it must be {allowed}{f', as {because}' if because else ''}.")
         return value
+
+    def host(self, name: str) -> str:
+        """Return the name or address of a host. Raises LaunchError if it is more than that, or not there."""
+        host = self.text(name).strip()
+        is_ipv6 = host.count(":") > 1 and "/" not in host
+        if "/" in host or (":" in host and not is_ipv6):
+            raise LaunchError(
+                f"{name}={host!r} is not the name or address of a host: write it without a port and without "
+                "'tcp://', for instance MASTER_ADDR=localhost and MASTER_PORT=29500."
+            )
+        return host
 
 
 def _by_env(told: _Told) -> Launch:
@@ -307,7 +318,7 @@ def _launch(
     local_rank = told.number(names.local_rank, below=local_world_size, because=of_node)
     one_node = local_world_size == world_size
     if told.has("MASTER_ADDR"):
-        first_host = told.text("MASTER_ADDR")
+        first_host = told.host("MASTER_ADDR")
     elif one_node:
         first_host = "127.0.0.1"
     elif first_host is None and told.has(_MASTER_OF_AZURE):
