@@ -144,6 +144,18 @@ class RemoteTraceback(Exception):
         return f"raised by {self.args[0]}"
 
 
+class Verbatim(str):
+    """Text that is shown as it is where Python would quote it, as a KeyError does with its key.
+
+    Torch's loader has such a class too: the KeyError of a worker holds its whole traceback.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 class Failure(NamedTuple):
     """An exception as plain data: all of it that may cross a network."""
 
@@ -174,6 +186,8 @@ class Failure(NamedTuple):
         if kind := allowed.get(self.type_name):
             try:
                 error = kind(*self.args) if self.args is not None else kind(self.message)
+                if len(error.args) == 1 and _text_of(error) != self.message:
+                    error = kind(Verbatim(self.message))
             except Exception:  # a constructor that wants something else: the stand-in below says all we know
                 error = None
         if error is None:

@@ -121,7 +121,7 @@ def test_names_and_weights_of_every_kind(world: World) -> None:
     def scenario() -> Any:
         rank, n = rank_and_size()
         weight = torch.tensor(1 + 2 * (rank == n - 1))
-        return reduce_metrics({1: 1.0, 0: float(rank == n - 1), "all": np.float32(2)}, weight=weight)
+        return reduce_metrics({1: np.ones(1), 0: float(rank == n - 1), "all": np.float32(2)}, weight=weight)
 
     results = world.run(scenario)
     assert alike(results) == {1: 1.0, 0: 3 / (len(results) + 2), "all": 2.0}
@@ -296,6 +296,7 @@ def test_views_that_are_only_flags_are_gathered_by_their_numbers(world: World) -
         ),
         (lambda rank: torch.ones(2, dtype=(torch.int32, torch.float32)[rank > 0]), "() and dtype torch.int32"),
         (lambda rank: torch.ones(1) if rank else [1.0], "got a list, not a tensor on rank 0"),
+        (lambda rank: torch.eye(2) if rank else torch.eye(2).to_sparse(), "got a sparse tensor, which has no rows"),
     ],
 )
 def test_tensors_that_do_not_fit_are_an_error_on_every_rank(world: World, make: Any, words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import json
 import linecache
 import os
@@ -19,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 import nn_parallel
 from nn_parallel import errors
@@ -283,6 +285,24 @@ def test_an_exception_that_cannot_be_rebuilt_becomes_a_remote_error(error: BaseE
     again = _sent(error)
     assert type(again) is RemoteError
     assert str(again) == f"{qualified_name(type(error))}: {error}"
+
+
+def test_the_key_error_of_a_loader_worker_keeps_its_lines() -> None:
+    """Torch puts a whole traceback into it; Python shows a plain text in a KeyError as one line with quotes."""
+    samples: Any = [{}]
+    loader = DataLoader(samples, collate_fn=lambda batch: batch[0]["label"], num_workers=1)
+    batches: Any = iter(loader)
+    with pytest.raises(KeyError) as raised:
+        next(batches)
+    batches._shutdown_workers()
+    del batches
+    again = _sent(raised.value)
+    assert str(again) == str(raised.value)
+    assert "KeyError: 'label'" in str(again).splitlines()
+    twice = pickle.loads(pickle.dumps(_sent(again)))
+    assert (type(twice), str(twice)) == (KeyError, str(again))
+    del raised, again, twice
+    gc.collect()  # the traceback of torch's exception holds itself, and with it the iterator
 
 
 def test_only_listed_types_are_rebuilt() -> None:

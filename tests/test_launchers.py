@@ -269,7 +269,10 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
     "a local rank beyond Hydra's": (HYDRA | MASTER | {"MPI_LOCALRANKID": "2"}, "MPI_LOCALRANKID=2 cannot be"),
     "a word for a rank": (HYDRA | {"PMI_RANK": "first"}, "PMI_RANK='first' is not a whole number"),
     "a negative rank": (HYDRA | {"PMI_RANK": "-1"}, r"PMI_RANK=-1 cannot be: it must be 0\.\.3"),
-    "a host with a port": (BY_HAND | {"MASTER_ADDR": "localhost:29500"}, "MASTER_ADDR='localhost:29500' is not the name"),
+    "a host with a port": (
+        BY_HAND | {"MASTER_ADDR": "localhost:29500"},
+        "MASTER_ADDR='localhost:29500' is not the name",
+    ),
     "a URL for a host": (
         TORCHRUN | {"MASTER_ADDR": "http://localhost"},
         "is not the name or address of a host: write it without a port and without 'tcp://', for instance MASTER_ADDR=",
@@ -317,7 +320,7 @@ def test_torchrun_tells_everything() -> None:
     )
 
 
-@pytest.mark.parametrize("master", ["localhost", "127.0.0.1", "127.0.1.1", "::1"])
+@pytest.mark.parametrize("master", ["localhost", "127.0.0.1", " 127.0.1.1 ", "::1"])
 def test_by_hand_on_the_loopback_all_ranks_are_local(master: str) -> None:
     """A loopback master means one node, so that the rank is the local rank, and rank 0 hosts the store."""
     assert detect_launch(BY_HAND | {"MASTER_ADDR": master}) == Launch(

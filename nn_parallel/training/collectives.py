@@ -38,7 +38,7 @@ def reduce_metrics(
     """Each metric over all ranks, by one all_gather for all of them.
 
     Args:
-        metrics: numbers or tensors of one element, under the same names on every rank. Names are text or integers, as
+        metrics: numbers, or tensors or arrays of one element, under the same names on every rank. Names are text or integers, as
             the numbers of classes.
         weight: how much this rank counts in the mean: the number of its samples, if the metrics are means over them. A
             number or a tensor of one element. A rank of weight 0 counts nothing, whatever its metrics say.
@@ -146,13 +146,14 @@ def all_gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = No
         A tensor of shape (sum of all n, ...), on the device of ``tensor``: each row once, nothing is padded.
 
     Raises:
-        ValueError: on every rank: dtypes or the other dimensions differ, or one is no tensor.
+        ValueError: on every rank: dtypes or the other dimensions differ, or one is no tensor, or a sparse, nested or
+            quantized one.
 
     Example::
 
         predictions = all_gather_tensor(model(x).argmax(dim=1))  # 7 samples here, 6 there: shape (13,)
     """
-    problem = "" if isinstance(tensor, torch.Tensor) else f"got a {type(tensor).__name__}, not a tensor"
+    problem = _why_not_gathered(tensor)
     # A conjugate or negative view is a flag on the numbers of another tensor, and only numbers are sent.
     mine = torch.empty(0) if problem else tensor.detach().resolve_conj().resolve_neg()
     mine = mine if mine.dim() else mine[None]
@@ -169,6 +170,16 @@ def all_gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = No
     dist.all_gather(received, sent, group=group)
     parts = [part[: count * row_bytes] for part, count in zip(received, counts, strict=True)]
     return torch.cat(parts).to(mine.device).view(mine.dtype).view(sum(counts), *mine.shape[1:])
+
+
+def _why_not_gathered(tensor: Any) -> str:
+    """Return why `all_gather_tensor` does not take ``tensor``; empty if it does."""
+    if not isinstance(tensor, torch.Tensor):
+        return f"got a {type(tensor).__name__}, not a tensor"
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "sparse"
+        return f"got a {kind} tensor, which has no rows of one size"
+    return ""
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -253,7 +264,8 @@ def _message_device(group: dist.ProcessGroup | None) -> torch.device:
 
 def _number(value: Any) -> float:
     """A metric as Python's int or float. Raises ValueError if it is not one number."""
-    plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)  # of an array of NumPy
+    plain = value.item() if size == 1 else value
     if isinstance(plain, numbers.Real):
         return int(plain) if isinstance(plain, numbers.Integral) else float(plain)
     what = f"a tensor of shape {tuple(plain.shape)}" if isinstance(plain, torch.Tensor) else repr(plain)
