@@ -143,6 +143,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
             storage = self._noted(obj)
             storage.used.append((0, storage.size))
             return _whole, (storage,)
+        if kind is types.CodeType:  # cloudpickle from 3.1.3 on leaves the name of the file out, and tracebacks need it
+            return _code_of_file, (*self.dispatch_table[types.CodeType](obj), obj.co_filename)
         if kind is types.FunctionType and obj.__module__ == __name__:  # by name, without any looking
             return NotImplemented
         if self._by_value is not None and (reduced := self._by_value.reduce(obj, self)) is not None:
@@ -357,6 +359,11 @@ def _part_with(parts: _Parts, offset: int, itemsize: int) -> tuple[torch.Untyped
 def _whole(parts: _Parts) -> torch.UntypedStorage:
     """All of a storage, which was sent in one part as all of it is used."""
     return parts[0][1]
+
+
+def _code_of_file(make: Callable[..., types.CodeType], args: tuple[Any, ...], file_name: str) -> types.CodeType:
+    """Return the code that ``make`` makes of ``args``, as that of a file."""
+    return make(*args).replace(co_filename=file_name)
 
 
 def _cached(fn: Callable[..., Any], parameters: dict[str, Any], attributes: dict[str, Any]) -> Any:

@@ -37,6 +37,10 @@ QUANTISED = ["qint8", "quint8", "qint32", "quint4x2", "quint2x4"]
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 PLAIN_DTYPES = sorted(set(DTYPES) - set(QUANTISED))
 LOCK = threading.Lock()
+SCRIPT = """
+def outer():
+    return lambda: 1 / 0
+"""
 
 
 @pytest.fixture(autouse=True, params=["all out of band", "the large out of band"])
@@ -599,3 +603,17 @@ def test_the_path_leads_to_the_culprit_in_any_nest(steps: list[tuple[str, Any]])
     with pytest.raises(TransferError) as caught:
         dumps(obj)
     assert str(caught.value).startswith(f"The object{path} is a _thread.lock and cannot be sent")
+
+
+def test_code_stays_that_of_its_file() -> None:
+    """Whatever cloudpickle does: without the name a traceback shows neither the file nor the line."""
+    namespace: dict[str, Any] = {}
+    exec(compile(SCRIPT, "/home/me/experiment.py", "exec"), namespace)
+    outer = round_trip(namespace["outer"])
+    with pytest.raises(ZeroDivisionError) as raised:
+        outer()()
+    codes = outer.__code__, raised.traceback[-1].frame.raw.f_code
+    assert [(code.co_filename, code.co_firstlineno) for code in codes] == [
+        ("/home/me/experiment.py", 2),
+        ("/home/me/experiment.py", 3),
+    ]

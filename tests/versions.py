@@ -4,6 +4,8 @@ Every Python that the package declares, with the oldest torch that it declares, 
 in an environment of its own, which is deleted afterwards (with torch's CUDA libraries it takes 5 GB). The package is
 installed from its wheel, the tests are those of the source distribution, and no source of the package lies beside them.
 Each pair has a line in the table of ``docs/tested_on.md``, which this writes.
+
+With ``--unpinned`` everything but torch is the newest that pip finds, as a person gets it who installs the package today.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__.splitlines()[0])
     parser.add_argument("--python", nargs="+", default=_declared_pythons(), metavar="3.X", help="with these only")
     parser.add_argument("--torch", nargs="+", default=_declared_torches(), metavar="2.X.Y", help="with these only")
+    parser.add_argument("--unpinned", action="store_true", help="with the newest of all else; this is not recorded")
     parser.add_argument("arguments", nargs="*", help="of pytest, after --; such a run is not recorded")
     options = parser.parse_args()
     failed = list[str]()
@@ -37,7 +40,7 @@ def main() -> int:
         build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, str(ROOT)]
         subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
         for python, torch in itertools.product(options.python, options.torch):
-            if _test(Path(folder), python, torch, options.arguments) != 0:
+            if _test(Path(folder), python, torch, options.unpinned, options.arguments) != 0:
                 failed.append(f"Python {python}, torch {torch}")
     print("\n".join(["Failed with:", *failed]) if failed else "All passed.")
     return bool(failed)
@@ -55,7 +58,7 @@ def _declared_torches() -> list[str]:
     return [f"{oldest}.*", pinned, NEWEST]
 
 
-def _test(folder: Path, python: str, torch: str, arguments: list[str]) -> int:
+def _test(folder: Path, python: str, torch: str, unpinned: bool, arguments: list[str]) -> int:
     """Run the tests with these versions; ``folder`` holds the wheel and the source distribution."""
     with tempfile.TemporaryDirectory(prefix=f"python{python}", dir=folder) as inside:
         [archive], [wheel] = folder.glob("*.tar.gz"), folder.glob("*.whl")
@@ -68,7 +71,8 @@ def _test(folder: Path, python: str, torch: str, arguments: list[str]) -> int:
         subprocess.run([interpreter(python), "-m", "venv", venv], check=True)
         environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "CI")}
         environ |= {"PATH": f"{venv}/bin:{os.environ['PATH']}", "VIRTUAL_ENV": str(venv)}
-        pins.write_text(re.sub(r"^(torch|setuptools)==.*\n", "", PINS, flags=re.MULTILINE))  # torch limits setuptools
+        others = "" if unpinned else re.sub(r"^(torch|setuptools)==.*\n", "", PINS, flags=re.MULTILINE)
+        pins.write_text(others)  # torch itself limits setuptools
         wanted = "torch" if torch == NEWEST else f"torch=={torch}"
         install = f"pip install --quiet -c {pins} {wanted} {wheel}[test]"
         subprocess.run(install.split(), check=True, cwd=tests, env=environ)
@@ -85,7 +89,7 @@ def _test(folder: Path, python: str, torch: str, arguments: list[str]) -> int:
             assert running.stdout is not None
             for line in running.stdout:
                 print(line, end="", flush=True)
-        if not arguments:
+        if not arguments and not unpinned:
             _record(*found, line.strip("= \n"))
         return running.returncode
 

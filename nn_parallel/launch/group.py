@@ -99,7 +99,8 @@ class Group:
                 device_id=None if on_cpu else world.device,
             )
             if connect_within != timeout:
-                dist.distributed_c10d._set_pg_timeout(timeout)  # torch offers no public way
+                private = dist.distributed_c10d._set_pg_timeout  # before torch 2.14 there is no public way
+                getattr(dist, "set_timeout", private)(timeout)
             self._sockets = connected_at(_gloo_addresses(dist.distributed_c10d._get_default_group()))
         except (RuntimeError, ValueError) as error:
             self._store_sockets.clear()  # it may be in the middle of a request

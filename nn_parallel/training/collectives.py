@@ -38,8 +38,8 @@ def reduce_metrics(
     """Each metric over all ranks, by one all_gather for all of them.
 
     Args:
-        metrics: numbers, or tensors or arrays of one element, under the same names on every rank. Names are text or integers, as
-            the numbers of classes.
+        metrics: numbers, or tensors or arrays of one element, under the same names on every rank. Names are text or
+            integers, as the numbers of classes.
         weight: how much this rank counts in the mean: the number of its samples, if the metrics are means over them. A
             number or a tensor of one element. A rank of weight 0 counts nothing, whatever its metrics say.
         op: ``"mean"``, weighted; ``"sum"``, ``"max"`` or ``"min"``.
