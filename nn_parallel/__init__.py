@@ -28,7 +28,9 @@ The files, from the bottom up; each knows only those before it in this list::
         collectives             reduce_metrics, any_rank, all_gather_object, ...
         random_numbers          those of this process, and others beside them
         model, logs             the model and the log lines of each rank
-        shares, data            which samples are those of one rank; loaders that hand them out
+        to_device               a batch moved to a device
+        draws, shares           whether ranks draw alike; which samples are those of one rank
+        loader_workers, data    signals in the workers of a loader; loaders that hand the samples out
         batch_size              the largest batch that fits
         shards, checkpoint_file the sharded tensors of a checkpoint; its file
         states                  what of them is stored in a checkpoint, and how it is loaded

@@ -126,11 +126,6 @@ def test_examples_in_docstrings(module: str) -> None:
     assert tried or module == "errors"
 
 
-def test_files_stay_small() -> None:
-    """No file of more than 400 lines."""
-    assert {name: count for name, path in MODULES.items() if (count := len(path.read_text().splitlines())) > 400} == {}
-
-
 def test_tests_mind_their_own_shared_memory() -> None:
     """What a process left in /dev/shm that was killed as it sent a tensor counts; what others have there does not."""
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
