@@ -85,7 +85,9 @@ def test_a_sampler_that_knows_its_rank_is_refused(world: World, kind: Any, batch
 
 def test_a_sampler_that_knows_another_world_is_none_of_that() -> None:
     """Alone, a sampler for one rank draws all; so does one that only has such attributes."""
-    assert len(list(prepare_dataloader(DataLoader(range(N), sampler=RepeatAugSampler())))) == N
+    samplers: list[Any] = [RepeatAugSampler(), DistributedSampler(range(N), 1, 0)]  # type: ignore[arg-type]
+    for sampler in samplers:
+        assert len(list(prepare_dataloader(DataLoader(range(N), sampler=sampler)))) == N
     with pytest.raises(ValueError, match="its DistributedSampler takes the part of rank 0 of 2"):
         prepare_dataloader(DataLoader(range(N), sampler=DistributedSampler(range(N), 2, 0)))  # type: ignore[arg-type]
 

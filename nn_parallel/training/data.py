@@ -183,8 +183,8 @@ def _check_whole(source: Any, world: World) -> None:
             raise ValueError("The loader is prepared already: its samples are shared out.")
         parts = _first_attribute(sampler, "num_replicas", "world_size", "_world_size")
         rank = _first_attribute(sampler, "rank", "_rank")
-        takes_part = (parts, rank) == (world.world_size, world.rank) and world.world_size > 1
-        if takes_part or isinstance(sampler, DistributedSampler):
+        is_for_here = isinstance(sampler, DistributedSampler) or (parts, rank) == (world.world_size, world.rank)
+        if is_for_here and parts != 1:
             name = type(sampler).__name__
             raise ValueError(
                 f"The loader shares its samples out already: its {name} takes the part of rank {rank} of {parts}. Use "
