@@ -822,6 +822,25 @@ def test_workers_draw_other_numbers_on_each_rank(world: World, generator: int | 
     assert len(set(drawn_numbers)) == len(drawn_numbers)
 
 
+def test_two_loaders_have_two_orders(world: World) -> None:
+    """Zipped, as for two unpaired sets of images, they do not give the same pairs each time; nor with one generator."""
+
+    def scenario() -> Any:
+        initialize_ddp()
+        torch.manual_seed(3)
+        one = torch.Generator().manual_seed(0)
+        loaders = [
+            prepare_dataloader(DataLoader(numbers(24), shuffle=True, generator=generator))
+            for generator in (None, None, one, one)
+        ]
+        alike_afterwards = torch.rand(1).item(), torch.rand(1, generator=one).item()
+        return [str(drawn(loader)) for loader in loaders], alike_afterwards
+
+    results = world.run(scenario)
+    assert all(len(set(orders)) == 4 for orders, _ in results)
+    assert len({numbers for _, numbers in results}) == 1
+
+
 class Counted(Sampler[int]):
     """The numbers up to ``n``, drawn one by one: it says how many were."""
 
@@ -862,6 +881,9 @@ def test_nothing_is_drawn_ahead_of_need(drop_last: bool, world_size: int) -> Non
         assert len(next(batches)) == 4
         assert source.drawn == 4 * world_size * step
     queue = Queue()
+    alone = Stream(queue, 0, 1, batch_size=4, num_workers=0, seed=0, pad=False, drop=False)
+    queue.items += range(4)
+    assert next(iter(alone)) == [0, 1, 2, 3]  # each sample on one rank: no need to know what follows
     stream = Stream(queue, 0, world_size, batch_size=4, num_workers=0, **options)  # type: ignore[arg-type]
     batches = iter(stream)
     for step in range(3):

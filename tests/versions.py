@@ -5,7 +5,7 @@ in an environment of its own, which is deleted afterwards (with torch's CUDA lib
 installed from its wheel, the tests are those of the source distribution, and no source of the package lies beside them.
 Each pair has a line in the table of ``docs/tested_on.md``, which this writes.
 
-With ``--unpinned`` everything but torch is the newest that pip finds: what a person gets who installs the package today.
+With ``--unpinned`` everything but torch is the newest that pip finds, as for a person who installs the package today.
 """
 
 from __future__ import annotations

@@ -155,10 +155,13 @@ class Standing(NamedTuple):
 
 
 def call_name(fn: Callable[..., Any]) -> str:
-    """How a call of ``fn`` is called in errors, and told to other ranks: the same on all of them."""
+    """Return the name of a call of ``fn``, in errors and for other ranks: the same on all of them."""
     while isinstance(fn, functools.partial):
         fn = fn.func
-    return f"{getattr(fn, '__qualname__', None) or type(fn).__qualname__}()"
+    name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    if (getattr(fn, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]:
+        name = name.rpartition("<locals>.")[2]  # one of this package has the name of the public function that it is in
+    return f"{name}()"
 
 
 def call_site() -> str:

@@ -107,7 +107,7 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
 
     Rank 0 reads the file, and so does each other rank that finds the same one there; to the others rank 0 sends it. The
     number of ranks, wrappers and sharding may differ from those at the time of saving. If the number of ranks is the
-    same, their random numbers go on where they were.
+    same, their random numbers go on where they were; not if nothing but models is loaded, as for a new training.
 
     Args:
         path: the file; code in it, and in the shards beside it, is not executed.
@@ -152,6 +152,8 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
         problem = _problem_of(read) or _problem_of(load_all)
     if problem is not None:  # raised in the block, it would close the process group
         raise ValueError(f"{path} does not fit: {problem}") from problem.__cause__
+    if targets and all(isinstance(target, nn.Module) for target in targets.values()):
+        return rest
     if len(random_states) == world.world_size:
         _set_random_state(random_states[world.rank])
     elif random_states:

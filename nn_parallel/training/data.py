@@ -17,6 +17,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     SequentialSampler,
+    Subset,
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -41,7 +42,8 @@ def prepare_dataloader(
     Everything else is as in ``loader``: the dataset, workers, pinning, collation, and the batch size, now of each rank.
     All ranks draw what its sampler gives, with the same random numbers, and each takes every ``world_size``-th sample;
     of a batch sampler that is not torch's own, every ``world_size``-th batch. The order depends on the seed and the
-    epoch alone, not on the number of ranks. A sampler is asked for no more than the next batches of all ranks need.
+    epoch alone, not on the number of ranks. A sampler is asked for no more than the next batches of all ranks need; on
+    several ranks with ``pad=False`` for the batches after them too, to know which is the last.
 
     Of an iterable dataset each rank draws all samples, and takes every ``world_size``-th one. The random numbers of
     Python, NumPy and torch are the same on all ranks meanwhile; generators of its own the dataset seeds alike. Between
@@ -49,14 +51,15 @@ def prepare_dataloader(
     ``worker_init_fn`` or the ``sharding_filter`` of a DataPipe.
 
     The ranks compare what they draw first in each epoch, without waiting for each other: the number of samples, the
-    indices, and the integers and text in the samples of an iterable dataset. So a sampler or dataset that takes its
-    rank's part already, or that is seeded differently, is an error.
+    indices, those of a `Subset` in its dataset, and the integers and text in the samples of an iterable dataset. So a
+    sampler, a subset or an iterable dataset that takes its rank's part already, or that is seeded differently, is an
+    error. What other datasets with a length hold is not looked at: it must be the same on all ranks.
 
     After an epoch whose last batch was handed out, the next iteration is the next epoch; of an iterable dataset without
     a length, after one that was asked for more. An epoch that is left before is drawn again, so a rank that looks at a
     few batches stays in step with the others. To go to an epoch, call ``loader.set_epoch(epoch)``, or, as loops for
-    `DistributedSampler` do, ``loader.sampler.set_epoch(epoch)``. A ``set_epoch`` of your sampler or dataset is called
-    with each new epoch; where your loop calls it too, that counts.
+    `DistributedSampler` do, ``loader.sampler.set_epoch(epoch)``. A ``set_epoch`` of your sampler, or of an iterable
+    dataset, is called with each new epoch; where your loop calls it too, that counts.
 
     The loader has a state, for ``save_checkpoint(..., loader=loader)``: the seed, the epoch, and how much of it was
     handed out. After `load_checkpoint` the next iteration draws the rest of that epoch, also if the loop calls
@@ -76,8 +79,8 @@ def prepare_dataloader(
             some ranks may therefore hold one sample more. Only where that cannot be, one rank has a batch more than
             another: the samples cannot be collated (images of several sizes), there are fewer than ranks, or the
             batches are made by a batch sampler of your own or by the dataset.
-        seed: of the order. If None: that of the loader's generator, else the one that `seed_everything` or
-            ``torch.manual_seed`` has set; on several ranks that of rank 0.
+        seed: of the order. If None, it is drawn from the loader's generator, else from the random numbers of torch,
+            which `seed_everything` and ``torch.manual_seed`` set; on several ranks from those of rank 0.
         to_device: move the batches to the device of this rank: tensors in mappings, sequences, dataclasses and
             namespaces, and anything that has a method ``to``; without waiting, where the loader has ``pin_memory``.
 
@@ -109,15 +112,17 @@ def _of_samples(loader: DataLoader[T], pad: bool, seed: int | None, to_device: b
     _check_whole(source, world)
     drops = bool(getattr(batches, "drop_last", False))
     _check_drop_last(drops and is_torchs, pad)
-    agreed_seed, loader_id = _agree(source)
+    agreed_seed, loader_id = _agree(source, seed)
+    dataset = loader.dataset
     sampler = RankSampler(
         source,
         world.rank,
         world.world_size,
-        seed=agreed_seed if seed is None else seed,
+        seed=agreed_seed,
         pad=pad and not drops,
         drop=pad and drops,
         batch_size=(batches.batch_size if is_torchs else 1) * world.world_size,
+        numbers=dataset.indices if isinstance(dataset, Subset) else None,
     )
     replaced: dict[str, Any] = {}
     if is_torchs and pad:
@@ -139,12 +144,12 @@ def _of_stream(
         raise ValueError("The loader is prepared already: its samples are shared out.")
     _check_drop_last(loader.drop_last, pad)
     world = current_world()
-    agreed_seed, loader_id = _agree(dataset)
+    agreed_seed, loader_id = _agree(dataset, seed)
     stream = Stream(
         dataset,
         world.rank,
         world.world_size,
-        seed=agreed_seed if seed is None else seed,
+        seed=agreed_seed,
         pad=pad and not loader.drop_last,
         drop=loader.drop_last,
         batch_size=loader.batch_size,
@@ -201,25 +206,28 @@ def _check_drop_last(drops: bool, pad: bool) -> None:
         raise ValueError("drop_last=True leaves samples out, and pad=False none: give the loader drop_last=False.")
 
 
-def _agree(source: Any) -> tuple[int, LoaderId | None]:
-    """Return the seed that ``source`` would draw with on rank 0, and a name for the loader. Every rank calls it.
+def _agree(source: Any, given: int | None) -> tuple[int, LoaderId | None]:
+    """Return the seed of rank 0 for ``source``, the ``given`` one or another, and a name for the loader. All call it.
 
     The ranks' own seeds differ after `seed_everything`.
     """
     blocks = blocks_of(rank_context())
-    if blocks is None:
-        return _seed_of(source), None
-    if blocks.nested_in or type(source) is SequentialSampler:  # not all ranks are here; or there is nothing to agree on
-        return 0, None
+    seed = _seed_of(source) if given is None else given  # on every rank: afterwards they draw on alike
+    if blocks is None or blocks.nested_in:  # not all ranks are here to agree
+        return seed, None
 
     def prepare_dataloader() -> tuple[int, LoaderId]:
-        return _seed_of(source), new_loader_id()
+        return seed, new_loader_id()
 
     return on_rank(0, broadcast=True)(prepare_dataloader)()
 
 
 def _seed_of(source: Any) -> int:
-    return (generator_of(source) or torch.default_generator).initial_seed() % 2**62  # the epoch is added to it
+    """Return a seed from where ``source`` draws its own, so that two loaders have two orders."""
+    if type(source) is SequentialSampler:
+        return 0
+    generator = generator_of(source) or torch.default_generator
+    return int(torch.randint(2**62, (), generator=generator))  # the epoch is added to it
 
 
 def _prepared(

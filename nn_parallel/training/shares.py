@@ -7,11 +7,12 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import (
     BatchSampler,
     IterableDataset,
@@ -59,7 +60,7 @@ class Share:
         Args:
             first: the first samples of the epoch, if it began before: what to pad with.
         """
-        looks_ahead = not self.pad and not self.drop
+        looks_ahead = not self.pad and not self.drop and self.world_size > 1
         drawn = draw()
         first = (first + drawn)[: self.world_size]
         while drawn:
@@ -153,11 +154,26 @@ class RankSampler(Epochs, Sampler[Any]):
     """
 
     def __init__(
-        self, source: Any, rank: int, world_size: int, *, seed: int, pad: bool, drop: bool, batch_size: int
+        self,
+        source: Any,
+        rank: int,
+        world_size: int,
+        *,
+        seed: int,
+        pad: bool,
+        drop: bool,
+        batch_size: int,
+        numbers: Sequence[int] | None = None,
     ) -> None:
-        """``batch_size``: how much of the source the batches of all ranks hold together."""
+        """Share out what ``source`` draws.
+
+        Args:
+            batch_size: how much of the source the batches of all ranks hold together.
+            numbers: those of the samples in the whole dataset, if they are a subset of one.
+        """
         self._seed = seed
         self._share = Share(rank, world_size, batch_size, pad, drop)
+        self._numbers = numbers
         self._checksums = Checksums()
         super().__init__(source, warns=type(source) is not SequentialSampler)
 
@@ -214,11 +230,16 @@ class RankSampler(Epochs, Sampler[Any]):
             with numbers.used() if is_first or not draws_at_once else contextlib.nullcontext():
                 samples = list(itertools.islice(drawn, self._share.together))
             if is_first and self._share.world_size > 1:
-                self._checksums = checksums(samples)
+                self._checksums = checksums(samples if self._numbers is None else self._numbered(samples))
             is_first = False
             return samples
 
         yield from self._share.batches(draw, first)
+
+    def _numbered(self, samples: list[Any]) -> list[Any]:
+        numbers: Any = self._numbers
+        whole: list[Any] = tree_map(lambda index: numbers[index] if isinstance(index, int) else index, samples)
+        return whole
 
     def drawn(self) -> Checksums:
         """Return the checksums of what this iteration began with."""
