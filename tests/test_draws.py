@@ -157,7 +157,7 @@ WRONG: dict[str, Callable[[], DataLoader[Any]]] = {
     "BySet": lambda: DataLoader(range(N), sampler=BySet(), batch_size=2),
     "Shorter": lambda: DataLoader(range(N), sampler=Shorter(), batch_size=2),
     "SequentialSampler": lambda: DataLoader(range(N - current_world().rank), batch_size=2),
-    "RandomSampler": lambda: DataLoader(subset_of_this_rank(), batch_size=2, shuffle=True),
+    "RandomSampler over a Subset": lambda: DataLoader(subset_of_this_rank(), batch_size=2, shuffle=True),
     "SplitByNode": lambda: DataLoader(SplitByNode(), batch_size=2),
     "WebDataset": lambda: DataLoader(WebDataset(), batch_size=2),
     "Tokens": lambda: DataLoader(Tokens(), batch_size=2, num_workers=2, multiprocessing_context="fork"),

@@ -403,7 +403,10 @@ def test_a_loader_goes_on_in_the_middle_of_an_epoch(world: World, batching: str,
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ({"length": 9}, "it is of a loader that draws 9 times an epoch, and this one 10"),
+        (
+            {"length": 9, "position": 4},
+            "of the middle of an epoch in which the loader drew 9 times, and this one draws 10 times",
+        ),
         ({"position": 11}, "it begins at 11 of an epoch of 10"),
         ({"position": -1}, "it begins at -1 of an epoch of 10"),
     ],
@@ -415,6 +418,51 @@ def test_a_state_of_another_loader(state: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         loader.load_state_dict(before | {"epoch": 3} | state)
     assert loader.state_dict() == before
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches of another number in each epoch, as those of so many tokens each."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[index] for index in range(len(self))])
+
+    def __len__(self) -> int:
+        return 8 + 4 * self.epoch
+
+
+def test_an_epoch_may_have_a_length_of_its_own() -> None:
+    """The loader goes on in it at any step, as the sampler knows its epoch first; also where it was over."""
+
+    def make() -> Any:
+        return prepare_dataloader(DataLoader(numbers(20), batch_sampler=Buckets()))
+
+    straight = make()
+    steps = []
+    for epoch in range(3):
+        for batch in straight:
+            steps.append((epoch, str(batch), straight.state_dict()))
+    for step, (_, _, state) in enumerate(steps):
+        loader = make()
+        loader.load_state_dict(state)
+        rest = [str(batch) for _ in range(state["epoch"], 3) for batch in loader]
+        assert rest == [batch for _, batch, _ in steps[step + 1 :]]
+
+
+def test_a_dataset_may_have_grown_between_epochs() -> None:
+    """Only in the middle of an epoch its length is that of the order."""
+    loader: Any = prepare_dataloader(DataLoader(numbers(24), batch_size=2, shuffle=True), seed=1)
+    for batches in (12, 13):  # at the last batch, and after it
+        look(loader, batches)
+        again: Any = prepare_dataloader(DataLoader(numbers(30), batch_size=2, shuffle=True), seed=1)
+        again.load_state_dict(loader.state_dict())
+        assert len(drawn(again)) == (0 if batches == 12 else 15)
+        assert len(drawn(again)) == 15
+        loader.set_epoch(0)
 
 
 def test_an_epoch_can_be_gone_back_to() -> None:
@@ -859,7 +907,7 @@ class Counted(Sampler[int]):
 
 
 class Queue(IterableDataset[int]):
-    """What is put into a queue, as the rollouts of a policy are: whoever asks for more than is there has to wait."""
+    """A stream of what is put into a queue, as the rollouts of a policy: asking for more than is there is an error."""
 
     def __init__(self) -> None:
         self.items: list[int] = []

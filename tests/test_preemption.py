@@ -206,7 +206,7 @@ def test_what_is_for_the_rank_does_not_end_its_forks() -> None:
 
 @pytest.mark.usefixtures("_as_before")
 def test_a_fork_blocks_no_other_signals_than_before() -> None:
-    """What the program has blocked stays blocked, in the rank and in the fork."""
+    """Signals that the program has blocked stay blocked, in the rank and in the fork."""
     assert not stop_requested()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGHUP])
     try:

@@ -290,7 +290,7 @@ def test_what_an_inner_block_has_raised_does_not_shield_the_outer_one() -> None:
 
 
 def test_a_scope_can_be_entered_again() -> None:
-    """What was raised in it before is of no account, wherever that is kept."""
+    """An exception that was raised in it before is of no account, wherever that is kept."""
     block = CancelScope()
     for _ in range(2):
         try:

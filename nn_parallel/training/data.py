@@ -386,7 +386,7 @@ class _Batches(Iterator[T]):
             length=share.source_length if isinstance(share, RankSampler) else None,
             first=first,
         )
-        check_alike(self._loader_id, share.source, draws)
+        check_alike(self._loader_id, share.name, draws)
 
 
 class Parts(NamedTuple):

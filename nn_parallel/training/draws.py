@@ -1,4 +1,4 @@
-"""Whether the ranks draw alike: each compares what it draws with what another rank has drawn, and nobody waits.
+"""Ranks that do not draw alike: each rank compares what it draws with what another one has drawn, and none waits.
 
 A prepared loader relies on it: every rank draws the same order and takes its part. A sampler that takes its rank's part
 already, an unseeded generator or the order of a set break that, and samples come twice or never, in silence.
@@ -49,7 +49,7 @@ class Checksums(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """What a rank has drawn at the beginning of an iteration."""
+    """The first samples that a rank has drawn in an iteration, as checksums, and where that iteration is."""
 
     loader: str
     iteration: int  # so many the rank has begun
@@ -86,14 +86,17 @@ def checksums(drawn: list[Any]) -> Checksums:
     return sums
 
 
-def check_alike(loader: LoaderId | None, source: object, draws: Draws) -> None:
+def check_alike(loader: LoaderId | None, name: str, draws: Draws) -> None:
     """Compare ``draws`` of this rank with those of another rank that was here before; else write them down for it.
+
+    Args:
+        name: that of what is drawn from, for the error.
 
     Nothing is compared where ranks are not expected to do alike: alone, in the function of some ranks, in a fork, in a
     thread beside the main one, and when the store is gone.
 
     Raises:
-        ValueError: the ranks draw other samples, or another number of them, from ``source``.
+        ValueError: the ranks draw other samples, or another number of them.
     """
     context = rank_context()
     blocks = blocks_of(context)
@@ -115,12 +118,11 @@ def check_alike(loader: LoaderId | None, source: object, draws: Draws) -> None:
     except ParallelError:
         return
     if draws.is_of_iteration(other) and (why := _difference(draws, other)):
-        name = type(source).__name__
         raise ValueError(
             f"{name} is not drawn alike: in epoch {draws.epoch} {why}. prepare_dataloader() has every rank draw the "
             f"same order, of which each takes its part. If {name} takes the part of a rank itself, use the loader "
-            "without prepare_dataloader(). If it has random numbers of its own, seed them alike on every rank. Sort "
-            "what is in the order of a set or of a directory."
+            "without prepare_dataloader(). If it has random numbers of its own, seed them alike on every rank; give "
+            "random_split() a generator. Sort what is in the order of a set or of a directory."
         )
 
 

@@ -69,7 +69,8 @@ class Share:
             if looks_ahead and not is_last:
                 following = draw()
                 if len(following) < self.world_size:
-                    drawn, following = drawn + following, []
+                    drawn = drawn + following
+                    following = []
             if self.drop:
                 drawn = drawn[: len(drawn) // self.world_size * self.world_size]
             elif self.pad and is_last:
@@ -95,6 +96,11 @@ class Epochs:
         self.left_after = 0  # so many batches of this epoch, by an iteration that may not have ended
         self._is_complete = False  # the last batch of this epoch was handed out
         self._has_warned = not warns
+
+    @property
+    def name(self) -> str:
+        """The kind of the source, for errors."""
+        return type(self.source).__name__
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch; when it has ended, the next one is the epoch after it.
@@ -203,12 +209,23 @@ class RankSampler(Epochs, Sampler[Any]):
             ValueError: that is a state of another loader.
         """
         self._check_kind(state)
-        position, length, own = state["position"], state["length"], self.source_length
-        if length != own:
-            raise ValueError(f"it is of a loader that draws {length} times an epoch, and this one {own}.")
+        position = state["position"]
+        length = state["length"]
         if not 0 <= position <= (math.inf if length is None else length):
             raise ValueError(f"it begins at {position} of an epoch of {length}.")
-        self.set_epoch(state["epoch"])
+        epoch_before = self.epoch
+        begin_before = self.begin
+        self.set_epoch(state["epoch"])  # first: the length of the source may be that of its epoch
+        own = self.source_length
+        if position == length:  # that epoch is over, however long it would be now
+            position = position if own is None else own
+        elif position > 0 and length != own:
+            self.set_epoch(epoch_before)
+            self.begin = begin_before
+            raise ValueError(
+                f"it is of the middle of an epoch in which the loader drew {length} times, and this one draws {own} "
+                "times."
+            )
         self.begin = position
         self._seed = state["seed"]
 
@@ -236,6 +253,11 @@ class RankSampler(Epochs, Sampler[Any]):
 
         yield from self._share.batches(draw, first)
 
+    @property
+    def name(self) -> str:
+        """The kind of the source, for errors; with a subset, which may be what differs."""
+        return super().name if self._numbers is None else f"{super().name} over a Subset"
+
     def _numbered(self, samples: list[Any]) -> list[Any]:
         numbers: Any = self._numbers
         whole: list[Any] = tree_map(lambda index: numbers[index] if isinstance(index, int) else index, samples)
@@ -251,7 +273,7 @@ class RankSampler(Epochs, Sampler[Any]):
 
     @property
     def source_length(self) -> int | None:
-        """How often the source draws in an epoch; None if it does not say."""
+        """The number of times that the source draws in an epoch; None if it does not say."""
         try:
             return len(self.source)
         except (TypeError, NotImplementedError):
