@@ -27,6 +27,7 @@ from torch.utils.data import get_worker_info
 from ..preemption import SIGNALS, pass_over
 
 KILL_AFTER_S = 1.0
+SIGNALS_SENT = 20  # until then
 
 
 class WorkerInit:
@@ -63,6 +64,8 @@ class WorkerInit:
 def _terminate(reference: Callable[[], Any], ends: torch.Tensor) -> None:
     popen = reference()
     ends[0] = True
-    type(popen).terminate(popen)
-    if popen.wait(timeout=KILL_AFTER_S) is None:
-        popen.kill()
+    for _ in range(SIGNALS_SENT):  # one that comes just before the worker waits in C does not end that wait
+        type(popen).terminate(popen)
+        if popen.wait(timeout=KILL_AFTER_S / SIGNALS_SENT) is not None:
+            return
+    popen.kill()
