@@ -36,7 +36,8 @@ class RepeatAugSampler(Sampler[int]):
 
     def __init__(self) -> None:
         world = current_world()
-        self.num_replicas, self.rank = world.world_size, world.rank
+        self.num_replicas = world.world_size
+        self.rank = world.rank
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.rank, N, self.num_replicas))
@@ -50,7 +51,8 @@ class TrainingSampler(RepeatAugSampler):
 
     def __init__(self) -> None:
         world = current_world()
-        self._world_size, self._rank = world.world_size, world.rank
+        self._world_size = world.world_size
+        self._rank = world.rank
 
     def __iter__(self) -> Iterator[int]:
         return itertools.cycle(range(self._rank, N, self._world_size))

@@ -1006,7 +1006,8 @@ def test_what_the_user_has_given_is_found_in_the_loader(world: World) -> None:
         assert sampler.difficulty == 2
         with pytest.raises(AttributeError, match="'Counted' object has no attribute 'weights'"):
             _ = loader.sampler.weights
-        collate, initialize = torch.stack, print
+        collate = torch.stack
+        initialize = print
         given: Any = DataLoader(stream, batch_size=4, collate_fn=collate, num_workers=2, worker_init_fn=initialize)
         loader = prepare_dataloader(given, pad=False)
         assert (loader.dataset is stream, len(loader.dataset), loader.dataset.shuffles) == (True, 24, True)

@@ -199,7 +199,8 @@ def _in_a_weak_callback(block: CancelScope) -> None:
 
 def _in_the_collector(block: CancelScope) -> None:
     one, two = Destroyed(block), Destroyed(block)
-    one.other, two.other = two, one  # type: ignore[attr-defined]
+    one.other = two  # type: ignore[attr-defined]
+    two.other = one  # type: ignore[attr-defined]
     del one, two
     gc.collect()
 

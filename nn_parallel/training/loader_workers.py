@@ -40,10 +40,10 @@ class WorkerInit:
 
     def __call__(self, worker: int) -> None:
         for number in SIGNALS:
-            # Torch has replaced a handler of the user's for SIGTERM, and left one for another signal.
-            if number == signal.SIGTERM or not callable(signal.getsignal(number)):
+            if number == signal.SIGTERM:  # torch has replaced what the user had for it
+                signal.signal(number, self._end_if_told)
+            elif not callable(signal.getsignal(number)):
                 signal.signal(number, pass_over)
-        signal.signal(signal.SIGTERM, self._end_if_told)
         if self._initialize is not None:
             if self._is_stream:
                 info: Any = get_worker_info()
