@@ -75,15 +75,16 @@ def _split_run_gather(
     # Those of this thread: each has its own.
     grad, inference, kind = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), devices[0].type
     autocast, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    streams = [None if kind == "cpu" else torch.accelerator.current_stream(device) for device in devices]
 
-    def run(call: Any, device: torch.device) -> Any:
-        if kind != "cpu":
-            torch.accelerator.set_device_index(device)
+    def run(call: Any, stream: torch.Stream | None) -> Any:
+        if stream is not None:
+            torch.accelerator.set_stream(stream)  # and its device
         with torch.inference_mode(inference), torch.set_grad_enabled(grad), torch.autocast(kind, dtype, autocast):
             return func(*call[0], **call[1])
 
     with ThreadPoolExecutor(len(devices)) as threads:
-        results = list(threads.map(run, calls, devices))
+        results = list(threads.map(run, calls, streams))
     parts, (shape, *others) = zip(*(pytree.tree_flatten(result) for result in results), strict=True)
     if any(other != shape for other in others):
         raise TypeError(f"{call_name(func)} returned different structures on different devices: they cannot be joined.")

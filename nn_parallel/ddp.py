@@ -53,7 +53,8 @@ def initialize_ddp(
         backend: of torch.distributed. If None: ``"gloo"`` on CPU, gloo for CPU tensors and the accelerator's own
             backend for its tensors otherwise.
         device: of this rank. If None or ``"cuda"``: the accelerator of the local rank, or the CPU where there is none;
-            no two ranks then get the same one. With a number they may share one, as far as the backend can.
+            no two ranks then get the same one. With a number they may share one: NCCL refuses that, so all collectives
+            then go by gloo, unless ``backend`` says otherwise. It becomes the current device.
         rank: of this process; it wins over the environment, as the next four do.
         world_size: how many ranks there are.
         local_rank: of this process among those of its node.
@@ -97,7 +98,7 @@ def initialize_ddp(
             join(context)
             share_uncaught(context)
             os.environ[TAKEN] = f"{os.getpid()} {_place(launch)}"
-            atexit.register(cleanup_ddp)
+            atexit.register(_leave_at_exit)
             world, told_by = context.world, ", ".join(launch.told_by)
             place = world.rank, world.world_size, world.device
             logger.info("Rank %d of %d on %s, started by %s (%s).", *place, world.launcher, told_by)
@@ -121,13 +122,23 @@ def cleanup_ddp() -> None:
 
     Runs by itself at the end of the program. Inside `ParallelExecutor.run` it closes the group; the rank stays a rank.
     """
+    _leave(abort=False)
+
+
+def _leave_at_exit() -> None:
+    """Leave the world at the end of the program; if an exception ends it, what is under way may never end."""
+    context = rank_context()
+    _leave(abort=context is not None and context.ends_by_exception)
+
+
+def _leave(*, abort: bool) -> None:
     context = rank_context()
     if context is None or context.is_inherited or context.world.launcher == "external":
         return
     if context.world.launcher == "executor":
-        context.group.close(abort=False)
+        context.group.close(abort=abort)
     else:
-        context.leave()
+        context.leave(abort=abort)
         join(None)
         os.environ.pop(TAKEN, None)
 
@@ -135,6 +146,8 @@ def cleanup_ddp() -> None:
 def _alone(device: torch.device | str) -> World:
     """The world of one rank from now on, with this device."""
     world = World(False, 0, 0, 1, resolve_device(device))
+    if named_device(device) is not None and world.device.index is not None:
+        torch.accelerator.set_device_index(world.device.index)
     join(RankContext(world))
     return world
 

@@ -7,9 +7,11 @@ import inspect
 import math
 import operator
 import os
+import threading
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, SupportsIndex
 
 import torch
@@ -47,7 +49,7 @@ def resolve_device(device: torch.device | str) -> torch.device:
     if wanted.type not in ("cuda", found[0].type):
         raise ValueError(f"There is no {wanted}: {what_exists(found)}.")
     _, _, number = text.partition(":")  # torch keeps eight bits of it: 256 would be 0
-    index = int(number) if number else torch.accelerator.current_device_index()
+    index = int(number) if number else current_index(found[0].type)
     if index >= len(found):
         raise ValueError(f"There is no {device}: {what_exists(found)}.")
     return found[index]
@@ -62,10 +64,17 @@ def named_device(device: torch.device | str | None) -> torch.device | None:
 
 
 def hardware_id(device: torch.device) -> str | None:
-    """What names an accelerator in every process and on every host; None if its driver does not tell."""
+    """Return what names an accelerator in every process of its host; None if its driver does not tell.
+
+    Its place on the PCI bus, by which NCCL knows it; the slices of a GPU in MIG mode have the same one. Begins the use
+    of CUDA.
+    """
     if device.type == "cpu":
         return None
-    uuid = getattr(device_properties(device), "uuid", None)
+    properties: Any = device_properties(device)
+    if hasattr(properties, "pci_bus_id"):
+        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}"
+    uuid = getattr(properties, "uuid", None)
     return None if uuid is None else str(uuid)
 
 
@@ -83,11 +92,44 @@ def accelerators() -> list[torch.device]:
     return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
 
 
+def current_index(kind: str) -> int:
+    """Return the number of the current accelerator of this ``kind``.
+
+    Before the first use of CUDA that is the first one, as far as torch knows; to ask would begin its use.
+    """
+    is_initialized = getattr(torch.get_device_module(kind), "is_initialized", None)
+    if is_initialized is not None and not is_initialized():
+        return 0
+    return torch.accelerator.current_device_index()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that was queued on ``device``: what has failed there is raised here."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def synchronize_in_thread(device: torch.device) -> Future[None]:
+    """Return the end of `synchronize`, which no signal interrupts, in a thread that nobody has to wait for."""
+    end = Future[None]()
+
+    def wait() -> None:
+        try:
+            synchronize(device)
+        except Exception as error:
+            end.set_exception(error)
+        else:
+            end.set_result(None)
+
+    threading.Thread(target=wait, name="nn_parallel synchronize", daemon=True).start()
+    return end
+
+
 def parse_devices(devices: str | torch.device | Sequence[str | torch.device | int]) -> list[torch.device]:
     """The devices that a ``devices=`` argument names.
 
-    ``"cpu"``; ``"all"`` accelerators; accelerators by number, ``"0,2-3"`` (a range includes its end); or a list of
-    devices. Numbers and devices may repeat: several workers then share one.
+    ``"cpu"``; all accelerators, as ``"all"``, ``"cuda"`` or ``"gpu"``; accelerators by number, ``"0,2-3"`` (a range
+    includes its end); or a list of devices. Numbers and devices may repeat: several workers then share one.
 
     Raises:
         ValueError: one of them does not exist, or the text is none of these; the message says what exists.
@@ -96,12 +138,6 @@ def parse_devices(devices: str | torch.device | Sequence[str | torch.device | in
     if isinstance(devices, torch.device):
         devices = [devices]
     if isinstance(devices, str):
-        if devices.strip() == "all":
-            if not found:
-                raise ValueError(
-                    "devices='all' asks for accelerators, and there is none; devices='cpu' asks for the CPU."
-                )
-            return found
         devices = [part.strip() for part in devices.split(",")]
     chosen = [device for part in devices for device in _expand(part, found)]
     if not chosen:
@@ -256,6 +292,10 @@ def _device_parameter(fn: Callable[..., Any]) -> tuple[Any, int, float] | None:
 
 def _expand(part: str | torch.device | int, found: list[torch.device]) -> list[torch.device]:
     text = str(part).strip()
+    if text in ALL_ACCELERATORS:
+        if not found:
+            raise ValueError(f"devices={text!r} asks for accelerators, and there is none; 'cpu' asks for the CPU.")
+        return found
     first, dash, last = text.partition("-")
     if first.isdecimal() and (not dash or last.isdecimal()):
         wanted = range(int(first), int(last if dash else first) + 1)
@@ -288,6 +328,7 @@ def _warn_no_accelerator_once(wanted: str) -> None:
         warnings.warn(f"{wanted} was asked for and there is no accelerator: the CPU is used.", stacklevel=3)
 
 
+ALL_ACCELERATORS = "all", "gpu", "cuda"
 _warned = False
 _KINDS = (
     inspect.Parameter.POSITIONAL_ONLY,

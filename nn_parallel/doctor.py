@@ -134,12 +134,15 @@ def _system() -> Finding:
 
 
 def _devices() -> Iterator[Finding]:
-    found = accelerators()
-    names = [getattr(device_properties(device), "name", "unnamed") for device in found]
+    found, gpus = accelerators(), [gpu for gpu in list_gpus() if gpu.is_visible]
+    if len(gpus) == len(found):
+        names = [gpu.name or "unnamed" for gpu in gpus]  # of CUDA, whose use begins where it is asked itself
+    else:
+        names = [getattr(device_properties(device), "name", "unnamed") for device in found]
     text = ", ".join(f"{device} ({name})" for device, name in zip(found, names, strict=True)) or "the CPU alone"
     if shown := os.environ.get("CUDA_VISIBLE_DEVICES"):
         text += f", with CUDA_VISIBLE_DEVICES={shown}"
-    there = sum(gpu.is_visible for gpu in list_gpus()) if torch.version.hip is None else 0
+    there = len(gpus) if torch.version.hip is None else 0
     if there > len(found):
         why = "this torch is built without CUDA" if torch.version.cuda is None else "CUDA does not start"
         advice = "install a build of torch that fits the driver (see pytorch.org)"

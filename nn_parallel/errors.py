@@ -262,8 +262,10 @@ def lost_connection(error: BaseException) -> bool:
 
 
 def collective_timed_out(error: BaseException) -> bool:
-    """Whether gloo has waited in a collective for as long as the process group allows; its peers then lose it."""
-    return isinstance(error, RuntimeError) and "gloo/transport" in (text := _text_of(error)) and _TIMED_OUT in text
+    """Whether a rank has waited in a collective for as long as the process group allows; its peers then lose it."""
+    if not isinstance(error, RuntimeError) or _TIMED_OUT not in (text := _text_of(error)):
+        return False
+    return "gloo/transport" in text or text.startswith("NCCL: ")
 
 
 def exit_reason(exitcode: int) -> str:

@@ -14,12 +14,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .errors import LaunchError
 
 T = TypeVar("T")
 MIB = 1 << 20
+UUIDS = "GPU-", "MIG-"  # how they begin, the latter those of slices
 logger = logging.getLogger("nn_parallel")
 
 
@@ -29,7 +30,8 @@ class GPU:
 
     Attributes:
         index: its number in NVML's order, that of ``nvidia-smi``.
-        uuid: its name on every machine, good for ``CUDA_VISIBLE_DEVICES``.
+        uuid: its name on every machine, good for ``CUDA_VISIBLE_DEVICES``. Where that shows a slice of the GPU (in MIG
+            mode), the slice stands for it, with its own name and memory.
         name: the product.
         memory_total_mb, memory_free_mb: in MiB.
         utilization: the share of the last sample period in which something ran on it, in percent.
@@ -60,9 +62,11 @@ def list_gpus() -> list[GPU]:
     with _nvml() as nvml:
         if nvml is None:
             return []
-        found = [_describe(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        slice_of = _shown_slice(nvml, shown)
+        found = [_describe(nvml, index, slice_of) for index in range(nvml.nvmlDeviceGetCount())]
     gpus = [gpu for gpu in found if gpu]
-    visible = _visible(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus)
+    visible = _visible(shown, gpus)
     return [replace(gpu, is_visible=gpu.uuid in visible) for gpu in gpus]
 
 
@@ -206,7 +210,7 @@ def _named(text: str, gpus: list[GPU]) -> Iterator[GPU]:
         wanted = range(int(first), int(last if dash else first) + 1)
         found = [gpu for gpu in gpus if gpu.index in wanted]
         yield from found if len(found) == len(wanted) else []
-    elif text.startswith("GPU-"):
+    elif text.startswith(UUIDS):
         found = [gpu for gpu in gpus if gpu.uuid.startswith(text)]
         if len(found) > 1:
             raise ValueError(f"{text!r} is short for several: {', '.join(gpu.uuid for gpu in found)}.")
@@ -222,7 +226,7 @@ def _visible(shown: str | None, gpus: list[GPU]) -> set[str]:
         return {gpu.uuid for gpu in gpus}
     found = list[str]()
     for part in shown.split(","):
-        is_uuid = part.startswith("GPU-")
+        is_uuid = part.startswith(UUIDS)
         matching = [gpu for gpu in gpus if str(gpu.index) == part.strip() or (is_uuid and gpu.uuid.startswith(part))]
         if len(matching) != 1:
             break
@@ -249,10 +253,25 @@ def _nvml() -> Iterator[ModuleType | None]:
         pynvml.nvmlShutdown()
 
 
-def _describe(nvml: ModuleType, index: int) -> GPU | None:
+def _shown_slice(nvml: ModuleType, shown: str | None) -> dict[str, tuple[str, Any]]:
+    """Return the slice that CUDA sees, its UUID and NVML's handle, by the UUID of its GPU; CUDA sees one at most."""
+    uuid = (shown or "").split(",")[0]
+    if not uuid.startswith("MIG-"):
+        return {}
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        gpu = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+        return {nvml.nvmlDeviceGetUUID(gpu): (uuid, handle)}
+    except nvml.NVMLError as error:
+        logger.warning("CUDA_VISIBLE_DEVICES=%s names no slice of a GPU that can be used: %s.", shown, error)
+        return {}
+
+
+def _describe(nvml: ModuleType, index: int, slice_of: dict[str, tuple[str, Any]]) -> GPU | None:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         uuid = nvml.nvmlDeviceGetUUID(handle)
+        uuid, handle = slice_of.get(uuid, (uuid, handle))
     except nvml.NVMLError as error:  # NVML counts those too that have failed, or are not this user's
         logger.warning("GPU %d cannot be used: %s.", index, error)
         return None

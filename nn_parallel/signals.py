@@ -6,6 +6,8 @@ it would leave them half done: a module that has such lines says so by ``UNINTER
 there is passed over, the next one counts. Nor is it raised in an import that the block has begun: many a module that
 has run by half cannot be imported again.
 
+`raise_in_main_thread` raises outside all blocks.
+
 `DeferredSignals` is the opposite: a block that neither this nor Ctrl-C leaves half done.
 """
 
@@ -108,6 +110,24 @@ class CancelScope:
         return now - self._import_seen_at < IMPORT_PATIENCE_S
 
 
+def raise_in_main_thread(error: Exception) -> None:
+    """Have ``error`` raised in the main thread, once, also outside all blocks; `stay_ready` has been called before.
+
+    Call `raise_if_due` until it is raised. Any thread may call this.
+    """
+    global _due
+    _due = error
+    signal.pthread_kill(_main, signal.SIGURG)
+
+
+def raise_if_due() -> bool:
+    """Have what is due raised again, which may have come where nothing is raised; return whether there is any."""
+    if _due is None:
+        return False
+    signal.pthread_kill(_main, signal.SIGURG)
+    return True
+
+
 class DeferredSignals:
     """A block of the main thread at whose end Ctrl-C and `Interrupted` are raised: they leave nothing half done.
 
@@ -181,6 +201,7 @@ class Condition(threading.Condition):
 
 
 def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
+    global _due
     if _must_finish(frame):
         return
     if _delayed:
@@ -191,6 +212,9 @@ def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
             if block.is_being_left() or block.is_importing(frame):
                 return
             raise block.make_exception()
+    if _due is not None:
+        error, _due = _due, None
+        raise error
 
 
 def _nothing_raised() -> None:
@@ -221,6 +245,21 @@ def keep_handler() -> None:
     signal.signal(signal.SIGURG, _raise_in_the_outermost)
 
 
+def stay_ready(until: contextlib.ExitStack) -> bool:
+    """Have the handler stay, for `raise_in_main_thread`; return whether this is the main thread, where it can."""
+    if threading.get_ident() != _main:
+        return False
+    before = signal.signal(signal.SIGURG, _raise_in_the_outermost)
+
+    def put_back() -> None:
+        global _due
+        _due = None
+        signal.signal(signal.SIGURG, before)
+
+    until.callback(put_back)
+    return True
+
+
 def _begin_anew() -> None:
     """In a fork: its only thread is the main one now, whichever it was, and in no block that the main thread was in."""
     global _main
@@ -231,6 +270,7 @@ def _begin_anew() -> None:
 
 _main = threading.main_thread().ident or 0  # the thread that runs signals' handlers
 _is_handler_kept = False
+_due: Exception | None = None  # to be raised outside all blocks
 _SIGINT = int(signal.SIGINT)
 _running: list[CancelScope] = []
 _delayed: list[DeferredSignals] = []  # the innermost last

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging.handlers
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,6 +39,10 @@ from nn_parallel import (
     prepare_model,
     should_use_distributed,
 )
+from nn_parallel.launch import nccl
+from nn_parallel.launch.environment import detect_launch
+from nn_parallel.launch.group import Group
+from nn_parallel.launch.rendezvous import join_launch
 
 CPU = torch.device("cpu")
 ONLY_LINUX = """
@@ -269,36 +274,38 @@ def test_another_code_s_process_group_is_a_world_too() -> None:
         assert ranks.run(scenario) == [((True, rank, rank, 2), "external", 7, 2.0) for rank in range(2)]
 
 
-def test_two_ranks_with_the_same_gpu_are_refused_before_the_first_collective() -> None:
-    """All ranks get the table of who has what, whichever of them sees it; a device that is named may be shared.
+@pytest.mark.parametrize("gpus", [2, 3])
+def test_ranks_that_share_a_gpu_talk_by_gloo(gpus: int) -> None:
+    """NCCL would refuse it: rank 0 says so, in one line. With a GPU for each rank they talk by NCCL.
 
-    The UUIDs are made up, behind `hardware_id`: this machine may have no GPU.
+    The GPUs are made up, behind `hardware_id`: this machine may have none. The choice is made before torch is asked.
     """
 
-    def body(device: str | None) -> str:
-        uuid = f"GPU-{int(os.environ['RANK']) % 2}"
+    def body() -> tuple[str, str]:
+        rank = int(os.environ["RANK"])
+        context = join_launch(detect_launch(os.environ), None, timedelta(seconds=20))
+        group = Group(context.world._replace(device=torch.device("cuda", rank)), None)
         with (
-            mock.patch("nn_parallel.launch.rendezvous.hardware_id", return_value=uuid),
-            mock.patch("nn_parallel.launch.context.hardware_id", return_value=uuid),
+            mock.patch("nn_parallel.launch.group.hardware_id", return_value=f"0000:00:0{rank % gpus}"),
+            mock.patch("torch.distributed.init_process_group", side_effect=ValueError("no GPU")) as init,
+            mock.patch("nn_parallel.launch.group.logger.warning") as warn,
+            contextlib.suppress(ValueError),
         ):
-            try:
-                return f"{initialize_ddp(device=device).world_size} ranks"
-            except LaunchError as error:
-                return str(error)
-            finally:
-                cleanup_ddp()
+            group.make(context.store, None, timedelta(seconds=20))
+        settings = {name: os.environ.get(name) for name in nccl.SETTINGS}
+        group.release()
+        context.leave()
+        assert settings == nccl.SETTINGS
+        assert not nccl.SETTINGS.keys() & os.environ.keys()
+        return init.call_args.args[0], str(warn.call_args and warn.call_args.args[1])
 
     with launched(3) as ranks:
-        told = ranks.run(body, None)
-        first, head, *rows = told[0].splitlines()
-        assert re.fullmatch(
-            "Ranks [02] and [02] both have the device GPU-0, which the collectives cannot share.*", first
-        )
-        assert head.split() == ["rank", "host", "device"]
-        host = socket.gethostname()
-        assert [row.split() for row in rows] == [[str(rank), host, "cpu", f"GPU-{rank % 2}"] for rank in range(3)]
-        assert told == [told[0]] * 3
-        assert ranks.run(body, "cpu") == ["3 ranks"] * 3
+        (backend, told), *others = ranks.run(body)
+        assert others == [(backend, "None")] * 2
+        if gpus == 2:
+            assert (backend, told) == ("gloo", "Ranks 0 and 2 share the accelerator at 0000:00:00")
+        else:
+            assert (backend, told) == ("cpu:gloo,cuda:nccl", "None")
 
 
 def test_a_rank_without_a_device_is_told_to_all() -> None:
@@ -318,7 +325,7 @@ def test_a_rank_without_a_device_is_told_to_all() -> None:
         assert told == [told[0]] * 3
         assert told[0].startswith(
             "Rank 1 has no device: 3 ranks run on this node and the accelerators are cuda:0 to cuda:1: start at most 2 "
-            "ranks per node, or pass device= to share one on purpose.\nrank  host"
+            "ranks per node, or pass device= to share one on purpose."
         )
 
 

@@ -95,6 +95,8 @@ class Blocks(Calls):
                     del failed  # it would live in a cycle with its traceback, and all that the frames there hold
 
     def _leave_together(self, block: Block) -> None:
+        if (failure := self.context.group.error()) is not None:
+            raise failure
         if block.timeout_s is not None:
             self.connection.set(LEFT_KEY, block.left_value)
         self._begin(block.call)

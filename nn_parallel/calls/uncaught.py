@@ -31,6 +31,7 @@ def share_uncaught(context: RankContext) -> None:
     """Tell the others of an exception that nobody catches here, or show theirs, until this rank leaves the world."""
 
     def excepthook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        context.ends_by_exception = True
         if not context.is_inherited and not isinstance(error, RankError):  # which every rank has
             with contextlib.suppress(Exception):  # without a store there is nobody to tell, or to ask
                 _tell_or_show(context, error)

@@ -15,13 +15,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
+
+from ..devices import synchronize
 from ..errors import ParallelError, RankTimeoutError, lost_connection
 from ..launch import flight_recorder
 from ..launch.context import RankContext
 from ..launch.flight_recorder import Collective
 from ..launch.liveness import OUT_OF_REACH, Liveness
 from ..launch.store import INTRUDER_KEY, LEFT_KEY, standing_key
-from ..signals import CancelScope, Condition, Interrupted
+from ..signals import CancelScope, Condition, Interrupted, raise_if_due, raise_in_main_thread, stay_ready
 from ..stack_dump import by_place
 from .deadlock import standing, why_never, with_root
 from .outcomes import BlockOutcomes
@@ -50,7 +53,7 @@ class Block:
     body: CancelScope = field(default_factory=CancelScope)
     is_active: bool = False  # its body runs
     must_leave: bool = False  # it has failed, or is to fail on this rank
-    reason: ParallelError | None = None  # why, if not because of another rank
+    reason: Exception | None = None  # why, if not because of another rank
 
     @property
     def deadline(self) -> float | None:
@@ -75,9 +78,13 @@ class Watcher:
         self._said: Standing | None = None
         self._state: Any = None  # as it was at the last look, see `_last_collectives`,
         self._last: list[Collective] = []  # and what it found then
+        self._nccl = ""  # how far its collectives were
+        self._raised_in = -1  # the group in which a failure on the accelerator was raised, see `Group.times_closed`
         self._is_store_lost = False
         self._intruder: str | None = None  # who has come as a rank that is there
         self._reason: ParallelError | None = None  # see `reason`
+        self._on_cpu = context.world.device.type == "cpu"
+        self._can_raise = not self._on_cpu and stay_ready(context.on_leave)  # outside all blocks
         self._thread = threading.Thread(target=self._loop, name="nn_parallel watcher", daemon=True)
         self._thread.start()
 
@@ -102,6 +109,7 @@ class Watcher:
         try:
             with block.body:
                 yield
+                synchronize(self._context.world.device)  # the block is through when all that it has queued is
         finally:
             with self._changed:  # the thread frees this rank only while it holds this: no more from here on
                 block.is_active = False
@@ -129,20 +137,21 @@ class Watcher:
                 block = self._innermost()
                 if block is None and (left := self._look_at - time.monotonic()) > 0:
                     pause = POLL_MIN_S
-                    self._changed.wait(None if self._is_store_lost else left)
+                    self._changed.wait(None if self._is_store_lost and self._on_cpu else left)
                     continue
             self._connection.answer_by = block.deadline if block is not None else None
             must_leave = False
-            reason: ParallelError | None = None
+            reason: Exception | None = None
             try:
                 if block is not None:  # first: what is found below may only follow from that
                     must_leave = self._has_failed(block)
                 if not must_leave and block is not None:
-                    reason = self._timeout(block)
+                    reason = self._timeout(block) or self._context.group.error()
                 if not must_leave and reason is None and time.monotonic() >= self._look_at:
                     reason = self._look(block)
             except Exception as error:  # the store is gone, or worse: what it should tell of would never be heard
                 self._is_store_lost, reason = True, _as_reason(error)
+                self._look_at = time.monotonic() + LOOK_EVERY_S
                 if block is None and self._context.rank_0.how_lost == OUT_OF_REACH and position().may_wait:
                     self._end_collective(reason)
             if block is None:
@@ -154,15 +163,18 @@ class Watcher:
                     self._changed.wait(pause)
                     pause = min(pause * (1 + POLL_SHARE), POLL_MAX_S)
 
-    def _free(self, block: Block, reason: ParallelError | None) -> None:
-        """Have this rank leave ``block``: again and again, as a group may just be made, or a wait begin."""
+    def _free(self, block: Block, reason: Exception | None) -> None:
+        """Have this rank leave ``block``: again and again, as a group may just be made, or a wait begin.
+
+        First comes the interrupt, and then the abort, after which a collective of an accelerator returns wrong numbers.
+        """
         with contextlib.suppress(Exception):  # whatever it is, this rank must be freed
             self._find_connections()
         with self._changed:
             if block is self._innermost():
                 block.must_leave, block.reason = True, block.reason or reason
-                self._context.group.abort()
                 block.body.interrupt()
+                self._context.group.abort()
 
     def _innermost(self) -> Block | None:
         """The innermost block, if its body runs: what is around it fails with it, if nobody catches."""
@@ -199,6 +211,9 @@ class Watcher:
         Outside of all blocks its collective is ended here, also if it waits for a rank that is lost.
         """
         self._look_at = time.monotonic() + LOOK_EVERY_S
+        if block is None and self._can_raise and (failure := self._failure_on_accelerator()):
+            self._end_collective(failure)
+            return None
         progress, stands, waits = self._progress(), position(), self.waits  # before the collectives: see `standing`
         last = [] if stands.makes_group else self._last_collectives(waits, stands)
         mine = standing(self._context, waits, stands, last)
@@ -216,6 +231,23 @@ class Watcher:
             self._end_collective(reason)
         return None
 
+    def _failure_on_accelerator(self) -> Exception | None:
+        """Return why a collective on the accelerator cannot end. That a rank has died, NCCL need not see."""
+        if self._raised_in == self._context.group.times_closed:
+            return None
+        if failure := self._context.group.error():
+            return failure
+        before, self._nccl = self._nccl, self._context.group.progress_of_nccl()
+        if not self._nccl or self._nccl != before:
+            return None
+        try:
+            dead = self._liveness.dead([rank for rank in range(self._context.world_size) if rank != self._context.rank])
+        except ParallelError as lost:  # the store, with its host
+            return lost
+        return (
+            dist.DistBackendError(f"NCCL: Connection closed by peer. {self._liveness.death(dead[0])}") if dead else None
+        )
+
     def _find_connections(self) -> None:
         """Have `Group.abort` end those of all groups, in one of whose collectives the main thread may sit."""
         stands = position()
@@ -223,15 +255,25 @@ class Watcher:
         if stands.may_wait and not uses_store:
             self._context.group.find_connections()
 
-    def _end_collective(self, reason: ParallelError) -> None:
-        """Outside all blocks: the collective raises, in torch's words, so the cause is told before."""
+    def _end_collective(self, reason: Exception) -> None:
+        """Outside all blocks: gloo's collective raises, in torch's words, so the cause is told before.
+
+        One on an accelerator returns, with wrong numbers: so ``reason`` itself is raised there, before that.
+        """
+        times_closed = self._context.group.times_closed
         self._find_connections()
         if self._context.on_deadlock:
             self._context.on_deadlock(reason)
-            return
-        logger.error("%s", reason)
-        self._reason = reason
-        self._context.group.abort()
+        elif self._can_raise:
+            self._raised_in = times_closed
+            raise_in_main_thread(reason)
+            self._context.group.abort(times_closed)
+            while raise_if_due() and not self._stopped:
+                time.sleep(POLL_MAX_S)
+        elif self._on_cpu and isinstance(reason, ParallelError):
+            logger.error("%s", reason)
+            self._reason = reason
+            self._context.group.abort(times_closed)
 
     def _loss(self, stands: Position, last: list[Collective]) -> ParallelError | None:
         """The error of this rank, if one that it is stuck with is on a node that does not answer any more."""
@@ -282,7 +324,7 @@ def is_consequence(error: BaseException) -> bool:
     return isinstance(error, Interrupted) or lost_connection(error)
 
 
-def cause_of(error: BaseException, reason: ParallelError | None) -> BaseException:
+def cause_of(error: BaseException, reason: Exception | None) -> BaseException:
     """What to raise for ``error``: the ``reason`` why this rank was freed, if ``error`` only follows from that."""
     if reason is None or not is_consequence(error):
         return error

@@ -205,7 +205,7 @@ class Pool(TakesTasks):
     # What workers tell, in whichever thread reads
 
     def _answered(self, worker: WorkerProcess, header: Header, unpack: Unpack) -> None:
-        number, outcome, failed_inside = header
+        number, outcome, failed_inside, is_spent = header
         worker.copy_output()  # what it printed before this answer must be seen before it, too
         if number == STARTED:
             with self._lock:
@@ -223,6 +223,9 @@ class Pool(TakesTasks):
             self._failed_starts[worker.index] = 0
         with self._lock:
             worker.complete()
+            if is_spent:
+                worker.leave()  # another one takes its place
+                self._poller.wake()  # there is a deadline now
         if self._queue:  # what comes later is assigned by whoever submits it, who sees this worker idle
             self._hand_out()
         if self._closing:

@@ -27,7 +27,7 @@ from .headers import TASK_FORMAT, TaskHeader
 from .memfd import Files
 from .output import Output
 from .packing import PackedCall
-from .tasks import SetUp, Task
+from .tasks import Run, SetUp, Task
 from .worker import (
     ANSWER_FORMAT,
     CANCEL,
@@ -42,6 +42,9 @@ from .worker import (
 START_WITHIN_S = 300.0  # for a process to take tasks: longer than any machine is busy, so that no start hangs for ever
 STACK_WITHIN_S = 0.5  # for a worker to write its stack, which takes a millisecond where it gets a core
 CANCEL_GRACE_S = 0.5  # for a cancelled task to end, then its process is killed
+# The same for a rank on an accelerator. NCCL's abort takes half a second. And when a collective has failed for the
+# first time in a process, torch imports its compiler, to print where that was called; the group closes after that.
+CANCEL_GRACE_ON_ACCELERATORS_S = 20.0
 LEAVE_WITHIN_S = 2.0  # for an idle worker to exit
 
 
@@ -168,7 +171,9 @@ class WorkerProcess:
         """End its task; if that does not help soon, the process."""
         if self.state is State.BUSY:
             self.state = State.CANCELLING
-            self.deadline = Deadline(time.monotonic() + CANCEL_GRACE_S, Due.KILL)
+            may_abort = self.device.type != "cpu" and isinstance(self.task, Run)
+            grace_s = CANCEL_GRACE_ON_ACCELERATORS_S if may_abort else CANCEL_GRACE_S
+            self.deadline = Deadline(time.monotonic() + grace_s, Due.KILL)
             self._order(CANCEL, self.number)
 
     def leave(self) -> None:

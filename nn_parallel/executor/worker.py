@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import random
@@ -25,8 +26,8 @@ import torch.distributed as dist
 from ..calls.blocks import blocks_of
 from ..calls.records import WAITING, Progress, Waits, call_name
 from ..calls.watcher import Watcher, cause_of
-from ..devices import call_on_device
-from ..errors import Failure, ParallelError, RemoteError, TransferError, qualified_name, user_frames
+from ..devices import call_on_device, synchronize, synchronize_in_thread
+from ..errors import Failure, RemoteError, TransferError, qualified_name, user_frames
 from ..launch.context import RankContext, current_world, join, rank_context
 from ..launch.sockets import loopback
 from ..pickling import Packed, dumps, loads
@@ -42,12 +43,13 @@ UNINTERRUPTED = True  # see signals
 R = TypeVar("R")
 NO_TASK, STARTED = -1, 0  # less than the number of any task; the number of the answer that says the worker is set up
 INTERRUPT_EVERY_S = 0.02
+RECOVERS_WITHIN_S = 10.0
 SUCCEEDED, FAILED, CANCELLED = range(3)  # how a task ends
 
 # The header of an answer, whose packed object is the result, or the exception and its `Failure`: the task's number;
 # how it ended; whether a block of a run failed inside, which went on, so that its group was closed, perhaps not on all
-# ranks.
-ANSWER_FORMAT = "QB?"
+# ranks; whether the worker can do no more, as its accelerator fails whatever is asked of it.
+ANSWER_FORMAT = "QB??"
 # What the parent orders a worker beside its tasks: a kind and a number.
 Order = struct.Struct("=BQ")
 CANCEL, FORGET, TELL_STACK = range(3)
@@ -87,7 +89,7 @@ def work(sock: socket.socket, control: socket.socket) -> int:
     offer_stack(f"rank {setup.rank}")
     worker = _Worker(setup)
     connection.device = worker.device
-    connection.send((STARTED, SUCCEEDED, False), Payload(_NOTHING, files))
+    connection.send((STARTED, SUCCEEDED, False, False), Payload(_NOTHING, files))
     threading.Thread(target=worker.follow_orders, args=[control], name="nn_parallel orders", daemon=True).start()
     for message in arriving:
         header, unpack = message
@@ -103,10 +105,10 @@ def work(sock: socket.socket, control: socket.socket) -> int:
             try:
                 payload = Payload(packed, files)
                 del packed
-                connection.send((task.number, outcome, failed_inside), payload)
+                connection.send((task.number, outcome, failed_inside, _is_spent), payload)
             except TransferError as error:
                 told = Payload(_pack_exception(error, worker.where(task)), files)
-                connection.send((task.number, FAILED, failed_inside), told)
+                connection.send((task.number, FAILED, failed_inside, _is_spent), told)
         except ConnectionError:  # the parent is gone
             return 0
     return 0
@@ -126,7 +128,7 @@ class _Worker:
         self._task = self._cancelled = NO_TASK
         self._block = CancelScope()  # what the main thread does for the task
         self._watcher: Watcher | None = None  # of the last run that left a process group
-        self._deadlock: ParallelError | None = None  # why it was interrupted, if it was not cancelled
+        self._deadlock: Exception | None = None  # why it was interrupted, if it was not cancelled
 
     def follow_orders(self, control: socket.socket) -> None:
         """Cancel and forget as the parent says, until it is gone."""
@@ -154,18 +156,18 @@ class _Worker:
             if self._task != self._cancelled:
                 return False
             context = rank_context()
+            self._block.interrupt()  # before the abort, after which collectives on accelerators return wrong numbers
             if context is not None and context.open_store is not None:
                 context.group.abort()
-            self._block.interrupt()
             return True
 
-    def _end_deadlock(self, reason: ParallelError) -> None:
-        """Interrupt the task, which waits in a collective that cannot end."""
+    def _end_deadlock(self, reason: Exception) -> None:
+        """Interrupt the task, which waits in a collective that cannot end, or has failed."""
         with self._switching:
             if self._task != NO_TASK and self._rank is not None:
                 self._deadlock = reason
-                self._rank.group.abort()
                 self._block.interrupt()
+                self._rank.group.abort()
 
     def perform(self, task: TaskHeader, unpack: Unpack) -> tuple[int, bool, Packed]:
         """How it ended, whether blocks failed inside, and what comes of it."""
@@ -197,6 +199,8 @@ class _Worker:
             # It frees the ranks that wait for this one in a collective: only once this cannot be cancelled any more,
             # or what they then raise could outrun the cause.
             context.group.close()
+        if outcome != SUCCEEDED:
+            _recover(self.device)
         join(self._alone)
         return outcome, task.world_size > 0 and context.generation != generation, packed
 
@@ -219,6 +223,8 @@ class _Worker:
         except BaseException as error:
             raise TransferError(f"The call cannot be rebuilt in the worker: {error!r}") from error
         result = call_on_device(fn, args, kwargs, self.device if task.pass_device else None)
+        if not _is_spent:
+            synchronize(self.device)  # what fails there is this task's failure, and not that of the next one
         if task.world_size > 1 and dist.is_initialized():
             self._say_returned(task, call_name(fn))
         return result
@@ -295,12 +301,30 @@ def call_each(
     for item in items:
         try:
             results.append(in_this_process(call_on_device, fn, item, {}, device))
+            synchronize(current_world().device)
         except Interrupted:
             raise
         except BaseException as error:
             packed = _pack_exception(error, f"a single task on {current_world().device}")
+            _recover(current_world().device)
             return results, loads(packed.pickle, [bytearray(buffer) for buffer in packed.buffers])
     return results, None
+
+
+def _recover(device: torch.device) -> None:
+    """Give back what failed work has left on an accelerator; find out if that can still be used.
+
+    After an assertion or an illegal access in a kernel each call of CUDA fails, until the process ends.
+    """
+    global _is_spent
+    if device.type == "cpu":
+        return
+    try:
+        synchronize_in_thread(device).result(RECOVERS_WITHIN_S)
+        gc.collect()  # the tensors in the frames of a traceback
+        torch.accelerator.memory.empty_cache()
+    except Exception:  # of many types, by driver and version; or a kernel that does not end
+        _is_spent = True
 
 
 def _end_as_a_script(error: BaseException | None = None) -> NoReturn:
@@ -370,5 +394,6 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
     return dumps((RemoteError(f"{qualified_name(type(error))}: {failure.message}"), failure))
 
 
+_is_spent = False  # no task can succeed in this process any more
 _ANSWERED = Answered()
 _NOTHING = dumps(None)

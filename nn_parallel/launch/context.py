@@ -19,8 +19,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..devices import accelerators, device_of_rank, hardware_id
-from ..errors import LaunchError, ParallelError
+from ..devices import accelerators, current_index, device_of_rank
+from ..errors import LaunchError
 from ..world import World
 from .environment import Launch, detect_launch
 from .group import Group
@@ -44,9 +44,10 @@ class RankContext:
     timeout: timedelta = DEFAULT_TIMEOUT
     store_host: int | None = None  # the rank whose process the store lives in; None if it is no rank's
     one_node: bool = True
-    on_deadlock: Callable[[ParallelError], None] | None = None  # takes the error of one outside of all blocks
+    on_deadlock: Callable[[Exception], None] | None = None  # takes the error of a collective outside of all blocks
     rank_0: RankZero = field(default_factory=RankZero)
     generation: int = 0
+    ends_by_exception: bool = False  # this process, by one that nobody has caught
     on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     connections: list[Connection] = field(default_factory=list)  # to the store, of all threads
 
@@ -59,9 +60,8 @@ class RankContext:
         """The store, connected on first use; this rank then says where it lives, so that others can see it die."""
         assert self.open_store is not None
         store = self.open_store()
-        device = f"{self.world.device} {hardware_id(self.world.device) or ''}".strip()
         place = self.world.local_rank, self.world.local_world_size
-        me = Member(host_identity(), socket.gethostname(), os.getpid(), *place, device)
+        me = Member(host_identity(), socket.gethostname(), os.getpid(), *place)
         self._connection(store).write(member_key(self.rank), me)
         return store
 
@@ -99,9 +99,9 @@ class RankContext:
         self.generation = generation
         self.group.begin_generation(generation)
 
-    def leave(self) -> None:
+    def leave(self, *, abort: bool = False) -> None:
         """Close the process group, and for good all that was opened for this place among the ranks."""
-        self.group.close(abort=False)
+        self.group.close(abort=abort)
         self.on_leave.close()
         self.connections.clear()
         self.group.release()
@@ -188,7 +188,7 @@ def _external_context() -> RankContext:
             if launch is not None and (launch.rank, launch.world_size) == (rank, world_size):
                 local_rank, node_rank, local_world_size = launch.local_rank, launch.node_rank, launch.local_world_size
                 one_node = launch.one_node
-        device = _current_device()
+        device = dist.distributed_c10d._get_default_group().bound_device_id or _device_of_foreign_rank(local_rank)
         world = World(True, rank, local_rank, world_size, device, node_rank, local_world_size, "external")
         # torch offers no public way to the store of a group; without it ranks cannot talk beside the collectives.
         store = dist.distributed_c10d._get_default_store()
@@ -205,9 +205,15 @@ def _external_context() -> RankContext:
     return _external
 
 
+def _device_of_foreign_rank(local_rank: int) -> torch.device:
+    """Return the current device, unless that is the first one, which it also is where nobody has chosen any."""
+    current, found = _current_device(), accelerators()
+    return found[local_rank] if current.index == 0 and local_rank < len(found) else current
+
+
 def _current_device() -> torch.device:
     found = accelerators()
-    return found[torch.accelerator.current_device_index()] if found else torch.device("cpu")
+    return found[current_index(found[0].type)] if found else torch.device("cpu")
 
 
 _joined: RankContext | None = None

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import socket
 import sys
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from ..devices import hardware_id, synchronize_in_thread
 from ..errors import LaunchError, summary
 from ..world import World
+from . import nccl
 from .flight_recorder import next_group_id
 from .sockets import bottom, card_to_other_nodes, connected_at, duplicate, still_open
-from .store import clone_store, store_barrier
+from .store import clone_store, host_identity, store_barrier
 
 # `torch.distributed.nn.functional`, which optimizers import, keeps the default group that there is at its first import,
 # in default arguments. So it is imported now, as if there were none.
@@ -29,6 +35,9 @@ del _present
 # Gloo waits five times the timeout of a group for another rank to connect, and once for it to write where it listens.
 GLOO_CONNECTS_WITHIN, CONNECT_AT_LEAST = 5, timedelta(seconds=5)
 ONLY_OURS = 2  # references: of a list, and of the argument of `getrefcount`
+SHARED = "accelerator/shared"  # the key that says that two ranks have the same one
+LOOK_EVERY_S = 0.002  # whether collectives have ended
+logger = logging.getLogger("nn_parallel")
 _closed: list[dist.ProcessGroup] = []
 
 
@@ -45,7 +54,11 @@ class Group:
         self._names: list[str] = []  # of what may be in the store, the last one last
         self._sockets: dict[int, int] = {}  # of all groups: fd -> inode
         self._found: set[str] = set()  # the names of the groups whose connections these are
-        self._aborted: set[str] = set()  # the names of the groups whose own `abort` has been called
+        self._aborts = nccl.Aborts()
+        self._first_nccl_id = 0  # of the present groups, in NCCL's flight recorder
+        self.times_closed = 0  # to tell this group from the next one
+        self._closing = threading.Lock()  # held to close, or to abort: for whoever aborts, in any thread
+        self._timeout_s = 0.0
         self._store: dist.Store | None = None  # through which the ranks of a group find each other
         self._store_sockets: dict[int, int] = {}  # its connection, until that is ended
         self._half_closed: list[socket.socket] = []  # of a closed group, whose other ranks may still write
@@ -68,25 +81,29 @@ class Group:
         """
         world = self._world
         on_cpu = world.device.type == "cpu"
-        if backend is None:
-            kind = world.device.type
-            backend = "gloo" if on_cpu else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(world.device)}"
+        self._timeout_s = timeout.total_seconds()
         generation, made = self.begun
         name, self.begun = f"group{generation}.{made + 1}", (generation, made + 1)
         own = dist.PrefixStore(name, store)
+        if not on_cpu:
+            self._claim_device(own)
         try:
             self._barrier(dist.PrefixStore("before", own), timeout)
         except LaunchError:
             self.begun = generation, made  # a late rank waits under this name: the next group gets it
             raise
+        if backend is None:
+            backend = self._backend(own)
+        if world.rank == 0:
+            bottom(store).delete_key(nccl.DUMP_KEY)
         self._close_half_closed()
         self._names.append(name)
         rendezvous = dist.PrefixStore(name, self._own_connection(store))
-        self._choose_card()
+        self._set_environment()
         connect_within = timeout
         if world.device.type in ("cpu", "cuda"):  # for which torch can set it afterwards
             connect_within = min(timeout, max(timeout / GLOO_CONNECTS_WITHIN, CONNECT_AT_LEAST))
-        hook, self.first_id = sys.excepthook, next_group_id()
+        hook, self.first_id, self._first_nccl_id = sys.excepthook, next_group_id(), nccl.next_group_id()
         # An init that failed leaves torch's count of groups raised, and ranks that differ in it never find each other.
         dist.distributed_c10d._world.group_count = 0
         try:
@@ -125,7 +142,7 @@ class Group:
     def close(self, *, abort: bool = True) -> None:
         """Close the process group, without waiting for any peer; `initialize_ddp` makes it anew.
 
-        Unless ``abort``, what is under way on accelerators comes to its end first.
+        Unless ``abort``, what is under way on accelerators comes to its end first, if it can.
 
         The closed groups are kept as long as anybody uses them. Otherwise the last `DistributedDataParallel` model of
         one would destroy it, with the GIL held, and wait for gloo's threads, which wait for the GIL to drop the last
@@ -134,15 +151,18 @@ class Group:
         if dist.is_initialized():
             # Connections that we do not know end with a group alone.
             _closed.extend(group for group, name in _groups().items() if name in self._found)
-            if abort:
+            if abort or not self._has_ended():
                 self.abort()
             else:
                 self._end_reading()
+            if not self._aborts.finish():
+                return
             dist.destroy_process_group()
             self.default = None
-        self._sockets, self.interrupted = {}, False
+        with self._closing:
+            self.times_closed += 1
+            self._sockets, self.interrupted = {}, False
         self._found.clear()
-        self._aborted.clear()
 
     def release(self) -> None:
         """Let go of all that closed groups have left: this rank makes no further one."""
@@ -153,9 +173,10 @@ class Group:
         self._on_release.close()
         _drop_closed_groups()
 
-    def abort(self) -> None:
+    def abort(self, times_closed: int | None = None) -> None:
         """Free this rank from its collective, or from making a group. Any thread may call this, more than once.
 
+        Interrupt the main thread before: a collective of an accelerator that is aborted leaves wrong numbers behind.
         Backends that have an abort of their own, as NCCL, end their collectives by it. Gloo has none: what frees a rank
         at once is the end of its own connections. `shutdown` ends them for every thread that uses them and leaves the
         closing to gloo. A descriptor is touched only while it is still the same socket (its inode), and never a
@@ -166,12 +187,18 @@ class Group:
         the connection, it never wakes the one who waits for that write (`Pair::signalException` passes over unbound
         buffers that are being sent), and a peer may only now begin to write.
         """
-        self._end_reading()
-        for group, name in sorted(_groups().items(), key=lambda item: item[1], reverse=True):  # in torch's order
-            if name not in self._aborted:
-                self._aborted.add(name)
-                with contextlib.suppress(RuntimeError):
-                    group.abort()
+        with self._closing:
+            if times_closed in (None, self.times_closed):  # else this is about a group that has been closed meanwhile
+                self._end_reading()
+                self._aborts.begin(_groups(), self._world.device)
+
+    def error(self) -> dist.DistBackendError | None:
+        """Return what has gone wrong in a collective of an accelerator. Gloo raises it by itself."""
+        return None if self.interrupted else nccl.error_of(_groups(), self._world.device)
+
+    def progress_of_nccl(self) -> str:
+        """Return how far NCCL's collectives are; empty if none is under way."""
+        return nccl.progress(self._first_nccl_id)
 
     def find_connections(self) -> None:
         """Let `abort` end the connections of all process groups, whoever has made them.
@@ -197,16 +224,49 @@ class Group:
             self._store, self._store_sockets = clone_store(store, self._unanswered_s)
         return self._store
 
-    def _choose_card(self) -> None:
+    def _claim_device(self, own: dist.Store) -> None:
+        """Say which accelerator this rank has, before the ranks meet."""
+        if (name := hardware_id(self._world.device)) is not None:
+            host = os.environ.get("NCCL_HOSTID") or host_identity()
+            owner = own.compare_set(f"accelerator/{host}/{name}", "", str(self._world.rank))
+            if owner != str(self._world.rank).encode():
+                ranks = sorted([owner.decode(errors="replace"), str(self._world.rank)])
+                own.set(SHARED, f"Ranks {' and '.join(ranks)} share the accelerator at {name}")
+
+    def _backend(self, own: dist.Store) -> str:
+        """Return the backends for the tensors of each kind of device; all ranks have met, and claimed their devices."""
+        device = self._world.device
+        if device.type == "cpu":
+            return "gloo"
+        if own.check([SHARED]):
+            if self._world.rank == 0:
+                _warn_of_shared(own.get(SHARED).decode(errors="replace"))
+            return "gloo"
+        return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+    def _set_environment(self) -> None:
         """Have gloo listen on the loopback if all ranks are on one node, else where the others can reach it.
 
-        It stays so for subgroups that users make later.
+        And have NCCL's thread leave to us what becomes of errors. It stays so for subgroups that users make later.
         """
+        is_watched = self._world.device.type == "cuda" and threading.current_thread() is threading.main_thread()
+        new = nccl.settings(os.environ) if is_watched else {}
         if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
             card = "lo" if self._unanswered_s is None else card_to_other_nodes(self._store_sockets)
             if card is not None:
-                os.environ["GLOO_SOCKET_IFNAME"] = card
-                self._on_release.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
+                new["GLOO_SOCKET_IFNAME"] = card
+        for name, value in new.items():
+            self._on_release.callback(_put_back, name, os.environ.get(name))
+            os.environ[name] = value
+
+    def _has_ended(self) -> bool:
+        """Wait until all that is under way on an accelerator has ended; return whether it has."""
+        if self._world.device.type == "cpu":
+            return True
+        end, wait_until = synchronize_in_thread(self._world.device), time.monotonic() + self._timeout_s
+        while not end.done() and time.monotonic() < wait_until and self.error() is None:
+            time.sleep(LOOK_EVERY_S)
+        return end.done() and end.exception() is None
 
     def _end_reading(self) -> None:
         self.interrupted = True
@@ -225,6 +285,18 @@ class Group:
         while self._half_closed:
             with self._half_closed.pop() as connection, contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # caches of torch, as of FSDP's meshes, may keep the closed group
+
+
+@functools.cache
+def _warn_of_shared(told: str) -> None:
+    logger.warning("%s, which NCCL refuses: all collectives go by gloo, through the CPU.", told)
+
+
+def _put_back(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def _groups() -> dict[dist.ProcessGroup, str]:

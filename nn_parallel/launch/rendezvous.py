@@ -15,8 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..devices import as_table, hardware_id
-from ..errors import LaunchError, ParallelError, summary
+from ..errors import LaunchError, summary
 from ..polling import looks
 from ..signals import DeferredSignals
 from ..stack_dump import offer_stack
@@ -31,9 +30,8 @@ from .sockets import (
     loopback,
     open_sockets,
 )
-from .store import REFUSAL_KEY, WARN_AFTER_S, Member, limit_silence, member_key, owner_key, store_barrier
+from .store import REFUSAL_KEY, WARN_AFTER_S, limit_silence, store_barrier
 
-RANKS_SHOWN = 64
 ATTEMPTS = 0.1, 0.01, 1.0  # to connect, each of which may ask a name server: see `looks`
 ATTEMPT_MIN_S, ATTEMPT_MAX_S = 0.01, 1.0  # how long one waits for an answer
 REFUSAL_KNOWN_WITHIN = timedelta(seconds=1)
@@ -45,17 +43,16 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
     """This process's place among the ranks of ``launch``, once all of them have come.
 
     Raises:
-        LaunchError: on every rank, if one of them does not come, or has no device; or, if ``device`` is None, if two
-            have the same.
+        LaunchError: on every rank, if one of them does not come, or has no device.
     """
     offer_stack(f"rank {launch.rank}")
     refusal = ""
     try:
         world = world_of(launch, device)
-    except LaunchError as error:  # the others, who wait for this rank, must hear of it
+        if world.device.type != "cpu":
+            torch.accelerator.set_device_index(world.device.index)  # before anything can open a context on device 0
+    except (LaunchError, RuntimeError) as error:  # the others, who wait for this rank, must hear of it
         world, refusal = world_of(launch, torch.device("cpu")), f"Rank {launch.rank} has no device: {error}"
-    if world.device.type != "cpu":
-        torch.accelerator.set_device_index(world.device.index)  # before anything can open a context on device 0
     before, address = open_sockets(), (launch.master_addr, launch.master_port)
     if address not in _stores:  # kept for the life of the process: a second one could not listen on the same port
         _stores[address] = _KeptStore(_open_store(launch, timeout, before))
@@ -70,15 +67,13 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
     )
     if not launch.one_node:
         limit_silence(connected_since(before, store), context.unanswered_s)
-    if device is None and not refusal:
-        refusal = _claim_device(context)
     if refusal:
         context.connection.swap(REFUSAL_KEY, "", refusal)
     check = context.group.raise_if_interrupted
     store_barrier(context.store, world, timeout, f"{launch.master_addr}:{launch.master_port}", check)
     kept.joins += 1
     if told := context.connection.get(REFUSAL_KEY):
-        refused = LaunchError(f"{told}\n{_device_table(context)}")
+        refused = LaunchError(told)
         with contextlib.suppress(LaunchError):  # else the host of the store could be gone before all know
             store_barrier(dist.PrefixStore("refused", context.store), world, REFUSAL_KNOWN_WITHIN, "", check)
         raise refused
@@ -92,34 +87,6 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
 def _prefix(launch: Launch, kept: _KeptStore) -> str:
     """Of all keys of these ranks at this meeting: ranks of a job of another size, at the same address, are not them."""
     return f"nn_parallel/{launch.world_size}/{launch.attempt}.{kept.joins + 1}"
-
-
-def _claim_device(context: RankContext) -> str:
-    """Why this rank cannot have its device: another one has taken it."""
-    if (name := hardware_id(context.world.device)) is None:
-        return ""
-    owner = context.connection.swap(owner_key(name), "", str(context.rank))
-    if owner == str(context.rank):
-        return ""
-    return (
-        f"Ranks {owner} and {context.rank} both have the device {name}, which the collectives cannot share. Show each "
-        "rank another one (CUDA_VISIBLE_DEVICES, --gpus-per-task, --nproc-per-node), or pass device= to share it on "
-        "purpose."
-    )
-
-
-def _device_table(context: RankContext) -> str:
-    """Which rank has which device, for a person to read; of the first ranks only, if there are many."""
-    shown = range(min(context.world_size, RANKS_SHOWN))
-    rows = [("rank", "host", "device")]
-    for rank in shown:
-        told = "?", "?"
-        with contextlib.suppress(ParallelError):  # somebody else has written there
-            if member := context.connection.read(member_key(rank), Member):
-                told = member.host_name, member.device
-        rows.append((str(rank), *told))
-    more = context.world_size - len(shown)
-    return as_table(rows) + (f"\n... and {more} more" if more else "")
 
 
 def _open_store(launch: Launch, timeout: timedelta, before: dict[int, int]) -> dist.Store:

@@ -26,12 +26,11 @@ when it is deleted, so their number does not grow::
     lost          Lost           the thread of rank 0 that keeps links  all: which ranks on other nodes are lost
     uncaught      Uncaught       the first rank that ends by an         the others, when they lose the connection and
                                  exception outside all blocks           end by that
-    owner/D       text           the first rank with the device D       the others, which may not have it too
     refusal       text           a rank that cannot take part           all, as they join
     intruder      text           who comes as a rank that is there      the watcher of rank 0, which warns
     arrived       counter        all ranks at a barrier, under its own  all at this barrier
     arrived/R     counter        prefix                                 whoever has waited for long
-    groupG.n/...  torch's        torch, as it makes the n-th group of   torch; deleted by rank 0 when the next group
+    groupG.n/...  torch's, ours  torch, as it makes the n-th group of   torch; deleted by rank 0 when the next group
                                  G, with the barriers around it         stands
 """
 
@@ -71,7 +70,7 @@ LEFT_KEY, SERVER_KEY, LOST_KEY, REFUSAL_KEY = "left", "liveness", "lost", "refus
 STOP_KEY, UNCAUGHT_KEY, INTRUDER_KEY = "stop", "uncaught", "intruder"
 member_key, report_key, failures_key = "member/{}".format, "report/{}".format, "failures/{}".format  # of a rank
 standing_key, stops_key = "standing/{}".format, "stops/{}".format
-ended_key, owner_key = "ended/{}".format, "owner/{}".format  # of a generation; of a device
+ended_key = "ended/{}".format  # of a generation
 draws_key = "draws/{}".format  # of a slot for loaders
 
 
@@ -83,7 +82,6 @@ class Member(NamedTuple):
     pid: int
     local_rank: int
     local_world_size: int
-    device: str  # for a person to read
 
 
 @dataclass

@@ -11,10 +11,12 @@ import torch
 from ..calls.blocks import block
 from ..calls.records import call_name
 from ..ddp import initialize_ddp
+from ..devices import synchronize
 from ..errors import RankError, summary
+from ..launch.context import current_world
 
 # Torch has an exception of its own only for accelerators, and not for what their libraries allocate.
-MARKS = ("can't allocate memory", "not enough memory", "STATUS_ALLOC_FAILED", "out of memory")
+MARKS = ("can't allocate memory", "not enough memory", "ALLOC_FAILED", "out of memory", "nable to find an engine")
 logger = logging.getLogger("nn_parallel")
 
 
@@ -49,9 +51,6 @@ def find_batch_size(fn: Callable[[int], object], start: int) -> int:
         raise ValueError(f"start={start!r} must be a whole number, at least 1.")
     size = start
     while (reason := _why_too_large(fn, size)) is not None:
-        gc.collect()
-        if torch.accelerator.is_available():
-            torch.accelerator.memory.empty_cache()
         if size == 1:
             raise MemoryError(f"{call_name(fn)} does not fit into memory with one sample: {reason}")
         logger.info("A batch of %d does not fit: %s", size, reason)
@@ -60,11 +59,24 @@ def find_batch_size(fn: Callable[[int], object], start: int) -> int:
 
 
 def _why_too_large(fn: Callable[[int], object], size: int) -> str | None:
-    """None, if it is not. No more than text leaves this: an exception keeps what its frames have allocated."""
+    """Return None, if it is not; what the try has allocated is given back.
+
+    No more than text leaves this: an exception keeps what its frames have allocated.
+    """
+    try:
+        return _try(fn, size)
+    finally:
+        gc.collect()
+        if current_world().device.type != "cpu":
+            torch.accelerator.memory.empty_cache()
+
+
+def _try(fn: Callable[[int], object], size: int) -> str | None:
     world = initialize_ddp()
     try:
         with block(f"find_batch_size() with {size}"):
             fn(size)
+            synchronize(world.device)  # of its kernels' failures some come only now
     except RankError as error:
         if not _is_out_of_memory(error.failures[error.rank]):
             raise

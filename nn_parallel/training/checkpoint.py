@@ -17,6 +17,7 @@ from torch import nn
 
 from ..calls.blocks import block
 from ..ddp import initialize_ddp
+from ..launch.context import current_world
 from ..on_rank import broadcast, on_rank
 from .checkpoint_file import FileIdentity, dump, dumped, read_checkpoint, replace_file
 from .collectives import all_gather_object, all_ranks
@@ -217,12 +218,12 @@ def _read_on_all(path: Path) -> dict[str, Any]:
 def _random_state() -> dict[str, Any]:
     """The states of this process's random numbers, as tensors and plain numbers."""
     state = random_state()
-    if torch.accelerator.is_available():
+    if current_world().device.type != "cpu":  # to ask would begin the use of CUDA
         state["accelerator"] = torch.get_device_module().get_rng_state()
     return state
 
 
 def _set_random_state(state: Mapping[str, Any]) -> None:
     set_random_state(state)
-    if "accelerator" in state and torch.accelerator.is_available():
+    if "accelerator" in state and current_world().device.type != "cpu":
         torch.get_device_module().set_rng_state(state["accelerator"])

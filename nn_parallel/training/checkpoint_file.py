@@ -6,6 +6,7 @@ Reading it executes no code.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import errno
 import fcntl
 import glob
@@ -16,7 +17,7 @@ import pickle
 import secrets
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,13 +65,33 @@ def dump(states: dict[str, Any], file: IO[bytes]) -> None:
         OSError: the file cannot be written.
     """
     try:
-        torch.save(states, file)
+        with _read_on_the_cpu():
+            torch.save(states, file)
         file.flush()
         torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu", weights_only=True, mmap=True)
     except (TypeError, AttributeError, pickle.PickleError) as error:
         raise _unloadable(states, error) from error
     except RuntimeError as error:  # torch raises again as it closes its archive, and hides why
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
+@contextlib.contextmanager
+def _read_on_the_cpu() -> Iterator[None]:
+    """Have `torch.save` note for tensors on accelerators that they are read on the CPU, as each machine has one."""
+    token = _reads_on_the_cpu.set(True)
+    try:
+        yield
+    finally:
+        _reads_on_the_cpu.reset(token)
+
+
+def _location(storage: Any) -> str | None:
+    return "cpu" if _reads_on_the_cpu.get() and storage.device.type not in ("cpu", "meta") else None
+
+
+# Torch asks in the order of these numbers, and its own begin with 10; None leaves it to them.
+_reads_on_the_cpu = contextvars.ContextVar("_reads_on_the_cpu", default=False)
+torch.serialization.register_package(0, _location, lambda storage, location: None)
 
 
 def dumped(states: dict[str, Any]) -> IO[bytes]:

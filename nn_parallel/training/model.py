@@ -20,16 +20,17 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..calls.blocks import block
 from ..ddp import initialize_ddp, join_launched_world
+from ..devices import accelerators
 from ..launch.context import current_world
-from .collectives import as_bytes, can_gather, gather_alike
+from .collectives import as_bytes, gather_alike
 from .random_numbers import seed_random_numbers
 
 STRATEGIES = ("ddp", "fsdp", "dp", "none")
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
 WRAPPERS = (DistributedDataParallel, DataParallel)
-# Numbers that gloo has no name for. It sends them as bytes, which is enough for a copy, but DDP does not do that.
-UNKNOWN_TO_GLOO = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
-UNKNOWN_TO_GLOO |= {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
+# Numbers that gloo or NCCL has no name for. They can be sent as bytes, which is enough for a copy; DDP sends none so.
+NOT_SENT = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
+NOT_SENT |= {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
 logger = logging.getLogger("nn_parallel")
 
 
@@ -56,8 +57,8 @@ def prepare_model(
         The model to call; `unwrap_model` gives the one inside. Its parameters and buffers are those of rank 0, but with
         ``strategy="none"``. A model with nothing to train is not wrapped, and has those of rank 0 too; called with
         gradients after some of it has been unfrozen, it raises RuntimeError: prepare it again then. Buffers and frozen
-        parameters of integers and floats that gloo does not know (int16, unsigned ones from 16 bits, float8) are those
-        of rank 0 now, and are not sent again in each forward.
+        parameters of integers and floats that gloo or NCCL does not know (int16, unsigned ones from 16 bits, float8)
+        are those of rank 0 now, and are not sent again in each forward.
 
     Raises:
         TypeError: ``model`` is no module.
@@ -91,7 +92,8 @@ def prepare_model(
         else:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     if strategy == "dp":
-        return DataParallel(model.to(world.device))
+        others = [device for device in accelerators() if device != world.device]
+        return DataParallel(model.to(world.device), [world.device, *others] if others else None)
     if strategy == "none" or world.world_size == 1:
         return model.to(world.device)
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
@@ -275,12 +277,9 @@ def _broadcast(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _send_what_ddp_cannot(model: nn.Module) -> None:
-    """Overwrite by those of rank 0 what gloo does not know, and hide it from DDP: buffers, and frozen parameters."""
-    device = next(model.parameters()).device
-    if can_gather({device.type}, dist.get_backend_config()):  # by another backend, which has its own list
-        return
+    """Overwrite by those of rank 0 what is `NOT_SENT`, and hide it from DDP: buffers, and frozen parameters."""
     tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
-    unknown = {name for name, tensor in tensors.items() if tensor.dtype in UNKNOWN_TO_GLOO and not tensor.requires_grad}
+    unknown = {name for name, tensor in tensors.items() if tensor.dtype in NOT_SENT and not tensor.requires_grad}
     if unknown:
         _broadcast(tensors[name] for name in sorted(unknown))
         hidden = unknown.union(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
@@ -329,8 +328,12 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 def _shard(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    if "mesh" not in options:  # torch would take one of accelerators, where there are any
+        world = current_world()
+        options = options | {"mesh": init_device_mesh(world.device.type, (world.world_size,))}
     for part in _repeated_blocks(model):
         fully_shard(part, **options)
     fully_shard(model, **options)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from ranks import launched
 from torch import nn
 
 from nn_parallel import (
-    LaunchError,
     ParallelExecutor,
     RankError,
     cleanup_ddp,
@@ -46,9 +46,9 @@ def pool() -> Any:
 def test_the_device_is_found_and_named() -> None:
     """Torch and NVML speak of the same GPU."""
     assert accelerators()[0] == resolve_device("cuda") == GPU
-    uuid = hardware_id(GPU)
-    assert uuid is not None
-    assert f"GPU-{uuid.removeprefix('GPU-')}" in [gpu.uuid for gpu in list_gpus()]
+    uuid = torch.cuda.get_device_properties(0).uuid
+    assert f"GPU-{uuid}" in [gpu.uuid for gpu in list_gpus()]
+    assert re.fullmatch("[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}", hardware_id(GPU) or "")
 
 
 def test_nvml_tells_of_it() -> None:
@@ -63,7 +63,7 @@ def test_nvml_tells_of_it() -> None:
 def test_looking_starts_no_cuda() -> None:
     """Neither the import nor NVML opens a context."""
     code = "import torch, nn_parallel; nn_parallel.list_gpus(); assert not torch.cuda.is_initialized()"
-    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_a_worker_has_the_device(pool: ParallelExecutor) -> None:
@@ -138,23 +138,20 @@ def test_a_block_that_fails_closes_the_group_and_it_is_made_again() -> None:
         assert device == "cuda:0"
 
 
-def test_two_ranks_do_not_get_the_same_gpu_unless_they_ask() -> None:
-    """Refused with the table, before NCCL says that a GPU is there twice; by gloo they may share it."""
+def test_two_ranks_with_one_gpu_talk_by_gloo() -> None:
+    """As NCCL refuses it: both are shown the same one, or name it."""
 
-    def body(**arguments: Any) -> str:
-        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-        try:
-            return str(initialize_ddp(timeout=60, **arguments).device)
-        except LaunchError as error:
-            return str(error)
-        finally:
-            cleanup_ddp()
+    def body(**arguments: Any) -> Any:
+        world = initialize_ddp(timeout=60, **arguments)
+        total = torch.ones(1, device=world.device)
+        dist.all_reduce(total)
+        backends = dist.get_backend_config()
+        cleanup_ddp()
+        return str(world.device), backends, total.item()
 
     with launched(2, CUDA_VISIBLE_DEVICES="0") as ranks:
-        for told in ranks.run(body):
-            assert "both have the device" in told
-            assert "cuda:0" in told
-        assert ranks.run(lambda: body(device="cuda:0", backend="gloo")) == ["cuda:0"] * 2
+        assert ranks.run(body) == [("cuda:0", "cpu:gloo,cuda:gloo", 2.0)] * 2
+        assert ranks.run(lambda: body(device="cuda:0")) == [("cuda:0", "cpu:gloo,cuda:gloo", 2.0)] * 2
 
 
 def _trained(path: str, device: str | None = None, backend: str | None = None) -> Any:

@@ -1,0 +1,151 @@
+"""NCCL, as a rank needs it that outlives a failure: its settings, its errors, and the end of its collectives.
+
+A collective of NCCL is a kernel that waits on the GPU for the other ranks. The program goes on, and waits in whatever
+needs a result, as ``loss.item()``: no exception is raised there, whatever becomes of the collective. Torch's own remedy
+is a thread that watches the collectives and ends the process. Here ranks go on after a failure, so that thread only
+notes what it sees, the watcher of the rank asks for it (`error_of`), and it is raised in the main thread.
+
+What frees a GPU is the abort of the group. The kernels then return, and what they leave behind is wrong: so the main
+thread is always interrupted first. Abort waits until the kernels of its own group have ended, and these may wait for
+memory that another stuck group holds: so all groups are aborted at the same time, in a thread each (`Aborts`). Called
+one after another they waited for each other for ever, also between ``ncclGroupStart`` and ``ncclGroupEnd`` (seen with
+torch 2.11 and NCCL 2.28).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..devices import synchronize_in_thread
+
+UNINTERRUPTED = True  # see signals
+# The thread that watches neither aborts collectives nor ends the process, and waits for nobody before it goes on; and
+# nobody watches that thread.
+SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+SET_BY_TORCHRUN = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+# Torch sets it in the store when a collective has failed, for the ranks to write down what they have done. Ranks that
+# make a group later would find it, too.
+DUMP_KEY = "exception_dump"
+ABORT_WITHIN_S = 30.0
+IDLE_WITHIN_S = 0.05  # an accelerator on which nothing is queued
+ENDS_WITHIN_S = 0.25  # a collective that has come to its end before another rank closed the connection
+logger = logging.getLogger("nn_parallel")
+
+
+def settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what is to be set in ``environ`` before a group is made; what the user has set there stays."""
+    by_torchrun = SET_BY_TORCHRUN if "TORCHELASTIC_RUN_ID" in environ else {}
+    return {name: value for name, value in SETTINGS.items() if environ.get(name) in (None, by_torchrun.get(name))}
+
+
+def backends_of(group: dist.ProcessGroup) -> list[Any]:
+    """Return the backends of ``group`` that have an abort of their own: all but gloo."""
+    if type(group) is not dist.ProcessGroup:  # one that is written in Python is its own backend
+        return [group]
+    found = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
+    return [backend for backend in found.values() if type(backend) is not dist.ProcessGroupGloo]
+
+
+def error_of(groups: Iterable[dist.ProcessGroup], device: torch.device) -> dist.DistBackendError | None:
+    """Return why a collective of these groups on ``device`` cannot end, as far as their backends tell.
+
+    A connection that was lost is no error where all that was queued has come to its end: another rank may have left.
+    """
+    told = {_told_by(backend) for group in groups for backend in backends_of(group)} - {"SUCCESS"}
+    if not told or has_ended(device, ENDS_WITHIN_S):
+        return None
+    if "TIMEOUT" in told:
+        return dist.DistBackendError(
+            "NCCL: Timed out waiting for a collective, which did not end within the timeout of its process group."
+        )
+    return dist.DistBackendError(f"NCCL: Connection closed by peer, or lost on the way to it ({min(told)}).")
+
+
+def next_group_id() -> int:
+    """Return more than the id of any NCCL group that has been used so far."""
+    return 1 + max(map(int, _statuses()), default=-1)
+
+
+def progress(first_group_id: int) -> str:
+    """Return what changes whenever a collective begins or ends, in the groups from this id on.
+
+    It is empty if none is under way, as far as torch's flight recorder knows.
+    """
+    statuses = {
+        group: (status["last_enqueued_collective"], status["last_completed_collective"])
+        for group, status in _statuses().items()
+        if int(group) >= first_group_id
+    }
+    return str(statuses) if any(begun != ended for begun, ended in statuses.values()) else ""
+
+
+def _statuses() -> dict[str, dict[str, str]]:
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # missing in torch for the CPU
+    statuses: dict[str, dict[str, str]] = {} if dump is None else json.loads(dump(False, False)).get("pg_status", {})
+    return statuses
+
+
+def has_ended(device: torch.device, within_s: float) -> bool:
+    """Return whether all that was queued on ``device`` comes to its end, if only by an error, within this time."""
+    return bool(wait([synchronize_in_thread(device)], within_s).done)
+
+
+def _told_by(backend: Any) -> str:
+    try:
+        return str(backend.get_error().name)
+    except (AttributeError, RuntimeError):  # it tells nothing of the kind
+        return "SUCCESS"
+
+
+class Aborts:
+    """The aborts of process groups, each in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._threads: dict[dist.ProcessGroup, threading.Thread] = {}
+
+    def begin(self, groups: Mapping[dist.ProcessGroup, str], device: torch.device) -> None:
+        """Abort these groups, by torch's names of them, each of them once. Returns at once."""
+        new = {group: name for group, name in groups.items() if group not in self._threads and backends_of(group)}
+        if new and not has_ended(device, IDLE_WITHIN_S):
+            logger.warning(
+                "What is under way on %s is cut off: tensors that it computes hold wrong numbers. If a model is among "
+                "them, load a checkpoint before you go on.",
+                device,
+            )
+        for group, name in new.items():
+            thread = threading.Thread(target=_abort, args=[group, name], name="nn_parallel abort", daemon=True)
+            self._threads[group] = thread
+        for group in new:
+            self._threads[group].start()
+
+    def finish(self) -> bool:
+        """Wait for all of them, before the groups are destroyed; return whether they have ended."""
+        wait_until = time.monotonic() + ABORT_WITHIN_S
+        for thread in self._threads.values():
+            thread.join(max(0.0, wait_until - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads.values()):
+            logger.error("The process group did not end within %g s: this process can only exit.", ABORT_WITHIN_S)
+            return False
+        self._threads.clear()
+        return True
+
+
+def _abort(group: dist.ProcessGroup, name: str) -> None:
+    try:
+        group.abort()
+    except Exception as error:  # the rank is freed by what else there is
+        logger.warning("Process group %s could not be aborted: %s", name, error)
