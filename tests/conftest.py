@@ -62,6 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(600))  # they train, which takes a busy machine long
 
 
+STAND_IN = str(Path(__file__).with_name("stand_in"))  # for PYTHONPATH: processes then have a made-up accelerator
 SETTLE_WITHIN_S = 5.0
 SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # the latter with torch's first optimizer
 TORCH_MADE = re.compile(r"torch_(\d+)_")  # in /dev/shm, by the process of this number

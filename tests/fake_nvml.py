@@ -39,6 +39,17 @@ class Nvml:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> dict[str, Any]:
         return self.gpus[index]
 
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> dict[str, Any]:
+        """Return a slice, by its whole UUID."""
+        for gpu in self.gpus:
+            for each in gpu.get("slices", []):
+                if each["uuid"] == uuid:
+                    return each
+        raise NVMLError("Not Found")
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, part: dict[str, Any]) -> dict[str, Any]:
+        return next(gpu for gpu in self.gpus if part in gpu.get("slices", []))
+
     def nvmlDeviceGetUUID(self, gpu: dict[str, Any]) -> str:
         uuid: str = gpu["uuid"]
         return uuid

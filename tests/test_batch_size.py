@@ -42,6 +42,25 @@ def test_all_ranks_try_the_same_sizes_whichever_is_out_of_memory(world: World) -
     assert results == [(12, [100, 50, 25, 12], len(results))] * len(results)
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuFFT error: CUFFT_ALLOC_FAILED",
+        "GET was unable to find an engine to execute this computation",
+        "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory",
+    ],
+)
+def test_libraries_have_words_of_their_own_for_it(told: str) -> None:
+    """They raise plain RuntimeErrors."""
+
+    def step(size: int) -> None:
+        if size > 2:
+            raise RuntimeError(told)
+
+    assert find_batch_size(step, 8) == 2
+
+
 @pytest.fixture(scope="module")
 def two() -> Iterator[ParallelExecutor]:
     """Rank 1 may allocate no more than `ROOM_BYTES`."""

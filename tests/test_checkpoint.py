@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ from nn_parallel import (
     seed_everything,
     unwrap_model,
 )
+from nn_parallel.training import checkpoint_file
 from nn_parallel.training.states import stored
 
 KILLS = 8
@@ -911,3 +913,16 @@ def test_rank_0_alone_holds_the_whole_of_a_sharded_model(two: ParallelExecutor, 
     (kept,), (others,) = two.run(scenario)
     assert kept >= 8
     assert others <= 1
+
+
+@pytest.mark.parametrize(("device", "place"), [("cuda:1", "cpu"), ("mps", "cpu"), ("cpu", "cpu"), ("meta", "meta")])
+def test_a_checkpoint_is_read_where_there_is_no_accelerator(device: str, place: str) -> None:
+    """Plain `torch.load` would ask for that of the rank which has saved it. Other files of torch stay as they were."""
+    storage = mock.Mock(spec=torch.UntypedStorage, device=torch.device(device))
+    storage.type.return_value = "torch.UntypedStorage"
+    if place == "meta":
+        storage = torch.empty(1, device="meta").untyped_storage()
+    with checkpoint_file._read_on_the_cpu():
+        assert torch.serialization.location_tag(storage) == place
+    if device != "cpu":
+        assert checkpoint_file._location(storage) is None

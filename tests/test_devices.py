@@ -41,6 +41,8 @@ def show(monkeypatch: pytest.MonkeyPatch) -> Show:
         monkeypatch.setattr(module, "accelerators", lambda: list(found))
         monkeypatch.setattr(module, "_warned", False)
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
         return found
 
     return show
@@ -123,6 +125,9 @@ def test_what_is_no_device_is_an_error(wanted: str, count: int, show: Show) -> N
     [
         ("all", [0, 1, 2, 3]),
         (" all ", [0, 1, 2, 3]),
+        ("cuda", [0, 1, 2, 3]),
+        ("gpu", [0, 1, 2, 3]),
+        (torch.device("cuda"), [0, 1, 2, 3]),
         ("0", [0]),
         ("0,2-3", [0, 2, 3]),
         (" 0 , 2-3 ", [0, 2, 3]),
@@ -152,9 +157,10 @@ def test_the_cpu_once_per_mention(devices: Any, count: int, accelerators: int, s
 @pytest.mark.parametrize(
     ("devices", "count", "message"),
     [
-        ("all", 0, "there is none; devices='cpu' asks for the CPU"),
+        ("all", 0, "devices='all' asks for accelerators, and there is none; 'cpu' asks for the CPU"),
         ("cpu,cuda:0", 2, "devices mixes cpu and cuda"),
-        ("cpu,cuda", 0, "There is no cuda: this machine has no accelerator, only the cpu"),
+        ("cpu,cuda", 0, "devices='cuda' asks for accelerators, and there is none"),
+        ("cuda:0", 0, "There is no cuda:0: this machine has no accelerator, only the cpu"),
         (["cpu", 0], 1, "devices mixes cpu and cuda"),
         ([], 2, "devices names no device; the accelerators are cuda:0 to cuda:1"),
         ([], 0, "devices names no device; this machine has no accelerator"),

@@ -116,6 +116,17 @@ def test_what_cuda_visible_devices_shows(
     assert [gpu.index for gpu in list_gpus() if gpu.is_visible] == visible
 
 
+def test_a_slice_stands_for_its_gpu(nvml: fake_nvml.Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one in MIG mode a program sees one slice, by its own name and memory; the other GPUs are hidden."""
+    part = {"uuid": "MIG-7b-1", "name": "NVIDIA Test MIG 3g.40gb", "memory": (40_000, 30_000)}
+    nvml.gpus[2]["slices"] = [{"uuid": "MIG-7b-0"}, part]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-7b-1")
+    [gpu] = [gpu for gpu in list_gpus() if gpu.is_visible]
+    assert (gpu.index, gpu.uuid, gpu.memory_total_mb, gpu.memory_free_mb) == (2, "MIG-7b-1", 40_000, 30_000)
+    assert [chosen.uuid for chosen in select_gpus(1)] == ["MIG-7b-1"]
+    assert [chosen.uuid for chosen in parse_gpu_selection("MIG-7b-1")] == ["MIG-7b-1"]
+
+
 @pytest.mark.parametrize(
     ("selection", "chosen"),
     [("0", [0]), ("3, 1", [3, 1]), ("0,2-3", [0, 2, 3]), ("all", [0, 1, 2, 3]), ("GPU-22,GPU-00ab-0", [2, 0])],

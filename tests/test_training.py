@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -402,6 +403,20 @@ def test_alone_the_model_is_moved_and_nothing_else() -> None:
     assert isinstance(parallel, DataParallel)
     assert torch.equal(parallel(torch.ones(2, 6)), model(torch.ones(2, 6)))
     assert not dist.is_initialized()
+
+
+def test_data_parallel_begins_with_the_current_device() -> None:
+    """Where the model is; torch would begin with the first one, whichever that is."""
+    found = [torch.device("cuda", index) for index in range(3)]
+    with (
+        mock.patch("nn_parallel.training.model.accelerators", return_value=found),
+        mock.patch("nn_parallel.training.model.initialize_ddp") as initialize,
+        mock.patch("nn_parallel.training.model.DataParallel") as wrapper,
+        mock.patch("torch.nn.Module.to", return_value="the model"),
+    ):
+        initialize.return_value = mock.Mock(world_size=1, device=found[1])
+        prepare_model(nn.Linear(2, 2), strategy="dp")
+    wrapper.assert_called_once_with("the model", [found[1], found[0], found[2]])
 
 
 def test_wrappers_are_taken_off(two: ParallelExecutor) -> None:

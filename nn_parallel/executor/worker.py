@@ -300,8 +300,9 @@ def call_each(
     results: list[R] = []
     for item in items:
         try:
-            results.append(in_this_process(call_on_device, fn, item, {}, device))
+            result = in_this_process(call_on_device, fn, item, {}, device)
             synchronize(current_world().device)
+            results.append(result)
         except Interrupted:
             raise
         except BaseException as error:

@@ -197,8 +197,8 @@ class Group:
         return None if self.interrupted else nccl.error_of(_groups(), self._world.device)
 
     def progress_of_nccl(self) -> str:
-        """Return how far NCCL's collectives are; empty if none is under way."""
-        return nccl.progress(self._first_nccl_id)
+        """Return how far NCCL's collectives are; empty if none is under way, or there is no group."""
+        return nccl.progress(self._first_nccl_id) if dist.is_initialized() else ""
 
     def find_connections(self) -> None:
         """Let `abort` end the connections of all process groups, whoever has made them.

@@ -29,6 +29,8 @@ from nn_parallel import (
     ParallelExecutor,
     RankError,
     World,
+    all_gather_tensor,
+    average_parameters,
     current_world,
     find_batch_size,
     initialize_ddp,
@@ -122,8 +124,10 @@ def launched(name: str, *arguments: str) -> Iterator[list[subprocess.Popen[str]]
         try:
             yield ranks
         finally:
-            for rank in "01":
-                say(f"rank {rank} printed:\n{Path(folder, rank).read_text()[-3000:]}")
+            printed = [Path(folder, rank).read_text() for rank in "01"]
+            for rank, text in enumerate(printed):
+                say(f"rank {rank} printed:\n{text[-3000:]}")
+        assert not any("Exception ignored" in text for text in printed)
 
 
 # Two ranks by NCCL
@@ -353,6 +357,27 @@ def rank_that_dies_in_the_making() -> None:
         join_by_nccl(20)
     finally:
         say(f"rank 0 was {time.monotonic() - began:.2f} s in initialize_ddp()")
+
+
+@check(by_nccl=True)
+def what_nccl_refuses() -> None:
+    """Integers that it has no name for, and views: in the buffers of a model, and in what ranks gather."""
+
+    def body() -> Any:
+        world = join_by_nccl()
+        model = nn.Linear(3, 2)
+        model.register_buffer("short", torch.tensor([1, 2, 3], dtype=torch.int16) * (world.rank + 1))
+        model.register_buffer("view", torch.ones(3, 2).t() * (world.rank + 1))
+        prepared = prepare_model(model)
+        prepared(torch.ones(1, 3, device=world.device)).sum().backward()
+        average_parameters(prepared)
+        rows = torch.full((world.rank + 1, 2), world.rank, dtype=torch.int16, device=world.device)
+        return model.short.tolist(), model.view.tolist(), all_gather_tensor(rows.t()[:, :1].t()).tolist()
+
+    with two_workers() as pool:
+        told = pool.run(body)
+        say(told)
+        assert told == [([1, 2, 3], [[1.0] * 3] * 2, [[0, 0], [1, 1]])] * 2
 
 
 @check(by_nccl=True)
