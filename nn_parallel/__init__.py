@@ -13,6 +13,7 @@ The files, from the bottom up; each knows only those before it in this list::
         environment, platforms  launcher's variables -> launch facts; who starts ranks and tells them nothing
         sockets, store          connections of this process; all that ranks tell each other, and by which keys
         flight_recorder         the collectives that this process has entered, as torch records them
+        nccl                    what NCCL needs, so that a rank outlives a failure
         group, context          the process group of a world; the place of this process in it
         liveness, rendezvous    who is dead; the ranks find each other
     calls                       what ranks do together, and how a failure reaches all of them:

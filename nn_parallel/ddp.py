@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import math
 import numbers
 import os
+import sys
 import warnings
 from datetime import timedelta
 
@@ -25,6 +27,7 @@ from .launch.rendezvous import join_launch
 from .world import World
 
 TAKEN = "NN_PARALLEL_TAKEN"  # tells child processes who has taken the place that the launcher's variables describe
+EXIT_WITHIN_S = 60.0  # for what is under way on accelerators to end
 logger = logging.getLogger("nn_parallel")
 
 
@@ -104,6 +107,8 @@ def initialize_ddp(
             logger.info("Rank %d of %d on %s, started by %s (%s).", *place, world.launcher, told_by)
         elif context.world.launcher == "none" and device is not None:
             return _alone(device)
+        if context.group.cannot_end:
+            raise LaunchError("The process group before could not be ended, on the accelerator: start a new process.")
         if context.open_store is not None and not dist.is_initialized():
             context.group.make(context.store, backend, limit or context.timeout)
         if here := blocks_of(context):
@@ -122,23 +127,23 @@ def cleanup_ddp() -> None:
 
     Runs by itself at the end of the program. Inside `ParallelExecutor.run` it closes the group; the rank stays a rank.
     """
-    _leave(abort=False)
+    _leave(abort=sys.exc_info()[1] is not None)  # then what is under way may never end
 
 
 def _leave_at_exit() -> None:
-    """Leave the world at the end of the program; if an exception ends it, what is under way may never end."""
+    """Leave the world at the end of the program."""
     context = rank_context()
-    _leave(abort=context is not None and context.ends_by_exception)
+    _leave(abort=context is not None and context.ends_by_exception, within_s=EXIT_WITHIN_S)
 
 
-def _leave(*, abort: bool) -> None:
+def _leave(*, abort: bool, within_s: float = math.inf) -> None:
     context = rank_context()
     if context is None or context.is_inherited or context.world.launcher == "external":
         return
     if context.world.launcher == "executor":
-        context.group.close(abort=abort)
+        context.group.close(abort=abort, within_s=within_s)
     else:
-        context.leave(abort=abort)
+        context.leave(abort=abort, within_s=within_s)
         join(None)
         os.environ.pop(TAKEN, None)
 

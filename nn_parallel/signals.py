@@ -120,6 +120,11 @@ def raise_in_main_thread(error: Exception) -> None:
     signal.pthread_kill(_main, signal.SIGURG)
 
 
+def raise_nothing() -> None:
+    global _due
+    _due = None
+
+
 def raise_if_due() -> bool:
     """Have what is due raised again, which may have come where nothing is raised; return whether there is any."""
     if _due is None:
@@ -250,11 +255,12 @@ def stay_ready(until: contextlib.ExitStack) -> bool:
     if threading.get_ident() != _main:
         return False
     before = signal.signal(signal.SIGURG, _raise_in_the_outermost)
+    raise_nothing()
 
     def put_back() -> None:
-        global _due
-        _due = None
-        signal.signal(signal.SIGURG, before)
+        raise_nothing()
+        if threading.get_ident() == _main and not _running:  # else the handler stays, and raises nothing
+            signal.signal(signal.SIGURG, before)
 
     until.callback(put_back)
     return True

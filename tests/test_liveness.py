@@ -175,7 +175,7 @@ def test_who_is_lost_is_asked_for_all_ranks_at_once() -> None:
     """What a waiting rank asks of the store, which has one thread, does not grow with the number of ranks."""
     store, asked = dist.HashStore(), Counter[str]()
     for rank in range(64):
-        store.set(member_key(rank), encode(Member("another one", "", 1, 0, 1, "cpu")))
+        store.set(member_key(rank), encode(Member("another one", "", 1, 0, 1)))
     store.set(LOST_KEY, encode(Lost({7: ENDED, 63: OUT_OF_REACH})))
     world = World(False, 0, 0, 64, torch.device("cpu"))
     connection = Connection(store, 0, 64, None)

@@ -18,17 +18,17 @@ from typing import Any
 import torch.distributed as dist
 
 from ..devices import synchronize
-from ..errors import ParallelError, RankTimeoutError, lost_connection
+from ..errors import ParallelError, RankTimeoutError, collective_timed_out, lost_connection
 from ..launch import flight_recorder
 from ..launch.context import RankContext
 from ..launch.flight_recorder import Collective
 from ..launch.liveness import OUT_OF_REACH, Liveness
-from ..launch.store import INTRUDER_KEY, LEFT_KEY, standing_key
-from ..signals import CancelScope, Condition, Interrupted, raise_if_due, raise_in_main_thread, stay_ready
+from ..launch.store import INTRUDER_KEY, LEFT_KEY, report_key, standing_key
+from ..signals import CancelScope, Condition, Interrupted, raise_if_due, raise_in_main_thread, raise_nothing, stay_ready
 from ..stack_dump import by_place
 from .deadlock import standing, why_never, with_root
 from .outcomes import BlockOutcomes
-from .records import Call, Progress, Standing, Waits
+from .records import HAS_LEFT, Call, Progress, Report, Standing, Waits
 from .stacks import Position, position, stack
 
 logger = logging.getLogger("nn_parallel")
@@ -82,7 +82,7 @@ class Watcher:
         self._raised_in = -1  # the group in which a failure on the accelerator was raised, see `Group.times_closed`
         self._is_store_lost = False
         self._intruder: str | None = None  # who has come as a rank that is there
-        self._reason: ParallelError | None = None  # see `reason`
+        self._reason: Exception | None = None  # see `reason`
         self._on_cpu = context.world.device.type == "cpu"
         self._can_raise = not self._on_cpu and stay_ready(context.on_leave)  # outside all blocks
         self._thread = threading.Thread(target=self._loop, name="nn_parallel watcher", daemon=True)
@@ -117,7 +117,7 @@ class Watcher:
             raise Interrupted
 
     @property
-    def reason(self) -> ParallelError | None:
+    def reason(self) -> Exception | None:
         """Why a collective outside all blocks was ended, as long as its group is there."""
         return self._reason if self._context.group.interrupted else None
 
@@ -233,20 +233,28 @@ class Watcher:
 
     def _failure_on_accelerator(self) -> Exception | None:
         """Return why a collective on the accelerator cannot end. That a rank has died, NCCL need not see."""
-        if self._raised_in == self._context.group.times_closed:
+        group, next_rank = self._context.group, (self._context.rank + 1) % self._context.world_size
+        if self._raised_in == group.times_closed:
             return None
-        if failure := self._context.group.error():
-            return failure
-        before, self._nccl = self._nccl, self._context.group.progress_of_nccl()
-        if not self._nccl or self._nccl != before:
-            return None
+        before, self._nccl = self._nccl, group.progress_of_nccl()
         try:
-            dead = self._liveness.dead([rank for rank in range(self._context.world_size) if rank != self._context.rank])
+            failure = group.error()
+            if failure is not None and (collective_timed_out(failure) or not self._has_one_left()):
+                return failure
+            is_dead = bool(self._nccl) and self._nccl == before and self._liveness.is_dead(next_rank)
+            if not is_dead or self._has_left(next_rank) or group.has_ended_on_accelerator():
+                return None
+            return dist.DistBackendError(f"NCCL: Connection closed by peer. {self._liveness.death(next_rank)}")
         except ParallelError as lost:  # the store, with its host
-            return lost
-        return (
-            dist.DistBackendError(f"NCCL: Connection closed by peer. {self._liveness.death(dead[0])}") if dead else None
-        )
+            return lost if self._nccl and self._nccl == before and not group.has_ended_on_accelerator() else None
+
+    def _has_one_left(self) -> bool:
+        """Return whether a rank has left the others as it should, which closes its connections."""
+        return any(self._has_left(rank) for rank in range(self._context.world_size) if rank != self._context.rank)
+
+    def _has_left(self, rank: int) -> bool:
+        report = self._connection.read(report_key(rank), Report)
+        return report is not None and report.progress.phase == HAS_LEFT
 
     def _find_connections(self) -> None:
         """Have `Group.abort` end those of all groups, in one of whose collectives the main thread may sit."""
@@ -268,12 +276,14 @@ class Watcher:
             self._raised_in = times_closed
             raise_in_main_thread(reason)
             self._context.group.abort(times_closed)
-            while raise_if_due() and not self._stopped:
+            while self._context.group.times_closed == times_closed and raise_if_due() and not self._stopped:
                 time.sleep(POLL_MAX_S)
-        elif self._on_cpu and isinstance(reason, ParallelError):
+            raise_nothing()
+        else:
             logger.error("%s", reason)
             self._reason = reason
-            self._context.group.abort(times_closed)
+            if self._context.group.is_gloo_alone():
+                self._context.group.abort(times_closed)
 
     def _loss(self, stands: Position, last: list[Collective]) -> ParallelError | None:
         """The error of this rank, if one that it is stuck with is on a node that does not answer any more."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -99,9 +100,9 @@ class RankContext:
         self.generation = generation
         self.group.begin_generation(generation)
 
-    def leave(self, *, abort: bool = False) -> None:
+    def leave(self, *, abort: bool = False, within_s: float = math.inf) -> None:
         """Close the process group, and for good all that was opened for this place among the ranks."""
-        self.group.close(abort=abort)
+        self.group.close(abort=abort, within_s=within_s)
         self.on_leave.close()
         self.connections.clear()
         self.group.release()

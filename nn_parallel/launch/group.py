@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import socket
 import sys
@@ -51,12 +52,13 @@ class Group:
         self.first_id = 0  # of the present groups, in torch's flight recorder
         self.begun = 0, 0  # the generation, and how many groups this rank has begun to make in it: alike on all ranks
         self.interrupted = False  # connections have been ended, because a rank has failed; until the group is closed
+        self.times_closed = 0  # changes as a group begins to be closed, and when it is
+        self.cannot_end = False  # its abort hangs
         self._names: list[str] = []  # of what may be in the store, the last one last
         self._sockets: dict[int, int] = {}  # of all groups: fd -> inode
         self._found: set[str] = set()  # the names of the groups whose connections these are
         self._aborts = nccl.Aborts()
         self._first_nccl_id = 0  # of the present groups, in NCCL's flight recorder
-        self.times_closed = 0  # to tell this group from the next one
         self._closing = threading.Lock()  # held to close, or to abort: for whoever aborts, in any thread
         self._timeout_s = 0.0
         self._store: dist.Store | None = None  # through which the ranks of a group find each other
@@ -94,7 +96,7 @@ class Group:
             raise
         if backend is None:
             backend = self._backend(own)
-        if world.rank == 0:
+        if world.rank == 0 and not on_cpu:
             bottom(store).delete_key(nccl.DUMP_KEY)
         self._close_half_closed()
         self._names.append(name)
@@ -139,24 +141,29 @@ class Group:
         if world.rank == 0 and old:
             _delete_groups(store, old)
 
-    def close(self, *, abort: bool = True) -> None:
+    def close(self, *, abort: bool = True, within_s: float = math.inf) -> None:
         """Close the process group, without waiting for any peer; `initialize_ddp` makes it anew.
 
-        Unless ``abort``, what is under way on accelerators comes to its end first, if it can.
+        Unless ``abort``, what is under way on accelerators comes to its end first, if it does ``within_s`` and within
+        the timeout of the group.
 
         The closed groups are kept as long as anybody uses them. Otherwise the last `DistributedDataParallel` model of
         one would destroy it, with the GIL held, and wait for gloo's threads, which wait for the GIL to drop the last
         asynchronous operations. Where Python drops the last reference to a group, torch releases the GIL.
         """
         if dist.is_initialized():
+            is_over = not abort and self._has_ended(within_s)
+            with self._closing:
+                self.times_closed += 1  # from here on nobody else aborts it, or raises what has failed in it
+            if is_over:
+                self._end_reading()
+            else:
+                self.abort()
+            self.cannot_end = not self._aborts.finish()
+            if self.cannot_end:
+                return
             # Connections that we do not know end with a group alone.
             _closed.extend(group for group, name in _groups().items() if name in self._found)
-            if abort or not self._has_ended():
-                self.abort()
-            else:
-                self._end_reading()
-            if not self._aborts.finish():
-                return
             dist.destroy_process_group()
             self.default = None
         with self._closing:
@@ -190,11 +197,21 @@ class Group:
         with self._closing:
             if times_closed in (None, self.times_closed):  # else this is about a group that has been closed meanwhile
                 self._end_reading()
-                self._aborts.begin(_groups(), self._world.device)
+                self._aborts.begin(_groups(), self._first_nccl_id)
 
     def error(self) -> dist.DistBackendError | None:
         """Return what has gone wrong in a collective of an accelerator. Gloo raises it by itself."""
-        return None if self.interrupted else nccl.error_of(_groups(), self._world.device)
+        if self._world.device.type == "cpu" or self.interrupted:
+            return None
+        return nccl.error_of(_groups(), self._world.device)
+
+    def is_gloo_alone(self) -> bool:
+        """Return whether no group has a backend beside gloo, whose collectives would end with wrong numbers."""
+        return not any(map(nccl.backends_of, _groups()))
+
+    def has_ended_on_accelerator(self) -> bool:
+        """Return whether all that was queued on this rank's accelerator ends in a moment."""
+        return nccl.has_ended(self._world.device, nccl.ENDS_WITHIN_S)
 
     def progress_of_nccl(self) -> str:
         """Return how far NCCL's collectives are; empty if none is under way, or there is no group."""
@@ -226,7 +243,10 @@ class Group:
 
     def _claim_device(self, own: dist.Store) -> None:
         """Say which accelerator this rank has, before the ranks meet."""
-        if (name := hardware_id(self._world.device)) is not None:
+        name = None
+        with contextlib.suppress(RuntimeError):  # it cannot be used: this is told where it is
+            name = hardware_id(self._world.device)
+        if name is not None:
             host = os.environ.get("NCCL_HOSTID") or host_identity()
             owner = own.compare_set(f"accelerator/{host}/{name}", "", str(self._world.rank))
             if owner != str(self._world.rank).encode():
@@ -259,11 +279,11 @@ class Group:
             self._on_release.callback(_put_back, name, os.environ.get(name))
             os.environ[name] = value
 
-    def _has_ended(self) -> bool:
+    def _has_ended(self, within_s: float) -> bool:
         """Wait until all that is under way on an accelerator has ended; return whether it has."""
         if self._world.device.type == "cpu":
             return True
-        end, wait_until = synchronize_in_thread(self._world.device), time.monotonic() + self._timeout_s
+        end, wait_until = synchronize_in_thread(self._world.device), time.monotonic() + min(within_s, self._timeout_s)
         while not end.done() and time.monotonic() < wait_until and self.error() is None:
             time.sleep(LOOK_EVERY_S)
         return end.done() and end.exception() is None

@@ -41,7 +41,6 @@ SET_BY_TORCHRUN = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 # make a group later would find it, too.
 DUMP_KEY = "exception_dump"
 ABORT_WITHIN_S = 30.0
-IDLE_WITHIN_S = 0.05  # an accelerator on which nothing is queued
 ENDS_WITHIN_S = 0.25  # a collective that has come to its end before another rank closed the connection
 logger = logging.getLogger("nn_parallel")
 
@@ -65,7 +64,7 @@ def error_of(groups: Iterable[dist.ProcessGroup], device: torch.device) -> dist.
 
     A connection that was lost is no error where all that was queued has come to its end: another rank may have left.
     """
-    told = {_told_by(backend) for group in groups for backend in backends_of(group)} - {"SUCCESS"}
+    told = {each for group in groups for each in _told_by(group)}
     if not told or has_ended(device, ENDS_WITHIN_S):
         return None
     if "TIMEOUT" in told:
@@ -104,11 +103,12 @@ def has_ended(device: torch.device, within_s: float) -> bool:
     return bool(wait([synchronize_in_thread(device)], within_s).done)
 
 
-def _told_by(backend: Any) -> str:
+def _told_by(group: dist.ProcessGroup) -> set[str]:
+    """Return the names of the errors that the backends of ``group`` tell of."""
     try:
-        return str(backend.get_error().name)
-    except (AttributeError, RuntimeError):  # it tells nothing of the kind
-        return "SUCCESS"
+        return {backend.get_error().name for backend in backends_of(group)} - {"SUCCESS"}
+    except (AttributeError, RuntimeError):  # it tells nothing of the kind, or is being destroyed
+        return set()
 
 
 class Aborts:
@@ -117,14 +117,16 @@ class Aborts:
     def __init__(self) -> None:
         self._threads: dict[dist.ProcessGroup, threading.Thread] = {}
 
-    def begin(self, groups: Mapping[dist.ProcessGroup, str], device: torch.device) -> None:
-        """Abort these groups, by torch's names of them, each of them once. Returns at once."""
+    def begin(self, groups: Mapping[dist.ProcessGroup, str], first_group_id: int) -> None:
+        """Abort these groups, by torch's names of them, each of them once. Returns at once.
+
+        What has not ended in NCCL's groups from that id on is cut off, as the log then says.
+        """
         new = {group: name for group, name in groups.items() if group not in self._threads and backends_of(group)}
-        if new and not has_ended(device, IDLE_WITHIN_S):
+        if new and (progress(first_group_id) or any(map(_told_by, new))):
             logger.warning(
-                "What is under way on %s is cut off: tensors that it computes hold wrong numbers. If a model is among "
-                "them, load a checkpoint before you go on.",
-                device,
+                "Collectives on the accelerator are cut off: what they and the work after them compute is wrong. If "
+                "that is a model, load a checkpoint before you go on."
             )
         for group, name in new.items():
             thread = threading.Thread(target=_abort, args=[group, name], name="nn_parallel abort", daemon=True)

@@ -89,9 +89,9 @@ def _location(storage: Any) -> str | None:
     return "cpu" if _reads_on_the_cpu.get() and storage.device.type not in ("cpu", "meta") else None
 
 
-# Torch asks in the order of these numbers, and its own begin with 10; None leaves it to them.
+# Torch asks in the order of these numbers, no two of which may be equal; its own begin with 10. None leaves it to them.
 _reads_on_the_cpu = contextvars.ContextVar("_reads_on_the_cpu", default=False)
-torch.serialization.register_package(0, _location, lambda storage, location: None)
+torch.serialization.register_package(7, _location, lambda storage, location: None)
 
 
 def dumped(states: dict[str, Any]) -> IO[bytes]:

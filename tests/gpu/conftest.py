@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from checks import ALONE, LIMITS_S
+
+from .checks import ALONE, LIMITS_S
 
 AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 3))
 SECONDS: dict[str, float] = {}  # that each check has taken

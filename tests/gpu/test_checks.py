@@ -5,8 +5,9 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 import pytest
-from checks import ALONE, BY_NCCL, CHECKS
-from conftest import Outcome, run_check
+
+from .checks import ALONE, BY_NCCL, CHECKS
+from .conftest import Outcome, run_check
 
 pytestmark = pytest.mark.gpu
 

@@ -1,0 +1,1 @@
+"""For a machine with a GPU: see conftest.py."""
