@@ -205,7 +205,7 @@ def fails_beside_a_collective(flag: str, groups: int) -> None:
 def frees(groups: int, times: int) -> None:
     with two_workers() as pool, tempfile.TemporaryDirectory() as folder:
         assert pool.run(lambda: total_of_ones(join_by_nccl().device)) == [2.0, 2.0]
-        before = pids_of(pool)
+        before, took = pids_of(pool), list[float]()
         for number in range(times):
             flag = Path(folder, str(number))
             began = time.monotonic()
@@ -219,8 +219,10 @@ def frees(groups: int, times: int) -> None:
             say(number, f"{seconds:.2f} s", told, flag.exists() and flag.read_text())
             assert "ValueError: a bad batch" in told
             assert not flag.exists()
-            assert number == 0 or seconds < 0.5 + AT_ONCE_S + groups
+            took.append(seconds)
             assert pids_of(pool) == before
+        # The first failure of a process takes longer: torch imports its compiler, to print a stack.
+        assert sorted(took)[times // 2] < 0.5 + AT_ONCE_S
         assert pool.run(lambda: total_of_ones(join_by_nccl().device)) == [2.0, 2.0]
 
 

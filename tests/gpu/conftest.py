@@ -81,8 +81,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Collect the rows of the table."""
     report = yield
     if item.get_closest_marker("gpu") and (report.when == "call" or report.outcome != "passed"):
-        seconds = SECONDS.get(item.callspec.params["name"], 0.0) if hasattr(item, "callspec") else report.duration
-        item.config.stash.setdefault(_TABLE, []).append((item.name, report.outcome, seconds))
+        name = item.callspec.params["name"] if hasattr(item, "callspec") else item.name
+        seconds = SECONDS.get(name, report.duration)
+        item.config.stash.setdefault(_TABLE, []).append((name, report.outcome, seconds))
     return report
 
 
