@@ -298,16 +298,17 @@ def call_each(
 ) -> tuple[list[R], tuple[Exception, Failure] | None]:
     """The results of a chunk of a map, up to the first call that fails; and how that one has failed."""
     results: list[R] = []
+    here = current_world().device
     for item in items:
         try:
             result = in_this_process(call_on_device, fn, item, {}, device)
-            synchronize(current_world().device)
+            synchronize(here)
             results.append(result)
         except Interrupted:
             raise
         except BaseException as error:
-            packed = _pack_exception(error, f"a single task on {current_world().device}")
-            _recover(current_world().device)
+            packed = _pack_exception(error, f"a single task on {here}")
+            _recover(here)
             return results, loads(packed.pickle, [bytearray(buffer) for buffer in packed.buffers])
     return results, None
 

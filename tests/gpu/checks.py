@@ -488,7 +488,7 @@ def streams_of_the_caller() -> None:
     assert wrong == 0
 
 
-@check()
+@check(alone=True)
 def transport_and_memory() -> None:
     """Tensors arrive as they were sent; what a worker takes at its start; a checkpoint loads where no GPU is."""
     device = torch.device("cuda", 0)
