@@ -262,7 +262,7 @@ def lost_connection(error: BaseException) -> bool:
 
 
 def collective_timed_out(error: BaseException) -> bool:
-    """Whether a rank has waited in a collective for as long as the process group allows; its peers then lose it."""
+    """Return whether a rank has waited in a collective for as long as its group allows; its peers then lose it."""
     if not isinstance(error, RuntimeError) or _TIMED_OUT not in (text := _text_of(error)):
         return False
     return "gloo/transport" in text or text.startswith("NCCL: ")

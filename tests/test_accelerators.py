@@ -1,4 +1,4 @@
-"""What becomes of failures on accelerators, by a stand-in (folder stand_in); what real GPUs show is in tests/gpu."""
+"""Failures on a made-up accelerator, of the folder stand_in. Those on real GPUs are in tests/gpu."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _sees_an_error(where: str, kind: str) -> str:
     ("kind", "text"), [("COMM_ERROR", "Connection closed by peer"), ("TIMEOUT", "Timed out waiting")]
 )
 def test_an_error_of_the_backend_is_raised(where: str, kind: str, text: str, two: Ranks) -> None:
-    """Which itself raises none: the rank would go on with wrong numbers, or its process would be ended."""
+    """The backend raises nothing itself: the rank would go on with wrong numbers, or its process would be ended."""
     for told in two.run(_sees_an_error, where, kind):
         assert told.startswith("RankError" if where == "in a block" else "DistBackendError")
         assert text in told

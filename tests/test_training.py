@@ -406,7 +406,7 @@ def test_alone_the_model_is_moved_and_nothing_else() -> None:
 
 
 def test_data_parallel_begins_with_the_current_device() -> None:
-    """Where the model is; torch would begin with the first one, whichever that is."""
+    """The model is there; torch itself would begin with the first device."""
     found = [torch.device("cuda", index) for index in range(3)]
     with (
         mock.patch("nn_parallel.training.model.accelerators", return_value=found),

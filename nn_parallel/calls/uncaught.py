@@ -13,10 +13,9 @@ from typing import NamedTuple
 from ..errors import RankError, collective_timed_out, format_traceback
 from ..launch.context import RankContext
 from ..launch.liveness import Liveness
-from ..launch.store import LOOKS, UNCAUGHT_KEY, decode, encode, report_key
+from ..launch.store import LOOKS, UNCAUGHT_KEY, decode, encode
 from ..polling import looks
-from .records import HAS_LEFT, Report
-from .watcher import is_consequence
+from .watcher import has_left, is_consequence
 
 DIES_WITHIN_S = 2.0  # a process that has left the others
 
@@ -64,10 +63,10 @@ def _cause(context: RankContext) -> str:
             for waited in looks(*LOOKS):
                 told = connection.read(UNCAUGHT_KEY, Uncaught)
                 if told is None:
-                    dead = (rank for rank in liveness.dead(_others(context)) if not _has_left(context, rank))
+                    dead = (rank for rank in liveness.dead(_others(context)) if not has_left(connection, rank))
                     gone = [str(liveness.death(rank)) for rank in dead]
                     if waited > DIES_WITHIN_S and not gone:
-                        left = (rank for rank in _others(context) if _has_left(context, rank))
+                        left = (rank for rank in _others(context) if has_left(connection, rank))
                         gone = [f"Rank {rank} has left: it is at its end, or called cleanup_ddp()." for rank in left]
                     if gone:
                         first = connection.swap(UNCAUGHT_KEY, "", encode(Uncaught("\n".join(gone))))
@@ -84,12 +83,6 @@ def _stopped(context: RankContext) -> str:
     with contextlib.closing(Liveness(context, context.connection)) as liveness:
         stopped = [rank for rank in _others(context) if liveness.is_stopped(rank)]
     return "\n".join(f"Rank {rank} is stopped by a signal." for rank in stopped)
-
-
-def _has_left(context: RankContext, rank: int) -> bool:
-    """Whether it has left the others as it should: it has no part in a failure."""
-    report = context.connection.read(report_key(rank), Report)
-    return report is not None and report.progress.phase == HAS_LEFT
 
 
 def _others(context: RankContext) -> list[int]:

@@ -23,7 +23,7 @@ from ..launch import flight_recorder
 from ..launch.context import RankContext
 from ..launch.flight_recorder import Collective
 from ..launch.liveness import OUT_OF_REACH, Liveness
-from ..launch.store import INTRUDER_KEY, LEFT_KEY, report_key, standing_key
+from ..launch.store import INTRUDER_KEY, LEFT_KEY, Connection, report_key, standing_key
 from ..signals import CancelScope, Condition, Interrupted, raise_if_due, raise_in_main_thread, raise_nothing, stay_ready
 from ..stack_dump import by_place
 from .deadlock import standing, why_never, with_root
@@ -233,28 +233,28 @@ class Watcher:
 
     def _failure_on_accelerator(self) -> Exception | None:
         """Return why a collective on the accelerator cannot end. That a rank has died, NCCL need not see."""
-        group, next_rank = self._context.group, (self._context.rank + 1) % self._context.world_size
+        group = self._context.group
         if self._raised_in == group.times_closed:
             return None
-        before, self._nccl = self._nccl, group.progress_of_nccl()
+        before = self._nccl
+        self._nccl = group.progress_of_nccl()
+        stands_still = self._nccl != "" and self._nccl == before
+        next_rank = (self._context.rank + 1) % self._context.world_size
         try:
             failure = group.error()
             if failure is not None and (collective_timed_out(failure) or not self._has_one_left()):
                 return failure
-            is_dead = bool(self._nccl) and self._nccl == before and self._liveness.is_dead(next_rank)
-            if not is_dead or self._has_left(next_rank) or group.has_ended_on_accelerator():
+            is_dead = stands_still and self._liveness.is_dead(next_rank)
+            if not is_dead or has_left(self._connection, next_rank) or group.has_ended_on_accelerator():
                 return None
             return dist.DistBackendError(f"NCCL: Connection closed by peer. {self._liveness.death(next_rank)}")
         except ParallelError as lost:  # the store, with its host
-            return lost if self._nccl and self._nccl == before and not group.has_ended_on_accelerator() else None
+            return lost if stands_still and not group.has_ended_on_accelerator() else None
 
     def _has_one_left(self) -> bool:
         """Return whether a rank has left the others as it should, which closes its connections."""
-        return any(self._has_left(rank) for rank in range(self._context.world_size) if rank != self._context.rank)
-
-    def _has_left(self, rank: int) -> bool:
-        report = self._connection.read(report_key(rank), Report)
-        return report is not None and report.progress.phase == HAS_LEFT
+        others = (rank for rank in range(self._context.world_size) if rank != self._context.rank)
+        return any(has_left(self._connection, rank) for rank in others)
 
     def _find_connections(self) -> None:
         """Have `Group.abort` end those of all groups, in one of whose collectives the main thread may sit."""
@@ -327,6 +327,12 @@ class Watcher:
             self._last = flight_recorder.collectives(first_id, self._context.rank)
             return self._last
         return []
+
+
+def has_left(connection: Connection, rank: int) -> bool:
+    """Return whether ``rank`` has left the others as it should: it has no part in a failure."""
+    report = connection.read(report_key(rank), Report)
+    return report is not None and report.progress.phase == HAS_LEFT
 
 
 def is_consequence(error: BaseException) -> bool:

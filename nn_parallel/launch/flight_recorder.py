@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 # Of which tensors the sizes are the same on every rank, by the name of a collective.
 ALIKE = dict.fromkeys(("all_reduce", "all_gather", "broadcast", "gather", "reduce"), "input") | {"scatter": "output"}
+DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}  # torch's functions
 # Of which only the root passes any.
 OF_ROOT = {"gather": "output_sizes", "scatter": "input_sizes"}
 
@@ -50,14 +51,14 @@ def collectives(first_group_id: int, rank: int) -> list[Collective]:
     return found
 
 
-def progress(first_group_id: int) -> str:
-    """Changes whenever a collective begins or ends; empty if none is under way.
+def progress(first_group_id: int, backend: str = "gloo") -> str:
+    """Return what changes whenever a collective of this ``backend`` begins or ends; empty if none is under way.
 
     Takes microseconds, where `collectives` takes up to a tenth of a second.
     """
     statuses = {
         group: (status["last_enqueued_collective"], status["last_completed_collective"])
-        for group, status in _dump(False).get("pg_status", {}).items()
+        for group, status in _dump(False, backend).get("pg_status", {}).items()
         if int(group) >= first_group_id
     }
     return str(statuses) if any(begun != ended for begun, ended in statuses.values()) else ""
@@ -79,12 +80,12 @@ def entered(last: Sequence[Collective]) -> dict[str, int]:
     return found | {each.group: each.number for each in last if each.group in found}
 
 
-def next_group_id() -> int:
-    """More than the id of any process group that has been used so far."""
-    return 1 + max(map(int, _dump(False).get("pg_status", {})), default=-1)
+def next_group_id(backend: str = "gloo") -> int:
+    """Return more than the id of any process group of this ``backend`` that has been used so far."""
+    return 1 + max(map(int, _dump(False, backend).get("pg_status", {})), default=-1)
 
 
-def _dump(entries: bool) -> dict[str, Any]:
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+def _dump(entries: bool, backend: str = "gloo") -> dict[str, Any]:
+    dump = getattr(torch._C._distributed_c10d, DUMPS[backend], None)  # that of NCCL is missing in torch for the CPU
     found: dict[str, Any] = {} if dump is None else json.loads(dump(entries, False))
     return found

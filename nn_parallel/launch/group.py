@@ -20,7 +20,7 @@ from ..devices import hardware_id, synchronize_in_thread
 from ..errors import LaunchError, summary
 from ..world import World
 from . import nccl
-from .flight_recorder import next_group_id
+from .flight_recorder import next_group_id, progress
 from .sockets import bottom, card_to_other_nodes, connected_at, duplicate, still_open
 from .store import clone_store, host_identity, store_barrier
 
@@ -105,7 +105,9 @@ class Group:
         connect_within = timeout
         if world.device.type in ("cpu", "cuda"):  # for which torch can set it afterwards
             connect_within = min(timeout, max(timeout / GLOO_CONNECTS_WITHIN, CONNECT_AT_LEAST))
-        hook, self.first_id, self._first_nccl_id = sys.excepthook, next_group_id(), nccl.next_group_id()
+        hook = sys.excepthook
+        self.first_id = next_group_id()
+        self._first_nccl_id = next_group_id("nccl")
         # An init that failed leaves torch's count of groups raised, and ranks that differ in it never find each other.
         dist.distributed_c10d._world.group_count = 0
         try:
@@ -215,7 +217,7 @@ class Group:
 
     def progress_of_nccl(self) -> str:
         """Return how far NCCL's collectives are; empty if none is under way, or there is no group."""
-        return nccl.progress(self._first_nccl_id) if dist.is_initialized() else ""
+        return progress(self._first_nccl_id, "nccl") if dist.is_initialized() else ""
 
     def find_connections(self) -> None:
         """Let `abort` end the connections of all process groups, whoever has made them.
@@ -244,7 +246,7 @@ class Group:
     def _claim_device(self, own: dist.Store) -> None:
         """Say which accelerator this rank has, before the ranks meet."""
         name = None
-        with contextlib.suppress(RuntimeError):  # it cannot be used: this is told where it is
+        with contextlib.suppress(RuntimeError):  # one that cannot be used: making the group fails, and says why
             name = hardware_id(self._world.device)
         if name is not None:
             host = os.environ.get("NCCL_HOSTID") or host_identity()

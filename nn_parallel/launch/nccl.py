@@ -14,7 +14,6 @@ torch 2.11 and NCCL 2.28).
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..devices import synchronize_in_thread
+from .flight_recorder import progress
 
 UNINTERRUPTED = True  # see signals
 # The thread that watches neither aborts collectives nor ends the process, and waits for nobody before it goes on; and
@@ -74,30 +74,6 @@ def error_of(groups: Iterable[dist.ProcessGroup], device: torch.device) -> dist.
     return dist.DistBackendError(f"NCCL: Connection closed by peer, or lost on the way to it ({min(told)}).")
 
 
-def next_group_id() -> int:
-    """Return more than the id of any NCCL group that has been used so far."""
-    return 1 + max(map(int, _statuses()), default=-1)
-
-
-def progress(first_group_id: int) -> str:
-    """Return what changes whenever a collective begins or ends, in the groups from this id on.
-
-    It is empty if none is under way, as far as torch's flight recorder knows.
-    """
-    statuses = {
-        group: (status["last_enqueued_collective"], status["last_completed_collective"])
-        for group, status in _statuses().items()
-        if int(group) >= first_group_id
-    }
-    return str(statuses) if any(begun != ended for begun, ended in statuses.values()) else ""
-
-
-def _statuses() -> dict[str, dict[str, str]]:
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # missing in torch for the CPU
-    statuses: dict[str, dict[str, str]] = {} if dump is None else json.loads(dump(False, False)).get("pg_status", {})
-    return statuses
-
-
 def has_ended(device: torch.device, within_s: float) -> bool:
     """Return whether all that was queued on ``device`` comes to its end, if only by an error, within this time."""
     return bool(wait([synchronize_in_thread(device)], within_s).done)
@@ -123,7 +99,7 @@ class Aborts:
         What has not ended in NCCL's groups from that id on is cut off, as the log then says.
         """
         new = {group: name for group, name in groups.items() if group not in self._threads and backends_of(group)}
-        if new and (progress(first_group_id) or any(map(_told_by, new))):
+        if new and (progress(first_group_id, "nccl") or any(map(_told_by, new))):
             logger.warning(
                 "Collectives on the accelerator are cut off: what they and the work after them compute is wrong. If "
                 "that is a model, load a checkpoint before you go on."

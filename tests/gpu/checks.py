@@ -1,4 +1,4 @@
-"""What failures do on GPUs: each check is a program of its own, ``python tests/gpu/checks.py NAME``.
+"""Programs that show what failures do on GPUs: each check is a program of its own, ``python tests/gpu/checks.py NAME``.
 
 Two ranks talk by NCCL: on two GPUs, where there are two. On a machine with one they share it. NCCL refuses that, unless
 each rank says that it is another host, which makes the other one a remote peer, over a socket (`join_by_nccl`).
@@ -465,7 +465,7 @@ def what_starts_cuda() -> None:
 
 @check()
 def streams_of_the_caller() -> None:
-    """What the caller has queued on its own stream comes before the work of the threads."""
+    """The work that the caller has queued on its own stream comes before the work of the threads."""
 
     @parallel_on_all_devices
     def double(x: torch.Tensor) -> torch.Tensor:

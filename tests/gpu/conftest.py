@@ -26,7 +26,7 @@ _TABLE = pytest.StashKey[list[tuple[str, str, float]]]()
 
 
 class Outcome(NamedTuple):
-    """How a check has ended."""
+    """The end of a check."""
 
     exit_code: int | None  # None: it did not end within its limit
     printed: str

@@ -1,4 +1,4 @@
-"""What failures do on GPUs: see checks.py, each of which is a program of its own."""
+"""The checks of failures on GPUs: see checks.py, each of which is a program of its own."""
 
 from __future__ import annotations
 

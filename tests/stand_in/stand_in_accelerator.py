@@ -35,7 +35,8 @@ def current_device_index() -> int:
 
 def set_device_index(device: int) -> None:
     global is_in_use, current
-    is_in_use, current = True, device
+    is_in_use = True
+    current = device
 
 
 def synchronize(device: Any = None) -> None:
