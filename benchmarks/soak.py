@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from nn_parallel import ParallelExecutor, on_rank
-from nn_parallel.descendants import children_of
-from nn_parallel.executor.started import StartedWorkers
+from nn_parallel._engine.descendants import children_of
+from nn_parallel._engine.pool.started_workers import StartedWorkers
 
 SAMPLES = 20
 QUANTITIES = ("memory, MiB", "descriptors", "threads", "keys in the store")

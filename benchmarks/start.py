@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nn_parallel import ParallelExecutor
-from nn_parallel.executor import forkserver_client
+from nn_parallel._engine.pool import forkserver_client
 
 from .harness import Figure, python, seconds_of, waiting
 from .peers import STARTS, has

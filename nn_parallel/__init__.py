@@ -66,13 +66,16 @@ Importing it starts nothing: no process, no thread, no GPU.
 
 import torch  # noqa: F401  # first: what its import leaves behind is collected on the way
 
-from . import collector
+from ._engine import garbage_collection as collector
 
 with collector.paused():
+    from ._engine.data_parallel import parallel_on_all_devices
+    from ._engine.devices import resolve_device
+    from ._engine.gpus import GPU, list_gpus, parse_gpu_selection, select_gpus
+    from ._engine.ranks.context import current_world
+    from ._engine.ranks.membership import cleanup_ddp, initialize_ddp, should_use_distributed
+    from ._engine.ranks.stop_signals import stop_requested
     from ._version import __version__ as __version__
-    from .data_parallel import parallel_on_all_devices
-    from .ddp import cleanup_ddp, initialize_ddp, should_use_distributed
-    from .devices import resolve_device
     from .doctor import Report, verify_ddp_setup
     from .errors import (
         ExecutorClosedError,
@@ -85,10 +88,7 @@ with collector.paused():
         WorkerDiedError,
     )
     from .executor import ParallelExecutor
-    from .gpus import GPU, list_gpus, parse_gpu_selection, select_gpus
-    from .launch.context import current_world
-    from .on_rank import barrier, broadcast, on_local_rank, on_rank, rank_first
-    from .preemption import stop_requested
+    from .ranks import barrier, broadcast, on_local_rank, on_rank, rank_first
     from .shared_pool import parallelize_on_gpus
     from .training.batch_size import find_batch_size
     from .training.checkpoint import load_checkpoint, save_checkpoint

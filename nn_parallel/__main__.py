@@ -16,11 +16,11 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from . import GPU, LaunchError, list_gpus, parse_gpu_selection, select_gpus
+from ._engine.devices import accelerators, as_table, cpu_count
+from ._engine.ranks.environment import detect_launch
+from ._engine.stack_dump import by_call_site, processes_of, stacks_of, users_part
 from ._version import __version__
-from .devices import accelerators, as_table, cpu_count
 from .doctor import examine
-from .launch.environment import detect_launch
-from .stack_dump import by_call_site, processes_of, stacks_of, users_part
 
 PROGRAM = "nn-parallel"
 COLUMNS = {

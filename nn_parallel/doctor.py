@@ -16,14 +16,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ._engine.devices import accelerators, cpu_count, device_properties
+from ._engine.gpus import list_gpus
+from ._engine.ranks.context import rank_context
+from ._engine.ranks.environment import detect_launch, is_loopback
+from ._engine.ranks.membership import initialize_ddp
 from ._version import __version__
-from .ddp import initialize_ddp
-from .devices import accelerators, cpu_count, device_properties
 from .errors import LaunchError, ParallelError
 from .executor import ParallelExecutor
-from .gpus import list_gpus
-from .launch.context import rank_context
-from .launch.environment import detect_launch, is_loopback
 
 TIMEOUT_S = 60.0
 OK, WARNING, FAILED, WAITS = "ok", "warning", "failed", "..."

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from .ddp import as_seconds, join_launched_world
-from .devices import choose_devices
+from ._engine.by_value.packer import CallOptions
+from ._engine.devices import choose_devices
+from ._engine.ranks.membership import as_seconds, join_launched_world
 from .errors import ExecutorClosedError
 from .executor import ParallelExecutor
-from .executor.packing import CallOptions
 
 R = TypeVar("R")
 IDLE_LIMIT_S = 60.0

@@ -30,10 +30,10 @@ from typing import IO, Any
 import cloudpickle
 import pytest
 
-from .devices import count
+from ._engine.devices import count
+from ._engine.ranks.context import current_world
 from .errors import ParallelError, RankError, RemoteTraceback, rank_names, summary
-from .executor.executor import ParallelExecutor
-from .launch.context import current_world
+from .executor import ParallelExecutor
 
 _TOLD = pytest.StashKey[str]()
 _POOLS = pytest.StashKey[dict[int, ParallelExecutor]]()

@@ -25,9 +25,9 @@ from laboratory import Node
 from ranks import launched, trim
 
 from nn_parallel import ParallelExecutor, initialize_ddp, on_rank
-from nn_parallel.descendants import children_of
-from nn_parallel.executor import forkserver_client
-from nn_parallel.launch import rendezvous
+from nn_parallel._engine.descendants import children_of
+from nn_parallel._engine.pool import forkserver_client
+from nn_parallel._engine.ranks import rendezvous
 from nn_parallel.testing import pool_of
 
 

@@ -27,7 +27,7 @@ import cloudpickle
 import pytest
 
 from nn_parallel import ParallelExecutor
-from nn_parallel.pickling import _code_of_file
+from nn_parallel._engine.pickling import _code_of_file
 
 START_WITHIN_S = 25.0
 ANSWER_WITHIN_S = 25.0

@@ -11,7 +11,7 @@ import pytest
 from notebook import run_cells
 from terminal import run_on_terminal
 
-from nn_parallel.executor.bars import Screen
+from nn_parallel._engine.pool.bars import Screen
 
 SCRIPT = """
 import pathlib, time, tqdm

@@ -37,12 +37,12 @@ from nn_parallel import (
     initialize_ddp,
     on_rank,
 )
-from nn_parallel.calls.blocks import blocks_of
-from nn_parallel.calls.outcomes import BlockOutcomes
-from nn_parallel.calls.records import BlockOutcome
+from nn_parallel._engine.ranks.blocks import blocks_of
+from nn_parallel._engine.ranks.context import RankContext, rank_context
+from nn_parallel._engine.ranks.outcomes import BlockOutcomes
+from nn_parallel._engine.ranks.records import BlockOutcome
+from nn_parallel._engine.ranks.store import Connection
 from nn_parallel.errors import Failure
-from nn_parallel.launch.context import RankContext, rank_context
-from nn_parallel.launch.store import Connection
 from nn_parallel.world import World
 
 

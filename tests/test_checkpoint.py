@@ -39,8 +39,8 @@ from nn_parallel import (
     seed_everything,
     unwrap_model,
 )
-from nn_parallel.training import checkpoint_file
-from nn_parallel.training.states import stored
+from nn_parallel.training import _checkpoint_file as checkpoint_file
+from nn_parallel.training._states import stored
 
 KILLS = 8
 NEVER, NOBODY = 1_000_000, (-1, 0, 0)

@@ -21,10 +21,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from nn_parallel import ParallelExecutor, TransferError, current_world
-from nn_parallel.executor import connection, memfd
-from nn_parallel.executor.connection import Connection, Payload
-from nn_parallel.executor.memfd import Files
-from nn_parallel.pickling import dumps
+from nn_parallel._engine.pickling import dumps
+from nn_parallel._engine.pool import channel as connection
+from nn_parallel._engine.pool import memory_files as memfd
+from nn_parallel._engine.pool.channel import Connection, Payload
+from nn_parallel._engine.pool.memory_files import Files
 
 LARGE = 1 << 18  # elements: above what stays in a pickle
 
@@ -389,7 +390,7 @@ MANY_SHARED = """
 import os, resource, signal, socket
 import torch
 from nn_parallel import ParallelExecutor, TransferError
-from nn_parallel.executor import connection
+from nn_parallel._engine.pool import channel as connection
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 make = lambda: [torch.zeros(4).share_memory_() for _ in range(300)]
@@ -424,7 +425,7 @@ UNSENT_RESULT = """
 import os, resource, socket
 import torch
 from nn_parallel import ParallelExecutor
-from nn_parallel.executor import connection
+from nn_parallel._engine.pool import channel as connection
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 

@@ -39,10 +39,10 @@ from nn_parallel import (
     prepare_model,
     should_use_distributed,
 )
-from nn_parallel.launch import nccl
-from nn_parallel.launch.environment import detect_launch
-from nn_parallel.launch.group import Group
-from nn_parallel.launch.rendezvous import join_launch
+from nn_parallel._engine.ranks import nccl
+from nn_parallel._engine.ranks.environment import detect_launch
+from nn_parallel._engine.ranks.group import Group
+from nn_parallel._engine.ranks.rendezvous import join_launch
 
 CPU = torch.device("cpu")
 ONLY_LINUX = """
@@ -286,9 +286,9 @@ def test_ranks_that_share_a_gpu_talk_by_gloo(gpus: int) -> None:
         context = join_launch(detect_launch(os.environ), None, timedelta(seconds=20))
         group = Group(context.world._replace(device=torch.device("cuda", rank)), None)
         with (
-            mock.patch("nn_parallel.launch.group.hardware_id", return_value=f"0000:00:0{rank % gpus}"),
+            mock.patch("nn_parallel._engine.ranks.group.hardware_id", return_value=f"0000:00:0{rank % gpus}"),
             mock.patch("torch.distributed.init_process_group", side_effect=ValueError("no GPU")) as init,
-            mock.patch("nn_parallel.launch.group.logger.warning") as warn,
+            mock.patch("nn_parallel._engine.ranks.group.logger.warning") as warn,
             contextlib.suppress(ValueError),
         ):
             group.make(context.store, None, timedelta(seconds=20))
@@ -314,7 +314,7 @@ def test_a_rank_without_a_device_is_told_to_all() -> None:
     def body() -> str:
         found = [torch.device("cuda", 0), torch.device("cuda", 1)] if os.environ["RANK"] == "1" else []
         with (
-            mock.patch("nn_parallel.devices.accelerators", return_value=found),
+            mock.patch("nn_parallel._engine.devices.accelerators", return_value=found),
             pytest.raises(LaunchError) as caught,
         ):
             initialize_ddp()

@@ -18,15 +18,9 @@ import torch.distributed as dist
 from ranks import Ranks, launched
 from torch import nn
 
-from nn_parallel import (
-    ParallelExecutor,
-    RankError,
-    RankTimeoutError,
-    initialize_ddp,
-    on_rank,
-    save_checkpoint,
-)
-from nn_parallel.calls import calls, watcher
+from nn_parallel import ParallelExecutor, RankError, RankTimeoutError, initialize_ddp, on_rank, save_checkpoint
+from nn_parallel._engine.ranks import calls
+from nn_parallel._engine.ranks import watchdog as watcher
 
 LATE_S = 1.6  # more than any interval at which a rank looks
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from nn_parallel import devices as module
 from nn_parallel import resolve_device
-from nn_parallel.devices import (
+from nn_parallel._engine import devices as module
+from nn_parallel._engine.devices import (
     call_on_device,
     cpu_count,
     device_of_rank,

@@ -26,7 +26,7 @@ from nn_parallel import (
     prepare_model,
     seed_everything,
 )
-from nn_parallel.training.draws import SLOTS, Checksums, checksums
+from nn_parallel.training._draws import SLOTS, Checksums, checksums
 
 N = 48
 
@@ -292,8 +292,8 @@ def test_keys_do_not_grow_with_the_number_of_loaders(world: World) -> None:
     """A job of many small experiments leaves no more in the store than one of a few."""
 
     def scenario() -> int:
-        from nn_parallel.calls.blocks import blocks_of
-        from nn_parallel.launch.context import rank_context
+        from nn_parallel._engine.ranks.blocks import blocks_of
+        from nn_parallel._engine.ranks.context import rank_context
 
         initialize_ddp()
         counts = []

@@ -24,8 +24,10 @@ from torch.utils.data import DataLoader
 
 import nn_parallel
 from nn_parallel import errors
-from nn_parallel.calls.records import known_exceptions
-from nn_parallel.devices import call_on_device
+from nn_parallel._engine.devices import call_on_device
+from nn_parallel._engine.ranks.environment import detect_launch
+from nn_parallel._engine.ranks.records import known_exceptions
+from nn_parallel._engine.ranks.store import decode, encode
 from nn_parallel.errors import (
     MAX_TRACEBACK_CHARS,
     ExecutorClosedError,
@@ -44,8 +46,6 @@ from nn_parallel.errors import (
     rank_error,
     summary,
 )
-from nn_parallel.launch.environment import detect_launch
-from nn_parallel.launch.store import decode, encode
 
 
 def _raised(error: BaseException) -> BaseException:

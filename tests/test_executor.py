@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from ranks import launched, trim
 
-import nn_parallel.devices
+import nn_parallel._engine.devices
 from nn_parallel import (
     ExecutorClosedError,
     ParallelError,
@@ -43,8 +43,9 @@ from nn_parallel import (
     on_rank,
     seed_everything,
 )
-from nn_parallel.executor import forkserver_client, process
-from nn_parallel.executor.pool import Pool
+from nn_parallel._engine.pool import forkserver_client
+from nn_parallel._engine.pool import worker_process as process
+from nn_parallel._engine.pool.pool import Pool
 
 
 @pytest.fixture
@@ -568,7 +569,7 @@ def test_the_environment_and_the_directory_travel(tmp_path: Path, monkeypatch: p
 
 def test_threads_are_shared_out() -> None:
     """Each CPU worker computes with its share of the cores, and matrix products work in a forked worker."""
-    cores = nn_parallel.devices.cpu_count()
+    cores = nn_parallel._engine.devices.cpu_count()
     with ParallelExecutor(num_workers=2 * cores, devices="cpu") as pool:
         assert set(pool.run(torch.get_num_threads)) == {1}
     with ParallelExecutor(num_workers=1, devices="cpu") as pool:
@@ -856,7 +857,7 @@ def test_the_workers_of_a_killed_parent_end(tmp_path: Path) -> None:
         """
 import os, subprocess, sys, time
 from nn_parallel import ParallelExecutor
-from nn_parallel.executor import forkserver_client
+from nn_parallel._engine.pool import forkserver_client
 def busy():
     child = subprocess.Popen(["sleep", "600"])
     print(os.getpid(), child.pid, flush=True)
@@ -992,7 +993,7 @@ def test_counts_may_be_integers_of_any_kind() -> None:
 def test_too_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """More accelerators than there are: what exists is named. The two here are a fake, this machine has none."""
     monkeypatch.setattr(
-        nn_parallel.devices, "accelerators", lambda: [torch.device("cuda", index) for index in range(2)]
+        nn_parallel._engine.devices, "accelerators", lambda: [torch.device("cuda", index) for index in range(2)]
     )
     with pytest.raises(ValueError, match="num_gpus=4 asks for more than there are: the accelerators are cuda:0 to"):
         ParallelExecutor(num_gpus=4)
@@ -1003,7 +1004,7 @@ def test_cpu_workers_where_there_is_no_accelerator(caplog: pytest.LogCaptureFixt
     with caplog.at_level("INFO", "nn_parallel"), ParallelExecutor(num_gpus=2) as pool:
         assert pool.run(lambda device: str(device)) == ["cpu", "cpu"]
     assert [record.message for record in caplog.records] == [
-        f"No accelerator: 2 CPU workers, {max(1, nn_parallel.devices.cpu_count() // 2)} threads each."
+        f"No accelerator: 2 CPU workers, {max(1, nn_parallel._engine.devices.cpu_count() // 2)} threads each."
     ]
 
 

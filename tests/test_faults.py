@@ -41,18 +41,11 @@ from faults import (
 )
 from ranks import AT_ONCE_S, Ranks, launched
 
-from nn_parallel import (
-    ParallelError,
-    ParallelExecutor,
-    RankError,
-    current_world,
-    initialize_ddp,
-    on_rank,
-)
-from nn_parallel.descendants import children_of
-from nn_parallel.executor import forkserver_client
-from nn_parallel.executor.packing import CallOptions
-from nn_parallel.executor.pool import Pool
+from nn_parallel import ParallelError, ParallelExecutor, RankError, current_world, initialize_ddp, on_rank
+from nn_parallel._engine.by_value.packer import CallOptions
+from nn_parallel._engine.descendants import children_of
+from nn_parallel._engine.pool import forkserver_client
+from nn_parallel._engine.pool.pool import Pool
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nn_parallel.executor import namespaces
-from nn_parallel.executor.fingerprints import fingerprint
-from nn_parallel.executor.function_cache import FUNCTIONS_KEPT
-from nn_parallel.executor.namespaces import Stored
-from nn_parallel.executor.packing import CallOptions, Packer
-from nn_parallel.pickling import loads
+from nn_parallel._engine.by_value import namespaces
+from nn_parallel._engine.by_value.fingerprints import fingerprint
+from nn_parallel._engine.by_value.function_cache import FUNCTIONS_KEPT
+from nn_parallel._engine.by_value.namespaces import Stored
+from nn_parallel._engine.by_value.packer import CallOptions, Packer
+from nn_parallel._engine.pickling import loads
 
 OPTIONS = CallOptions(pass_device=False, timeout_s=None)
 PROGRAM = """

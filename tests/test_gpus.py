@@ -14,7 +14,8 @@ from typing import Any
 import fake_nvml
 import pytest
 
-from nn_parallel import GPU, LaunchError, gpus, list_gpus, parse_gpu_selection, select_gpus
+from nn_parallel import GPU, LaunchError, list_gpus, parse_gpu_selection, select_gpus
+from nn_parallel._engine import gpus
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nn_parallel._engine.ranks import environment
+from nn_parallel._engine.ranks.environment import Launch, detect_launch, with_arguments
+from nn_parallel._engine.ranks.platforms import started_with_others
 from nn_parallel.errors import LaunchError
-from nn_parallel.launch import environment
-from nn_parallel.launch.environment import Launch, detect_launch, with_arguments
-from nn_parallel.launch.platforms import started_with_others
 
 HOST = socket.gethostname()
 BY_HAND = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

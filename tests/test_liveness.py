@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nn_parallel.launch.context import RankContext
-from nn_parallel.launch.liveness import (
+from nn_parallel._engine.ranks.context import RankContext
+from nn_parallel._engine.ranks.liveness import (
     ENDED,
     OUT_OF_REACH,
     RESET,
@@ -27,7 +27,16 @@ from nn_parallel.launch.liveness import (
     ServerAddress,
     connect_nodes,
 )
-from nn_parallel.launch.store import LOST_KEY, SERVER_KEY, Connection, Member, RankZero, decode, encode, member_key
+from nn_parallel._engine.ranks.store import (
+    LOST_KEY,
+    SERVER_KEY,
+    Connection,
+    Member,
+    RankZero,
+    decode,
+    encode,
+    member_key,
+)
 from nn_parallel.world import World
 
 HOST = "127.0.0.1"

@@ -15,8 +15,8 @@ import pytest
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from nn_parallel import prepare_dataloader
-from nn_parallel.descendants import children_of
-from nn_parallel.preemption import SIGNALS
+from nn_parallel._engine.descendants import children_of
+from nn_parallel._engine.ranks.stop_signals import SIGNALS
 
 ENDS_WITHIN_S = 20.0
 

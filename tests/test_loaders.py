@@ -37,7 +37,7 @@ from nn_parallel import (
     prepare_model,
     seed_everything,
 )
-from nn_parallel.training.shares import EvenBatches, RankSampler, Stream
+from nn_parallel.training._shares import EvenBatches, RankSampler, Stream
 
 
 def numbers(n: int) -> TensorDataset:
@@ -75,7 +75,7 @@ class Shuffled(Sampler[int]):
 
 FIRST_USE_OF_NUMPY = """
 import sys
-from nn_parallel.training.shares import RankSampler
+from nn_parallel.training._shares import RankSampler
 
 class Shuffled:
     def __iter__(self):

@@ -34,9 +34,9 @@ from nn_parallel import (
     parallelize_on_gpus,
     rank_first,
 )
-from nn_parallel.calls.blocks import blocks_of
-from nn_parallel.calls.outcomes import FAILURES_KEPT
-from nn_parallel.launch.context import rank_context
+from nn_parallel._engine.ranks.blocks import blocks_of
+from nn_parallel._engine.ranks.context import rank_context
+from nn_parallel._engine.ranks.outcomes import FAILURES_KEPT
 
 
 def _cause(error: BaseException) -> str:

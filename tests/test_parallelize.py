@@ -27,8 +27,8 @@ from nn_parallel import (
     parallelize_on_gpus,
     shared_pool,
 )
-from nn_parallel.devices import cpu_count
-from nn_parallel.executor import forkserver_client
+from nn_parallel._engine.devices import cpu_count
+from nn_parallel._engine.pool import forkserver_client
 
 
 @pytest.fixture(autouse=True)

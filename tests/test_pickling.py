@@ -25,9 +25,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from nn_parallel import pickling
+from nn_parallel._engine import pickling
+from nn_parallel._engine.pickling import dumps, loads
 from nn_parallel.errors import TransferError
-from nn_parallel.pickling import dumps, loads
 
 # Torch calls these dtypes and layouts experimental; that is its own affair.
 pytestmark = pytest.mark.filterwarnings(
@@ -151,7 +151,7 @@ def test_what_was_packed_may_be_garbage_in_a_cycle() -> None:
     """A failed send leaves a cycle of its exception and its frame, the packed object in it: no crash when that goes."""
     code = """
 import gc, torch
-from nn_parallel.pickling import dumps
+from nn_parallel._engine.pickling import dumps
 
 def send():
     packed = dumps([torch.arange(5), torch.ones(2)])
@@ -410,7 +410,7 @@ def test_another_process_understands_it(tmp_path: Path) -> None:
     (tmp_path / "packed").write_bytes(pickle.dumps((packed.pickle, [bytearray(b) for b in packed.buffers])))
     code = """
 import io, pickle, sys, torch
-from nn_parallel.pickling import loads
+from nn_parallel._engine.pickling import loads
 fn, tensor, config = loads(*pickle.load(open(sys.argv[1], "rb")))
 file = io.BytesIO()
 torch.save(config, file)

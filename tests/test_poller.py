@@ -6,7 +6,7 @@ import os
 import threading
 import time
 
-from nn_parallel.executor.poller import Poller
+from nn_parallel._engine.pool.poller import Poller
 
 DEADLINE_S = 20.0
 

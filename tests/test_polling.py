@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nn_parallel import polling
-from nn_parallel.polling import CREDIT_S, CROWDED_S, LOSS_SHARE, SPIN_S, Spin
+from nn_parallel._engine import polling
+from nn_parallel._engine.polling import CREDIT_S, CROWDED_S, LOSS_SHARE, SPIN_S, Spin
 
 
 @pytest.fixture

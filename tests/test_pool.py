@@ -38,14 +38,15 @@ from nn_parallel import (
     TransferError,
     WorkerDiedError,
     current_world,
-    signals,
 )
-from nn_parallel.executor import evidence, forkserver_client, namespaces, worker
-from nn_parallel.executor.pool import Pool
-from nn_parallel.executor.process import WorkerProcess
-from nn_parallel.executor.processes import Processes
-from nn_parallel.executor.started import StartedWorkers
-from nn_parallel.executor.tasks import Answer, Run, Task
+from nn_parallel._engine import interrupts as signals
+from nn_parallel._engine.by_value import namespaces
+from nn_parallel._engine.pool import evidence, forkserver_client, worker
+from nn_parallel._engine.pool.pool import Pool
+from nn_parallel._engine.pool.processes import Processes
+from nn_parallel._engine.pool.started_workers import StartedWorkers
+from nn_parallel._engine.pool.tasks import Answer, Run, Task
+from nn_parallel._engine.pool.worker_process import WorkerProcess
 
 
 def pool_of(executor: ParallelExecutor) -> Pool:

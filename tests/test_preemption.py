@@ -19,18 +19,11 @@ import torch
 from conftest import World
 from ranks import free_port, launched
 
-from nn_parallel import (
-    ParallelError,
-    ParallelExecutor,
-    current_world,
-    initialize_ddp,
-    on_rank,
-    preemption,
-    stop_requested,
-)
-from nn_parallel.calls.blocks import blocks_of
-from nn_parallel.launch.context import rank_context
-from nn_parallel.launch.store import STOP_KEY
+from nn_parallel import ParallelError, ParallelExecutor, current_world, initialize_ddp, on_rank, stop_requested
+from nn_parallel._engine.ranks import stop_signals as preemption
+from nn_parallel._engine.ranks.blocks import blocks_of
+from nn_parallel._engine.ranks.context import rank_context
+from nn_parallel._engine.ranks.store import STOP_KEY
 
 SCRIPT = Path(__file__).with_name("preempted.py")
 STEPS = 60

@@ -27,8 +27,8 @@ from nn_parallel import (
     save_checkpoint,
     unwrap_model,
 )
-from nn_parallel.descendants import children_of
-from nn_parallel.training.shards import DataUnpickler, new_folder
+from nn_parallel._engine.descendants import children_of
+from nn_parallel.training._shards import DataUnpickler, new_folder
 
 
 class Net(nn.Module):

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from nn_parallel import signals
-from nn_parallel.signals import CancelScope, Condition, DeferredSignals, Interrupted
+from nn_parallel._engine import interrupts as signals
+from nn_parallel._engine.interrupts import CancelScope, Condition, DeferredSignals, Interrupted
 
 
 @pytest.fixture(autouse=True)

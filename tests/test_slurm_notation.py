@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nn_parallel.launch.environment import first_host, task_counts
+from nn_parallel._engine.ranks.environment import first_host, task_counts
 
 LITERALS = st.text("abz.-_", min_size=1, max_size=4)
 RANGES = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 12), st.integers(1, 4)), min_size=1, max_size=3)

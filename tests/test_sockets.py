@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import launched
 
 from nn_parallel import ParallelExecutor, RankError, initialize_ddp
-from nn_parallel.launch.sockets import connected_at, duplicate
+from nn_parallel._engine.ranks.sockets import connected_at, duplicate
 
 
 def test_what_is_no_socket_any_more_leaks_no_descriptor() -> None:

@@ -16,7 +16,7 @@ from conftest import wait_for_state
 from faults import loop_endlessly as spin
 
 from nn_parallel import ParallelExecutor, RankTimeoutError, initialize_ddp
-from nn_parallel.stack_dump import by_call_site, call_site_of, processes_of, stacks_of
+from nn_parallel._engine.stack_dump import by_call_site, call_site_of, processes_of, stacks_of
 
 POOL = """
 import ctypes, sys, time, torch

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from nn_parallel.training.to_device import move_to_device
+from nn_parallel.training._to_device import move_to_device
 
 META = torch.device("meta")  # stands for an accelerator
 

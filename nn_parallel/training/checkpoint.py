@@ -15,17 +15,17 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-from ..calls.blocks import block
-from ..ddp import initialize_ddp
-from ..launch.context import current_world
-from ..on_rank import broadcast, on_rank
-from .checkpoint_file import FileIdentity, dump, dumped, read_checkpoint, replace_file
+from .._engine.ranks.blocks import block
+from .._engine.ranks.context import current_world
+from .._engine.ranks.membership import initialize_ddp
+from ..ranks import broadcast, on_rank
+from ._checkpoint_file import FileIdentity, dump, dumped, read_checkpoint, replace_file
+from ._random_numbers import random_state, set_random_state
+from ._saving import Saving, finish_saving, save_in_background
+from ._shards import Part, Shards, folder_of_all, new_folder, remove_folders
+from ._states import load, loadable, stored, whole
 from .collectives import all_gather_object, all_ranks
 from .model import unwrap_model
-from .random_numbers import random_state, set_random_state
-from .saving import Saving, finish_saving, save_in_background
-from .shards import Part, Shards, folder_of_all, new_folder, remove_folders
-from .states import load, loadable, stored, whole
 
 # Keys in the file: the random numbers of all ranks; the folder of the sharded tensors, beside the file.
 RANDOM_STATES, FOLDER = "random_states", "shards_folder"

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..ddp import initialize_ddp
+from .._engine.pickling import dumps
+from .._engine.ranks.context import current_world
+from .._engine.ranks.exchange import all_gather_packed, ranks_of
+from .._engine.ranks.membership import initialize_ddp
 from ..errors import TransferError
-from ..exchange import all_gather_packed, ranks_of
-from ..launch.context import current_world
-from ..pickling import dumps
 
 T = TypeVar("T")
 Name = TypeVar("Name", str, int)  # of a metric

@@ -21,15 +21,15 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ..calls.blocks import blocks_of
-from ..ddp import join_launched_world
-from ..launch.context import current_world, rank_context
-from ..on_rank import on_rank
+from .._engine.ranks.blocks import blocks_of
+from .._engine.ranks.context import current_world, rank_context
+from .._engine.ranks.membership import join_launched_world
+from ..ranks import on_rank
 from ..world import World
-from .draws import Draws, LoaderId, check_alike, new_loader_id
-from .loader_workers import WorkerInit
-from .shares import EvenBatches, RankSampler, State, Stream, generator_of
-from .to_device import move_to_device
+from ._draws import Draws, LoaderId, check_alike, new_loader_id
+from ._loader_workers import WorkerInit
+from ._shares import EvenBatches, RankSampler, State, Stream, generator_of
+from ._to_device import move_to_device
 
 T = TypeVar("T")
 

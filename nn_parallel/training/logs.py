@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from ..ddp import join_launched_world
-from ..launch.context import current_world
+from .._engine.ranks.context import current_world
+from .._engine.ranks.membership import join_launched_world
 
 FORMAT = "%(rank)s%(asctime)s %(levelname)s %(name)s: %(message)s"
 

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..calls.blocks import block
-from ..ddp import initialize_ddp, join_launched_world
-from ..devices import accelerators
-from ..launch.context import current_world
+from .._engine.devices import accelerators
+from .._engine.ranks.blocks import block
+from .._engine.ranks.context import current_world
+from .._engine.ranks.membership import initialize_ddp, join_launched_world
+from ._random_numbers import seed_random_numbers
 from .collectives import as_bytes, gather_alike
-from .random_numbers import seed_random_numbers
 
 STRATEGIES = ("ddp", "fsdp", "dp", "none")
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ..calls.blocks import block
-from ..ddp import initialize_ddp
-from ..on_rank import on_rank
+from .._engine.ranks.blocks import block
+from .._engine.ranks.membership import initialize_ddp
+from ..ranks import on_rank
 from .collectives import all_gather_object
 
 BLOCK = "profile_ranks()"  # what the trace calls it

@@ -30,7 +30,7 @@ from nn_parallel import (
     unwrap_model,
     verify_ddp_setup,
 )
-from nn_parallel.devices import accelerators, hardware_id
+from nn_parallel._engine.devices import accelerators, hardware_id
 
 pytestmark = pytest.mark.gpu
 

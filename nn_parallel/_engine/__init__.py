@@ -1,0 +1,1 @@
+"""The engine beneath the public functions: see the map below."""

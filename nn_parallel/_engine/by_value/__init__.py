@@ -1,0 +1,1 @@
+"""Functions, classes and globals of a script, as they reach a worker."""

@@ -1,0 +1,387 @@
+"""To bytes and back: functions and classes of ``__main__`` by value, tensors by their storage, errors with a path.
+
+One rule serves every tensor: it names its `torch.UntypedStorage` and its place there, and what is used of a large
+storage leaves the pickle as buffers, out of band (protocol 5). Views, strides, aliasing, parameters, tied weights,
+sparse and quantised tensors and every dtype then come out right by torch's own pickling of the rest.
+"""
+
+from __future__ import annotations
+
+import array
+import bisect
+import ctypes
+import functools
+import io
+import operator
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import cloudpickle
+import torch
+
+from ..errors import TransferError, qualified_name
+from .diagnostics import find_unpicklable
+
+Buffer = bytearray | memoryview | pickle.PickleBuffer
+_Parts = list[tuple[int, torch.UntypedStorage]]  # of a storage: where they begin, ascending, in bytes
+LARGE_BYTES = 1 << 15  # what is smaller stays in the pickle
+ATOMS: set[type] = {type(None), bool, int, float}  # and what reduces itself to such
+_ALIGNMENT = 64  # of the parts of a storage: what torch gives a storage itself
+
+
+class Packed(NamedTuple):
+    """An object as a pickle and what left it: large buffers, and memory that is shared rather than sent.
+
+    The first buffer, where there are any, says what the next ones are, as two integers of 64 bits each: the number of a
+    storage, and the byte at which this part of it begins. The pickle asks for the rest one after another.
+    """
+
+    pickle: bytes
+    buffers: Sequence[memoryview] = ()
+    shared: Sequence[torch.UntypedStorage] = ()
+    is_plain: bool = False  # nothing in it needs `loads`: ``pickle.loads`` does, in a tenth of the time
+
+
+class ByValue(Protocol):
+    """How functions and classes are pickled that no import finds."""
+
+    def reduce(self, obj: Any, pickler: cloudpickle.Pickler) -> Any:
+        """As `pickle.Pickler.reducer_override`; None: in the usual way."""
+
+    def saw(self, pickler: cloudpickle.Pickler, storages: Sequence[torch.UntypedStorage]) -> None:
+        """All is pickled: the memo of ``pickler``, and these, are what was met on the way."""
+
+
+def dumps(
+    obj: Any,
+    parts: Callable[[], Mapping[str, Any]] | None = None,
+    *,
+    share: bool = False,
+    by_value: ByValue | None = None,
+) -> Packed:
+    """Pickle ``obj``.
+
+    The buffers are views of the memory of ``obj``: use them before anything writes to it. ``parts()`` names what
+    ``obj`` is made of, for the error; ``{"the object": obj}`` if None. With ``share`` tensors in shared memory stay
+    shared: for another process of this machine. Without ``by_value`` functions take their globals along.
+
+    Raises:
+        TransferError: it cannot be pickled; the message gives the path to the part that cannot.
+    """
+    try:
+        if _is_atomic(obj):
+            return Packed(pickle.dumps(obj, protocol=5), is_plain=True)
+        return _dumps(obj, share, by_value)
+    except Exception as error:
+        path, part = find_unpicklable(parts() if parts else {"the object": obj}, _can_be_pickled)
+        raise TransferError(
+            f"{path[0].upper()}{path[1:]} is a {qualified_name(type(part))} and cannot be sent to another process: "
+            f"{error}"
+        ) from error
+
+
+def loads(
+    packed: bytes | Buffer,
+    buffers: Sequence[Buffer],
+    device: torch.device | None = None,
+    shared: Sequence[Buffer] = (),
+) -> Any:
+    """Rebuild what `dumps` packed. ``buffers`` must be writable and become the memory of the tensors, as ``shared`` do.
+
+    Accelerator tensors land on ``device``, or on the CPU if that is None. Raises whatever unpickling raises.
+    """
+    with torch._C.DisableTorchFunction():  # a user's default device must not move what is rebuilt
+        table, *others = buffers or [bytearray()]
+        places = memoryview(table).cast("B").cast("Q")
+        parts: dict[int, list[tuple[int, Buffer]]] = {}
+        for number, start, part in zip(places[::2], places[1::2], others, strict=False):
+            parts.setdefault(number, []).append((start, part))
+        unpickler = _Unpickler(io.BytesIO(packed), buffers=others[len(places) // 2 :])
+        unpickler._device, unpickler._shared, unpickler._parts = device, shared, parts
+        return unpickler.load()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    def __init__(self, share: bool, by_value: ByValue | None) -> None:
+        self.file, self._share, self._by_value = io.BytesIO(), share, by_value
+        self._storages: dict[int, _Storage] = {}
+        self.shared: list[torch.UntypedStorage] = []  # memory that is to be the same in the other process
+        self.large: list[_Storage] = []  # by the numbers by which the pickle names them
+        buffers: list[memoryview] = []
+        self.buffers = buffers
+
+        def stays(buffer: pickle.PickleBuffer) -> bool:  # no method: all that is pickled would live on in a cycle
+            raw = buffer.raw()
+            if raw.nbytes < LARGE_BYTES:
+                return True
+            buffers.append(raw)
+            return False
+
+        super().__init__(self.file, protocol=5, buffer_callback=stays)
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is torch.Tensor and _is_plain(obj):
+            storage = self._noted(obj.untyped_storage())
+            storage.use(obj)
+            offset = int(obj.storage_offset())
+            return _plain_tensor, (storage, obj.dtype, offset, tuple(obj.size()), obj.stride(), obj.requires_grad)
+        if kind is _Storage:
+            if obj.is_shared:
+                self.shared.append(obj.storage)
+                return _shared_storage, (len(self.shared) - 1, obj.size)
+            if obj.size >= LARGE_BYTES:
+                self.large.append(obj)
+                return _large_storage, (len(self.large) - 1, obj.on_accelerator)
+            return _small_storage, (pickle.PickleBuffer(obj.bytes(0, obj.size)), obj.on_accelerator)
+        if kind is torch.storage.TypedStorage:  # what torch's own reduction of other tensors refers to
+            return _typed_storage, (obj._untyped_storage, obj.dtype)
+        if kind is torch.UntypedStorage and obj.device.type != "meta":
+            storage = self._noted(obj)
+            storage.used.append((0, storage.size))
+            return _whole, (storage,)
+        if kind is types.CodeType:  # cloudpickle from 3.1.3 on leaves the name of the file out, and tracebacks need it
+            return _code_of_file, (*self.dispatch_table[types.CodeType](obj), obj.co_filename)
+        if kind is types.FunctionType and obj.__module__ == __name__:  # by name, without any looking
+            return NotImplemented
+        if self._by_value is not None and (reduced := self._by_value.reduce(obj, self)) is not None:
+            return reduced
+        if kind is functools._lru_cache_wrapper and cloudpickle.cloudpickle._lookup_module_and_qualname(obj) is None:
+            return _cached, (obj.__wrapped__, obj.cache_parameters(), obj.__dict__)
+        return super().reducer_override(obj)
+
+    def seen(self) -> list[torch.UntypedStorage]:
+        """The storages of all tensors."""
+        return [storage.storage for storage in self._storages.values()]
+
+    def _noted(self, storage: torch.UntypedStorage) -> _Storage:
+        """The same for every tensor in it."""
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = _Storage(storage, self._share and _has_descriptor(storage))
+        return self._storages[storage._cdata]
+
+
+class _Unpickler(pickle.Unpickler):
+    _device: torch.device | None
+    _shared: Sequence[Buffer]
+    _parts: dict[int, list[tuple[int, Buffer]]]
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        # What is returned must not refer to the unpickler, whose memo holds it: all that was unpickled would live on
+        # in a cycle.
+        device, shared, parts = self._device, self._shared, self._parts
+        if found is _small_storage:
+            return lambda buffer, on_accelerator: _rebuild_storage([(0, buffer)], on_accelerator, device)
+        if found is _large_storage:
+            return lambda number, on_accelerator: _rebuild_storage(
+                parts.get(number, _NONE_USED), on_accelerator, device
+            )
+        if found is _shared_storage:
+            return lambda index, size: _rebuild_storage([(0, memoryview(shared[index])[:size])])
+        if module == "torch._utils" and name == "_rebuild_tensor_v3":
+            return _rebuild_tensor_of_any_dtype
+        if module == "cloudpickle.cloudpickle" and name == "_make_skeleton_class":
+            return lambda *args: _adopt(found(*args))
+        return found
+
+
+class _Storage:
+    """A storage that is pickled, and what is used of it."""
+
+    def __init__(self, storage: torch.UntypedStorage, is_shared: bool) -> None:
+        self.storage, self.is_shared, self.size = storage, is_shared, storage.nbytes()
+        self.on_accelerator = storage.device.type != "cpu"
+        self.used: list[tuple[int, int]] = []  # from, to, in bytes
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """Note the bytes that ``tensor`` uses."""
+        if tensor.numel():
+            length: int = sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
+            start = int(tensor.storage_offset()) * tensor.dtype.itemsize
+            self.used.append((start, start + length * tensor.dtype.itemsize))
+
+    def parts(self) -> list[tuple[int, int]]:
+        """What is sent of it: all, or only what is used if that is less than half; bytes that overlap, together."""
+        parts: list[tuple[int, int]] = []
+        for start, end in sorted((start - start % _ALIGNMENT, end) for start, end in self.used):
+            if parts and start < parts[-1][1]:
+                parts[-1] = parts[-1][0], max(end, parts[-1][1])
+            else:
+                parts.append((start, end))
+        return parts if 2 * sum(end - start for start, end in parts) <= self.size else [(0, self.size)]
+
+    def bytes(self, start: int, end: int) -> Any:
+        """An object with the buffer interface that keeps the memory alive; a copy if that is an accelerator's.
+
+        Not a memoryview: when the collector clears one that a `PickleBuffer` exports, Python before 3.13 crashes.
+        """
+        if start == end:
+            return bytearray()
+        storage = self.storage
+        if self.on_accelerator:
+            there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (end - start,), (1,))
+            storage, start, end = there.cpu().untyped_storage(), 0, end - start
+        return memory_of(storage, start, end)
+
+
+def memory_of(storage: torch.UntypedStorage, start: int = 0, end: int | None = None) -> Any:
+    """An object with the buffer interface for the bytes of a storage on the CPU; it keeps them alive."""
+    array = (ctypes.c_char * ((storage.nbytes() if end is None else end) - start)).from_address(
+        storage.data_ptr() + start
+    )
+    array.storage = storage  # type: ignore[attr-defined]
+    return array
+
+
+def _is_atomic(obj: Any) -> bool:
+    """Whether this is a number, a text or the like, or a short tuple of such."""
+    kind = type(obj)
+    if kind in ATOMS:
+        return True
+    if kind is tuple:
+        return len(obj) <= _FEW and all(map(_is_atomic, obj))
+    if kind is str or kind is bytes:
+        return len(obj) < LARGE_BYTES
+    return kind is dict and not obj
+
+
+def _dumps(obj: Any, share: bool, by_value: ByValue | None = None) -> Packed:
+    pickler = _Pickler(share, by_value)
+    pickler.dump(obj)
+    if by_value is not None:
+        by_value.saw(pickler, pickler.seen())
+    pickler._by_value = None  # which may refer to the pickler: all that it met would live in a cycle
+    parts = [(number, *part) for number, storage in enumerate(pickler.large) for part in storage.parts()]
+    buffers = [memoryview(pickler.large[number].bytes(start, end)).cast("B") for number, start, end in parts]
+    buffers += pickler.buffers
+    if buffers:
+        places = array.array("Q", (each for number, start, _ in parts for each in (number, start)))
+        buffers.insert(0, memoryview(places).cast("B"))
+    return Packed(pickler.file.getvalue(), buffers, pickler.shared)
+
+
+def _can_be_pickled(obj: Any) -> bool:
+    try:
+        _dumps(obj, share=False)
+    except Exception:
+        return False
+    return True
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether storage, dtype, shape, strides and ``requires_grad`` are all there is to it."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+        and not tensor._backward_hooks
+        and not tensor.__dict__
+    )
+
+
+def _plain_tensor(
+    parts: _Parts,
+    dtype: torch.dtype,
+    offset: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    requires_grad: bool,
+) -> torch.Tensor:
+    storage, offset = _part_with(parts, offset, dtype.itemsize)
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    tensor.set_(storage, offset, size, stride)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _rebuild_tensor_of_any_dtype(
+    storage: torch.UntypedStorage,
+    offset: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    requires_grad: bool,
+    hooks: Any,
+    dtype: torch.dtype,
+    metadata: Any = None,
+) -> torch.Tensor:
+    """torch's `_rebuild_tensor_v3`, for the dtypes that no typed storage has (float8, uint16, complex32, ...)."""
+    tensor = _plain_tensor([(0, storage)], dtype, offset, tuple(size), tuple(stride), requires_grad)
+    if metadata:
+        torch._utils.set_tensor_metadata(tensor, metadata)  # type: ignore[no-untyped-call]
+    tensor._backward_hooks = hooks
+    return tensor
+
+
+def _has_descriptor(storage: torch.UntypedStorage) -> bool:
+    """Whether it is memory that other processes can map as well."""
+    by_descriptor = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
+    return by_descriptor and storage.device.type == "cpu" and storage.is_shared()
+
+
+def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def _small_storage(buffer: Buffer, on_accelerator: bool) -> Any:
+    """Stands in a pickle for `_Unpickler`'s own, as the next ones do."""
+
+
+def _large_storage(number: int, on_accelerator: bool) -> Any: ...
+
+
+def _shared_storage(index: int, size: int) -> Any: ...
+
+
+def _rebuild_storage(
+    buffers: Iterable[tuple[int, Buffer]], on_accelerator: bool = False, device: torch.device | None = None
+) -> _Parts:
+    where = device if on_accelerator and device is not None else torch.device("cpu")
+    parts: _Parts = []
+    for start, buffer in buffers:
+        size = memoryview(buffer).nbytes
+        memory = (
+            torch.frombuffer(buffer, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
+        parts.append((start, memory.to(where).untyped_storage()))
+    return parts
+
+
+def _part_with(parts: _Parts, offset: int, itemsize: int) -> tuple[torch.UntypedStorage, int]:
+    """The part in which a tensor lies, and its offset there, in elements; an empty one may lie before the first."""
+    index = bisect.bisect_right(parts, offset * itemsize, key=operator.itemgetter(0)) - 1
+    start, storage = parts[max(index, 0)]
+    return storage, max(offset - start // itemsize, 0)
+
+
+def _whole(parts: _Parts) -> torch.UntypedStorage:
+    """All of a storage, which was sent in one part as all of it is used."""
+    return parts[0][1]
+
+
+def _code_of_file(make: Callable[..., types.CodeType], args: tuple[Any, ...], file_name: str) -> types.CodeType:
+    """Return the code that ``make`` makes of ``args``, as that of a file."""
+    return make(*args).replace(co_filename=file_name)
+
+
+def _cached(fn: Callable[..., Any], parameters: dict[str, Any], attributes: dict[str, Any]) -> Any:
+    """What `functools.cache` makes of ``fn``; it has cached nothing yet."""
+    made: Any = functools.lru_cache(**parameters)(fn)
+    made.__dict__.update(attributes)
+    return made
+
+
+def _adopt(cls: Any) -> Any:
+    """Make a class that came by value findable where it says it lives, so that `torch.save` of one works."""
+    main = sys.modules["__main__"]
+    if cls.__module__ == "__main__" and "." not in cls.__qualname__:
+        there = getattr(main, cls.__name__, None)
+        if there is None or (isinstance(there, type) and there.__module__ == "__main__"):  # an earlier definition
+            setattr(main, cls.__name__, cls)
+    return cls
+
+
+_FEW = 8
+_NONE_USED: list[tuple[int, Buffer]] = [(0, bytearray())]

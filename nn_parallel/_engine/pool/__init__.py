@@ -1,0 +1,1 @@
+"""The pool: worker processes, and the calls of `ParallelExecutor`."""

@@ -1,0 +1,235 @@
+"""The fork server: a process that has imported torch and forks workers in milliseconds; it also reaps them.
+
+One per program, started for the first pool and kept for the next ones. It runs no tensor operation (a forked OpenMP
+pool hangs) and never looks for a GPU, so a fork of it is as good as a fresh process.
+
+Whatever its workers start ends with it: it is the subreaper of all its descendants, and watches the parent through a
+pidfd. A pipe would not do: anyone who has forked keeps its other end open. What a worker has started ends with the
+worker: its process group, and, if the worker is killed or leaves, what descends from it in other sessions. Orphans in
+other sessions end with the fork server.
+
+It stays in the parent's session. Linux shares the cores between sessions first (autogroup): with workers in another
+one, a supervisor that had something to do was left without a core for more than a second beside two busy programs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import glob
+import json
+import os
+import select
+import signal
+import socket
+import traceback
+import weakref
+from collections.abc import Iterable
+from multiprocessing import resource_tracker
+
+from ..descendants import children_of, descendants_of
+from .channel import receive_fds
+from .worker import flush_output, work
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def serve(control_fd: int, parent_pid: int, parent: int) -> None:
+    """Fork workers for the pools whose connections arrive on ``control_fd``, until that or the parent ends.
+
+    ``parent`` is a pidfd of it.
+    """
+    for number in (signal.SIGINT, signal.SIGTTIN, signal.SIGTTOU):  # in the background, a terminal would stop workers
+        signal.signal(number, signal.SIG_IGN)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if os.getppid() != parent_pid:
+        return
+    gc.collect()
+    gc.freeze()  # a collection in a worker would touch, and so copy, the pages that all share
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # of torch's libraries
+        finalizer.atexit = False  # a worker finalizes what is its own
+    with socket.socket(fileno=control_fd) as control:
+        try:
+            _Server(control, parent).loop()
+        finally:
+            _kill_descendants()
+
+
+class _Server:
+    def __init__(self, control: socket.socket, parent: int) -> None:
+        self._control = control
+        self._parent = parent
+        self._packet = bytearray(64)
+        self._pools: dict[int, socket.socket] = {}
+        self._workers: dict[
+            int, tuple[socket.socket, int]
+        ] = {}  # by process id: its pool's connection, its number there
+        self._child_ended, self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(self._wakeup)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._poll = select.poll()
+        for fd in (control.fileno(), parent, self._child_ended):
+            self._poll.register(fd, select.POLLIN)
+
+    def loop(self) -> None:
+        while True:
+            ready = {fd for fd, _ in self._poll.poll()}
+            if self._parent in ready:
+                return
+            if self._child_ended in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._child_ended, 4096)
+                self._reap()
+            for fd in ready & self._pools.keys():
+                self._serve_pool(self._pools[fd])
+            if self._control.fileno() in ready:
+                size, fds, _ = receive_fds(self._control, self._packet)
+                if not size:
+                    return
+                for fd in fds:  # one, or none where no more can be opened: then the pool finds its connection closed
+                    self._pools[fd] = socket.socket(fileno=fd)
+                    self._poll.register(fd, select.POLLIN)
+
+    def _serve_pool(self, pool: socket.socket) -> None:
+        try:
+            size, fds, _ = receive_fds(pool, self._packet)
+        except ConnectionError:  # closed with something of ours unread
+            size, fds = 0, []
+        if not size:  # the pool is closed: nobody waits for its workers
+            for pid in [pid for pid, (owner, _) in self._workers.items() if owner is pool]:
+                _kill_worker(pid)
+                del self._workers[pid]  # reaped like any orphan
+            self._poll.unregister(pool)
+            del self._pools[pool.fileno()]
+            pool.close()
+            return
+        what, _, number = self._packet[:size].decode().partition(" ")
+        worker = pool, int(number)
+        if what == "fork":
+            try:
+                pid = self._fork(fds)
+            except OSError as error:  # there are as many processes as there may be
+                self._tell(worker, errno=error.errno or 0)
+            else:
+                self._workers[pid] = worker
+                self._tell(worker, pid=pid)
+            for fd in fds:
+                os.close(fd)
+        else:  # a signal
+            for pid in [
+                pid for pid, known in self._workers.items() if known == worker
+            ]:  # its number until it is reaped
+                _kill_worker(pid) if int(what) == signal.SIGKILL else os.kill(pid, int(what))
+
+    def _fork(self, fds: list[int]) -> int:
+        server = os.getpid()
+        pid = os.fork()
+        if pid:
+            with contextlib.suppress(PermissionError, ProcessLookupError):
+                os.setpgid(pid, pid)  # in both: whoever comes first
+            return pid
+        code = 1
+        try:
+            os.setpgid(0, 0)
+            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != server:
+                os._exit(1)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for fd in (self._control.detach(), self._parent, self._child_ended, self._wakeup):
+                os.close(fd)
+            for pool in self._pools.values():
+                os.close(pool.detach())
+            *sockets, stdout, stderr = fds
+            sock, control = (socket.socket(fileno=fd) for fd in sockets)
+            os.dup2(stdout, 1)
+            os.dup2(stderr, 2)
+            os.close(stdout)
+            os.close(stderr)
+            code = work(sock, control)
+            atexit._run_exitfuncs()  # what user code has registered, and modules that the server has imported
+            flush_output()
+            resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]  # it removes what is left, and ends
+            _kill(descendants_of(os.getpid()))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            pid = ended.si_pid
+            worker = self._workers.pop(pid, None)
+            if worker is not None:
+                _kill_group(pid, signal.SIGKILL)  # still a zombie: the number cannot belong to anyone else
+            _, status, usage = os.wait4(pid, 0)
+            _remove_shared_memory(pid)
+            if worker is not None:
+                self._tell(worker, exitcode=os.waitstatus_to_exitcode(status), max_rss_kib=usage.ru_maxrss)
+
+    def _tell(self, worker: tuple[socket.socket, int], **what: int) -> None:
+        pool, number = worker
+        with contextlib.suppress(OSError):  # the pool is gone
+            pool.send(json.dumps({"worker": number, **what}).encode())
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _kill_worker(pid: int) -> None:
+    """Kill a worker, its process group, and all that descends from it, in whichever session."""
+    _kill_group(pid, signal.SIGSTOP)  # so that it starts nothing any more
+    others = descendants_of(pid)  # before they lose their parent
+    _kill_group(pid, signal.SIGKILL)
+    _kill(others)
+
+
+def _kill_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def _kill_descendants() -> None:
+    """Kill whatever descends from this process: as its subreaper it inherits every orphan, daemons too."""
+    while _kill(children_of(os.getpid())):
+        with contextlib.suppress(ChildProcessError):
+            pid, _ = os.waitpid(-1, 0)
+            _remove_shared_memory(pid)
+
+
+def _kill(pids: Iterable[int]) -> bool:
+    """Kill these processes; whether there was one that this process may kill."""
+    has_killed = False
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+            has_killed = True
+    return has_killed
+
+
+def _remove_shared_memory(pid: int) -> None:
+    """Remove what a process left that was killed as it sent a tensor: torch makes a named file and unlinks it soon.
+
+    A process with the same number in another pid namespace may have made a file there, too. It has that open or mapped
+    until it has unlinked it, and then the kernel grants no lease.
+    """
+    for path in glob.glob(f"/dev/shm/torch_{pid}_*"):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # sent if it is opened now; SIGIO would end this process
+                fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+                os.unlink(path)
+            finally:
+                os.close(fd)

@@ -1,0 +1,197 @@
+"""The fork server as the parent sees it: one process per program, and one connection to it per pool."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+from . import forkserver_boot as boot
+from .channel import send_fds
+from .evidence import OomKills
+
+STOP_WITHIN_S = 10.0
+
+
+class Forked(NamedTuple):
+    """A worker process is there."""
+
+    worker: int
+    pid: int
+
+
+class Exited(NamedTuple):
+    """A worker process is gone, or could not be forked."""
+
+    worker: int
+    exitcode: int
+    evidence: str
+
+
+class ServerConnection:
+    """The connection of one pool to the fork server, which ends the pool's workers when it is closed."""
+
+    def __init__(self) -> None:
+        self._sock, self._keys, self._oom_kills = _connect(), itertools.count(1), OomKills()
+
+    def fileno(self) -> int:
+        """Is readable when there is something for `receive`."""
+        return self._sock.fileno()
+
+    def fork(self, fds: list[int]) -> int:
+        """Ask for a worker process with these descriptors; the number by which it is known here."""
+        key = next(self._keys)
+        with contextlib.suppress(ConnectionError):  # the server has ended: `receive` tells
+            send_fds(self._sock, f"fork {key}".encode(), fds)
+        return key
+
+    def signal(self, worker: int, number: int) -> None:
+        """Send a signal to a worker, SIGKILL also to all that it has started; none if it is gone."""
+        with contextlib.suppress(OSError):
+            self._sock.send(f"{int(number)} {worker}".encode())
+
+    def receive(self) -> Forked | Exited:
+        """What the server tells next.
+
+        Raises:
+            EOFError: it has ended.
+        """
+        try:
+            text = self._sock.recv(4096)
+        except ConnectionError:
+            text = b""
+        if not text:
+            raise EOFError
+        told: dict[str, Any] = json.loads(text)
+        worker = told["worker"]
+        if "errno" in told:
+            return Exited(worker, os.EX_OSERR, f"It could not be forked: {os.strerror(told['errno'])}.")
+        if "pid" in told:
+            return Forked(worker, told["pid"])
+        evidence = f"Its memory use peaked at {told['max_rss_kib'] // 1024} MiB."
+        if kills := self._oom_kills.since_last_asked():
+            evidence += f" The kernel's out-of-memory killer counted {kills} kill{'s' * (kills > 1)} in this cgroup."
+        return Exited(worker, told["exitcode"], evidence)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold it too: closing is not enough
+        self._sock.close()
+
+
+class _ForkServer:
+    """The process of the fork server."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        arguments = [str(theirs.fileno()), str(self.owner), json.dumps(path)]
+        self._process = subprocess.Popen(
+            [sys.executable, *flags, boot.__file__, *arguments],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # it prints nothing, and each worker has a pipe of its own
+            stderr=subprocess.DEVNULL if sys.__stderr__ is None else 2,
+            process_group=0,  # so that Ctrl-C is the parent's alone
+        )
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def connect(self) -> socket.socket:
+        """A connection for one pool.
+
+        Raises:
+            ConnectionError: the server has ended.
+            TransferError: too many descriptors are on their way.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                send_fds(self._control, b"p", [theirs.fileno()])
+            except BaseException:
+                ours.close()
+                raise
+        return ours
+
+    def stop(self) -> None:
+        """End the server and all that it started; in a fork of its owner, only let go of it."""
+        if self.owner != os.getpid():
+            self._control.close()
+            return
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold it too: closing is not enough
+        self._control.close()
+        try:
+            self._process.wait(STOP_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def take_standard_descriptors() -> None:
+    """Open the null device where standard input, output or error is closed, before anything of ours is opened there.
+
+    As in a script started with ``>&-``: what C code prints would go into a connection to a worker.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+
+
+def stop_fork_server() -> None:
+    """End the fork server of this program, if there is one; the next pool starts another. Runs at exit by itself."""
+    global _fork_server
+    with _fork_server_lock:
+        if _fork_server is not None:
+            _fork_server.stop()
+            _fork_server = None
+
+
+def _connect() -> socket.socket:
+    """A connection for one pool to the fork server, which is started now if it does not run."""
+    global _fork_server
+    with _fork_server_lock:
+        if _fork_server is not None and _fork_server.owner == os.getpid():
+            try:
+                return _fork_server.connect()
+            except ConnectionError:  # it has ended
+                _fork_server.stop()
+        _fork_server = _ForkServer()
+        return _fork_server.connect()
+
+
+def fork_server_pid() -> int | None:
+    """The process id of this program's fork server; None if it does not run."""
+    return _fork_server.pid if _fork_server is not None else None
+
+
+_fork_server: _ForkServer | None = None
+_fork_server_lock = threading.Lock()
+
+
+def close_pools() -> None:
+    """At the end of the script."""
+    for pool in list(close_at_exit):
+        pool.close()
+
+
+@atexit.register
+def _end_everything() -> None:
+    close_pools()
+    stop_fork_server()
+
+
+close_at_exit = weakref.WeakSet[Any]()  # the pools

@@ -1,0 +1,1 @@
+"""Ranks: how they are started, find each other, talk, and fail together."""

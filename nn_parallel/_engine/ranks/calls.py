@@ -1,0 +1,400 @@
+"""Calls that one rank runs while the others wait: how the outcome reaches them, through the store.
+
+Each rank overwrites one key, its *report*: how many calls it has made, how far it is in the last one, how many failed,
+and which they were. A rank that needs another's outcome polls that key until the other has got as far as its own call.
+So success costs the rank that runs one `set` that awaits no reply, and the number of keys does not depend on the number
+of calls. A failure adds to a second key per rank, the list of its last failures, for the ranks that lag behind.
+
+Calls are numbered 1, 2, ... on each rank; ranks that make the same calls agree on the numbers, and where they do not,
+the functions under one number differ and the error names both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ...errors import Failure, ParallelError, RankError, RankTimeoutError, rank_error, rank_names, user_frames
+from ..interrupts import Interrupted
+from ..polling import Spin
+from .context import RankContext
+from .liveness import Liveness
+from .outcomes import FAILURES_KEPT, BlockOutcomes, CallFailures
+from .records import (
+    FINISHED,
+    HAS_LEFT,
+    NO_REPORT,
+    NONE_FAILED,
+    WAITING,
+    Call,
+    CallMade,
+    FailedCall,
+    FailedCalls,
+    Progress,
+    Report,
+    Standing,
+    Waits,
+    rebuilt,
+)
+from .store import WARN_AFTER_S, decode, encode, failures_key, report_key, standing_key
+from .watchdog import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, Block, Watcher, cause_of
+
+CALLS_KEPT = 8
+TELL_AFTER_S = 0.05  # that this rank waits, and for whom
+LOOK_UP_PEER_AFTER_S = 0.01
+LINGER_AFTER_FAILURE_S = 1.0
+RANKS_NAMED = 8
+logger = logging.getLogger("nn_parallel")
+
+
+class Wait(NamedTuple):
+    """A wait for other ranks in a call."""
+
+    call: Call
+    deadline: float | None
+    says: str  # begins what others are told of it; empty: they are not, as this rank may give up and go on
+    warn_after_s: float | None = None
+
+
+class Calls:
+    """One rank's end of the calls that all ranks make."""
+
+    def __init__(self, context: RankContext) -> None:
+        self.context, self.connection = context, context.connection
+        self.rank, self.world_size = context.rank, context.world_size
+        self._others = [rank for rank in range(context.world_size) if rank != context.rank]
+        self.nested_in: tuple[int, ...] = ()  # the ranks that run the present code, each for itself; empty: all
+        self._liveness = Liveness(context, self.connection)
+        self._call_failures = CallFailures(context)
+        self._report_key = report_key(context.rank)
+        self._reports: dict[int, tuple[str, Report]] = {}  # by rank, the last one, as text and as what it says
+        self._block_outcomes = BlockOutcomes(context, self.connection)
+        self._entered_blocks: list[Block] = []  # that this rank is in, the innermost last
+        self._watcher: Watcher | None = None
+        self._spin = Spin()
+        self._own_failures = NONE_FAILED  # on this rank
+        self._last_failure_at = (0, 0)  # generation and call
+        self._warned_of = set[Call]()
+        self.begin_generation(context.generation)
+        context.on_leave.callback(self._leave)
+
+    def begin_generation(self, generation: int, late: Sequence[FailedCall] = ()) -> None:
+        """Forget the calls so far, but for ``late`` failures of them: all ranks count from one again."""
+        if generation != self.context.generation:
+            self.context.begin_generation(generation)
+        self.generation = generation
+        self._number, self._phase = 0, WAITING
+        self._last_call: Call | None = None
+        self._made, self._made_text = deque[str](maxlen=CALLS_KEPT), ""  # encoded
+        self._call_failures.begin_generation(late)
+
+    @contextlib.contextmanager
+    def call(self, call: Call, *, barrier: bool = False, timeout_s: float | None = None) -> Iterator[bool]:
+        """A call that one rank runs while the others wait at its end. Every rank makes it.
+
+        Without ``call.wait`` nobody waits, and there may be several ranks that run it.
+
+        Yields:
+            Whether this rank runs it; the others must do nothing in the ``with`` block.
+
+        Raises:
+            RankError: on every rank, when it raised, or the process that runs it ended before its end.
+            RankTimeoutError: it did not finish within ``timeout_s``.
+            ParallelError: the ranks are not in the same call; the message names both.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._begin(call)
+        if self.rank in call.ranks:
+            outer, self.nested_in = self.nested_in, call.ranks  # as `nested` does, without another generator
+            try:
+                yield True
+            except Interrupted:
+                raise  # the block around it ends
+            except BaseException as error:
+                cause = cause_of(error, self._watcher.reason if self._watcher else None)
+                failures = failures_in(cause, self.rank)
+                self._post_failure(call, failures)
+                if isinstance(error, Exception):
+                    raise self._error(call, failures) from None
+                raise  # it is this rank's own way out
+            finally:
+                self.nested_in = outer
+            self._post(FINISHED)
+        else:
+            yield False
+        wait = Wait(call, deadline, "waits in" if timeout_s is None else "")
+        for rank in call.ranks:
+            if rank == self.rank:
+                continue
+            if call.wait:
+                self._await_outcome(rank, wait)
+            else:
+                self._call_failures.do_not_await(rank, self._number)
+        if barrier:
+            self._barrier(wait)
+
+    def raise_late_failure(self) -> None:
+        """Raise the failure of an earlier call, for which this rank did not wait.
+
+        Only at the end of a call: a rank that raised before its part of it would be one call behind.
+        """
+        if late := self._call_failures.late(self._number - 1, self._report_of):
+            oldest = late.pop(0)
+            function = f"{oldest.function}, for which nobody waited,"
+            raise rank_error(function, self.world_size, rebuilt(oldest.failures))
+
+    def watch(self) -> Watcher:
+        """From now on free this rank from collectives that cannot end, and tell others where it stands."""
+        if self._watcher is None:
+            self._watcher = Watcher(self.context, self._progress, self._entered_blocks)
+        return self._watcher
+
+    @contextlib.contextmanager
+    def nested(self, ranks: Sequence[int]) -> Iterator[None]:
+        """While ``ranks`` run the code here: a call in it runs where it is named, and nobody waits."""
+        outer, self.nested_in = self.nested_in, tuple(ranks)
+        try:
+            yield
+        finally:
+            self.nested_in = outer
+
+    def raise_if_nested(self, call: Call | str) -> None:
+        if self.nested_in:
+            where = f"inside the body of a function of {rank_names(self.nested_in)}"
+            raise ParallelError(f"{call} is a call of all ranks, {where}: the others are not there. Make it outside.")
+
+    # What this rank tells.
+
+    def _begin(self, call: Call) -> None:
+        self._raise_if_block_failed()
+        self._number += 1
+        self._phase = WAITING
+        if call != self._last_call:
+            self._last_call = call
+            self._made.append(encode(CallMade(self._number, call.what, call.site)))
+            self._made_text = ""
+
+    def _progress(self) -> Progress:
+        if self.generation != self.context.generation:  # a task of a pool has begun, and made no call yet
+            return Progress(self.context.generation, 0, WAITING)
+        return Progress(self.generation, self._number, self._phase)
+
+    def _post(self, phase: int) -> None:
+        self._phase = phase
+        if not self._made_text:
+            *earlier, last = self._made or ["null"]
+            listed = ", ".join(earlier)
+            self._made_text = f"{last}, {encode(f'[{listed}]')}"
+        # A Report as `encode` writes it; most of it is the same as before, and this is done at every call.
+        progress = f"[{self.generation}, {self._number}, {phase}]"
+        self.connection.set(self._report_key, f"[{progress}, {self._own_failures.made}, {self._made_text}]")
+
+    def _post_failure(self, call: Call, failures: Mapping[int, BaseException]) -> None:
+        """Make the failure of a call known: first what it is, so that whoever sees the report finds it."""
+        described, earlier = self._described(failures), self._own_failures
+        failed = FailedCall(self.generation, self._number, call.function, call.wait, described)
+        self._own_failures = FailedCalls(earlier.made + 1, (*earlier.kept, failed)[-FAILURES_KEPT:])
+        self._last_failure_at = (self.generation, self._number)
+        self.connection.write(failures_key(self.rank), self._own_failures)
+        self._post(FINISHED)
+        self._flush()
+
+    def _described(self, failures: Mapping[int, BaseException]) -> dict[int, Failure]:
+        """The failures as plain data; what another rank has described stays in its words."""
+        where = f"rank {self.rank} of {self.world_size}"
+        others = {rank: getattr(e.__cause__, "failure", None) for rank, e in failures.items() if rank != self.rank}
+        return {rank: others.get(rank) or Failure.of(error, where) for rank, error in failures.items()}
+
+    def _flush(self) -> None:
+        """Return once all that this rank has written is in the store: by a round trip."""
+        self.connection.get(self._report_key)
+
+    def _leave(self) -> None:
+        if self._watcher is not None:
+            self._watcher.stop()
+            self._watcher = None  # it refers to this
+        with contextlib.suppress(RuntimeError):
+            self._post(HAS_LEFT)
+            self._flush()  # before this process ends
+        self._liveness.close()
+
+    def outlive_readers(self, deadline: float) -> None:
+        """At the end of the process that holds the store: stay until the others have read what they wait for."""
+        self.context.on_leave.close()
+        if self._last_failure_at == (self.generation, self._number):
+            deadline = min(deadline, time.monotonic() + LINGER_AFTER_FAILURE_S)
+        for rank in range(self.world_size):
+            with contextlib.suppress(RuntimeError):
+                while rank != self.rank and not self._liveness.is_dead(rank):
+                    report = self.connection.read(report_key(rank), Report)
+                    if time.monotonic() > deadline or (report and report.progress.phase == HAS_LEFT):
+                        break
+                    time.sleep(POLL_MAX_S / 10)
+        self._liveness.close()
+
+    # What this rank learns.
+
+    def _report_of(self, rank: int) -> Report:
+        """What ``rank`` says of itself in the present generation."""
+        text = self.connection.get(report_key(rank)) or ""
+        seen, report = self._reports.get(rank, ("", NO_REPORT))
+        if text != seen:
+            report = decode(Report, report_key(rank), text)
+            self._reports[rank] = text, report
+        return report if report.progress.generation >= self.context.generation else NO_REPORT
+
+    def _await_outcome(self, rank: int, wait: Wait) -> None:
+        report = self._await(rank, FINISHED, wait)
+        if failures := self._call_failures.of(rank, report, self._number):
+            raise self._error(wait.call, rebuilt(failures))
+
+    def _barrier(self, wait: Wait) -> None:
+        """Return once every rank is here: a dissemination barrier (Hensgen, Finkel, Manber 1988), log2(n) rounds."""
+        distance, phase = 1, FINISHED + 1
+        while distance < self.world_size:
+            self._post(phase)
+            self._await((self.rank - distance) % self.world_size, phase, wait)
+            distance, phase = distance * 2, phase + 1
+
+    def _await(self, rank: int, phase: int, wait: Wait) -> Report:
+        """Poll until ``rank`` is as far as ``phase`` of the present call.
+
+        Polls, sleeping 5 % of the time waited so far: a thread blocked in the store would see neither Ctrl-C nor a
+        death.
+        """
+        goal = Progress(self.generation, self._number, phase)
+        needed = [rank] if phase == FINISHED else self._others  # in a barrier a rank waits, by way of others, for all
+        until, dead = Progress(self.generation, self._number, min(phase, FINISHED + 1)), list[int]()  # its beginning
+        start, polls, has_told, warn_after_s = time.monotonic(), 0, False, wait.warn_after_s or WARN_AFTER_S
+        self.connection.answer_by = wait.deadline
+        self._spin.offer_core()  # where ranks share cores, it may be the one that is waited for who needs this one
+        try:
+            while True:
+                report = self._report_of(rank)
+                if report.progress.generation > self.generation:  # it has failed in a block
+                    self._raise_if_block_failed_elsewhere()
+                    return report  # in a later one: it has been through this call
+                self._check_same_call(rank, report, wait.call)
+                if report.progress >= goal:
+                    return report
+                if report.progress.phase == HAS_LEFT:
+                    raise ParallelError(
+                        f"Rank {rank} has left after {report.progress.call} calls, and rank {self.rank} waits for it "
+                        f"in call {self._number}: {wait.call}. Every rank must make the same calls."
+                    )
+                for each in dead:  # before that report was read, which holds its last words
+                    if each == rank or self._report_of(each).progress < self._end_of_barrier:
+                        raise self._error(wait.call, {each: self._liveness.death(each, wait.call)})
+                waited = time.monotonic() - start
+                if wait.deadline is not None and start + waited > wait.deadline:
+                    raise self._timeout(self._missing(needed, until) or [rank], wait.call, waited)
+                polls += 1
+                if polls > 1:
+                    time.sleep(min(max(waited * POLL_SHARE, POLL_MIN_S), POLL_MAX_S))
+                if waited > TELL_AFTER_S and not has_told:
+                    has_told = True
+                    self._tell(wait, needed, until)
+                if waited > LOOK_UP_PEER_AFTER_S:
+                    dead = self._liveness.dead(needed)
+                    self._raise_if_block_failed_elsewhere()
+                if waited > warn_after_s:
+                    warn_after_s = math.inf
+                    self._warn(self._missing(needed, until), wait.call, waited)
+        finally:
+            self.connection.answer_by = None
+            if self._watcher is not None:
+                self._watcher.waits = None
+
+    def _tell(self, wait: Wait, ranks: Sequence[int], until: Progress) -> None:
+        """Let the others know that this rank waits, and for whom."""
+        if self._phase == WAITING:
+            self._post(WAITING)  # one that waits for this rank, in another call, sees that
+        if wait.says and self._watcher is not None:
+            self._watcher.waits = Waits(f"{wait.says} {wait.call}", tuple(ranks), until)
+
+    def _missing(self, ranks: Sequence[int], until: Progress) -> list[int]:
+        return [rank for rank in ranks if self._report_of(rank).progress < until]
+
+    def _where(self, rank: int) -> str:
+        """Where another rank stands: as its watcher tells, or else as far as it has told itself."""
+        standing = self.connection.read(standing_key(rank), Standing)
+        where = standing.where if standing else self._report_of(rank).describe()
+        return f"is stopped by a signal, and {where}" if self._liveness.is_stopped(rank) else where
+
+    def _warn(self, missing: list[int], call: Call, waited: float) -> None:
+        """Log for whom this rank waits, once for each call site."""
+        if missing and call not in self._warned_of:
+            self._warned_of.add(call)
+            where = " ".join(f"Rank {rank} {self._where(rank)}." for rank in missing[:RANKS_NAMED])
+            place = call, rank_names(missing), where, " ..." * (len(missing) > RANKS_NAMED)
+            logger.warning("Rank %d has waited %.0f s in %s for %s. %s%s", self.rank, waited, *place)
+
+    @property
+    def _end_of_barrier(self) -> Progress:
+        return Progress(self.generation, self._number, FINISHED + (self.world_size - 1).bit_length())
+
+    def _raise_if_block_failed(self) -> None:
+        """Raise again in a block that this rank was to leave: user code has caught what was raised, and gone on."""
+        if self._entered_blocks and self._entered_blocks[-1].must_leave:
+            raise Interrupted
+
+    def _raise_if_block_failed_elsewhere(self) -> None:
+        """Raise in a block that has failed on another rank."""
+        if self._entered_blocks and self._block_outcomes.failure_of(self._entered_blocks[-1].number) is not None:
+            self._entered_blocks[-1].must_leave = True
+            raise Interrupted
+
+    def _check_same_call(self, rank: int, report: Report, call: Call) -> None:
+        """Raise if ``rank`` makes, or made, another call under the number of the present one."""
+        if report.progress.call < self._number:
+            return
+        theirs = report.made_as(self._number)
+        # None: the rank is so far ahead that it has forgotten. Its outcome is still told by its list of failures.
+        if theirs is not None and theirs.what != call.what:
+            self._post(self._phase)  # where this rank is, before it goes: the other may wait for it and must see it too
+            raise ParallelError(
+                f"The ranks are not in the same call. As call {self._number}, rank {rank} made {theirs.what} at "
+                f"{theirs.site} and rank {self.rank} made {call}. Every rank must make the same calls in the same "
+                "order: look for one inside `if rank == ...`."
+            )
+
+    def _timeout(self, missing: list[int], call: Call, waited: float) -> RankTimeoutError:
+        """The error of this rank, which has waited for too long."""
+        stacks = {rank: f"rank {rank} {self._where(rank)}" for rank in missing[:RANKS_NAMED]}
+        return RankTimeoutError(
+            f"Rank {self.rank} waited {waited:.1f} s for {rank_names(missing)} in {call}: "
+            f"{', '.join(stacks.values())}, and is not dead as far as is known. It is slower than timeout=, or does "
+            f"not make this call. Every rank must call {call.function}.",
+            ranks=missing,
+            stacks=stacks,
+        )
+
+    def _error(self, call: Call, failures: Mapping[int, BaseException]) -> ParallelError:
+        """The error of a call or block: a timeout if the cause is one."""
+        errors = exceptions_in(failures)
+        silent = {rank: error for rank, error in errors.items() if isinstance(error, RankTimeoutError)}
+        if silent and next(iter(errors)) in silent:
+            # See `Watcher`: each ends with the stack of its rank. The first one is told as a whole.
+            stacks = {rank: str(error).rpartition("\n\n")[2] for rank, error in silent.items()}
+            _, *others = dict.fromkeys(stacks.values())
+            text = "\n\n".join([str(next(iter(silent.values()))), *others])
+            return RankTimeoutError(text, ranks=sorted(stacks), stacks=dict(sorted(stacks.items())))
+        return rank_error(call.function, self.world_size, errors)
+
+
+def exceptions_in(failures: Mapping[int, BaseException]) -> dict[int, Exception]:
+    return {rank: error for rank, error in failures.items() if isinstance(error, Exception)}
+
+
+def failures_in(error: BaseException, rank: int) -> dict[int, BaseException]:
+    """What ``error`` of ``rank`` tells of which ranks."""
+    if isinstance(error, RankError):
+        return dict(error.failures)
+    if isinstance(error, RankTimeoutError) and error.ranks:
+        return dict.fromkeys(error.ranks, error)
+    return {rank: error.with_traceback(user_frames(error))}

@@ -1,0 +1,223 @@
+"""The place of this process among the ranks that work together, and what belongs to it.
+
+There are four ways to be in a world: a launcher started this process and `initialize_ddp` read it; this is a rank of
+`ParallelExecutor.run`; some other code has initialised torch.distributed; or alone, as rank 0 of 1. The first two
+*join* a `RankContext`; the last two are seen each time from the state of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ...errors import LaunchError
+from ...world import World
+from ..devices import accelerators, current_index, device_of_rank
+from .environment import Launch, detect_launch
+from .group import Group
+from .sockets import at_ports, bottom
+from .store import Connection, Member, RankZero, clone_store, host_identity, member_key
+
+DEFAULT_TIMEOUT = timedelta(minutes=60)
+LOST_AFTER = timedelta(seconds=60)
+
+
+@dataclass(eq=False)
+class RankContext:
+    """This process's place in a world of ranks, and what belongs to it.
+
+    ``generation`` counts the rounds that all ranks begin together with clean counters: what a rank left in the store in
+    an earlier one is stale.
+    """
+
+    world: World  # as it was on joining; `distributed` is asked from torch each time
+    open_store: Callable[[], dist.Store] | None = None  # None: this rank is alone, there is nobody to talk to
+    timeout: timedelta = DEFAULT_TIMEOUT
+    store_host: int | None = None  # the rank whose process the store lives in; None if it is no rank's
+    one_node: bool = True
+    on_deadlock: Callable[[Exception], None] | None = None  # takes the error of a collective outside of all blocks
+    rank_0: RankZero = field(default_factory=RankZero)
+    generation: int = 0
+    ends_by_exception: bool = False  # this process, by one that nobody has caught
+    on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    connections: list[Connection] = field(default_factory=list)  # to the store, of all threads
+
+    def __post_init__(self) -> None:
+        self.rank, self.world_size, self._pid = self.world.rank, self.world.world_size, os.getpid()
+        self.group = Group(self.world, self.unanswered_s)
+
+    @functools.cached_property
+    def store(self) -> dist.Store:
+        """The store, connected on first use; this rank then says where it lives, so that others can see it die."""
+        assert self.open_store is not None
+        store = self.open_store()
+        place = self.world.local_rank, self.world.local_world_size
+        me = Member(host_identity(), socket.gethostname(), os.getpid(), *place)
+        self._connection(store).write(member_key(self.rank), me)
+        return store
+
+    @functools.cached_property
+    def connection(self) -> Connection:
+        """The main thread's connection to the store."""
+        return self._connection(self.store)
+
+    def connect(self) -> Connection:
+        """Another connection to the store, for another thread."""
+        store, _ = clone_store(self.store, self.unanswered_s)
+        return self._connection(store)
+
+    def _connection(self, store: dist.Store) -> Connection:
+        self.connections.append(Connection(store, self.rank, self.world_size, self.store_host, self.rank_0))
+        return self.connections[-1]
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a fork of the rank: what belongs to the rank is not its own."""
+        return self._pid != os.getpid()
+
+    @property
+    def lost_after_s(self) -> float:
+        """How long a node may be out of reach; if it is for longer, its ranks count as gone."""
+        return min(LOST_AFTER, self.timeout / 2).total_seconds()
+
+    @property
+    def unanswered_s(self) -> float | None:
+        """How long a connection to another node may get no answer; None on one node."""
+        return None if self.one_node else self.lost_after_s
+
+    def begin_generation(self, generation: int) -> None:
+        """Begin another round of calls; the group stays, if there is one."""
+        self.generation = generation
+        self.group.begin_generation(generation)
+
+    def leave(self, *, abort: bool = False, within_s: float = math.inf) -> None:
+        """Close the process group, and for good all that was opened for this place among the ranks."""
+        self.group.close(abort=abort, within_s=within_s)
+        self.on_leave.close()
+        self.connections.clear()
+        self.group.release()
+
+    def current(self) -> World:
+        """The world as it is now: connected by a process group or not."""
+        w = self.world
+        connected = self.open_store is not None and dist.is_initialized()
+        return World(connected, *w[1:], w.node_rank, w.local_world_size, w.launcher)
+
+
+def _let_go_of_connections() -> None:
+    """In a fork of a rank: whoever waits for the end of the rank's connections must not have to wait for the fork's.
+
+    The numbers stay taken, as objects in C++ close them at the end of the fork.
+    """
+    context = _joined
+    if context is not None and context.world.launcher != "executor" and "store" in vars(context):
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        port = getattr(bottom(context.store), "port", 0)
+        for fd in {*at_ports({port, context.rank_0.port}), *context.group.sockets}:
+            os.dup2(null, fd, inheritable=False)
+        os.close(null)
+
+
+def current_world() -> World:
+    """Who this process is now.
+
+    Asks and starts nothing: in a process that a launcher started, before `initialize_ddp`, it tells what the launcher
+    said, with ``distributed`` False.
+
+    Raises:
+        LaunchError: the launch environment is half set.
+
+    Example::
+
+        >>> current_world().is_main
+        True
+    """
+    if context := rank_context():
+        return context.current()
+    if launch := detect_launch(os.environ):
+        return world_of(launch)
+    return World(False, 0, 0, 1, _current_device())
+
+
+def world_of(launch: Launch, device: torch.device | None = None) -> World:
+    """The world that a launcher describes, before a process group connects it; ``device`` overrules the launcher's."""
+    return World(
+        False,
+        launch.rank,
+        launch.local_rank,
+        launch.world_size,
+        device or device_of_rank(launch.local_rank, launch.local_world_size),
+        launch.node_rank,
+        launch.local_world_size,
+        launch.launcher,
+    )
+
+
+def rank_context() -> RankContext | None:
+    """What this process has joined, or the process group that other code has made, or None."""
+    if _joined is not None:
+        return _joined
+    if dist.is_initialized():
+        return _external_context()
+    return _external if _external is not None and _external.group.default is None else None  # closed by us
+
+
+def join(context: RankContext | None) -> None:
+    """Enter a world in the place of the present one; None leaves it. The caller closes what belonged to the old one."""
+    global _joined
+    _joined = context
+
+
+def _external_context() -> RankContext:
+    """The rank context of the default group that other code made, the same one until other code makes another group."""
+    global _external
+    if _external is None or _external.group.default is not dist.group.WORLD:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        local_rank, node_rank, local_world_size, one_node = rank, 0, world_size, False
+        with contextlib.suppress(LaunchError):  # other code may have its own ways to find what it needs
+            launch = detect_launch(os.environ)
+            if launch is not None and (launch.rank, launch.world_size) == (rank, world_size):
+                local_rank, node_rank, local_world_size = launch.local_rank, launch.node_rank, launch.local_world_size
+                one_node = launch.one_node
+        device = dist.distributed_c10d._get_default_group().bound_device_id or _device_of_foreign_rank(local_rank)
+        world = World(True, rank, local_rank, world_size, device, node_rank, local_world_size, "external")
+        # torch offers no public way to the store of a group; without it ranks cannot talk beside the collectives.
+        store = dist.distributed_c10d._get_default_store()
+        if _external is not None:
+            _external.on_leave.close()
+            _external.group.release()
+        # The store may outlive the group: what was told in the life of an earlier one is under another prefix.
+        _external = RankContext(
+            world,
+            lambda: dist.PrefixStore(f"nn_parallel/{next(_externals)}", store),
+            one_node=one_node,
+        )
+        _external.group.default = dist.group.WORLD
+    return _external
+
+
+def _device_of_foreign_rank(local_rank: int) -> torch.device:
+    """Return the current device, unless that is the first one, which it also is where nobody has chosen any."""
+    current, found = _current_device(), accelerators()
+    return found[local_rank] if current.index == 0 and local_rank < len(found) else current
+
+
+def _current_device() -> torch.device:
+    found = accelerators()
+    return found[current_index(found[0].type)] if found else torch.device("cpu")
+
+
+_joined: RankContext | None = None
+_external: RankContext | None = None
+_externals = itertools.count(1)  # counted on first use, which is a call that all ranks make
+os.register_at_fork(after_in_child=_let_go_of_connections)

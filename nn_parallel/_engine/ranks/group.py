@@ -1,0 +1,357 @@
+"""The process group of a world: made, closed without waiting for anybody, and made again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ...errors import LaunchError, summary
+from ...world import World
+from ..devices import hardware_id, synchronize_in_thread
+from . import nccl
+from .flight_recorder import next_group_id, progress
+from .sockets import bottom, card_to_other_nodes, connected_at, duplicate, still_open
+from .store import clone_store, host_identity, store_barrier
+
+# `torch.distributed.nn.functional`, which optimizers import, keeps the default group that there is at its first import,
+# in default arguments. So it is imported now, as if there were none.
+_present, dist.group.WORLD = dist.group.WORLD, None
+import torch.distributed.nn.functional  # noqa: E402, F401
+
+dist.group.WORLD = _present
+del _present
+
+
+# Gloo waits five times the timeout of a group for another rank to connect, and once for it to write where it listens.
+GLOO_CONNECTS_WITHIN, CONNECT_AT_LEAST = 5, timedelta(seconds=5)
+ONLY_OURS = 2  # references: of a list, and of the argument of `getrefcount`
+SHARED = "accelerator/shared"  # the key that says that two ranks have the same one
+LOOK_EVERY_S = 0.002  # whether collectives have ended
+logger = logging.getLogger("nn_parallel")
+_closed: list[dist.ProcessGroup] = []
+
+
+class Group:
+    """The default process group of a world, and the groups that users make beside it."""
+
+    def __init__(self, world: World, unanswered_s: float | None) -> None:
+        """``unanswered_s``: how long a connection to another node may get no answer; None on one node."""
+        self._world, self._unanswered_s = world, unanswered_s
+        self.default: Any = None  # torch's, until we close it
+        self.first_id = 0  # of the present groups, in torch's flight recorder
+        self.begun = 0, 0  # the generation, and how many groups this rank has begun to make in it: alike on all ranks
+        self.interrupted = False  # connections have been ended, because a rank has failed; until the group is closed
+        self.times_closed = 0  # changes as a group begins to be closed, and when it is
+        self.cannot_end = False  # its abort hangs
+        self._names: list[str] = []  # of what may be in the store, the last one last
+        self._sockets: dict[int, int] = {}  # of all groups: fd -> inode
+        self._found: set[str] = set()  # the names of the groups whose connections these are
+        self._aborts = nccl.Aborts()
+        self._first_nccl_id = 0  # of the present groups, in NCCL's flight recorder
+        self._closing = threading.Lock()  # held to close, or to abort: for whoever aborts, in any thread
+        self._timeout_s = 0.0
+        self._store: dist.Store | None = None  # through which the ranks of a group find each other
+        self._store_sockets: dict[int, int] = {}  # its connection, until that is ended
+        self._half_closed: list[socket.socket] = []  # of a closed group, whose other ranks may still write
+        self._on_release = contextlib.ExitStack()
+
+    @property
+    def sockets(self) -> set[int]:
+        """The connections of all groups, and of what is left of closed ones."""
+        return {*self._sockets, *(each.fileno() for each in self._half_closed)}
+
+    def begin_generation(self, generation: int) -> None:
+        """Name the groups that come alike on all ranks, however many each of them has made so far."""
+        self.begun = generation, 0
+
+    def make(self, store: dist.Store, backend: str | None, timeout: timedelta) -> None:
+        """Make the default process group, under a prefix of the store that no earlier group used.
+
+        Raises:
+            LaunchError: a rank did not come within ``timeout``, or failed meanwhile; torch could not make it.
+        """
+        world = self._world
+        on_cpu = world.device.type == "cpu"
+        self._timeout_s = timeout.total_seconds()
+        generation, made = self.begun
+        name, self.begun = f"group{generation}.{made + 1}", (generation, made + 1)
+        own = dist.PrefixStore(name, store)
+        if not on_cpu:
+            self._claim_device(own)
+        try:
+            self._barrier(dist.PrefixStore("before", own), timeout)
+        except LaunchError:
+            self.begun = generation, made  # a late rank waits under this name: the next group gets it
+            raise
+        if backend is None:
+            backend = self._backend(own)
+        if world.rank == 0 and not on_cpu:
+            bottom(store).delete_key(nccl.DUMP_KEY)
+        self._close_half_closed()
+        self._names.append(name)
+        rendezvous = dist.PrefixStore(name, self._own_connection(store))
+        self._set_environment()
+        connect_within = timeout
+        if world.device.type in ("cpu", "cuda"):  # for which torch can set it afterwards
+            connect_within = min(timeout, max(timeout / GLOO_CONNECTS_WITHIN, CONNECT_AT_LEAST))
+        hook = sys.excepthook
+        self.first_id = next_group_id()
+        self._first_nccl_id = next_group_id("nccl")
+        # An init that failed leaves torch's count of groups raised, and ranks that differ in it never find each other.
+        dist.distributed_c10d._world.group_count = 0
+        try:
+            dist.init_process_group(
+                backend,
+                store=rendezvous,
+                rank=world.rank,
+                world_size=world.world_size,
+                timeout=connect_within,
+                device_id=None if on_cpu else world.device,
+            )
+            if connect_within != timeout:
+                private = dist.distributed_c10d._set_pg_timeout  # before torch 2.14 there is no public way
+                getattr(dist, "set_timeout", private)(timeout)
+            self._sockets = connected_at(_gloo_addresses(dist.distributed_c10d._get_default_group()))
+        except (RuntimeError, ValueError) as error:
+            self._store_sockets.clear()  # it may be in the middle of a request
+            if isinstance(error, ValueError) and "backend" not in str(error).lower():
+                raise
+            self.raise_if_interrupted()
+            raise LaunchError(
+                f"Rank {world.rank} of {world.world_size} could not make a {backend} group within "
+                f"{timeout.total_seconds():g} s: {summary(error)}"
+            ) from error
+        finally:
+            sys.excepthook = hook  # each init chains one more
+        self._found = set(_groups().values())
+        self.default = dist.group.WORLD
+        _drop_closed_groups()
+        self._barrier(own, timeout)  # or a rank that fails now would break another's init
+        old = self._names[:-1]
+        del self._names[:-1]
+        if world.rank == 0 and old:
+            _delete_groups(store, old)
+
+    def close(self, *, abort: bool = True, within_s: float = math.inf) -> None:
+        """Close the process group, without waiting for any peer; `initialize_ddp` makes it anew.
+
+        Unless ``abort``, what is under way on accelerators comes to its end first, if it does ``within_s`` and within
+        the timeout of the group.
+
+        The closed groups are kept as long as anybody uses them. Otherwise the last `DistributedDataParallel` model of
+        one would destroy it, with the GIL held, and wait for gloo's threads, which wait for the GIL to drop the last
+        asynchronous operations. Where Python drops the last reference to a group, torch releases the GIL.
+        """
+        if dist.is_initialized():
+            is_over = not abort and self._has_ended(within_s)
+            with self._closing:
+                self.times_closed += 1  # from here on nobody else aborts it, or raises what has failed in it
+            if is_over:
+                self._end_reading()
+            else:
+                self.abort()
+            self.cannot_end = not self._aborts.finish()
+            if self.cannot_end:
+                return
+            # Connections that we do not know end with a group alone.
+            _closed.extend(group for group, name in _groups().items() if name in self._found)
+            dist.destroy_process_group()
+            self.default = None
+        with self._closing:
+            self.times_closed += 1
+            self._sockets, self.interrupted = {}, False
+        self._found.clear()
+
+    def release(self) -> None:
+        """Let go of all that closed groups have left: this rank makes no further one."""
+        self._half_closed += still_open(self._store_sockets)
+        self._store_sockets.clear()
+        self._store = None
+        self._close_half_closed()
+        self._on_release.close()
+        _drop_closed_groups()
+
+    def abort(self, times_closed: int | None = None) -> None:
+        """Free this rank from its collective, or from making a group. Any thread may call this, more than once.
+
+        Interrupt the main thread before: a collective of an accelerator that is aborted leaves wrong numbers behind.
+        Backends that have an abort of their own, as NCCL, end their collectives by it. Gloo has none: what frees a rank
+        at once is the end of its own connections. `shutdown` ends them for every thread that uses them and leaves the
+        closing to gloo. A descriptor is touched only while it is still the same socket (its inode), and never a
+        listening one, whose loss ends the process.
+
+        Only the reading is ended, so a peer is not freed by this: its own watcher frees it. A duplicate keeps the
+        connection open until all ranks are out of the group: where gloo's write fails before gloo has seen the end of
+        the connection, it never wakes the one who waits for that write (`Pair::signalException` passes over unbound
+        buffers that are being sent), and a peer may only now begin to write.
+        """
+        with self._closing:
+            if times_closed in (None, self.times_closed):  # else this is about a group that has been closed meanwhile
+                self._end_reading()
+                self._aborts.begin(_groups(), self._first_nccl_id)
+
+    def error(self) -> dist.DistBackendError | None:
+        """Return what has gone wrong in a collective of an accelerator. Gloo raises it by itself."""
+        if self._world.device.type == "cpu" or self.interrupted:
+            return None
+        return nccl.error_of(_groups(), self._world.device)
+
+    def is_gloo_alone(self) -> bool:
+        """Return whether no group has a backend beside gloo, whose collectives would end with wrong numbers."""
+        return not any(map(nccl.backends_of, _groups()))
+
+    def has_ended_on_accelerator(self) -> bool:
+        """Return whether all that was queued on this rank's accelerator ends in a moment."""
+        return nccl.has_ended(self._world.device, nccl.ENDS_WITHIN_S)
+
+    def progress_of_nccl(self) -> str:
+        """Return how far NCCL's collectives are; empty if none is under way, or there is no group."""
+        return progress(self._first_nccl_id, "nccl") if dist.is_initialized() else ""
+
+    def find_connections(self) -> None:
+        """Let `abort` end the connections of all process groups, whoever has made them.
+
+        This rank must not use the store of the groups meanwhile, which serves one request at a time.
+        """
+        for group, name in _groups().items():
+            if name not in self._found:
+                self._found.add(name)
+                with contextlib.suppress(RuntimeError):  # the connection to that store has been ended already
+                    self._sockets.update(connected_at(_gloo_addresses(group)))  # `close` may just have replaced them
+
+    def raise_if_interrupted(self, where: str = "its process group") -> None:
+        if self.interrupted:
+            raise LaunchError(f"Another rank failed while rank {self._world.rank} waited for it at {where}.")
+
+    def _barrier(self, store: dist.Store, timeout: timedelta) -> None:
+        store_barrier(store, self._world, timeout, "its process group", self.raise_if_interrupted)
+
+    def _own_connection(self, store: dist.Store) -> dist.Store:
+        """A connection to the store of its own, kept for the next group: ended, it frees a rank that makes a group."""
+        if self._store is None or not self._store_sockets:
+            self._store, self._store_sockets = clone_store(store, self._unanswered_s)
+        return self._store
+
+    def _claim_device(self, own: dist.Store) -> None:
+        """Say which accelerator this rank has, before the ranks meet."""
+        name = None
+        with contextlib.suppress(RuntimeError):  # one that cannot be used: making the group fails, and says why
+            name = hardware_id(self._world.device)
+        if name is not None:
+            host = os.environ.get("NCCL_HOSTID") or host_identity()
+            owner = own.compare_set(f"accelerator/{host}/{name}", "", str(self._world.rank))
+            if owner != str(self._world.rank).encode():
+                ranks = sorted([owner.decode(errors="replace"), str(self._world.rank)])
+                own.set(SHARED, f"Ranks {' and '.join(ranks)} share the accelerator at {name}")
+
+    def _backend(self, own: dist.Store) -> str:
+        """Return the backends for the tensors of each kind of device; all ranks have met, and claimed their devices."""
+        device = self._world.device
+        if device.type == "cpu":
+            return "gloo"
+        if own.check([SHARED]):
+            if self._world.rank == 0:
+                _warn_of_shared(own.get(SHARED).decode(errors="replace"))
+            return "gloo"
+        return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+    def _set_environment(self) -> None:
+        """Have gloo listen on the loopback if all ranks are on one node, else where the others can reach it.
+
+        And have NCCL's thread leave to us what becomes of errors. It stays so for subgroups that users make later.
+        """
+        is_watched = self._world.device.type == "cuda" and threading.current_thread() is threading.main_thread()
+        new = nccl.settings(os.environ) if is_watched else {}
+        if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+            card = "lo" if self._unanswered_s is None else card_to_other_nodes(self._store_sockets)
+            if card is not None:
+                new["GLOO_SOCKET_IFNAME"] = card
+        for name, value in new.items():
+            self._on_release.callback(_put_back, name, os.environ.get(name))
+            os.environ[name] = value
+
+    def _has_ended(self, within_s: float) -> bool:
+        """Wait until all that is under way on an accelerator has ended; return whether it has."""
+        if self._world.device.type == "cpu":
+            return True
+        end, wait_until = synchronize_in_thread(self._world.device), time.monotonic() + min(within_s, self._timeout_s)
+        while not end.done() and time.monotonic() < wait_until and self.error() is None:
+            time.sleep(LOOK_EVERY_S)
+        return end.done() and end.exception() is None
+
+    def _end_reading(self) -> None:
+        self.interrupted = True
+        sockets = self._sockets or self._store_sockets
+        for fd in list(sockets):
+            inode = sockets.pop(fd, None)  # None: another thread has taken it
+            if (connection := duplicate(fd, inode)) is not None:
+                self._half_closed.append(
+                    connection
+                )  # first: it is closed in the end, also if it is no longer connected
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RD)
+
+    def _close_half_closed(self) -> None:
+        """No rank is in the group any more whose connections these are."""
+        while self._half_closed:
+            with self._half_closed.pop() as connection, contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # caches of torch, as of FSDP's meshes, may keep the closed group
+
+
+@functools.cache
+def _warn_of_shared(told: str) -> None:
+    logger.warning("%s, which NCCL refuses: all collectives go by gloo, through the CPU.", told)
+
+
+def _put_back(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _groups() -> dict[dist.ProcessGroup, str]:
+    """All process groups of this process, and torch's names of them, which are the same on all ranks."""
+    return dict(dist.distributed_c10d._world.pg_names)
+
+
+def _drop_closed_groups() -> None:
+    """Destroy the closed groups that nobody else refers to any more."""
+    for index in reversed(range(len(_closed))):
+        if sys.getrefcount(_closed[index]) == ONLY_OURS:
+            del _closed[index]
+
+
+def _gloo_addresses(group: dist.ProcessGroup) -> set[tuple[str, int]]:
+    """Where the ranks of a gloo group listen for each other, as gloo has written it into the store of the group.
+
+    Each value begins with the name of the host, headed by its length, and gloo's `transport::tcp::Address`, headed by
+    its size, which begins with a C `sockaddr`.
+    """
+    store, found = group.get_group_store(), set()
+    keys = [f"cpu//0/{rank}" for rank in range(group.size())]
+    for value in store.multi_get(keys) if store is not None and store.check(keys) else ():
+        socket_address = value[16 + int.from_bytes(value[:8], sys.byteorder) :]
+        family, port = int.from_bytes(socket_address[:2], sys.byteorder), int.from_bytes(socket_address[2:4], "big")
+        host = socket_address[4:8] if family == socket.AF_INET else socket_address[8:24]
+        found.add((socket.inet_ntop(family, host), port))
+    return found
+
+
+def _delete_groups(store: dist.Store, names: list[str]) -> None:
+    """Delete what closed groups left in the store: the number of keys must not grow with failures."""
+    whole = bottom(store)
+    for key in whole.list_keys():  # whole names, whichever prefix was asked
+        if any(f"/{name}/" in key for name in names):
+            whole.delete_key(key)

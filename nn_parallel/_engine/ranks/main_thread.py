@@ -1,0 +1,92 @@
+"""Where the main thread stands, as another thread sees it: for the errors of ranks that wait for each other."""
+
+from __future__ import annotations
+
+import dis
+import os
+import traceback
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...errors import PACKAGE_FOLDER
+from ..stack_dump import main_frame
+from .group import Group
+from .records import site_of
+
+
+class Rooted(NamedTuple):
+    """A collective that has a root."""
+
+    name: str  # as in broadcast
+    group: str  # torch's name of it
+    group_root: int  # the rank of the root in that group
+
+
+class Position(NamedTuple):
+    """Where the main thread stands."""
+
+    function: str | None  # of torch.distributed, or initialize_ddp, that it is in
+    site: str  # file:line of the user's code
+    caller: str  # the function of the user's code
+    may_wait: bool  # for other ranks: it is in torch's distributed or autograd code, or calls some `wait`
+    makes_group: bool  # it is in initialize_ddp
+    waits_in: Rooted | None  # the collective whose end it waits for, if that has a root
+
+    def __str__(self) -> str:
+        function = self.function or self.caller
+        return f"at {self.site}" if function.startswith("<") else f"in {function}() at {self.site}"
+
+
+def position() -> Position:
+    """Where the main thread stands now."""
+    frame = innermost = main_frame()
+    function, makes_group, waits_in = None, False, None
+    while frame is not None and _is_library(frame):
+        if frame.f_code is Group.make.__code__:
+            function, makes_group = "initialize_ddp", True
+        elif frame.f_code.co_filename == dist.distributed_c10d.__file__:
+            waits_in = waits_in if function else _rooted(frame)
+            function = frame.f_code.co_name
+        frame = frame.f_back
+    site, caller = (site_of(frame), frame.f_code.co_name) if frame else ("an unknown place", "<unknown>")
+    return Position(function, site, caller, innermost is not None and _may_wait(innermost), makes_group, waits_in)
+
+
+def stack() -> str:
+    """The stack of the main thread: the user's code in it, or all where there is none."""
+    frames = list(traceback.walk_stack(main_frame()))
+    users = [(frame, line) for frame, line in frames if not _is_library(frame)]
+    return "".join(traceback.StackSummary.extract(reversed(users or frames)).format())
+
+
+def _is_library(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_LIBRARIES)
+
+
+def _rooted(frame: FrameType) -> Rooted | None:
+    """The collective that ``frame``, of torch's function for it, has begun, if that has a root."""
+    variables = frame.f_locals
+    if "work" in variables and hasattr(variables.get("opts"), "rootRank"):
+        return Rooted(frame.f_code.co_name, variables["group"].group_name, variables["opts"].rootRank)
+    return None
+
+
+def _may_wait(frame: FrameType) -> bool:
+    """Whether the C code that is called from ``frame`` may be waiting for other ranks."""
+    if frame.f_code.co_filename.startswith(_WAITING):
+        return True
+    last_attribute = ""
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset >= frame.f_lasti:
+            break
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            last_attribute = instruction.argval
+    return last_attribute == "wait"
+
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_LIBRARIES = PACKAGE_FOLDER, _TORCH
+_WAITING = tuple(os.path.join(_TORCH, *folder) for folder in (["distributed"], ["nn", "parallel"], ["autograd"]))

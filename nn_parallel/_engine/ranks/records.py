@@ -1,0 +1,199 @@
+"""What ranks tell each other of calls and blocks. Under which keys: see launch/store.py."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...errors import (
+    PACKAGE_FOLDER,
+    ExecutorClosedError,
+    Failure,
+    LaunchError,
+    ParallelError,
+    RankTimeoutError,
+    TransferError,
+    WorkerDiedError,
+    qualified_name,
+    rank_names,
+)
+from .store import decode
+
+# How far a rank is within a call. FINISHED + 1, + 2, ... are the rounds of a barrier.
+WAITING, FINISHED, HAS_LEFT = 0, 1, 1_000_000
+
+
+class Call(NamedTuple):
+    """A call that all ranks make: ``function`` and ``ranks`` must agree between them, ``site`` need not."""
+
+    function: str
+    ranks: tuple[int, ...]  # those that run it
+    site: str  # file:line
+    wait: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.site}"
+
+    @property
+    def what(self) -> str:
+        return f"{self.function} on {rank_names(self.ranks)}"
+
+
+class Progress(NamedTuple):
+    """How far a rank has got; ``a >= b`` means at least as far."""
+
+    generation: int
+    call: int
+    phase: int
+
+
+class CallMade(NamedTuple):
+    """That a rank made this call under ``number``, and under the next ones if it tells of no other."""
+
+    number: int
+    what: str
+    site: str
+
+
+class Report(NamedTuple):
+    """What a rank says of itself."""
+
+    progress: Progress
+    failures: int  # how many of its calls have failed, in all generations
+    last: CallMade | None = None
+    earlier: str = "[]"  # the calls before it, as `encode` writes them: not each reader decodes them
+
+    def made_as(self, number: int) -> CallMade | None:
+        """What this rank called under ``number``; None if that is no longer known."""
+        if self.last is None or self.last.number <= number:
+            return self.last
+        earlier = decode(tuple[CallMade, ...], "report", self.earlier)
+        return next((call for call in reversed(earlier) if call.number <= number), None)
+
+    def describe(self) -> str:
+        """How far the rank has got, for a person to read."""
+        if self.last is None:
+            return "has made no such call"
+        return f"has made {self.progress.call} such calls, the last one {self.last.what} at {self.last.site}"
+
+
+NO_REPORT = Report(Progress(-1, -1, WAITING), 0)
+
+
+class FailedCall(NamedTuple):
+    """A call that has failed on a rank."""
+
+    generation: int
+    number: int
+    function: str
+    wait: bool
+    failures: dict[int, Failure]  # by rank
+
+
+class FailedCalls(NamedTuple):
+    """The last calls that have failed on a rank."""
+
+    made: int  # how many have, with those that are not listed any more
+    kept: tuple[FailedCall, ...]
+
+
+NONE_FAILED = FailedCalls(0, ())
+
+
+class BlockOutcome(NamedTuple):
+    """How a block ended: it has passed, or failed, on one rank first. Who fails because another did tells of that."""
+
+    number: int
+    calls: int  # that this first rank had made
+    function: str
+    failures: dict[int, Failure]  # by rank, the cause first; none: it has passed
+
+    @property
+    def has_passed(self) -> bool:
+        return not self.failures
+
+
+class Waits(NamedTuple):
+    """What a rank waits for in a call of ours: all of ``ranks``, to get as far as ``until``."""
+
+    where: str  # for a person to read
+    ranks: tuple[int, ...]
+    until: Progress
+
+
+class Entered(NamedTuple):
+    """A collective that a rank has entered."""
+
+    name: str  # with the tensors
+    root: int | None  # None: it has none, or that is not known
+
+    def __str__(self) -> str:
+        return self.name if self.root is None else f"{self.name} with root {self.root}"
+
+    def differs_from(self, other: Entered) -> bool:
+        """Whether they are two collectives for certain."""
+        return self.name != other.name or (None not in (self.root, other.root) and self.root != other.root)
+
+
+class Standing(NamedTuple):
+    """Where a rank stands, as its watcher tells: it waits in a call, is stuck in collectives, or goes on."""
+
+    where: str  # for a person to read
+    entered: dict[str, int]  # by process group, the most collectives that it can have entered
+    groups_begun: tuple[int, ...]  # see `Group.begun`
+    names: dict[str, dict[str, Entered]]  # by process group, the last collectives by their numbers
+    waits: Waits | None
+    stuck_in: dict[str, int]  # by process group, the number of the first collective that has not ended
+
+
+def call_name(fn: Callable[..., Any]) -> str:
+    """Return the name of a call of ``fn``, in errors and for other ranks: the same on all of them."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    if (getattr(fn, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]:
+        name = name.rpartition("<locals>.")[2]  # one of this package has the name of the public function that it is in
+    return f"{name}()"
+
+
+def call_site() -> str:
+    """Where this package is called from, as ``file:line``."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
+        frame = frame.f_back
+    return site_of(frame)
+
+
+def site_of(frame: FrameType) -> str:
+    """Where ``frame`` stands in the code, as ``file:line``."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_NOT_THE_CALLER = PACKAGE_FOLDER, contextlib.__file__
+
+
+def rebuilt(failures: Mapping[int, Failure]) -> dict[int, Exception]:
+    """The exceptions that ``failures`` describe."""
+    errors = {rank: failure.rebuild(known_exceptions()) for rank, failure in failures.items()}
+    for rank, error in errors.items():
+        if isinstance(error, WorkerDiedError):
+            error.rank = rank
+    return errors
+
+
+@functools.cache
+def known_exceptions() -> dict[str, type[Exception]]:
+    """The exception types that are rebuilt from the store: the builtin ones, torch's, and the plain ones of our own."""
+    found = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    found += [dist.DistError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError]
+    found += [torch.OutOfMemoryError, torch.linalg.LinAlgError]
+    found += [ParallelError, ExecutorClosedError, LaunchError, RankTimeoutError, TransferError, WorkerDiedError]
+    return {qualified_name(kind): kind for kind in found if not issubclass(kind, ExceptionGroup)}

@@ -1,0 +1,187 @@
+"""The ranks that a launcher started find each other: in a store, each with a device of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ...errors import LaunchError, summary
+from ..interrupts import DeferredSignals
+from ..polling import looks
+from ..stack_dump import offer_stack
+from .context import RankContext, world_of
+from .environment import Launch, is_loopback
+from .liveness import StoreGuard, connect_nodes
+from .sockets import (
+    connected_since,
+    connected_to,
+    end_connections,
+    listen_at,
+    loopback,
+    open_sockets,
+)
+from .store import REFUSAL_KEY, WARN_AFTER_S, limit_silence, store_barrier
+
+ATTEMPTS = 0.1, 0.01, 1.0  # to connect, each of which may ask a name server: see `looks`
+ATTEMPT_MIN_S, ATTEMPT_MAX_S = 0.01, 1.0  # how long one waits for an answer
+REFUSAL_KNOWN_WITHIN = timedelta(seconds=1)
+
+logger = logging.getLogger("nn_parallel")
+
+
+def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta) -> RankContext:
+    """This process's place among the ranks of ``launch``, once all of them have come.
+
+    Raises:
+        LaunchError: on every rank, if one of them does not come, or has no device.
+    """
+    offer_stack(f"rank {launch.rank}")
+    refusal = ""
+    try:
+        world = world_of(launch, device)
+        if world.device.type != "cpu":
+            torch.accelerator.set_device_index(world.device.index)  # before anything can open a context on device 0
+    except (LaunchError, RuntimeError) as error:  # the others, who wait for this rank, must hear of it
+        world, refusal = world_of(launch, torch.device("cpu")), f"Rank {launch.rank} has no device: {error}"
+    before, address = open_sockets(), (launch.master_addr, launch.master_port)
+    if address not in _stores:  # kept for the life of the process: a second one could not listen on the same port
+        _stores[address] = _KeptStore(_open_store(launch, timeout, before))
+    kept = _stores[address]
+    store, own_keys = kept.store, dist.PrefixStore(_prefix(launch, kept), kept.store)
+    context = RankContext(
+        world,
+        lambda: own_keys,
+        timeout,
+        store_host=None if launch.launcher_hosts_store else 0,
+        one_node=launch.one_node,
+    )
+    if not launch.one_node:
+        limit_silence(connected_since(before, store), context.unanswered_s)
+    if refusal:
+        context.connection.swap(REFUSAL_KEY, "", refusal)
+    check = context.group.raise_if_interrupted
+    store_barrier(context.store, world, timeout, f"{launch.master_addr}:{launch.master_port}", check)
+    kept.joins += 1
+    if told := context.connection.get(REFUSAL_KEY):
+        refused = LaunchError(told)
+        with contextlib.suppress(LaunchError):  # else the host of the store could be gone before all know
+            store_barrier(dist.PrefixStore("refused", context.store), world, REFUSAL_KNOWN_WITHIN, "", check)
+        raise refused
+    if not launch.one_node:
+        connect_nodes(context, launch.master_addr)
+    if context.store_host == 0 and context.rank > 0:
+        context.on_leave.callback(StoreGuard(context).close)
+    return context
+
+
+def _prefix(launch: Launch, kept: _KeptStore) -> str:
+    """Of all keys of these ranks at this meeting: ranks of a job of another size, at the same address, are not them."""
+    return f"nn_parallel/{launch.world_size}/{launch.attempt}.{kept.joins + 1}"
+
+
+def _open_store(launch: Launch, timeout: timedelta, before: dict[int, int]) -> dist.Store:
+    """Connect to the store at the master address; rank 0 hosts it, unless the launcher does.
+
+    ``before``: the sockets that were open already.
+    """
+    hosts_store = launch.rank == 0 and not launch.launcher_hosts_store
+    address = f"{launch.master_addr}:{launch.master_port}"
+    is_here = launch.one_node and not launch.launcher_hosts_store
+    host, listener = loopback() if is_here or is_loopback(launch.master_addr) else launch.master_addr, None
+    if hosts_store and is_here:
+        # A socket of our own: TCPStore would listen on every interface.
+        try:
+            listener = listen_at(host, launch.master_port)
+        except OSError as error:
+            why = os.strerror(error.errno or 0)
+            raise LaunchError(
+                f"Rank 0 cannot listen on {address}: {why}. Set MASTER_PORT to a free port on every rank."
+            ) from error
+    try:
+        if not hosts_store and not launch.launcher_hosts_store:
+            _await_listener((host, launch.master_port), timeout)
+        with _ended_after(timeout, launch.master_port, before):
+            return dist.TCPStore(
+                host,
+                launch.master_port,
+                is_master=hosts_store,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach() if listener else None,
+            )
+    except (OSError, UnicodeError, RuntimeError) as error:  # RuntimeError: DistNetworkError, DistStoreError
+        if hosts_store:
+            raise LaunchError(f"Rank 0 cannot listen on {address}: {summary(error)}") from error
+        who, seconds = "The launcher" if launch.launcher_hosts_store else "Rank 0", f"{timeout.total_seconds():g}"
+        raise LaunchError(
+            f"Rank {launch.rank} of {launch.world_size} found no store at {address} within {seconds} s. {who} "
+            "should listen there, and no other program: is it running, are MASTER_ADDR and MASTER_PORT its own, does a "
+            "firewall block them?"
+        ) from error
+
+
+@contextlib.contextmanager
+def _ended_after(timeout: timedelta, port: int, before: dict[int, int]) -> Iterator[None]:
+    """End the connections to ``port`` that are made here, again and again, when the time is up.
+
+    A TCPStore waits without limit for the first answer of whoever listens there, who may be no store.
+    """
+
+    def end() -> None:
+        wait_s = timeout.total_seconds()
+        while not done.wait(wait_s):
+            end_connections(connected_to(port, before))
+            wait_s = ATTEMPT_MAX_S
+
+    done = threading.Event()
+    thread = threading.Thread(target=end, name="nn_parallel connect", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:
+    """Return once somebody listens at ``address``.
+
+    A TCPStore that finds nobody tries again after half a second, and then more and more seldom, and is deaf to Ctrl-C.
+
+    Raises:
+        OSError: why nobody could be reached within ``timeout``.
+        UnicodeError: no host can have such a name.
+    """
+    warn_after_s = WARN_AFTER_S
+    for waited in looks(*ATTEMPTS):
+        left = timeout.total_seconds() - waited
+        answer_within_s = min(max(left, ATTEMPT_MIN_S), ATTEMPT_MAX_S)
+        try:
+            # Ctrl-C is raised when the attempt is over: in the middle it would leave a socket open.
+            with DeferredSignals(), socket.create_connection(address, answer_within_s):
+                return
+        except OSError as error:
+            if left <= 0:
+                raise
+            if waited > warn_after_s:
+                warn_after_s = math.inf
+                logger.warning("Nobody answers at %s:%d for %.0f s: %s.", *address, waited, summary(error))
+
+
+@dataclass
+class _KeptStore:
+    store: dist.Store
+    joins: int = 0  # how often the ranks have met there
+
+
+_stores: dict[tuple[str, int], _KeptStore] = {}  # by address

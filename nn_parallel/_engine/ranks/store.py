@@ -1,0 +1,321 @@
+"""The store through which the ranks talk, beside the collectives: connections to it, and the records in it.
+
+A store can be reached by whoever reaches its port. So what comes out of it is read as data and checked against the
+types of a record, never unpickled; what is not ours is named in the error.
+
+All that ranks tell each other is here. *R* is a rank, *G* a generation. A key is overwritten in place unless it says
+when it is deleted, so their number does not grow::
+
+    key           record         written by                             read by
+    member/R      Member         R, when it connects to the store       all: where R lives
+    report/R      Report         R, as it makes its calls               whoever waits for R
+    failures/R    FailedCalls    R, when a call of it fails             whoever waits for R
+    ended/G       BlockOutcome   the first rank that leaves a block of  all, and all their watchers; deleted by rank 0
+                                 G, or fails in it: see BlockOutcomes   when all have left a block of a later one
+    left          text           a rank that is through a timed block   the watchers of those that are not
+    standing/R    Standing       the watcher of R, twice a second if    the watchers of ranks that are stuck, and ranks
+                                 there is anything new                  that have waited for long
+    stop          StopCall       the first rank that is asked to stop,  all, when they call `stop_requested`
+                                 or a pool's script; then whoever
+                                 fixes at which call all stop
+    stops/R       StopCall       R, when it calls `stop_requested`      whoever fixes that
+    draws/L       Draws          the first rank that begins an          the others, as they begin the same one
+                                 iteration of a prepared loader in
+                                 slot L
+    liveness      ServerAddress  rank 0, when ranks are on other nodes  the others, to link themselves to it
+    lost          Lost           the thread of rank 0 that keeps links  all: which ranks on other nodes are lost
+    uncaught      Uncaught       the first rank that ends by an         the others, when they lose the connection and
+                                 exception outside all blocks           end by that
+    refusal       text           a rank that cannot take part           all, as they join
+    intruder      text           who comes as a rank that is there      the watcher of rank 0, which warns
+    arrived       counter        all ranks at a barrier, under its own  all at this barrier
+    arrived/R     counter        prefix                                 whoever has waited for long
+    groupG.n/...  torch's, ours  torch, as it makes the n-th group of   torch; deleted by rank 0 when the next group
+                                 G, with the barriers around it         stands
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import os
+import socket
+import time
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from ...errors import LaunchError, ParallelError, RankTimeoutError, WorkerDiedError, rank_error, summary
+from ...world import World
+from ..polling import looks
+from .sockets import bottom, connected_since, end_if_unanswered, open_sockets, still_open
+
+T = TypeVar("T")
+WARN_AFTER_S = 30.0  # of waiting for others
+CONNECTS_WITHIN = timedelta(seconds=10)  # once more, to a store that has answered before
+LOOKS = 0.2, 0.0001, 0.05  # at a key: see `looks`
+logger = logging.getLogger("nn_parallel")
+
+# The keys of the table above.
+LEFT_KEY, SERVER_KEY, LOST_KEY, REFUSAL_KEY = "left", "liveness", "lost", "refusal"
+STOP_KEY, UNCAUGHT_KEY, INTRUDER_KEY = "stop", "uncaught", "intruder"
+member_key, report_key, failures_key = "member/{}".format, "report/{}".format, "failures/{}".format  # of a rank
+standing_key, stops_key = "standing/{}".format, "stops/{}".format
+ended_key = "ended/{}".format  # of a generation
+draws_key = "draws/{}".format  # of a slot for loaders
+
+
+class Member(NamedTuple):
+    """Where a rank lives."""
+
+    host: str  # see `host_identity`
+    host_name: str
+    pid: int
+    local_rank: int
+    local_world_size: int
+
+
+@dataclass
+class RankZero:
+    """Rank 0, as another rank knows it: see `liveness`."""
+
+    port: int = 0  # where it awaits the links
+    is_linked: bool = False  # else all ranks are on one node, or the link could not be made
+    how_lost: str | None = None
+    loss: WorkerDiedError | None = None
+    silence: str = ""  # what is told of it if the store in its process has not answered in time
+
+
+class Connection:
+    """A connection to the store, for one thread: it serves one request at a time."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        host: int | None,
+        rank_0: RankZero | None = None,
+    ) -> None:
+        """``host``: the rank whose process the store lives in, if it is one's."""
+        self.store = store
+        self.asked_at: float | None = None  # when the request was made whose answer is awaited
+        self.answer_by: float | None = None  # when it is of no use any more
+        self._rank, self._world_size, self._host, self._rank_0 = rank, world_size, host, rank_0
+
+    def get(self, key: str) -> str | None:
+        """The text under ``key``, None if there is none: one round trip, where `get` of torch takes two and waits."""
+        text = self.swap(key, "?", "?")
+        return None if text == "?" else text
+
+    def set(self, key: str, text: str) -> None:
+        """Set ``key``; no reply is awaited."""
+        self._ask(self.store.set, key, text)
+
+    def swap(self, key: str, expected: str, text: str) -> str:
+        """Set ``key`` to ``text`` if it holds ``expected``, or is not there and that is empty; what it holds then."""
+        return self._ask(self.store.compare_set, key, expected, text).decode(errors="replace")
+
+    def delete(self, key: str) -> None:
+        self._ask(self.store.delete_key, key)
+
+    def write(self, key: str, record: tuple[Any, ...]) -> None:
+        """Set ``key``, for `read`."""
+        self.set(key, encode(record))
+
+    def read(self, key: str, kind: type[T]) -> T | None:
+        """The record under ``key``, None if there is none.
+
+        Raises:
+            ParallelError: it holds something else.
+        """
+        text = self.get(key)
+        return None if text is None else decode(kind, key, text)
+
+    def await_keys(self, keys: list[str], timeout: timedelta) -> None:
+        """Return once all of these are set; the store's own wait would be deaf to Ctrl-C.
+
+        Raises:
+            ParallelError: one is not, within ``timeout``.
+        """
+        for waited in looks(*LOOKS):
+            if self._ask(self.store.check, keys):
+                return
+            if waited > timeout.total_seconds():
+                missing = ", ".join(key for key in keys if not self._ask(self.store.check, [key]))
+                raise ParallelError(f"Rank {self._rank} waited {timeout} for other ranks to tell {missing}.")
+
+    def _ask(self, request: Callable[..., T], *args: Any) -> T:
+        """Raises ParallelError, or the RankError of the rank that holds the store, if that is gone or silent."""
+        self.asked_at = time.monotonic()
+        try:
+            return request(*args)
+        except RuntimeError as error:  # a DistNetworkError or DistStoreError
+            if self._rank_0 is not None and self._rank_0.silence:
+                raise RankTimeoutError(self._rank_0.silence, ranks=[0]) from error
+            if self._rank_0 is not None and self._rank_0.loss is not None:
+                raise rank_error("The connection", self._world_size, {0: self._rank_0.loss}) from error
+            if self._host is None or self._host == self._rank:
+                raise ParallelError(f"The store through which the ranks talk is gone: {error}") from error
+            died = WorkerDiedError(f"Rank {self._host}, which holds the store, is gone: {error}", rank=self._host)
+            raise rank_error("The connection", self._world_size, {self._host: died}) from error
+        finally:
+            self.asked_at = None
+
+
+encode = json.dumps  # of a record: a NamedTuple of strings, numbers, records, and tuples and dicts of them
+
+
+def decode(kind: type[T], key: str, text: str) -> T:
+    """The record that ``text`` under ``key`` is.
+
+    Raises:
+        ParallelError: it is no such record.
+    """
+    try:
+        record: T = _reader(kind)(json.loads(text))  # type: ignore[arg-type]  # types are hashable
+    except (TypeError, ValueError, AttributeError, RecursionError):
+        raise ParallelError(
+            f"The store holds a value under our key {key!r} that this package did not write: {text[:80]!r}."
+        ) from None
+    return record
+
+
+@functools.cache
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """What makes a ``kind`` of what JSON has made of it, or raises TypeError, ValueError or AttributeError."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is dict:
+        key_of, value_of = arguments[0], _reader(arguments[1])
+        return lambda value: {key_of(key): value_of(item) for key, item in value.items()}
+    if origin in (tuple, list):
+        item_of = _reader(arguments[0])
+        return lambda value: origin(item_of(item) for item in _checked(list, value))
+    if hasattr(kind, "_fields"):
+        return _reader_of_fields(kind, list(typing.get_type_hints(kind).values()))
+    if origin is UnionType and arguments[-1] is NoneType and len(arguments) == 2:
+        item_of = _reader(arguments[0])
+        return lambda value: None if value is None else item_of(value)
+    return functools.partial(_checked, kind)
+
+
+def _reader_of_fields(kind: Any, hints: list[Any]) -> Callable[[Any], Any]:
+    """Looks at plain fields all at once: a rank that waits decodes the report of another at every call."""
+    plain = [hint if hint in (bool, int, float, str) else object for hint in hints]
+    others = [(index, _reader(hint)) for index, hint in enumerate(hints) if plain[index] is object]
+
+    def read(value: Any) -> Any:
+        if len(_checked(list, value)) != len(hints) or not all(map(isinstance, value, plain)):
+            raise TypeError(kind)
+        for index, reader in others:
+            value[index] = reader(value[index])
+        return kind(*value)
+
+    return read
+
+
+def _checked(kind: Any, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(kind)
+    return value
+
+
+def clone_store(store: dist.Store, unanswered_s: float | None) -> tuple[dist.Store, dict[int, int]]:
+    """The store by another connection, and that connection, which ends when no answer comes in ``unanswered_s``."""
+    before, whole = open_sockets(), bottom(store)
+    timeout = whole.timeout  # type: ignore[attr-defined]  # torch tries for so long to connect, deaf to Ctrl-C, also where nobody is left
+    whole.set_timeout(min(timeout, CONNECTS_WITHIN))
+    try:
+        clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs, as the above
+    except RuntimeError as error:
+        raise LaunchError(
+            f"The store through which the ranks talk cannot be reached again: {summary(error)}"
+        ) from error
+    finally:
+        whole.set_timeout(timeout)
+    bottom(clone).set_timeout(timeout)
+    connection = connected_since(before, store)
+    limit_silence(connection, unanswered_s)
+    return clone, connection
+
+
+def limit_silence(sockets: dict[int, int], unanswered_s: float | None) -> None:
+    """Have connections to other nodes end when those are out of reach; TCP gives up a quarter of an hour later."""
+    if unanswered_s is not None:
+        for connection in still_open(sockets):
+            with connection:
+                end_if_unanswered(connection, unanswered_s)
+
+
+def store_barrier(
+    store: dist.Store, world: World, timeout: timedelta, where: str, check: Callable[[str], None]
+) -> None:
+    """A barrier: return once every rank has called this with the same store; name those that do not come.
+
+    A rank that gives up has not been there: it may come again. ``check`` raises when this rank must not wait any more.
+
+    Raises:
+        LaunchError: a rank did not come within ``timeout``, one came twice, or the store is lost.
+    """
+    rank, world_size, warn_after_s = world.rank, world.world_size, WARN_AFTER_S
+    try:
+        check(where)  # before anything of it stands in the store
+        if store.add(f"arrived/{rank}", 1) > 1:
+            store.set(INTRUDER_KEY, f"Process {os.getpid()} on {socket.gethostname()} came as a second rank {rank}")
+            raise LaunchError(
+                f"There are two ranks {rank} at {where}: another job uses the same address, or two processes "
+                "have the same RANK. Set MASTER_PORT to a free port, the same on every rank of this job."
+            )
+        arrived = store.add("arrived", 1)  # one counter to poll, however many ranks; the keys name the missing
+        for waited in looks(*LOOKS):
+            if arrived >= world_size:
+                return
+            check(where)
+            if waited > timeout.total_seconds():
+                missing = _missing(store, world_size)
+                if not _withdraw(store, rank, world_size):
+                    return
+                raise LaunchError(
+                    f"{missing} did not come to {where} within {timeout.total_seconds():g} "
+                    "s. Does every rank run, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
+                )
+            if waited > warn_after_s:
+                warn_after_s, missing = math.inf, _missing(store, world_size)
+                logger.warning("Rank %d has waited %.0f s at %s: %s did not come.", rank, waited, where, missing)
+            arrived = store.add("arrived", 0)
+    except dist.DistError as error:
+        check(where)
+        raise LaunchError(f"The store was lost while the ranks met at {where}: its host has ended.") from error
+
+
+def _withdraw(store: dist.Store, rank: int, world_size: int) -> bool:
+    """Take back that this rank has arrived; False if the last one has come meanwhile."""
+    if store.add("arrived", -1) == world_size - 1:
+        store.add("arrived", 1)
+        return False
+    store.delete_key(f"arrived/{rank}")
+    return True
+
+
+def _missing(store: dist.Store, world_size: int) -> str:
+    """The ranks that are not there yet, for a person to read."""
+    missing = [str(rank) for rank in range(world_size) if not store.check([f"arrived/{rank}"])]
+    return f"Rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {world_size}"
+
+
+@functools.cache
+def host_identity() -> str:
+    """The same text in two processes if process ids mean the same in both: one boot, one pid namespace."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return socket.gethostname()

@@ -1,0 +1,360 @@
+"""A thread that frees this rank from a block, or a collective, that cannot come to its end any more.
+
+It asks: has the block failed on another rank, has a rank died, is the time over, is this rank stuck for ever? It also
+tells the others where this rank stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from ...errors import ParallelError, RankTimeoutError, collective_timed_out, lost_connection
+from ..devices import synchronize
+from ..interrupts import (
+    CancelScope,
+    Condition,
+    Interrupted,
+    raise_if_due,
+    raise_in_main_thread,
+    raise_nothing,
+    stay_ready,
+)
+from ..stack_dump import by_place
+from . import flight_recorder
+from .context import RankContext
+from .deadlock import standing, why_never, with_root
+from .flight_recorder import Collective
+from .liveness import OUT_OF_REACH, Liveness
+from .main_thread import Position, position, stack
+from .outcomes import BlockOutcomes
+from .records import HAS_LEFT, Call, Progress, Report, Standing, Waits
+from .store import INTRUDER_KEY, LEFT_KEY, Connection, report_key, standing_key
+
+logger = logging.getLogger("nn_parallel")
+
+UNINTERRUPTED = True  # see signals
+# How long to sleep between two looks: a share of the time waited so far, within these bounds.
+POLL_SHARE, POLL_MIN_S, POLL_MAX_S = 0.05, 5e-5, 0.02
+STOP_WITHIN_S = 1.0
+LOOK_EVERY_S = 0.02 if os.environ.get("NN_PARALLEL_DEBUG") == "1" else 0.5  # where this rank stands
+LOOKS_PER_S = 10_000  # of all ranks together, where all are stuck, at what the others say
+
+
+@dataclass(eq=False)
+class Block:
+    """A block that this rank is in."""
+
+    call: Call
+    number: int
+    timeout_s: float | None = None
+    began: float | None = None  # from when its time counts; if None, from when the first rank has left it
+    left_value: str = ""  # what the first rank that has left it writes under `LEFT_KEY`
+    body: CancelScope = field(default_factory=CancelScope)
+    is_active: bool = False  # its body runs
+    must_leave: bool = False  # it has failed, or is to fail on this rank
+    reason: Exception | None = None  # why, if not because of another rank
+
+    @property
+    def deadline(self) -> float | None:
+        """When its time is over, as far as that is known."""
+        return None if self.timeout_s is None or self.began is None else self.began + self.timeout_s
+
+
+class Watcher:
+    """Looks for what ends the innermost block, while this rank may be stuck in it."""
+
+    def __init__(self, context: RankContext, progress: Callable[[], Progress], blocks: list[Block]) -> None:
+        """``progress`` tells how far this rank has got; in ``blocks`` it is, the innermost last."""
+        self._context, self._progress = context, progress
+        self._connection = context.connect()
+        self._outcomes = BlockOutcomes(context, self._connection)
+        self._liveness = Liveness(context, self._connection)
+        self._entered_blocks = blocks
+        self._changed = Condition()
+        self._stopped = False
+        self._look_at = 0.0  # when to look next, every `LOOK_EVERY_S`
+        self.waits: Waits | None = None  # in a call of ours, for how long is for this rank to know
+        self._said: Standing | None = None
+        self._state: Any = None  # as it was at the last look, see `_last_collectives`,
+        self._last: list[Collective] = []  # and what it found then
+        self._nccl = ""  # how far its collectives were
+        self._raised_in = -1  # the group in which a failure on the accelerator was raised, see `Group.times_closed`
+        self._is_store_lost = False
+        self._intruder: str | None = None  # who has come as a rank that is there
+        self._reason: Exception | None = None  # see `reason`
+        self._on_cpu = context.world.device.type == "cpu"
+        self._can_raise = not self._on_cpu and stay_ready(context.on_leave)  # outside all blocks
+        self._thread = threading.Thread(target=self._loop, name="nn_parallel watcher", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def entered(self, block: Block) -> Iterator[None]:
+        """From entering a block until its end, that of its failure included: what is around it is not watched."""
+        with self._changed:
+            self._entered_blocks.append(block)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._entered_blocks.remove(block)
+                self._changed.notify()  # what is around it is watched again
+
+    @contextlib.contextmanager
+    def watching(self, block: Block) -> Iterator[None]:
+        """The body of a block: `Interrupted` is raised in it, or at its end, when this rank has to leave it."""
+        with self._changed:
+            block.is_active = True
+            self._changed.notify()
+        try:
+            with block.body:
+                yield
+                synchronize(self._context.world.device)  # the block is through when all that it has queued is
+        finally:
+            with self._changed:  # the thread frees this rank only while it holds this: no more from here on
+                block.is_active = False
+        if block.must_leave:  # too late for the signal
+            raise Interrupted
+
+    @property
+    def reason(self) -> Exception | None:
+        """Why a collective outside all blocks was ended, as long as its group is there."""
+        return self._reason if self._context.group.interrupted else None
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        self._thread.join(STOP_WITHIN_S)  # it may sit in a store whose host is gone; it is a daemon
+        self._liveness.close()
+
+    def _loop(self) -> None:
+        pause = POLL_MIN_S
+        while True:
+            with self._changed:
+                if self._stopped:
+                    return
+                block = self._innermost()
+                if block is None and (left := self._look_at - time.monotonic()) > 0:
+                    pause = POLL_MIN_S
+                    self._changed.wait(None if self._is_store_lost and self._on_cpu else left)
+                    continue
+            self._connection.answer_by = block.deadline if block is not None else None
+            must_leave = False
+            reason: Exception | None = None
+            try:
+                if block is not None:  # first: what is found below may only follow from that
+                    must_leave = self._has_failed(block)
+                if not must_leave and block is not None:
+                    reason = self._timeout(block) or self._context.group.error()
+                if not must_leave and reason is None and time.monotonic() >= self._look_at:
+                    reason = self._look(block)
+            except Exception as error:  # the store is gone, or worse: what it should tell of would never be heard
+                self._is_store_lost, reason = True, _as_reason(error)
+                self._look_at = time.monotonic() + LOOK_EVERY_S
+                if block is None and self._context.rank_0.how_lost == OUT_OF_REACH and position().may_wait:
+                    self._end_collective(reason)
+            if block is None:
+                continue
+            if must_leave or reason is not None:
+                self._free(block, reason)
+            with self._changed:
+                if not self._stopped:
+                    self._changed.wait(pause)
+                    pause = min(pause * (1 + POLL_SHARE), POLL_MAX_S)
+
+    def _free(self, block: Block, reason: Exception | None) -> None:
+        """Have this rank leave ``block``: again and again, as a group may just be made, or a wait begin.
+
+        First comes the interrupt, and then the abort, after which a collective of an accelerator returns wrong numbers.
+        """
+        with contextlib.suppress(Exception):  # whatever it is, this rank must be freed
+            self._find_connections()
+        with self._changed:
+            if block is self._innermost():
+                block.must_leave, block.reason = True, block.reason or reason
+                block.body.interrupt()
+                self._context.group.abort()
+
+    def _innermost(self) -> Block | None:
+        """The innermost block, if its body runs: what is around it fails with it, if nobody catches."""
+        return self._entered_blocks[-1] if self._entered_blocks and self._entered_blocks[-1].is_active else None
+
+    def _has_failed(self, block: Block) -> bool:
+        """Whether ``block`` has failed, or a rank has died in it."""
+        if block.must_leave or self._outcomes.failure_of(block.number) is not None:
+            return True
+        # Each rank looks after one other, and whoever sees a death tells all.
+        return self._liveness.is_dead((self._context.rank + 1) % self._context.world_size)
+
+    def _timeout(self, block: Block) -> RankTimeoutError | None:
+        """The error of this rank, if its time in ``block`` is over."""
+        if block.timeout_s is None or block.must_leave:
+            return None
+        if block.began is None and self._connection.get(LEFT_KEY) == block.left_value:
+            block.began = time.monotonic()
+        if block.began is None or time.monotonic() - block.began <= block.timeout_s:
+            return None
+        me, world_size = self._context.rank, self._context.world_size
+        others = self._said_by(set(range(world_size)) - {me})
+        places = {me: str(position())} | {rank: theirs.where for rank, theirs in others.items()}
+        sites = by_place({f"rank {rank}": places[rank].removeprefix("is ") for rank in sorted(places)})
+        return RankTimeoutError(
+            f"Rank {me} did not finish {block.call} within timeout={block.timeout_s:g} s. Where the ranks stand:\n"
+            f"{sites}\n\nRank {me}:\n{stack().rstrip()}",
+            ranks=[me],
+        )
+
+    def _look(self, block: Block | None) -> ParallelError | None:
+        """Tell where this rank stands; why it must leave ``block``, if it is stuck for ever.
+
+        Outside of all blocks its collective is ended here, also if it waits for a rank that is lost.
+        """
+        self._look_at = time.monotonic() + LOOK_EVERY_S
+        if block is None and self._can_raise and (failure := self._failure_on_accelerator()):
+            self._end_collective(failure)
+            return None
+        progress, stands, waits = self._progress(), position(), self.waits  # before the collectives: see `standing`
+        last = [] if stands.makes_group else self._last_collectives(waits, stands)
+        mine = standing(self._context, waits, stands, last)
+        if self._context.rank == 0 and (told := self._connection.get(INTRUDER_KEY)) != self._intruder:
+            self._intruder = told
+            logger.error("%s: another job uses the same MASTER_PORT, so the ranks of two jobs may be mixed here.", told)
+        if mine != self._said:
+            self._said = mine
+            self._connection.write(standing_key(self._context.rank), mine)
+        if waits is not None or not (last or stands.makes_group):
+            return None
+        if block is not None:  # which fails by itself if a rank is lost
+            return self._deadlock(progress, stands, last, mine)
+        if reason := self._loss(stands, last) or self._deadlock(progress, stands, last, mine):
+            self._end_collective(reason)
+        return None
+
+    def _failure_on_accelerator(self) -> Exception | None:
+        """Return why a collective on the accelerator cannot end. That a rank has died, NCCL need not see."""
+        group = self._context.group
+        if self._raised_in == group.times_closed:
+            return None
+        before = self._nccl
+        self._nccl = group.progress_of_nccl()
+        stands_still = self._nccl != "" and self._nccl == before
+        next_rank = (self._context.rank + 1) % self._context.world_size
+        try:
+            failure = group.error()
+            if failure is not None and (collective_timed_out(failure) or not self._has_one_left()):
+                return failure
+            is_dead = stands_still and self._liveness.is_dead(next_rank)
+            if not is_dead or has_left(self._connection, next_rank) or group.has_ended_on_accelerator():
+                return None
+            return dist.DistBackendError(f"NCCL: Connection closed by peer. {self._liveness.death(next_rank)}")
+        except ParallelError as lost:  # the store, with its host
+            return lost if stands_still and not group.has_ended_on_accelerator() else None
+
+    def _has_one_left(self) -> bool:
+        """Return whether a rank has left the others as it should, which closes its connections."""
+        others = (rank for rank in range(self._context.world_size) if rank != self._context.rank)
+        return any(has_left(self._connection, rank) for rank in others)
+
+    def _find_connections(self) -> None:
+        """Have `Group.abort` end those of all groups, in one of whose collectives the main thread may sit."""
+        stands = position()
+        uses_store = stands.makes_group or "group" in (stands.function or "")  # as new_group: it may wait there
+        if stands.may_wait and not uses_store:
+            self._context.group.find_connections()
+
+    def _end_collective(self, reason: Exception) -> None:
+        """Outside all blocks: gloo's collective raises, in torch's words, so the cause is told before.
+
+        One on an accelerator returns, with wrong numbers: so ``reason`` itself is raised there, before that.
+        """
+        times_closed = self._context.group.times_closed
+        self._find_connections()
+        if self._context.on_deadlock:
+            self._context.on_deadlock(reason)
+        elif self._can_raise:
+            self._raised_in = times_closed
+            raise_in_main_thread(reason)
+            self._context.group.abort(times_closed)
+            while self._context.group.times_closed == times_closed and raise_if_due() and not self._stopped:
+                time.sleep(POLL_MAX_S)
+            raise_nothing()
+        else:
+            logger.error("%s", reason)
+            self._reason = reason
+            if self._context.group.is_gloo_alone():
+                self._context.group.abort(times_closed)
+
+    def _loss(self, stands: Position, last: list[Collective]) -> ParallelError | None:
+        """The error of this rank, if one that it is stuck with is on a node that does not answer any more."""
+        if lost := self._liveness.out_of_reach(sorted(self._partners(last))):
+            return self._never(stands, self._liveness.death(lost[0]))
+        return None
+
+    def _deadlock(
+        self, progress: Progress, stands: Position, last: list[Collective], mine: Standing
+    ) -> ParallelError | None:
+        """The error of this rank, which is stuck, if that cannot end; None if there is no telling."""
+        partners = self._partners(last)
+        self._look_at += (len(partners) + 1) * self._context.world_size / LOOKS_PER_S
+        others = self._said_by(partners)
+        if why := why_never(self._context.rank, progress, stands.makes_group, last, mine, others):
+            return self._never(stands, f"{why}. Every rank must make the same calls and collectives in the same order.")
+        return None
+
+    def _partners(self, last: list[Collective]) -> set[int]:
+        """The ranks that this one is stuck with."""
+        members = {rank for each in last if not each.is_over for rank in each.members}
+        return (members or set(range(self._context.world_size))) - {self._context.rank}
+
+    def _never(self, stands: Position, why: object) -> ParallelError:
+        return ParallelError(f"Rank {self._context.rank} is {stands}, which can never end: {why}")
+
+    def _said_by(self, ranks: set[int]) -> dict[int, Standing]:
+        """Where these ranks stand, as far as they have told."""
+        said = {rank: self._connection.read(standing_key(rank), Standing) for rank in ranks}
+        return {rank: theirs for rank, theirs in said.items() if theirs is not None}
+
+    def _last_collectives(self, waits: Waits | None, stands: Position) -> list[Collective]:
+        """The last ones that this rank has entered, if it has not moved since it looked last; none if it goes on."""
+        first_id = self._context.group.first_id
+        state = under_way, _ = flight_recorder.progress(first_id), waits
+        if state != self._state:
+            self._state, self._last = state, []
+        elif waits or (under_way and stands.may_wait):
+            if self._last:  # none has been entered since, so the main thread stands in its last one
+                return with_root(self._last, stands.waits_in)
+            self._last = flight_recorder.collectives(first_id, self._context.rank)
+            return self._last
+        return []
+
+
+def has_left(connection: Connection, rank: int) -> bool:
+    """Return whether ``rank`` has left the others as it should: it has no part in a failure."""
+    report = connection.read(report_key(rank), Report)
+    return report is not None and report.progress.phase == HAS_LEFT
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether this is what a rank sees when another one has failed."""
+    return isinstance(error, Interrupted) or lost_connection(error)
+
+
+def cause_of(error: BaseException, reason: Exception | None) -> BaseException:
+    """What to raise for ``error``: the ``reason`` why this rank was freed, if ``error`` only follows from that."""
+    if reason is None or not is_consequence(error):
+        return error
+    frames, error.__traceback__ = error.__traceback__, None  # it would live in a cycle with its frames
+    return reason.with_traceback(frames)
+
+
+def _as_reason(error: Exception) -> ParallelError:
+    return error if isinstance(error, ParallelError) else ParallelError(f"Nobody watches this rank any more: {error!r}")

@@ -1,0 +1,1 @@
+"""The workers of a pool on a Ray cluster."""
