@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from ._engine.devices import accelerators, cpu_count, device_properties
-from ._engine.gpus import list_gpus
 from ._engine.ranks.context import rank_context
 from ._engine.ranks.environment import detect_launch, is_loopback
-from ._engine.ranks.membership import initialize_ddp
 from ._version import __version__
+from .ddp import initialize_ddp
 from .errors import LaunchError, ParallelError
 from .executor import ParallelExecutor
+from .gpus import list_gpus
 
 TIMEOUT_S = 60.0
 OK, WARNING, FAILED, WAITS = "ok", "warning", "failed", "..."
@@ -181,11 +181,13 @@ def _network() -> Iterator[Finding]:
         advice = "each connection waits so long: put the nodes into /etc/hosts, or RES_OPTIONS='timeout:1 attempts:1'"
         yield Finding(WARNING, "host name", f"{text}, found in {seconds:.1f} s", advice)
     elif several and is_loopback(address) and not chosen:
-        cards = [card for _, card in socket.if_nameindex() if card != "lo"]
-        if len(cards) == 1:
-            yield Finding(OK, "host name", f"{text}, where other nodes cannot reach it: gloo takes {cards[0]}")
+        interfaces = [interface for _, interface in socket.if_nameindex() if interface != "lo"]
+        if len(interfaces) == 1:
+            yield Finding(OK, "host name", f"{text}, where other nodes cannot reach it: gloo takes {interfaces[0]}")
             return
-        advice = f"set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the one between the nodes, of {', '.join(cards)}"
+        advice = (
+            f"set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the one between the nodes, of {', '.join(interfaces)}"
+        )
         yield Finding(WARNING, "host name", f"{text}, where other nodes may not reach it", advice)
     else:
         yield Finding(OK, "host name", text)

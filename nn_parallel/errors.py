@@ -16,14 +16,9 @@ A bad argument is a plain `ValueError` or `TypeError`.
 from __future__ import annotations
 
 import linecache
-import os
 import re
-import signal
-import socket
-import traceback
-from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 
 class ParallelError(RuntimeError):
@@ -133,7 +128,7 @@ class RemoteTraceback(Exception):
         failure: what it was rebuilt from, if it was.
     """
 
-    failure: Failure | None = None
+    failure: Any = None  # a `Failure`, as the engine has it
 
     def __init__(self, where: str, tb: str) -> None:
         super().__init__(where, tb)
@@ -142,147 +137,6 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f"raised by {self.args[0]}"
-
-
-class Verbatim(str):
-    """Text that is shown as it is where Python would quote it, as a KeyError does with its key.
-
-    Torch's loader has such a class too: the KeyError of a worker holds its whole traceback.
-    """
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-class Failure(NamedTuple):
-    """An exception as plain data: all of it that may cross a network."""
-
-    type_name: str
-    args: list[str | float | int | None] | None  # what its constructor takes, where that is all plain scalars
-    message: str
-    where: str  # for instance "rank 1 of 2 (pid 8123 on node7)"
-    traceback: str
-
-    @classmethod
-    def of(cls, error: BaseException, where: str) -> Failure:
-        """Describe ``error``, raised by ``where``, for instance ``"rank 1 of 2"``."""
-        if _NO_GROUP in _text_of(error) and _CALL_INITIALIZE_DDP not in getattr(error, "__notes__", ()):
-            error.add_note(_CALL_INITIALIZE_DDP)
-        args = error.__reduce__()[1] if type(error).__reduce__ in _PLAIN_REDUCE else None
-        plain = isinstance(args, tuple) and all(isinstance(a, str | float | None) or _is_short(a) for a in args)
-        return cls(
-            type_name=qualified_name(type(error)),
-            args=list(args) if plain and isinstance(args, tuple) else None,
-            message=_text_of(error),
-            where=f"{where} (pid {os.getpid()} on {socket.gethostname()})",
-            traceback=format_traceback(error),
-        )
-
-    def rebuild(self, allowed: Mapping[str, type[Exception]]) -> Exception:
-        """The exception again, of its own type where ``allowed`` lists that, else a `RemoteError`."""
-        error: Exception | None = None
-        if kind := allowed.get(self.type_name):
-            try:
-                error = kind(*self.args) if self.args is not None else kind(self.message)
-                if len(error.args) == 1 and _text_of(error) != self.message:
-                    error = kind(Verbatim(self.message))
-            except Exception:  # a constructor that wants something else: the stand-in below says all we know
-                error = None
-        if error is None:
-            error = RemoteError(f"{self.type_name}: {self.message}")
-        error.__cause__ = self.as_cause()
-        return error
-
-    def as_cause(self) -> RemoteTraceback:
-        cause = RemoteTraceback(self.where, self.traceback)
-        cause.failure = self
-        return cause
-
-
-def rank_error(function: str, world_size: int, failures: Mapping[int, Exception]) -> RankError:
-    """A `RankError` of failures in the order of their arrival, the cause first.
-
-    A connection that was lost because another rank had failed is no failure of its own. A traceback that several ranks
-    have is shown once.
-    """
-    causes = {rank: failure for rank, failure in failures.items() if not lost_connection(failure)} or failures
-    cause, *others = causes
-    also = f" (and then on {rank_names(others)})" if others else ""
-    shown = dict[str, int]()
-    for rank, failure in causes.items():
-        remote = failure.__cause__
-        if isinstance(remote, RemoteTraceback) and (first := shown.setdefault(remote.tb, rank)) != rank:
-            remote.__notes__ = [f"The traceback is the same as on rank {first}."]
-    return RankError(f"{function} failed on rank {cause} of {world_size}{also}: {summary(causes[cause])}", causes)
-
-
-def rank_names(ranks: Iterable[int]) -> str:
-    """``"rank 3"``, or ``"ranks 0, 2-7"``."""
-    runs = list[list[int]]()
-    for rank in sorted(ranks):
-        if runs and rank <= runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    named = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank {named}" if named.isdecimal() else f"ranks {named}"
-
-
-def qualified_name(kind: type) -> str:
-    """``ValueError``, or ``package.module.MyError``."""
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def format_traceback(error: BaseException) -> str:
-    """The traceback as Python prints it, without our own frames at its top, bounded in length."""
-    text = "".join(traceback.format_exception(type(error), error, user_frames(error)))
-    half = MAX_TRACEBACK_CHARS // 2
-    return text if len(text) <= MAX_TRACEBACK_CHARS else f"{text[:half]}\n  [...]\n{text[-half:]}"
-
-
-def user_frames(error: BaseException) -> TracebackType | None:
-    """The traceback of ``error`` from the first frame that is not ours; ours alone if there is no other."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
-        frames = frames.tb_next
-    return frames or error.__traceback__
-
-
-def lost_connection(error: BaseException) -> bool:
-    """Whether ``error`` is what a rank sees when a peer of its process group goes away.
-
-    Gloo raises plain `RuntimeError`, so its own source file in the message is the only mark there is. NCCL's errors are
-    of one type, whatever they tell.
-    """
-    if not isinstance(error, RuntimeError) or isinstance(error, WorkerDiedError) or collective_timed_out(error):
-        return False
-    return any(mark in _text_of(error) for mark in _LOST_CONNECTION_MARKS)
-
-
-def collective_timed_out(error: BaseException) -> bool:
-    """Return whether a rank has waited in a collective for as long as its group allows; its peers then lose it."""
-    if not isinstance(error, RuntimeError) or _TIMED_OUT not in (text := _text_of(error)):
-        return False
-    return "gloo/transport" in text or text.startswith("NCCL: ")
-
-
-def exit_reason(exitcode: int) -> str:
-    """``"exited with code 3"`` or ``"was killed by SIGKILL"``."""
-    if exitcode >= 0:
-        return f"exited with code {exitcode}"
-    try:
-        return f"was killed by {signal.Signals(-exitcode).name}"
-    except ValueError:
-        return f"was killed by signal {-exitcode}"
-
-
-def summary(error: BaseException) -> str:
-    """``"ValueError: no such file"``, on one line."""
-    first, *more = _text_of(error).splitlines() or [""]
-    name = type(error).__name__
-    return f"{name}: {first}{' ...' if more else ''}" if first else name
 
 
 def _with_source(tb: str) -> str:
@@ -300,18 +154,6 @@ def _with_source(tb: str) -> str:
     return "".join(lines)
 
 
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as broken:
-        return f"<its __str__ raised {type(broken).__name__}>"
-
-
-def _is_short(value: Any) -> bool:
-    """Whether it is an integer that can be written down: Python refuses those of thousands of digits."""
-    return isinstance(value, int) and value.bit_length() <= 10_000
-
-
 def _leaves(error: BaseException) -> set[int]:
     """The identities of the exceptions in a group, however deep; of a plain exception, its own."""
     if isinstance(error, BaseExceptionGroup):
@@ -319,20 +161,4 @@ def _leaves(error: BaseException) -> set[int]:
     return {id(error)}
 
 
-MAX_TRACEBACK_CHARS = 20_000
-PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _FRAME = re.compile(r'( *)File "(.+)", line (\d+), in ')
-_PLAIN_REDUCE = (BaseException.__reduce__, OSError.__reduce__, ImportError.__reduce__)
-_NO_GROUP = "Default process group has not been initialized"  # torch's words
-_CALL_INITIALIZE_DDP = (
-    "Call nn_parallel.initialize_ddp() before: it connects these ranks by a process group, also again after a failure."
-)
-_TIMED_OUT = "Timed out waiting"
-_LOST_CONNECTION_MARKS = (
-    "gloo/transport",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "NCCL communicator was aborted",
-    "ncclRemoteError",
-    "Another rank failed while",  # our own, of a rank that waits for the others to make a group
-)

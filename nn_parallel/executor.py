@@ -1,34 +1,28 @@
-"""`ParallelExecutor`: run functions on every device, in worker processes or on the ranks that a launcher started."""
+"""`ParallelExecutor`, `parallelize_on_gpus`: functions on every device, in worker processes or on launched ranks."""
 
 from __future__ import annotations
 
 import functools
-import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Executor, Future
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Never, NoReturn, Self, TypeVar
+from typing import Any, Literal, Never, NoReturn, Self, TypeVar
 
 import torch
 
-from ._engine.by_value.packer import CallOptions, Packer
-from ._engine.devices import choose_devices, count, cpu_count
-from ._engine.pool.launched_ranks import LaunchedRanks
-from ._engine.pool.pool import Pool
-from ._engine.pool.processes import Settings
+from ._engine.by_value.packer import CallOptions
+from ._engine.devices import count
+from ._engine.pool.backend import Backend, Workers, make_backend, shared_backend
 from ._engine.pool.progress import Progress
-from ._engine.pool.started_workers import StartedWorkers
-from ._engine.ranks.membership import as_seconds, join_launched_world
+from ._engine.ranks.membership import as_seconds
 from ._engine.ranks.records import call_name
-from .errors import ParallelError, RankError
+from .errors import ExecutorClosedError, RankError
 
-UNINTERRUPTED = True  # see signals
+UNINTERRUPTED = True  # see interrupts
 R = TypeVar("R")
 # Parameters that other libraries call so.
 MEANT = {"max_workers": "num_workers", "n_jobs": "num_workers", "device": "devices", "gpus": "devices"}
-logger = logging.getLogger("nn_parallel")
 
 
 class ParallelExecutor(Executor):
@@ -76,8 +70,6 @@ class ParallelExecutor(Executor):
             list(ex.map(abs, [-1, -2, -3]))     # [1, 2, 3]
     """
 
-    _idle_limit_s: float | None = None
-
     def __init__(
         self,
         num_gpus: int | None = None,
@@ -89,9 +81,9 @@ class ParallelExecutor(Executor):
         initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
         prefix_output: bool = False,
-        engine: str = "local",
+        engine: Literal["local", "ray"] = "local",
         resources_per_worker: Mapping[str, float] | None = None,
-        placement: str = "pack",
+        placement: Literal["pack", "spread"] = "pack",
         wait_for_resources: timedelta | float = 300.0,
         **unknown: Never,
     ) -> None:
@@ -99,50 +91,20 @@ class ParallelExecutor(Executor):
             meant = [MEANT[name] for name in unknown if name in MEANT]
             hint = f": perhaps {', '.join(meant)}" if meant else ""
             raise TypeError(f"ParallelExecutor() has no parameter {', '.join(map(repr, unknown))}{hint}.")
-        if initializer is not None and not callable(initializer):
-            raise TypeError(f"initializer={initializer!r} must be a callable.")
-        if engine not in ("local", "ray"):
-            raise ValueError(f"engine={engine!r} must be 'local' or 'ray'.")
-        if placement not in ("pack", "spread"):
-            raise ValueError(f"placement={placement!r} must be 'pack' or 'spread'.")
-        if engine == "local" and resources_per_worker is not None:
-            raise ValueError('resources_per_worker applies to engine="ray" only.')
         self._options = CallOptions(pass_device, as_seconds(timeout))
-        self._backend: LaunchedRanks | StartedWorkers
-        context = join_launched_world()
-        if context is not None:
-            self._backend = LaunchedRanks(context, self._options.timeout_s)
-            self._backend.check_choice(num_gpus, devices, num_workers, engine)
-            if initializer is not None:
-                initializer(*initargs)
-            return
-        if sys.platform != "linux":
-            raise ParallelError("ParallelExecutor starts worker processes on Linux only: use WSL, Linux or torchrun.")
-        pack_initializer = None
-        if initializer is not None:
-            options = self._options._replace(pass_device=False)
-            pack_initializer = functools.partial(Packer.pack, fn=initializer, args=initargs, kwargs={}, options=options)
-        if engine == "ray":
-            from ._engine.ray.pool import RayPool
-            from ._engine.ray.room import Wanted, resources_for
-
-            resources, workers = resources_for(num_gpus, devices, num_workers, resources_per_worker)
-            wanted = Wanted(resources, placement, as_seconds(wait_for_resources) or 0.0, prefix_output)
-            pool = RayPool(workers, wanted, pack_initializer, self._idle_limit_s)
-            self._backend = StartedWorkers(lambda workers: [torch.device("cpu")] * count("num_workers", workers), pool)
-            return
-        devices_for = functools.partial(choose_devices, num_gpus, devices)
-        chosen = devices_for(num_workers)
-        if devices is None and chosen[0].type == "cpu":
-            n = len(chosen)
-            logger.info("No accelerator: %d CPU workers, %d threads each.", n, max(1, cpu_count() // n))
-        settings = Settings(
-            devices=chosen,
-            pack_initializer=pack_initializer,
-            idle_limit_s=self._idle_limit_s,
+        workers = Workers(
+            num_gpus=num_gpus,
+            devices=devices,
+            num_workers=num_workers,
+            initializer=initializer,
+            initargs=initargs,
             prefix_output=prefix_output,
+            engine=engine,
+            resources_per_worker=resources_per_worker,
+            placement=placement,
+            wait_for_resources_s=as_seconds(wait_for_resources) or 0.0,
         )
-        self._backend = StartedWorkers(devices_for, Pool(settings))
+        self._backend = make_backend(workers, self._options)
 
     def run(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> list[R]:
         """Call ``fn`` once on every device, all at the same time, as the ranks of one world.
@@ -165,10 +127,7 @@ class ParallelExecutor(Executor):
 
             ex.run(lambda device, x: str(device), 1)  # ['cpu', 'cpu']
         """
-        try:
-            return self._backend.run(fn, args, kwargs, self._options)
-        except RankError as error:
-            raise error.with_traceback(None) from error.__cause__  # without our own frames
+        return _run(self._backend, fn, args, kwargs, self._options)
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Call ``fn`` on the next free device, as the only rank of its world.
@@ -280,3 +239,63 @@ class ParallelExecutor(Executor):
             "an executor belongs to the process that made it: make its calls there with what the function returns, or "
             "make another executor in the function"
         )
+
+
+def parallelize_on_gpus(
+    num_gpus: int | None = None,
+    pass_device: bool = True,
+    *,
+    devices: str | torch.device | Sequence[str | torch.device | int] | None = None,
+    timeout: timedelta | float | None = None,
+    engine: Literal["local", "ray"] = "local",
+) -> Callable[[Callable[..., R]], Callable[..., list[R]]]:
+    """Make a function run on every device at once and return the list of its results, one per device.
+
+    The processes are started at the first call, shared by all functions with the same devices, and let go after an idle
+    minute. Under a launcher it is a collective call on the ranks already there, and the devices are theirs. See
+    `ParallelExecutor.run` for how the function is called and what it raises.
+
+    Args:
+        num_gpus: the first so many accelerators; on a machine without any, so many CPU workers. If None: all.
+        pass_device: bind each worker's device to the parameter called ``device``.
+        devices: instead of ``num_gpus``; see `ParallelExecutor`.
+        timeout: seconds (or a timedelta) that a call may take.
+        engine: ``"ray"`` for the devices of a Ray cluster; see `ParallelExecutor`.
+
+    Raises:
+        TypeError, ValueError, LaunchError: at the call, as `ParallelExecutor`.
+        RankError, RankTimeoutError, TransferError: at the call, as `ParallelExecutor.run`.
+
+    Example::
+
+        @parallelize_on_gpus(num_gpus=2)
+        def double(device, data):
+            return data.to(device) * 2
+
+        double(torch.tensor([1, 2]))  # [tensor([2, 4]), tensor([2, 4])]
+    """
+
+    if callable(num_gpus):
+        raise TypeError("write @parallelize_on_gpus(), with parentheses.")
+
+    def decorate(fn: Callable[..., R]) -> Callable[..., list[R]]:
+        @functools.wraps(fn)
+        def call_on_all(*args: Any, **kwargs: Any) -> list[R]:
+            options = CallOptions(pass_device, as_seconds(timeout))
+            workers = Workers(num_gpus=num_gpus, devices=devices, engine=engine)
+            while True:
+                try:
+                    return _run(shared_backend(workers, options), fn, args, kwargs, options)
+                except ExecutorClosedError:  # its idle minute ended just now
+                    continue
+
+        return call_on_all
+
+    return decorate
+
+
+def _run(backend: Backend, fn: Callable[..., R], args: Any, kwargs: Any, options: CallOptions) -> list[R]:
+    try:
+        return backend.run(fn, args, kwargs, options)
+    except RankError as error:
+        raise error.with_traceback(None) from error.__cause__  # without our own frames

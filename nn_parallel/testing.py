@@ -31,8 +31,9 @@ import cloudpickle
 import pytest
 
 from ._engine.devices import count
+from ._engine.failures import rank_names, summary
 from ._engine.ranks.context import current_world
-from .errors import ParallelError, RankError, RemoteTraceback, rank_names, summary
+from .errors import ParallelError, RankError, RemoteTraceback
 from .executor import ParallelExecutor
 
 _TOLD = pytest.StashKey[str]()

@@ -37,12 +37,12 @@ from nn_parallel import (
     initialize_ddp,
     on_rank,
 )
+from nn_parallel._engine.failures import Failure
 from nn_parallel._engine.ranks.blocks import blocks_of
 from nn_parallel._engine.ranks.context import RankContext, rank_context
 from nn_parallel._engine.ranks.outcomes import BlockOutcomes
 from nn_parallel._engine.ranks.records import BlockOutcome
-from nn_parallel._engine.ranks.store import Connection
-from nn_parallel.errors import Failure
+from nn_parallel._engine.ranks.store import StoreClient
 from nn_parallel.world import World
 
 
@@ -349,7 +349,7 @@ def test_how_a_block_ends_is_decided_by_the_first_that_writes() -> None:
 
     def rank(number: int) -> tuple[RankContext, BlockOutcomes]:
         context = RankContext(World(False, number, number, 2, torch.device("cpu")), lambda: store)
-        return context, BlockOutcomes(context, Connection(store, number, 2, None))
+        return context, BlockOutcomes(context, StoreClient(store, number, 2, None))
 
     def failed(number: int, *ranks: int) -> BlockOutcome:
         return BlockOutcome(number, 1, "f()", dict.fromkeys(ranks, failure))
@@ -449,7 +449,7 @@ def test_a_failure_that_python_cannot_write_down(two: Ranks) -> None:
 
 @pytest.mark.slow
 def test_a_rank_with_many_open_files(two: Ranks) -> None:
-    """Descriptors above 1024, which `select` cannot wait for, do not blind the watcher."""
+    """Descriptors above 1024, which `select` cannot wait for, do not blind the watchdog."""
 
     def scenario() -> dict[int, str]:
         rank = initialize_ddp().rank

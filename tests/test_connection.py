@@ -24,7 +24,7 @@ from nn_parallel import ParallelExecutor, TransferError, current_world
 from nn_parallel._engine.pickling import dumps
 from nn_parallel._engine.pool import channel as connection
 from nn_parallel._engine.pool import memory_files as memfd
-from nn_parallel._engine.pool.channel import Connection, Payload
+from nn_parallel._engine.pool.channel import Channel, Payload
 from nn_parallel._engine.pool.memory_files import Files
 
 LARGE = 1 << 18  # elements: above what stays in a pickle
@@ -35,7 +35,7 @@ class Ends:
 
     def __init__(self) -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sender, self.receiver = Connection(here, "I", "I"), Connection(there, "I", "I")
+        self.sender, self.receiver = Channel(here, "I", "I"), Channel(there, "I", "I")
         self.files = Files()
         self._arriving, self._returning = self.receiver.messages(), self.sender.messages()
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from nn_parallel import ParallelExecutor, RankError, RankTimeoutError, initialize_ddp, on_rank, save_checkpoint
 from nn_parallel._engine.ranks import calls
-from nn_parallel._engine.ranks import watchdog as watcher
+from nn_parallel._engine.ranks import watchdog as watchdog
 
 LATE_S = 1.6  # more than any interval at which a rank looks
 
@@ -268,11 +268,11 @@ def test_whoever_looks_for_mistakes_is_told_at_once() -> None:
 
     def scenario() -> tuple[float, str]:
         initialize_ddp()
-        return watcher.LOOK_EVERY_S, told_of_a_block(lambda rank: on_rank(0)(all_reduce)())
+        return watchdog.LOOK_EVERY_S, told_of_a_block(lambda rank: on_rank(0)(all_reduce)())
 
     with launched(2, NN_PARALLEL_DEBUG="1") as ranks:
         for every_s, told in ranks.run(scenario):
-            assert every_s < watcher.LOOK_EVERY_S / 10
+            assert every_s < watchdog.LOOK_EVERY_S / 10
             assert "Rank 0 is in all_reduce()" in told
 
 

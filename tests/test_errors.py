@@ -25,13 +25,13 @@ from torch.utils.data import DataLoader
 import nn_parallel
 from nn_parallel import errors
 from nn_parallel._engine.devices import call_on_device
+from nn_parallel._engine.failures import Failure, exit_reason, lost_connection, qualified_name, rank_error, summary
 from nn_parallel._engine.ranks.environment import detect_launch
 from nn_parallel._engine.ranks.records import known_exceptions
 from nn_parallel._engine.ranks.store import decode, encode
+from nn_parallel._engine.tracebacks import MAX_TRACEBACK_CHARS, format_traceback
 from nn_parallel.errors import (
-    MAX_TRACEBACK_CHARS,
     ExecutorClosedError,
-    Failure,
     LaunchError,
     ParallelError,
     RankError,
@@ -40,11 +40,6 @@ from nn_parallel.errors import (
     RemoteTraceback,
     TransferError,
     WorkerDiedError,
-    exit_reason,
-    lost_connection,
-    qualified_name,
-    rank_error,
-    summary,
 )
 
 
@@ -391,7 +386,7 @@ def test_our_own_frames_are_left_out() -> None:
         call_on_device(users, (), {}, None)
     with pytest.raises(LaunchError) as our_error:
         detect_launch({"RANK": "0"})
-    texts = [errors.format_traceback(e.value.with_traceback(e.tb.tb_next)) for e in (users_error, our_error)]
+    texts = [format_traceback(e.value.with_traceback(e.tb.tb_next)) for e in (users_error, our_error)]
     frames = [[line.split(" in ")[1] for line in text.splitlines() if ", line " in line] for text in texts]
     assert frames == [["users"], ["detect_launch"]]
 

@@ -30,9 +30,9 @@ from nn_parallel._engine.ranks.liveness import (
 from nn_parallel._engine.ranks.store import (
     LOST_KEY,
     SERVER_KEY,
-    Connection,
     Member,
     RankZero,
+    StoreClient,
     decode,
     encode,
     member_key,
@@ -187,7 +187,7 @@ def test_who_is_lost_is_asked_for_all_ranks_at_once() -> None:
         store.set(member_key(rank), encode(Member("another one", "", 1, 0, 1)))
     store.set(LOST_KEY, encode(Lost({7: ENDED, 63: OUT_OF_REACH})))
     world = World(False, 0, 0, 64, torch.device("cpu"))
-    connection = Connection(store, 0, 64, None)
+    connection = StoreClient(store, 0, 64, None)
     context = RankContext(world, lambda: store, one_node=False, rank_0=RankZero(is_linked=True))
     liveness = Liveness(context, connection)
 

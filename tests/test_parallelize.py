@@ -25,18 +25,17 @@ from nn_parallel import (
     on_rank,
     parallel_on_all_devices,
     parallelize_on_gpus,
-    shared_pool,
 )
 from nn_parallel._engine.devices import cpu_count
-from nn_parallel._engine.pool import forkserver_client
+from nn_parallel._engine.pool import backend, forkserver_client
 
 
 @pytest.fixture(autouse=True)
 def _no_shared_pool_is_left(_nothing_left_behind: None) -> Iterator[None]:
     """The shared pools, which would live for another minute, end with each test."""
     yield
-    while shared_pool._pools:
-        shared_pool._pools.popitem()[1].shutdown()
+    while backend._shared:
+        backend._shared.popitem()[1].shutdown(True, False)
 
 
 def test_every_device_runs_it() -> None:
@@ -97,7 +96,7 @@ def test_functions_that_are_called_in_other_ways_share_them_too() -> None:
         time.sleep(1)
 
     assert slow() == [None, None]
-    assert len(shared_pool._pools) == 1
+    assert len(backend._shared) == 1
 
 
 def test_a_device_may_be_given_itself() -> None:
@@ -128,26 +127,26 @@ def test_a_pool_that_cannot_go_on_is_replaced_at_the_next_call(monkeypatch: pyte
         with pytest.raises(ParallelError, match="fork server has ended"):
             sleep(3600)
         assert sleep(0) == [None]
-        (pool,) = shared_pool._pools.values()
+        (pool,) = backend._shared.values()
         os.kill(forkserver_client.fork_server_pid() or 0, signal.SIGKILL)
-        pool._backend.pool.thread.join(10)
+        pool.pool.thread.join(10)
         assert sleep(0) == [None]  # nothing was lost
     finally:
-        shared_pool._pools.popitem()[1].shutdown()
+        backend._shared.popitem()[1].shutdown(True, False)
         forkserver_client.stop_fork_server()
 
 
 def test_an_idle_pool_ends_and_the_next_call_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """After its idle time the processes are gone; a call finds new ones."""
-    monkeypatch.setattr(shared_pool._SharedPool, "_idle_limit_s", 0.1)
+    monkeypatch.setattr(backend, "SHARED_IDLE_LIMIT_S", 0.1)
 
     @parallelize_on_gpus(num_gpus=1)
     def pid() -> int:
         return os.getpid()
 
     (first,) = pid()
-    pool = next(iter(shared_pool._pools.values()))
-    pool._backend.pool.thread.join(10)
+    pool = next(iter(backend._shared.values()))
+    pool.pool.thread.join(10)
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
     (second,) = pid()

@@ -138,7 +138,7 @@ def test_rank_0_has_ended_and_the_others_go_on() -> None:
         here, tensor = initialize_ddp(), torch.ones(1)
         for _ in range(2):
             if here.rank == 2:
-                time.sleep(1.5)  # longer than the watcher needs to see that the store is gone
+                time.sleep(1.5)  # longer than the watchdog needs to see that the store is gone
                 dist.send(tensor, 1)
             else:
                 dist.recv(tensor, 2)

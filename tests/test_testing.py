@@ -11,7 +11,7 @@ import pytest
 from terminal import run_on_terminal
 
 from nn_parallel import testing
-from nn_parallel.errors import Failure, rank_error
+from nn_parallel._engine.failures import Failure, rank_error
 
 TESTS = """
 import os

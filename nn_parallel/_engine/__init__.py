@@ -1,1 +1,117 @@
-"""The engine beneath the public functions: see the map below."""
+"""The engine beneath the public functions. Nothing here is public; any release may change it.
+
+The map: every file, from the bottom up. A file imports only files above it in this list, and of the shelf only the
+vocabulary: `nn_parallel.errors`, `nn_parallel.world` and the version. A room may appear twice where another room lies
+between its parts::
+
+    shared
+        garbage_collection  Python's collector, kept out of an import
+        descendants         the processes that a process has started
+        polling             look again and again, at first without sleeping
+        interrupts          an exception raised in the main thread from another thread or by a signal
+        tracebacks          tracebacks without frames of this package
+        failures            an exception as plain data; the `RankError` of several ranks
+        devices             the devices that exist; the parameter ``device`` of a function
+        gpus                NVML, and the locks of selected GPUs
+        diagnostics         the part of an object that cannot be pickled
+        pickling            objects to bytes and back, tensors by their storage
+        stack_dump          the stacks of the processes of a job, for ``nn-parallel stacks``
+    ranks: how the processes of a world find each other, talk, and fail together
+        environment         a launcher's variables -> rank, world size, address
+        platforms           platforms that start a script several times and set no rank
+        sockets             the connections of this process
+        store               the TCPStore: every key and record that ranks exchange
+        flight_recorder     the collectives that this process has entered, as torch records them
+        nccl                settings and errors of NCCL
+        group               the process group: made, closed, made again
+        context             the place of this process in a world
+        liveness            the ranks that have died
+        rendezvous          the ranks of a launcher meet in a store
+        records             calls and blocks, as ranks tell each other of them
+        outcomes            the ends of calls and blocks
+        main_thread         where the main thread is
+        deadlock            collectives that can never end
+        watchdog            the thread that frees a stuck rank
+        calls               one rank runs, the others wait
+        blocks              all ranks run, and leave together
+        uncaught            an exception that ends a rank outside all blocks
+        membership          join and leave a world
+        exchange            objects from rank to rank
+        rank_choice         the ranks that an argument ``rank`` names
+        run_on_ranks        the decorator of `on_rank`, the block of `rank_first`
+        stop_signals        a signal to one rank stops all ranks at the same step
+    pool: the wire
+        memory_files        shared memory for large payloads
+        channel             messages between the parent and a worker
+    by_value: functions, classes and globals of a script, as they reach a worker
+        namespaces          the script's modules, in a worker
+        fingerprints        recognize a function without pickling it
+        modules             modules that a worker imports, and the environment of the process
+        reducer             pickle functions and classes that no import finds
+        script              globals of the script, and when they are sent again
+        function_cache      the functions that workers keep
+        packer              pack a call
+    pool: worker processes, and the calls of `ParallelExecutor`
+        messages            what a worker is told of a task
+        evidence            why a process died
+        worker              the main loop of a worker
+        forkserver          the process that forks workers and reaps them
+        forkserver_boot     its first lines
+        forkserver_client   the fork server, as the parent sees it
+        progress, bars      the bar of a map; bars that workers draw
+        output              what workers print
+        tasks               run, submit, map, resize
+        worker_process      one worker, as the parent sees it
+        poller              wait for many descriptors
+        processes           the workers of a pool
+        pool_store          the store of a pool's ranks
+        pool                the queue, and the thread that supervises it
+        launched_ranks      the calls of an executor on the ranks of a launcher
+    ray: the workers of a pool on a Ray cluster
+        messages            what the script and the nodes send each other
+        node                the actor of one node
+        room                place for actors in a cluster
+        pool                the queue of such a pool
+    pool: the choice of a backend
+        started_workers     the calls of an executor on started workers
+        backend             launched ranks, workers here, or workers on Ray
+    shared
+        data_parallel       a batch split over devices, in threads
+
+The invariants, which every change keeps:
+
+- Outcomes travel through the store, beside the collectives. A failing rank cannot know in which collective the others
+  are. Nothing that comes from the store is unpickled.
+- A rank raises the *cause*. Its own "connection closed" is a consequence and no failure of its own.
+- All ranks go through the same blocks in the same order, and each block has failed on all ranks or on none.
+- A failing rank closes no more than it must. A call of one rank closes no group. A failing block closes the group;
+  `initialize_ddp` makes it again on the kept store, named by its generation.
+- No rule that depends on time declares a rank dead or stuck. Only the user's ``timeout`` does.
+- A worker that is lost costs its task only. The pool is whole again afterwards.
+- No process, thread, descriptor, variable or file of ours outlives what it was made for.
+
+The words:
+
+rank
+    One process of a world. A single task (`submit`, `map`) runs in a world of its own.
+worker
+    One process of a pool. During `run` each worker is a rank.
+call
+    A function that one rank runs while the others wait.
+block
+    Code that all ranks enter and leave together.
+generation
+    A round after which the counters of calls and blocks begin again, because a block has failed.
+task
+    What a pool is asked to do: `run`, a `submit`, an item of `map`, a resize.
+watchdog
+    The thread of a rank that frees it from a wait that cannot end.
+store
+    The TCPStore by which the ranks met. `StoreClient` is a connection to it.
+channel
+    The socket between the parent and one worker.
+memory file
+    An anonymous file (memfd) that holds a large payload and is mapped by each receiver.
+fork server
+    The process that has imported torch and forks workers in milliseconds.
+"""

@@ -1,4 +1,4 @@
-"""Which devices there are, which one is ours, and how a function is given it. Nothing here starts CUDA to look."""
+"""Devices: those that exist, the one of a rank, and a function's parameter ``device``. None of it initializes CUDA."""
 
 from __future__ import annotations
 
@@ -19,20 +19,8 @@ import torch
 from ..errors import LaunchError
 
 
-def resolve_device(device: torch.device | str) -> torch.device:
-    """Turn a device specification into a `torch.device` that exists.
-
-    ``"cuda"`` and ``"gpu"`` mean the current accelerator, whatever its type. Where there is no accelerator, one that
-    was asked for becomes the CPU, with one warning per program.
-
-    Raises:
-        ValueError: the specification is not a device, or names an accelerator beyond those that exist.
-
-    Example::
-
-        >>> resolve_device("cpu")
-        device(type='cpu')
-    """
+def existing_device(device: torch.device | str) -> torch.device:
+    """Return the device that ``device`` names and that exists, as `nn_parallel.resolve_device` does."""
     text = str(device)
     if text.split(":")[0] == "gpu":
         text = text.replace("gpu", "cuda", 1)
@@ -56,10 +44,10 @@ def resolve_device(device: torch.device | str) -> torch.device:
 
 
 def named_device(device: torch.device | str | None) -> torch.device | None:
-    """The device that this names exactly, as `resolve_device`; None if that is left open: None, ``"cuda"`` alone."""
+    """The device that this names exactly, as `existing_device`; None if that is left open: None, ``"cuda"`` alone."""
     if device is None:
         return None
-    resolved = resolve_device(device)
+    resolved = existing_device(device)
     return resolved if resolved.type in ("cpu", "meta") or ":" in str(device) else None
 
 
@@ -325,7 +313,7 @@ def _warn_no_accelerator_once(wanted: str) -> None:
     global _warned
     if not _warned:
         _warned = True
-        warnings.warn(f"{wanted} was asked for and there is no accelerator: the CPU is used.", stacklevel=3)
+        warnings.warn(f"{wanted} was asked for and there is no accelerator: the CPU is used.", stacklevel=4)
 
 
 ALL_ACCELERATORS = "all", "gpu", "cuda"

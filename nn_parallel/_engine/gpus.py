@@ -1,7 +1,7 @@
-"""Which GPUs are there, how busy they are, and which of them to take; by NVML, so that nothing starts CUDA to look.
+"""The GPUs of this machine, as NVML describes them, and the locks of those that a process has taken.
 
-A GPU is named by its UUID: its number in NVML's order (that of ``nvidia-smi``, by PCI bus) need not be its number in
-CUDA's (the fastest first, unless ``CUDA_DEVICE_ORDER=PCI_BUS_ID``).
+Reading them does not initialize CUDA. A GPU is named by its UUID: its index in NVML's order (that of ``nvidia-smi``, by
+PCI bus) may differ from its index in CUDA's order (the fastest first, unless ``CUDA_DEVICE_ORDER=PCI_BUS_ID``).
 """
 
 from __future__ import annotations
@@ -51,14 +51,8 @@ class GPU:
     is_visible: bool = True
 
 
-def list_gpus() -> list[GPU]:
-    """Every NVIDIA GPU of this machine, in NVML's order; an empty list, and one line in the log, where none can be had.
-
-    Example::
-
-        for gpu in list_gpus():
-            print(gpu.index, gpu.name, gpu.memory_free_mb, "MiB free")
-    """
+def read_gpus() -> list[GPU]:
+    """Return every NVIDIA GPU of this machine, as `nn_parallel.list_gpus` does."""
     with _nvml() as nvml:
         if nvml is None:
             return []
@@ -70,20 +64,9 @@ def list_gpus() -> list[GPU]:
     return [replace(gpu, is_visible=gpu.uuid in visible) for gpu in gpus]
 
 
-def parse_gpu_selection(selection: str) -> list[GPU]:
-    """The GPUs that ``"0,2-3"`` (a range includes its end), ``"all"`` or ``"GPU-1a2b,GPU-3c"`` name, in that order.
-
-    Numbers are those of `list_gpus`; a UUID may be abbreviated. All means those that ``CUDA_VISIBLE_DEVICES`` shows.
-
-    Raises:
-        ValueError: one of them does not exist, is hidden, ambiguous or named twice; the message says what there is.
-
-    Example::
-
-        chosen = parse_gpu_selection("0,2-3")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in chosen)  # before anything starts CUDA
-    """
-    gpus = list_gpus()
+def parse_selection(selection: str) -> list[GPU]:
+    """Return the GPUs that ``selection`` names, as `nn_parallel.parse_gpu_selection` does."""
+    gpus = read_gpus()
     exists = f"there are the GPUs 0 to {gpus[-1].index}" if gpus else "there is no GPU that NVML can see"
     if selection.strip() == "all":
         if not (visible := [gpu for gpu in gpus if gpu.is_visible]):
@@ -105,29 +88,11 @@ def parse_gpu_selection(selection: str) -> list[GPU]:
     return chosen
 
 
-def select_gpus(count: int, *, min_memory_mb: int = 0) -> list[GPU]:
-    """Take the ``count`` GPUs with the most free memory, of equal ones the least busy, for the life of this process.
-
-    Another process on this machine that selects so too, of whichever user, does not get them meanwhile: a lock on a
-    file for each UUID, in the folder for temporary files, says so. Of those that this process has already, it gets the
-    same again.
-
-    Args:
-        min_memory_mb: so many MiB must be free on each.
-
-    Raises:
-        ValueError: ``count`` is below one.
-        LaunchError: there are fewer such GPUs; the message says what is the matter with the others. Or a lock's file
-            cannot be read.
-
-    Example::
-
-        chosen = select_gpus(2, min_memory_mb=6000)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in chosen)  # before anything starts CUDA
-    """
+def take_gpus(count: int, min_memory_mb: int) -> list[GPU]:
+    """Lock the best ``count`` GPUs for this process, as `nn_parallel.select_gpus` does."""
     if count < 1:
         raise ValueError(f"count={count} must be at least 1.")
-    gpus = list_gpus()
+    gpus = read_gpus()
     best = sorted(gpus, key=lambda gpu: (gpu.uuid not in _held, -(gpu.memory_free_mb or 0), gpu.utilization or 0))
     chosen, locks, refused = list[GPU](), dict[str, int](), list[str]()
     try:
@@ -143,7 +108,7 @@ def select_gpus(count: int, *, min_memory_mb: int = 0) -> list[GPU]:
                     refused.append(f"GPU {gpu.index} is taken by another process")
                     continue
                 locks[gpu.uuid] = lock
-                now = next((each for each in list_gpus() if each.uuid == gpu.uuid), gpu)
+                now = next((each for each in read_gpus() if each.uuid == gpu.uuid), gpu)
                 if why := _unfit(now, min_memory_mb):  # who had it before may have left something running there
                     refused.append(f"GPU {gpu.index} {why}")
                     continue

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple, Protocol
 import cloudpickle
 import torch
 
-from ..errors import TransferError, qualified_name
+from ..errors import TransferError
 from .diagnostics import find_unpicklable
+from .failures import qualified_name
 
 Buffer = bytearray | memoryview | pickle.PickleBuffer
 _Parts = list[tuple[int, torch.UntypedStorage]]  # of a storage: where they begin, ascending, in bytes

@@ -26,9 +26,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import PACKAGE_FOLDER, rank_names
 from . import devices
 from .descendants import descendants_of
+from .failures import rank_names
+from .tracebacks import PACKAGE_FOLDER
 
 SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2
 WITHIN_S = 0.5  # for a process to write its stack, which takes milliseconds where it gets a core

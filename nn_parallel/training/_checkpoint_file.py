@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import torch
 
-from ..errors import summary
+from .._engine.failures import summary
 from ._shards import sync_directory
 
 FileIdentity = tuple[int, int, int]

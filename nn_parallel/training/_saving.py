@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from .._engine.failures import rank_names
 from .._engine.ranks.blocks import block
-from ..errors import rank_names
 from ..ranks import on_rank
 from ._shards import Part
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .._engine.failures import qualified_name
 from .._engine.ranks.context import current_world
-from ..errors import qualified_name
 from ._shards import Shards, is_sharded
 from .model import unwrap_model
 

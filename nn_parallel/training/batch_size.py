@@ -9,11 +9,12 @@ from collections.abc import Callable
 import torch
 
 from .._engine.devices import synchronize
+from .._engine.failures import summary
 from .._engine.ranks.blocks import block
 from .._engine.ranks.context import current_world
-from .._engine.ranks.membership import initialize_ddp
 from .._engine.ranks.records import call_name
-from ..errors import RankError, summary
+from ..ddp import initialize_ddp
+from ..errors import RankError
 
 # Torch has an exception of its own only for accelerators, and not for what their libraries allocate.
 MARKS = ("can't allocate memory", "not enough memory", "ALLOC_FAILED", "out of memory", "nable to find an engine")

@@ -17,7 +17,7 @@ from torch import nn
 
 from .._engine.ranks.blocks import block
 from .._engine.ranks.context import current_world
-from .._engine.ranks.membership import initialize_ddp
+from ..ddp import initialize_ddp
 from ..ranks import broadcast, on_rank
 from ._checkpoint_file import FileIdentity, dump, dumped, read_checkpoint, replace_file
 from ._random_numbers import random_state, set_random_state

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from .._engine.pickling import dumps
 from .._engine.ranks.context import current_world
 from .._engine.ranks.exchange import all_gather_packed, ranks_of
-from .._engine.ranks.membership import initialize_ddp
+from ..ddp import initialize_ddp
 from ..errors import TransferError
 
 T = TypeVar("T")

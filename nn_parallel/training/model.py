@@ -21,7 +21,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .._engine.devices import accelerators
 from .._engine.ranks.blocks import block
 from .._engine.ranks.context import current_world
-from .._engine.ranks.membership import initialize_ddp, join_launched_world
+from .._engine.ranks.membership import join_launched_world
+from ..ddp import initialize_ddp
 from ._random_numbers import seed_random_numbers
 from .collectives import as_bytes, gather_alike
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .._engine.ranks.blocks import block
-from .._engine.ranks.membership import initialize_ddp
+from ..ddp import initialize_ddp
 from ..ranks import on_rank
 from .collectives import all_gather_object
 

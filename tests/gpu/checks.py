@@ -474,7 +474,7 @@ def streams_of_the_caller() -> None:
     device = torch.device("cuda", 0)
     big = torch.ones(8192, 8192, device=device)
     wrong = 0
-    with mock.patch("nn_parallel._engine.data_parallel.accelerators", return_value=[device, device]):
+    with mock.patch("nn_parallel.data_parallel.accelerators", return_value=[device, device]):
         for number in range(5):
             x = torch.zeros(1 << 20, device=device)
             torch.cuda.synchronize()

@@ -121,7 +121,7 @@ def test_gloo_and_nccl_beside_each_other() -> None:
 
 
 def test_a_block_that_fails_closes_the_group_and_it_is_made_again() -> None:
-    """The watcher starts and stops beside NCCL."""
+    """The watchdog starts and stops beside NCCL."""
 
     def body() -> Any:
         initialize_ddp(timeout=60)

@@ -12,7 +12,7 @@ from ..pickling import Packed, dumps
 from . import namespaces
 from .fingerprints import fingerprint
 from .modules import Modules, Watched
-from .reducer import Handle, Names
+from .reducer import Handle, Reducer
 from .script import Script, Settled
 
 FUNCTIONS_KEPT = 128
@@ -73,7 +73,7 @@ class FunctionCache:
     def _kept_now(self, fn: Callable[..., Any], before: _Kept | None) -> _Kept:
         if before is not None and self._script.is_current(before.settled):
             return before._replace(version=self._script.version)
-        names = Names()
+        names = Reducer()
         packed = dumps(fn, lambda: {"the function": fn}, by_value=names)
         settled = self._script.settle(names)
         kept = namespaces.Kept(settled.versions, packed.pickle)

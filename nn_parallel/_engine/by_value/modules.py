@@ -46,9 +46,9 @@ class Modules:
             elif type(value) is types.FunctionType:
                 read = cloudpickle._extract_code_globals(value.__code__).keys() & value.__globals__.keys()
                 pending += (value.__globals__[name] for name in read)
-                modules = [each for name in read if _is_user_s(each := value.__globals__[name])]
+                modules = [each for name in read if _is_users(each := value.__globals__[name])]
                 home = sys.modules.get(value.__module__, _GONE)
-                if _is_user_s(home) and vars(home) is value.__globals__:
+                if _is_users(home) and vars(home) is value.__globals__:
                     names.setdefault(home.__name__, set()).update(read, [value.__name__])
                 for module in modules:
                     reached = set(value.__code__.co_names) & vars(module).keys()
@@ -69,7 +69,7 @@ class Modules:
     def _as_before(self, name: str) -> dict[str, Any]:
         if name not in self._before:
             module = sys.modules.get(name)
-            names = vars(module).items() if module is not None and _is_user_s(module) else ()
+            names = vars(module).items() if module is not None and _is_users(module) else ()
             self._before[name] = {each: _what(value) for each, value in names}
         return self._before[name]
 
@@ -82,7 +82,7 @@ class Watched(NamedTuple):
     names: set[str]
 
 
-class Surroundings:
+class ProcessEnvironment:
     """The environment, the working directory and the import path of this process."""
 
     def __init__(self, is_elsewhere: bool = False) -> None:
@@ -104,11 +104,11 @@ class Surroundings:
         return True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        path = user_s_path() if self._is_elsewhere else self._path
-        return namespaces.set_surroundings, (self._changes, self._directory, path, self._is_elsewhere)
+        path = user_sys_path() if self._is_elsewhere else self._path
+        return namespaces.set_process_environment, (self._changes, self._directory, path, self._is_elsewhere)
 
 
-def user_s_path() -> list[str]:
+def user_sys_path() -> list[str]:
     """The import path without what is installed with Python, which another machine may have elsewhere."""
     return [each for each in sys.path if not f"{each}{os.sep}".startswith(_INSTALLED)]
 
@@ -124,7 +124,7 @@ def _directory() -> str:
     return ""
 
 
-def _is_user_s(value: Any) -> bool:
+def _is_users(value: Any) -> bool:
     """Whether it is a module that may be edited while a program runs: neither installed nor part of Python."""
     if not isinstance(value, types.ModuleType) or value.__name__.partition(".")[0] in _NOT_WATCHED:
         return False

@@ -182,7 +182,7 @@ def set_class(cls: type, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
     cloudpickle._class_setstate(cls, state)
 
 
-def set_surroundings(
+def set_process_environment(
     environ: dict[bytes, bytes | None], directory: str, path: list[str], is_elsewhere: bool = False
 ) -> None:
     """Change the environment, the working directory and the import path as the parent has changed its own.

@@ -13,7 +13,7 @@ from ..pool.channel import Payload
 from ..pool.memory_files import Files
 from ..ranks.records import call_name
 from .function_cache import FunctionCache
-from .reducer import Handle, Names, met
+from .reducer import Handle, Reducer, met
 from .script import Along, Script
 
 ATOMS.add(Handle)
@@ -86,7 +86,7 @@ class Packer:
         kept, surroundings = self._functions.kept(fn), self._script.surroundings()
         if kept and not args and not kwargs and surroundings is None:
             return PackedCall(name, options, _NO_ARGUMENTS, kept.handles, kept.number)
-        names, sent = Names(), (None if kept else fn, args, kwargs)
+        names, sent = Reducer(), (None if kept else fn, args, kwargs)
         parts = functools.partial(_parts, fn, args, kwargs)
         handles: list[Handle] = []
         met.owner, met.handles = self, handles
@@ -97,7 +97,7 @@ class Packer:
             if names or surroundings is not None:
                 settled = self._script.settle(names)
                 if settled.along:
-                    along = Names(part.key for part in settled.along)
+                    along = Reducer(part.key for part in settled.along)
                     packed = dumps((Along(settled.along), *sent), parts, share=True, by_value=along)
                 packed = settled.before(packed, surroundings)
                 handles += [] if surroundings is None else [surroundings]
@@ -113,7 +113,7 @@ class Packer:
 
     def put(self, obj: Any) -> Handle:
         """Pack ``obj`` for the workers to keep as long as its handle lives."""
-        names = Names()
+        names = Reducer()
         handle = self._keep(dumps(obj, share=True, by_value=names), type(obj).__qualname__)
         handle.names.update(names)
         return handle

@@ -23,7 +23,7 @@ Globals = dict[str, Any]
 Origin = tuple[Globals, str] | weakref.ref[type]  # the globals in which a name is found, and who reads it; or a class
 
 
-class Names:
+class Reducer:
     """Pickles by value what no import finds, and collects what that refers to: the globals by names, the classes."""
 
     def __init__(self, defined: Iterable[Key] = ()) -> None:
@@ -40,7 +40,7 @@ class Names:
         """Whether it refers to anything."""
         return bool(self.globals or self.classes)
 
-    def update(self, other: Names) -> None:
+    def update(self, other: Reducer) -> None:
         """Refer to what ``other`` refers to as well."""
         self.globals.update(other.globals)
         self.classes.update(other.classes)
@@ -150,7 +150,7 @@ class Handle:
         """``number``: that of the handle in another process which this one stands for."""
         self.number = next(_numbers) if number is None else number
         self.payload, self._what, self._owner = payload, what, owner
-        self.names = Names()  # what the object refers to: it is brought up to date by each call that this goes with
+        self.names = Reducer()  # what the object refers to: it is brought up to date by each call that this goes with
 
     def __reduce__(self) -> tuple[Any, ...]:
         if getattr(met, "owner", None) is not self._owner:

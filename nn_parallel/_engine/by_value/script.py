@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from ..pickling import Packed, dumps
 from . import namespaces
 from .fingerprints import is_constant
-from .modules import Surroundings
+from .modules import ProcessEnvironment
 from .namespaces import Key, Missing, Version
-from .reducer import Handle, Names, Origin
+from .reducer import Handle, Origin, Reducer
 
 
 class _Part:
@@ -32,7 +32,7 @@ class _Part:
     def __init__(self, key: Key, value: Any, origin: Origin) -> None:
         self.key, self.value, self.origin = key, value, origin
         self.is_class = isinstance(origin, weakref.ref)
-        self.names, self.packed = Names([key]), _NOT_PACKED
+        self.names, self.packed = Reducer([key]), _NOT_PACKED
 
     def pack(self) -> None:
         self.packed = dumps((self.value,), self.paths, share=True, by_value=self.names)
@@ -90,11 +90,11 @@ class Script:
     """What has been sent to the workers of one pool beside the calls."""
 
     def __init__(self, keep: Callable[[Packed, str], Handle], is_elsewhere: bool = False) -> None:
-        """``keep`` has an object kept by workers; ``is_elsewhere``: see `Surroundings`."""
+        """``keep`` has an object kept by workers; ``is_elsewhere``: see `ProcessEnvironment`."""
         self.version = 0  # counts what is sent
         self._keep = keep
         self._units: dict[Key, Unit] = {}
-        self._surroundings = Surroundings(is_elsewhere)
+        self._environment = ProcessEnvironment(is_elsewhere)
         self._handle: Handle | None = None  # of the surroundings, if they have changed
         self._lock = threading.RLock()  # the collector may run code that calls functions, too
 
@@ -106,15 +106,15 @@ class Script:
 
     def surroundings(self) -> Handle | None:
         """The environment, directory and import path, once they are other than when the pool was made."""
-        if self._surroundings.changed():
-            self._handle = self._keep(dumps((self._surroundings,)), "part of the script")
+        if self._environment.changed():
+            self._handle = self._keep(dumps((self._environment,)), "part of the script")
         return self._handle
 
     def clear(self) -> None:
         """The pool has ended."""
         self._units.clear()
 
-    def settle(self, call: Names) -> Settled:
+    def settle(self, call: Reducer) -> Settled:
         """Find all that ``call`` refers to, and have what has changed kept by the workers that get the call.
 
         Raises:
@@ -125,7 +125,7 @@ class Script:
             alone, along = _groups(parts, call)
             return Settled([self._unit(parts) for parts in alone], along, absent)
 
-    def _reachable(self, call: Names) -> tuple[list[_Part], list[Key]]:
+    def _reachable(self, call: Reducer) -> tuple[list[_Part], list[Key]]:
         parts: dict[Key, _Part] = {}
         absent: list[Key] = []
         pending: list[tuple[Key, Origin]] = list(call.origins())
@@ -175,7 +175,7 @@ class Along:
 
 
 def _pack_together(parts: Sequence[_Part]) -> Packed:
-    names = Names(part.key for part in parts)
+    names = Reducer(part.key for part in parts)
     return dumps(
         tuple(part.value for part in parts),
         lambda: {path: value for part in parts for path, value in part.paths().items()},
@@ -184,7 +184,7 @@ def _pack_together(parts: Sequence[_Part]) -> Packed:
     )
 
 
-def _groups(parts: Sequence[_Part], call: Names) -> tuple[list[list[_Part]], list[_Part]]:
+def _groups(parts: Sequence[_Part], call: Reducer) -> tuple[list[list[_Part]], list[_Part]]:
     """The parts, those together that share objects; and those that have to go along with ``call``.
 
     These share objects with it, or refer to such, which are not there before.

@@ -109,7 +109,7 @@ class Payload:
         return len(held) == len(buffers) and all(map(_is_equal, held, buffers))
 
 
-class Connection:
+class Channel:
     """One end of a connection."""
 
     def __init__(self, sock: socket.socket, sends: str, receives: str) -> None:

@@ -11,18 +11,20 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...errors import ExecutorClosedError, ParallelError, rank_error, user_frames
+from ...errors import ExecutorClosedError, ParallelError
 from ..by_value.packer import CallOptions
 from ..devices import call_on_device, count, parse_devices
+from ..failures import rank_error
 from ..pickling import dumps
 from ..ranks.blocks import block
 from ..ranks.context import RankContext
 from ..ranks.exchange import all_gather_packed
 from ..ranks.records import call_name
+from ..tracebacks import user_frames
 from .progress import Progress
 from .worker import in_this_process
 
-UNINTERRUPTED = True  # see signals
+UNINTERRUPTED = True  # see interrupts
 R = TypeVar("R")
 
 

@@ -27,7 +27,7 @@ from .messages import ALONE, Ranks, TaskHeader
 from .poller import Poller
 from .pool_store import PoolStore
 from .processes import Processes, Settings
-from .tasks import Answer, CallFuture, Item, Resize, Run, SetUp, TakesTasks, Task
+from .tasks import Answer, CallFuture, InitializerTask, Item, Resize, Run, TakesTasks, Task
 from .worker import CANCELLED, FAILED, STARTED, SUCCEEDED
 from .worker_process import State, WorkerProcess, timeout_error
 
@@ -51,7 +51,7 @@ class Pool(TakesTasks):
         self.group, self._failed_starts = 1, Counter[int]()  # see `Ranks`; by rank
         self._orphaned = False
         self.store = PoolStore()
-        self._set_up = SetUp(settings.pack_initializer(self._packer)) if settings.pack_initializer else None
+        self._set_up = InitializerTask(settings.pack_initializer(self._packer)) if settings.pack_initializer else None
         self._poller = Poller()
         self._processes = Processes(self._poller, self._lock, self._packer.files, settings, self._answered, self._hear)
         try:
@@ -188,7 +188,9 @@ class Pool(TakesTasks):
                 return idle, self._given(task, idle, ranks), task.call
         return None
 
-    def _given(self, task: Task | SetUp, workers: Sequence[WorkerProcess], ranks: Ranks = ALONE) -> TaskHeader:
+    def _given(
+        self, task: Task | InitializerTask, workers: Sequence[WorkerProcess], ranks: Ranks = ALONE
+    ) -> TaskHeader:
         """Let ``workers`` begin ``task``: the header by which they are told."""
         number, (bind, timeout_s) = next(self._numbers), task.call.options
         for worker in workers:
@@ -231,9 +233,11 @@ class Pool(TakesTasks):
         if self._closing:
             self._poller.wake()  # this may have been the last
 
-    def _complete(self, task: Task | SetUp, worker: WorkerProcess, answer: Answer, failed_inside: bool = False) -> None:
+    def _complete(
+        self, task: Task | InitializerTask, worker: WorkerProcess, answer: Answer, failed_inside: bool = False
+    ) -> None:
         """A worker has come to an end with ``task``, or to its own."""
-        if isinstance(task, SetUp):
+        if isinstance(task, InitializerTask):
             if answer.outcome == FAILED:
                 self._break(task.failed(worker.description, answer))
             return
@@ -281,9 +285,9 @@ class Pool(TakesTasks):
         idle_until = math.inf if self._closing else self._used_at + self._idle_limit_s
         return min(self._processes.next_deadline(), idle_until)
 
-    def _time_out(self, task: Task | SetUp | None, silent: list[WorkerProcess]) -> None:
+    def _time_out(self, task: Task | InitializerTask | None, silent: list[WorkerProcess]) -> None:
         error = timeout_error(task, silent)
-        if task is None or isinstance(task, SetUp):
+        if task is None or isinstance(task, InitializerTask):
             self._break(error)
             return
         with self._lock:
@@ -341,7 +345,7 @@ class Pool(TakesTasks):
                 if before is State.BUSY and not worker.is_given and isinstance(task, CallFuture | Item):
                     self._queue.appendleft(task)  # for another worker
                     task = None
-        if task is not None and not isinstance(task, SetUp):  # else another worker takes its place
+        if task is not None and not isinstance(task, InitializerTask):  # else another worker takes its place
             self._complete(task, worker, Answer.of(task.call, error, CANCELLED if before is State.LEAVING else FAILED))
             self._poller.wake()  # a thread that leads sees its end only when it looks
         if before is State.STARTING:
@@ -364,7 +368,7 @@ class Pool(TakesTasks):
                 worker.task = None
             self._processes.kill()
         for task in tasks:
-            if task is not None and not isinstance(task, SetUp):
+            if task is not None and not isinstance(task, InitializerTask):
                 task.fail(error)
         self._poller.wake()
 

@@ -20,7 +20,7 @@ from .channel import Header, Unpack
 from .forkserver_client import Exited, ServerConnection
 from .memory_files import Files
 from .poller import Poller
-from .tasks import SetUp, Task
+from .tasks import InitializerTask, Task
 from .worker_process import Due, WorkerProcess
 
 
@@ -138,9 +138,9 @@ class Processes:
         with self._lock:
             return min((worker.deadline.at for worker in self if worker.deadline is not None), default=math.inf)
 
-    def keep_deadlines(self) -> dict[Task | SetUp | None, list[WorkerProcess]]:
+    def keep_deadlines(self) -> dict[Task | InitializerTask | None, list[WorkerProcess]]:
         """Do what is due; by task, the workers that have run out of time, and told their stacks or had time to."""
-        now, silent, awaited = time.monotonic(), dict[Task | SetUp | None, list[WorkerProcess]](), set[Any]()
+        now, silent, awaited = time.monotonic(), dict[Task | InitializerTask | None, list[WorkerProcess]](), set[Any]()
         with self._lock:
             for worker in self:
                 if worker.deadline is None:

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from ...errors import ExecutorClosedError, ParallelError, RankError, TransferError, lost_connection, rank_error
+from ...errors import ExecutorClosedError, ParallelError, RankError, TransferError
 from ..by_value.packer import PackedCall, Packer
+from ..failures import lost_connection, rank_error
 from ..interrupts import Condition
 from .channel import Unpack
 from .messages import Ranks
@@ -325,7 +326,7 @@ class Run:
             self._over.release()
 
 
-class SetUp(NamedTuple):
+class InitializerTask(NamedTuple):
     """The initializer: the first task of each worker."""
 
     call: PackedCall

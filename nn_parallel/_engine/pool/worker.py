@@ -23,23 +23,25 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from ...errors import Failure, RemoteError, TransferError, qualified_name, user_frames
+from ...errors import RemoteError, TransferError
 from ...world import World
 from ..by_value.namespaces import Answered, forget, keep, stored_object, use_main
 from ..devices import call_on_device, synchronize, synchronize_in_thread
+from ..failures import Failure, qualified_name
 from ..interrupts import CancelScope, Interrupted, keep_handler
 from ..pickling import Packed, dumps, loads
 from ..ranks.blocks import blocks_of
 from ..ranks.context import RankContext, current_world, join, rank_context
-from ..ranks.records import WAITING, Progress, Waits, call_name
+from ..ranks.records import WAITING, Position, Waits, call_name
 from ..ranks.sockets import loopback
-from ..ranks.watchdog import Watcher, cause_of
+from ..ranks.watchdog import Watchdog, cause_of
 from ..stack_dump import main_stack, offer_stack
-from .channel import Connection, Payload, Unpack
+from ..tracebacks import user_frames
+from .channel import Channel, Payload, Unpack
 from .memory_files import Files
 from .messages import TASK_FORMAT, Places, TaskHeader
 
-UNINTERRUPTED = True  # see signals
+UNINTERRUPTED = True  # see interrupts
 R = TypeVar("R")
 NO_TASK, STARTED = -1, 0  # less than the number of any task; the number of the answer that says the worker is set up
 INTERRUPT_EVERY_S = 0.02
@@ -58,7 +60,7 @@ ranks_prefix = "group{}".format  # of the keys in the pool's store, by the numbe
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 1  # has faulthandler tell the stack of the main thread
 
 
-class Setup(NamedTuple):
+class WorkerSetup(NamedTuple):
     """What no fork can know: the packed object of the first message."""
 
     rank: int
@@ -77,13 +79,13 @@ def work(sock: socket.socket, control: socket.socket) -> int:
     Meanwhile a thread follows the orders that arrive on ``control``, where also the stacks go that are asked for.
     """
     faulthandler.register(STACK_SIGNAL, control.fileno(), all_threads=False)
-    connection, files = Connection(sock, sends=ANSWER_FORMAT, receives=TASK_FORMAT), Files()
+    connection, files = Channel(sock, sends=ANSWER_FORMAT, receives=TASK_FORMAT), Files()
     arriving = connection.messages()
     first = next(arriving, None)
     if first is None:
         return 0
     _, unpack = first
-    setup = Setup(*unpack())
+    setup = WorkerSetup(*unpack())
     _become_like_the_parent(setup)
     keep_handler()
     offer_stack(f"rank {setup.rank}")
@@ -115,7 +117,7 @@ def work(sock: socket.socket, control: socket.socket) -> int:
 
 
 class _Worker:
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: WorkerSetup) -> None:
         self._index = setup.rank
         self.device = torch.device(setup.device)
         self._alone = RankContext(World(False, 0, 0, 1, self.device, launcher="executor"))
@@ -127,7 +129,7 @@ class _Worker:
         self._switching = threading.Lock()  # between the main thread, which changes tasks, and the one that cancels
         self._task = self._cancelled = NO_TASK
         self._block = CancelScope()  # what the main thread does for the task
-        self._watcher: Watcher | None = None  # of the last run that left a process group
+        self._watchdog: Watchdog | None = None  # of the last run that left a process group
         self._deadlock: Exception | None = None  # why it was interrupted, if it was not cancelled
 
     def follow_orders(self, control: socket.socket) -> None:
@@ -175,8 +177,8 @@ class _Worker:
             self._cores = task.cores
             torch.set_num_threads(max(1, task.cores))  # OMP_NUM_THREADS is read when torch is loaded: too late here
         generation = task.generation
-        if self._watcher is not None:
-            self._watcher.waits = None
+        if self._watchdog is not None:
+            self._watchdog.waits = None
         context = self._enter(task, generation) if task.world_size else self._alone
         join(context)
         with self._switching:
@@ -232,11 +234,11 @@ class _Worker:
     def _say_returned(self, task: TaskHeader, name: str) -> None:
         """For the ranks that are still in the run: this one enters no collective before all have ended it."""
         others = [rank for rank in range(task.world_size) if rank != self._index]
-        next_run = Progress(task.generation + (1 << 32), 0, WAITING)
+        next_run = Position(task.generation + (1 << 32), 0, WAITING)
         here = blocks_of(self._rank)
         assert here is not None
-        self._watcher = here.watch()
-        self._watcher.waits = Waits(f"has returned from {name}", tuple(others), next_run)
+        self._watchdog = here.watch()
+        self._watchdog.waits = Waits(f"has returned from {name}", tuple(others), next_run)
 
     def _enter(self, task: TaskHeader, generation: int) -> RankContext:
         """This worker as a rank of a run."""
@@ -273,7 +275,7 @@ class _Worker:
         if self._rank is not None:
             self._rank.group.close()
             self._rank.leave()
-            self._watcher = None
+            self._watchdog = None
 
 
 def in_this_process(call: Callable[..., R], /, *args: Any) -> R:
@@ -355,7 +357,7 @@ def flush_output() -> None:
             continue
 
 
-def _become_like_the_parent(setup: Setup) -> None:
+def _become_like_the_parent(setup: WorkerSetup) -> None:
     if dict(os.environ) != setup.environ:  # or it would take half a MiB of memory of its own
         os.environ.clear()
         os.environ.update(setup.environ)

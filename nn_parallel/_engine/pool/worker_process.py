@@ -17,17 +17,18 @@ from typing import NamedTuple
 
 import torch
 
-from ...errors import RankTimeoutError, TransferError, WorkerDiedError, exit_reason
+from ...errors import RankTimeoutError, TransferError, WorkerDiedError
 from ..by_value.packer import PackedCall
 from ..descendants import is_stopped
+from ..failures import exit_reason
 from ..pickling import Packed
 from ..stack_dump import by_call_site, is_whole, users_part
-from .channel import Connection, Payload
+from .channel import Channel, Payload
 from .forkserver_client import Exited, ServerConnection
 from .memory_files import Files
 from .messages import TASK_FORMAT, TaskHeader
 from .output import Output
-from .tasks import Run, SetUp, Task
+from .tasks import InitializerTask, Run, Task
 from .worker import (
     ANSWER_FORMAT,
     CANCEL,
@@ -36,7 +37,7 @@ from .worker import (
     STARTED,
     TELL_STACK,
     Order,
-    Setup,
+    WorkerSetup,
 )
 
 START_WITHIN_S = 300.0  # for a process to take tasks: longer than any machine is busy, so that no start hangs for ever
@@ -85,7 +86,7 @@ class WorkerProcess:
         self.index, self.rank, self.device, self._server = index, rank, device, server
         self.state, self.pid = State.STARTING, 0  # until the fork server has told its process id
         self.has_started = False  # it takes tasks, the initializer first
-        self.task: Task | SetUp | None = None
+        self.task: Task | InitializerTask | None = None
         self.number = 0  # of its task
         self.deadline: Deadline | None = None
         self.stack = ""
@@ -110,7 +111,7 @@ class WorkerProcess:
         for each in self.output:
             self._printed.register(each.fd, select.POLLIN)
         sock, self.control = ours
-        self.connection = Connection(sock, sends=TASK_FORMAT, receives=ANSWER_FORMAT)
+        self.connection = Channel(sock, sends=TASK_FORMAT, receives=ANSWER_FORMAT)
 
     @property
     def description(self) -> str:
@@ -129,7 +130,7 @@ class WorkerProcess:
 
     def set_up(self, directory: str, files: Files) -> None:
         """Send it what no fork can know."""
-        setup = Setup(
+        setup = WorkerSetup(
             rank=self.rank,
             device=str(self.device),
             environ=dict(os.environ),
@@ -153,7 +154,7 @@ class WorkerProcess:
         """It takes tasks."""
         self.has_started, self.deadline = True, None
 
-    def begin(self, task: Task | SetUp, number: int) -> None:
+    def begin(self, task: Task | InitializerTask, number: int) -> None:
         """It gets ``task``; sending it is the caller's."""
         if self.state is State.IDLE:
             self.state = State.BUSY
@@ -186,7 +187,7 @@ class WorkerProcess:
         self.state, self.deadline = State.LEAVING, None
         self._server.signal(self.key, signal.SIGKILL)
 
-    def exited(self, exit: Exited) -> tuple[Task | SetUp | None, WorkerDiedError]:
+    def exited(self, exit: Exited) -> tuple[Task | InitializerTask | None, WorkerDiedError]:
         """It is gone: what it was working on, and the error of that."""
         error = self._death(exit)
         self.state, self.deadline = State.EXITED, None
@@ -279,7 +280,7 @@ class WorkerProcess:
             self.control.send(Order.pack(kind, number), socket.MSG_DONTWAIT)
 
 
-def timeout_error(task: Task | SetUp | None, silent: Iterable[WorkerProcess]) -> RankTimeoutError:
+def timeout_error(task: Task | InitializerTask | None, silent: Iterable[WorkerProcess]) -> RankTimeoutError:
     """The error of a task, or of the start, during which these workers ran out of time."""
     what, limit = "The start of workers", f"{START_WITHIN_S:g} s"
     if task is not None:

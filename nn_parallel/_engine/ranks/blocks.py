@@ -15,7 +15,8 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 
-from ...errors import ParallelError, rank_error
+from ...errors import ParallelError
+from ..failures import rank_error
 from ..interrupts import DeferredSignals, Interrupted
 from .calls import Calls, Wait, exceptions_in, failures_in
 from .context import RankContext, rank_context
@@ -23,7 +24,7 @@ from .records import WAITING, BlockOutcome, Call, FailedCall, call_site, rebuilt
 from .store import LEFT_KEY, ended_key
 from .watchdog import Block, cause_of, is_consequence
 
-UNINTERRUPTED = True  # see signals
+UNINTERRUPTED = True  # see interrupts
 WARN_OF_MISSING_AFTER_S = 3.0
 TIMEOUT_MARGIN_S = 0.5  # for the silent rank to tell where it stands, before those that wait say that it is silent
 SEEK_CAUSE_S, SEEK_EVERY_S = 0.5, 0.002
@@ -71,14 +72,14 @@ class Blocks(Calls):
         self._blocks_entered += 1
         number = -self._blocks_entered
         began, left_value = None if from_end else time.monotonic(), f"{self.generation} {number}"
-        block, watcher = Block(call, number, timeout_s, began, left_value), self.watch()
-        with watcher.entered(block):
+        block, watchdog = Block(call, number, timeout_s, began, left_value), self.watch()
+        with watchdog.entered(block):
             try:
                 if begins_together:
                     self._begin(call)
                     come_by = time.monotonic() + self.context.timeout.total_seconds()
                     self._barrier(Wait(call, come_by, "waits in", WARN_OF_MISSING_AFTER_S))
-                with watcher.watching(block):
+                with watchdog.watching(block):
                     yield
                 self._leave_together(block)
             except BaseException as error:

@@ -19,9 +19,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ...errors import Failure, ParallelError, RankError, RankTimeoutError, rank_error, rank_names, user_frames
+from ...errors import ParallelError, RankError, RankTimeoutError
+from ..failures import Failure, rank_error, rank_names
 from ..interrupts import Interrupted
 from ..polling import Spin
+from ..tracebacks import user_frames
 from .context import RankContext
 from .liveness import Liveness
 from .outcomes import FAILURES_KEPT, BlockOutcomes, CallFailures
@@ -35,14 +37,14 @@ from .records import (
     CallMade,
     FailedCall,
     FailedCalls,
-    Progress,
-    Report,
+    Position,
+    RankStatus,
     Standing,
     Waits,
     rebuilt,
 )
 from .store import WARN_AFTER_S, decode, encode, failures_key, report_key, standing_key
-from .watchdog import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, Block, Watcher, cause_of
+from .watchdog import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, Block, Watchdog, cause_of
 
 CALLS_KEPT = 8
 TELL_AFTER_S = 0.05  # that this rank waits, and for whom
@@ -72,10 +74,10 @@ class Calls:
         self._liveness = Liveness(context, self.connection)
         self._call_failures = CallFailures(context)
         self._report_key = report_key(context.rank)
-        self._reports: dict[int, tuple[str, Report]] = {}  # by rank, the last one, as text and as what it says
+        self._reports: dict[int, tuple[str, RankStatus]] = {}  # by rank, the last one, as text and as what it says
         self._block_outcomes = BlockOutcomes(context, self.connection)
         self._entered_blocks: list[Block] = []  # that this rank is in, the innermost last
-        self._watcher: Watcher | None = None
+        self._watchdog: Watchdog | None = None
         self._spin = Spin()
         self._own_failures = NONE_FAILED  # on this rank
         self._last_failure_at = (0, 0)  # generation and call
@@ -116,7 +118,7 @@ class Calls:
             except Interrupted:
                 raise  # the block around it ends
             except BaseException as error:
-                cause = cause_of(error, self._watcher.reason if self._watcher else None)
+                cause = cause_of(error, self._watchdog.reason if self._watchdog else None)
                 failures = failures_in(cause, self.rank)
                 self._post_failure(call, failures)
                 if isinstance(error, Exception):
@@ -148,11 +150,11 @@ class Calls:
             function = f"{oldest.function}, for which nobody waited,"
             raise rank_error(function, self.world_size, rebuilt(oldest.failures))
 
-    def watch(self) -> Watcher:
+    def watch(self) -> Watchdog:
         """From now on free this rank from collectives that cannot end, and tell others where it stands."""
-        if self._watcher is None:
-            self._watcher = Watcher(self.context, self._progress, self._entered_blocks)
-        return self._watcher
+        if self._watchdog is None:
+            self._watchdog = Watchdog(self.context, self._progress, self._entered_blocks)
+        return self._watchdog
 
     @contextlib.contextmanager
     def nested(self, ranks: Sequence[int]) -> Iterator[None]:
@@ -179,10 +181,10 @@ class Calls:
             self._made.append(encode(CallMade(self._number, call.what, call.site)))
             self._made_text = ""
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> Position:
         if self.generation != self.context.generation:  # a task of a pool has begun, and made no call yet
-            return Progress(self.context.generation, 0, WAITING)
-        return Progress(self.generation, self._number, self._phase)
+            return Position(self.context.generation, 0, WAITING)
+        return Position(self.generation, self._number, self._phase)
 
     def _post(self, phase: int) -> None:
         self._phase = phase
@@ -190,7 +192,7 @@ class Calls:
             *earlier, last = self._made or ["null"]
             listed = ", ".join(earlier)
             self._made_text = f"{last}, {encode(f'[{listed}]')}"
-        # A Report as `encode` writes it; most of it is the same as before, and this is done at every call.
+        # A RankStatus as `encode` writes it; most of it is the same as before, and this is done at every call.
         progress = f"[{self.generation}, {self._number}, {phase}]"
         self.connection.set(self._report_key, f"[{progress}, {self._own_failures.made}, {self._made_text}]")
 
@@ -215,9 +217,9 @@ class Calls:
         self.connection.get(self._report_key)
 
     def _leave(self) -> None:
-        if self._watcher is not None:
-            self._watcher.stop()
-            self._watcher = None  # it refers to this
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None  # it refers to this
         with contextlib.suppress(RuntimeError):
             self._post(HAS_LEFT)
             self._flush()  # before this process ends
@@ -231,7 +233,7 @@ class Calls:
         for rank in range(self.world_size):
             with contextlib.suppress(RuntimeError):
                 while rank != self.rank and not self._liveness.is_dead(rank):
-                    report = self.connection.read(report_key(rank), Report)
+                    report = self.connection.read(report_key(rank), RankStatus)
                     if time.monotonic() > deadline or (report and report.progress.phase == HAS_LEFT):
                         break
                     time.sleep(POLL_MAX_S / 10)
@@ -239,12 +241,12 @@ class Calls:
 
     # What this rank learns.
 
-    def _report_of(self, rank: int) -> Report:
+    def _report_of(self, rank: int) -> RankStatus:
         """What ``rank`` says of itself in the present generation."""
         text = self.connection.get(report_key(rank)) or ""
         seen, report = self._reports.get(rank, ("", NO_REPORT))
         if text != seen:
-            report = decode(Report, report_key(rank), text)
+            report = decode(RankStatus, report_key(rank), text)
             self._reports[rank] = text, report
         return report if report.progress.generation >= self.context.generation else NO_REPORT
 
@@ -261,15 +263,15 @@ class Calls:
             self._await((self.rank - distance) % self.world_size, phase, wait)
             distance, phase = distance * 2, phase + 1
 
-    def _await(self, rank: int, phase: int, wait: Wait) -> Report:
+    def _await(self, rank: int, phase: int, wait: Wait) -> RankStatus:
         """Poll until ``rank`` is as far as ``phase`` of the present call.
 
         Polls, sleeping 5 % of the time waited so far: a thread blocked in the store would see neither Ctrl-C nor a
         death.
         """
-        goal = Progress(self.generation, self._number, phase)
+        goal = Position(self.generation, self._number, phase)
         needed = [rank] if phase == FINISHED else self._others  # in a barrier a rank waits, by way of others, for all
-        until, dead = Progress(self.generation, self._number, min(phase, FINISHED + 1)), list[int]()  # its beginning
+        until, dead = Position(self.generation, self._number, min(phase, FINISHED + 1)), list[int]()  # its beginning
         start, polls, has_told, warn_after_s = time.monotonic(), 0, False, wait.warn_after_s or WARN_AFTER_S
         self.connection.answer_by = wait.deadline
         self._spin.offer_core()  # where ranks share cores, it may be the one that is waited for who needs this one
@@ -307,21 +309,21 @@ class Calls:
                     self._warn(self._missing(needed, until), wait.call, waited)
         finally:
             self.connection.answer_by = None
-            if self._watcher is not None:
-                self._watcher.waits = None
+            if self._watchdog is not None:
+                self._watchdog.waits = None
 
-    def _tell(self, wait: Wait, ranks: Sequence[int], until: Progress) -> None:
+    def _tell(self, wait: Wait, ranks: Sequence[int], until: Position) -> None:
         """Let the others know that this rank waits, and for whom."""
         if self._phase == WAITING:
             self._post(WAITING)  # one that waits for this rank, in another call, sees that
-        if wait.says and self._watcher is not None:
-            self._watcher.waits = Waits(f"{wait.says} {wait.call}", tuple(ranks), until)
+        if wait.says and self._watchdog is not None:
+            self._watchdog.waits = Waits(f"{wait.says} {wait.call}", tuple(ranks), until)
 
-    def _missing(self, ranks: Sequence[int], until: Progress) -> list[int]:
+    def _missing(self, ranks: Sequence[int], until: Position) -> list[int]:
         return [rank for rank in ranks if self._report_of(rank).progress < until]
 
     def _where(self, rank: int) -> str:
-        """Where another rank stands: as its watcher tells, or else as far as it has told itself."""
+        """Where another rank stands: as its watchdog tells, or else as far as it has told itself."""
         standing = self.connection.read(standing_key(rank), Standing)
         where = standing.where if standing else self._report_of(rank).describe()
         return f"is stopped by a signal, and {where}" if self._liveness.is_stopped(rank) else where
@@ -335,8 +337,8 @@ class Calls:
             logger.warning("Rank %d has waited %.0f s in %s for %s. %s%s", self.rank, waited, *place)
 
     @property
-    def _end_of_barrier(self) -> Progress:
-        return Progress(self.generation, self._number, FINISHED + (self.world_size - 1).bit_length())
+    def _end_of_barrier(self) -> Position:
+        return Position(self.generation, self._number, FINISHED + (self.world_size - 1).bit_length())
 
     def _raise_if_block_failed(self) -> None:
         """Raise again in a block that this rank was to leave: user code has caught what was raised, and gone on."""
@@ -349,7 +351,7 @@ class Calls:
             self._entered_blocks[-1].must_leave = True
             raise Interrupted
 
-    def _check_same_call(self, rank: int, report: Report, call: Call) -> None:
+    def _check_same_call(self, rank: int, report: RankStatus, call: Call) -> None:
         """Raise if ``rank`` makes, or made, another call under the number of the present one."""
         if report.progress.call < self._number:
             return
@@ -379,7 +381,7 @@ class Calls:
         errors = exceptions_in(failures)
         silent = {rank: error for rank, error in errors.items() if isinstance(error, RankTimeoutError)}
         if silent and next(iter(errors)) in silent:
-            # See `Watcher`: each ends with the stack of its rank. The first one is told as a whole.
+            # See `Watchdog`: each ends with the stack of its rank. The first one is told as a whole.
             stacks = {rank: str(error).rpartition("\n\n")[2] for rank, error in silent.items()}
             _, *others = dict.fromkeys(stacks.values())
             text = "\n\n".join([str(next(iter(silent.values()))), *others])

@@ -26,7 +26,7 @@ from ..devices import accelerators, current_index, device_of_rank
 from .environment import Launch, detect_launch
 from .group import Group
 from .sockets import at_ports, bottom
-from .store import Connection, Member, RankZero, clone_store, host_identity, member_key
+from .store import Member, RankZero, StoreClient, clone_store, host_identity, member_key
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 LOST_AFTER = timedelta(seconds=60)
@@ -50,7 +50,7 @@ class RankContext:
     generation: int = 0
     ends_by_exception: bool = False  # this process, by one that nobody has caught
     on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    connections: list[Connection] = field(default_factory=list)  # to the store, of all threads
+    connections: list[StoreClient] = field(default_factory=list)  # to the store, of all threads
 
     def __post_init__(self) -> None:
         self.rank, self.world_size, self._pid = self.world.rank, self.world.world_size, os.getpid()
@@ -67,17 +67,17 @@ class RankContext:
         return store
 
     @functools.cached_property
-    def connection(self) -> Connection:
+    def connection(self) -> StoreClient:
         """The main thread's connection to the store."""
         return self._connection(self.store)
 
-    def connect(self) -> Connection:
+    def connect(self) -> StoreClient:
         """Another connection to the store, for another thread."""
         store, _ = clone_store(self.store, self.unanswered_s)
         return self._connection(store)
 
-    def _connection(self, store: dist.Store) -> Connection:
-        self.connections.append(Connection(store, self.rank, self.world_size, self.store_host, self.rank_0))
+    def _connection(self, store: dist.Store) -> StoreClient:
+        self.connections.append(StoreClient(store, self.rank, self.world_size, self.store_host, self.rank_0))
         return self.connections[-1]
 
     @property
@@ -129,19 +129,7 @@ def _let_go_of_connections() -> None:
 
 
 def current_world() -> World:
-    """Who this process is now.
-
-    Asks and starts nothing: in a process that a launcher started, before `initialize_ddp`, it tells what the launcher
-    said, with ``distributed`` False.
-
-    Raises:
-        LaunchError: the launch environment is half set.
-
-    Example::
-
-        >>> current_world().is_main
-        True
-    """
+    """Return who this process is now, as `nn_parallel.current_world` does."""
     if context := rank_context():
         return context.current()
     if launch := detect_launch(os.environ):

@@ -7,7 +7,7 @@ another rank never enters the collective that this rank is stuck in
 - if it has entered another collective, or one with another root, under the same number of the same process group;
 - if it is stuck in a collective of another group that this rank has not entered.
 
-Each watcher writes into the store where its rank stands (`Standing`), and that of a rank that is stuck compares. What
+Each watchdog writes into the store where its rank stands (`Standing`), and that of a rank that is stuck compares. What
 is written may be old: it serves as long as it tells of what has been entered, and of a wait that only this rank can
 end. Where something is not known for certain, nothing is said.
 """
@@ -18,13 +18,15 @@ from collections.abc import Mapping, Sequence
 
 from .context import RankContext
 from .flight_recorder import Collective, entered
-from .main_thread import Position, Rooted
-from .records import Entered, Progress, Standing, Waits
+from .main_thread import MainThreadPosition, Rooted
+from .records import Entered, Position, Standing, Waits
 
 LAST_COLLECTIVES = 16  # that a rank tells of, of each group
 
 
-def standing(context: RankContext, waits: Waits | None, stands: Position, last: Sequence[Collective]) -> Standing:
+def standing(
+    context: RankContext, waits: Waits | None, stands: MainThreadPosition, last: Sequence[Collective]
+) -> Standing:
     """Where this rank stands, which ``waits``, or is stuck in some of the ``last`` collectives, or goes on.
 
     That was read before: what this rank enters meanwhile makes the counts too high, which hides a standstill until the
@@ -46,7 +48,7 @@ def with_root(last: Sequence[Collective], waits_in: Rooted | None) -> list[Colle
 
 def why_never(
     me: int,
-    progress: Progress,
+    progress: Position,
     makes_group: bool,
     last: Sequence[Collective],
     mine: Standing,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ...errors import TransferError
 from ..pickling import Packed, loads
-from .membership import initialize_ddp
+from .membership import initialize
 
 
 def broadcast_packed(packed: Packed | None, src: int) -> Any:
@@ -17,7 +17,7 @@ def broadcast_packed(packed: Packed | None, src: int) -> Any:
     Raises:
         TransferError: it cannot be unpickled here.
     """
-    initialize_ddp()
+    initialize()
     box = [_sendable(packed) if packed is not None else None]
     dist.broadcast_object_list(box, src=src)
     return _rebuilt(box[0], src) if packed is None else None
@@ -29,7 +29,7 @@ def all_gather_packed(packed: Packed, group: dist.ProcessGroup | None = None) ->
     Raises:
         TransferError: one of them cannot be unpickled here.
     """
-    initialize_ddp()
+    initialize()
     ranks = ranks_of(group)
     boxes: list[Any] = [None] * len(ranks)
     dist.all_gather_object(boxes, _sendable(packed), group=group)

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...errors import LaunchError, summary
+from ...errors import LaunchError
 from ...world import World
 from ..devices import hardware_id, synchronize_in_thread
+from ..failures import summary
 from . import nccl
 from .flight_recorder import next_group_id, progress
-from .sockets import bottom, card_to_other_nodes, connected_at, duplicate, still_open
+from .sockets import bottom, connected_at, duplicate, interface_to_other_nodes, still_open
 from .store import clone_store, host_identity, store_barrier
 
 # `torch.distributed.nn.functional`, which optimizers import, keeps the default group that there is at its first import,
@@ -191,7 +192,7 @@ class Group:
         closing to gloo. A descriptor is touched only while it is still the same socket (its inode), and never a
         listening one, whose loss ends the process.
 
-        Only the reading is ended, so a peer is not freed by this: its own watcher frees it. A duplicate keeps the
+        Only the reading is ended, so a peer is not freed by this: its own watchdog frees it. A duplicate keeps the
         connection open until all ranks are out of the group: where gloo's write fails before gloo has seen the end of
         the connection, it never wakes the one who waits for that write (`Pair::signalException` passes over unbound
         buffers that are being sent), and a peer may only now begin to write.
@@ -274,9 +275,9 @@ class Group:
         is_watched = self._world.device.type == "cuda" and threading.current_thread() is threading.main_thread()
         new = nccl.settings(os.environ) if is_watched else {}
         if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-            card = "lo" if self._unanswered_s is None else card_to_other_nodes(self._store_sockets)
-            if card is not None:
-                new["GLOO_SOCKET_IFNAME"] = card
+            interface = "lo" if self._unanswered_s is None else interface_to_other_nodes(self._store_sockets)
+            if interface is not None:
+                new["GLOO_SOCKET_IFNAME"] = interface
         for name, value in new.items():
             self._on_release.callback(_put_back, name, os.environ.get(name))
             os.environ[name] = value

@@ -21,11 +21,12 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...errors import ParallelError, WorkerDiedError, summary
+from ...errors import ParallelError, WorkerDiedError
 from ..descendants import is_stopped
+from ..failures import summary
 from .context import RankContext
 from .sockets import LISTEN_BACKLOG, connected_since, end_connections, end_if_unanswered
-from .store import LOST_KEY, SERVER_KEY, Connection, Member, host_identity, member_key
+from .store import LOST_KEY, SERVER_KEY, Member, StoreClient, host_identity, member_key
 
 GUARD_EVERY_S, ANSWER_MARGIN_S = 0.25, 0.5  # see `StoreGuard`
 ASK_EVERY_S = 0.1  # who is gone, or where one lives who has not said so
@@ -53,7 +54,7 @@ class ServerAddress(NamedTuple):
 class Liveness:
     """What one thread knows of who is dead."""
 
-    def __init__(self, context: RankContext, connection: Connection) -> None:
+    def __init__(self, context: RankContext, connection: StoreClient) -> None:
         self._context, self._connection = context, connection
         self._members: dict[int, Member] = {}
         self._look_up_at = dict.fromkeys(range(context.world_size), 0.0)

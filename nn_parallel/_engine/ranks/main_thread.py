@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...errors import PACKAGE_FOLDER
 from ..stack_dump import main_frame
+from ..tracebacks import PACKAGE_FOLDER
 from .group import Group
 from .records import site_of
 
@@ -25,7 +25,7 @@ class Rooted(NamedTuple):
     group_root: int  # the rank of the root in that group
 
 
-class Position(NamedTuple):
+class MainThreadPosition(NamedTuple):
     """Where the main thread stands."""
 
     function: str | None  # of torch.distributed, or initialize_ddp, that it is in
@@ -40,7 +40,7 @@ class Position(NamedTuple):
         return f"at {self.site}" if function.startswith("<") else f"in {function}() at {self.site}"
 
 
-def position() -> Position:
+def position() -> MainThreadPosition:
     """Where the main thread stands now."""
     frame = innermost = main_frame()
     function, makes_group, waits_in = None, False, None
@@ -52,7 +52,9 @@ def position() -> Position:
             function = frame.f_code.co_name
         frame = frame.f_back
     site, caller = (site_of(frame), frame.f_code.co_name) if frame else ("an unknown place", "<unknown>")
-    return Position(function, site, caller, innermost is not None and _may_wait(innermost), makes_group, waits_in)
+    return MainThreadPosition(
+        function, site, caller, innermost is not None and _may_wait(innermost), makes_group, waits_in
+    )
 
 
 def stack() -> str:

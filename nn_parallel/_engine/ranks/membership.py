@@ -1,4 +1,4 @@
-"""`initialize_ddp` and `cleanup_ddp`: from a launch to a store, from the store to a process group, and back."""
+"""The membership of this process in a world: from a launch to a store, from the store to a process group, and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 from ...errors import LaunchError
 from ...world import World
-from ..devices import named_device, resolve_device
+from ..devices import existing_device, named_device
 from .blocks import blocks_of
 from .context import DEFAULT_TIMEOUT, RankContext, current_world, join, rank_context, world_of
 from .environment import Launch, detect_launch, with_arguments
@@ -31,8 +31,8 @@ EXIT_WITHIN_S = 60.0  # for what is under way on accelerators to end
 logger = logging.getLogger("nn_parallel")
 
 
-def initialize_ddp(
-    timeout: timedelta | float | None = None,
+def initialize(
+    timeout_s: float | None = None,
     *,
     backend: str | None = None,
     device: torch.device | str | None = None,
@@ -43,44 +43,9 @@ def initialize_ddp(
     master_port: int | None = None,
     fallback: bool = False,
 ) -> World:
-    """Join the ranks that were started together, and connect them by a process group.
-
-    Works however this process was started: by torchrun, ``srun``, ``mpirun`` (Open MPI, MPICH, Intel MPI, MVAPICH2) or
-    ``jsrun``; with the ``env://`` variables or explicit arguments; as a rank of `ParallelExecutor.run`; or alone, where
-    it makes no group and returns the world of one rank. Call it as often as you like: it returns the same world, and
-    makes the group again after a failure has closed it. A process that a rank starts with its own variables, as the
-    workers of a `DataLoader` are, gets the world of that rank and joins nothing.
-
-    Args:
-        timeout: seconds (or a timedelta) for the ranks to find each other and for each collective; 60 minutes if None.
-        backend: of torch.distributed. If None: ``"gloo"`` on CPU, gloo for CPU tensors and the accelerator's own
-            backend for its tensors otherwise.
-        device: of this rank. If None or ``"cuda"``: the accelerator of the local rank, or the CPU where there is none;
-            no two ranks then get the same one. With a number they may share one: NCCL refuses that, so all collectives
-            then go by gloo, unless ``backend`` says otherwise. It becomes the current device.
-        rank: of this process; it wins over the environment, as the next four do.
-        world_size: how many ranks there are.
-        local_rank: of this process among those of its node.
-        master_addr: the host of rank 0.
-        master_port: the port where rank 0 listens.
-        fallback: where the environment is broken, warn and go on alone instead of raising.
-
-    Returns:
-        `World`, which unpacks as ``distributed, rank, local_rank, world_size, device``.
-
-    Raises:
-        LaunchError: the environment is half set or contradicts itself, the port is in use, a rank did not come within
-            ``timeout``, or there are fewer accelerators than ranks. The message says what to set.
-
-    Example::
-
-        distributed, rank, local_rank, world_size, device = initialize_ddp()
-        model = MyModel().to(device)
-        if distributed:
-            model = DistributedDataParallel(model)
-    """
-    limit_s, context = as_seconds(timeout), rank_context()
-    limit = None if limit_s is None else timedelta(seconds=limit_s)
+    """Join the ranks that were started together, as `nn_parallel.initialize_ddp` does."""
+    context = rank_context()
+    limit = None if timeout_s is None else timedelta(seconds=timeout_s)
     try:
         if context is None:
             environ = with_arguments(
@@ -116,17 +81,14 @@ def initialize_ddp(
     except LaunchError as error:
         if not fallback:
             raise
-        cleanup_ddp()
-        warnings.warn(f"Running alone, not distributed. {error}", stacklevel=2)
+        clean_up()
+        warnings.warn(f"Running alone, not distributed. {error}", stacklevel=3)
         return _alone(device or "cpu")
     return context.current()
 
 
-def cleanup_ddp() -> None:
-    """Leave the world that `initialize_ddp` joined and close its process group. Harmless when there is none.
-
-    Runs by itself at the end of the program. Inside `ParallelExecutor.run` it closes the group; the rank stays a rank.
-    """
+def clean_up() -> None:
+    """Leave the world that `initialize` joined, as `nn_parallel.cleanup_ddp` does."""
     _leave(abort=sys.exc_info()[1] is not None)  # then what is under way may never end
 
 
@@ -150,7 +112,7 @@ def _leave(*, abort: bool, within_s: float = math.inf) -> None:
 
 def _alone(device: torch.device | str) -> World:
     """The world of one rank from now on, with this device."""
-    world = World(False, 0, 0, 1, resolve_device(device))
+    world = World(False, 0, 0, 1, existing_device(device))
     if named_device(device) is not None and world.device.index is not None:
         torch.accelerator.set_device_index(world.device.index)
     join(RankContext(world))
@@ -185,33 +147,10 @@ def join_launched_world() -> RankContext | None:
     if context is None and launch is None:
         _warn_of_others()
     if launch is not None and not _is_started_by_rank(launch):
-        world = initialize_ddp()
+        world = initialize()
         logger.info("initialize_ddp() was called for you: rank %d of %d (%s).", *world[1:4:2], world.launcher)
         context = rank_context()
     return None if context is None or context.open_store is None or context.is_inherited else context
-
-
-def should_use_distributed(flag: bool | None = None) -> bool:
-    """Whether to train distributed.
-
-    Args:
-        flag: False: no. None: what the environment says, yes if several ranks were started together. True: yes if it is
-            possible at all, also with a single launched rank; if it is not, a warning says so.
-
-    Example::
-
-        >>> should_use_distributed(False)
-        False
-    """
-    if flag is False:
-        return False
-    world = current_world()
-    if flag is None:
-        return world.world_size > 1
-    possible = world.launcher != "none"
-    if not possible:
-        warnings.warn("No launcher started this process, so it runs alone: start it with torchrun.", stacklevel=2)
-    return possible
 
 
 def as_seconds(timeout: timedelta | float | None) -> float | None:

@@ -3,7 +3,7 @@
 A collective of NCCL is a kernel that waits on the GPU for the other ranks. The program goes on, and waits in whatever
 needs a result, as ``loss.item()``: no exception is raised there, whatever becomes of the collective. Torch's own remedy
 is a thread that watches the collectives and ends the process. Here ranks go on after a failure, so that thread only
-notes what it sees, the watcher of the rank asks for it (`error_of`), and it is raised in the main thread.
+notes what it sees, the watchdog of the rank asks for it (`error_of`), and it is raised in the main thread.
 
 What frees a GPU is the abort of the group. The kernels then return, and what they leave behind is wrong: so the main
 thread is always interrupted first. Abort waits until the kernels of its own group have ended, and these may wait for
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ..devices import synchronize_in_thread
 from .flight_recorder import progress
 
-UNINTERRUPTED = True  # see signals
+UNINTERRUPTED = True  # see interrupts
 # The thread that watches neither aborts collectives nor ends the process, and waits for nobody before it goes on; and
 # nobody watches that thread.
 SETTINGS = {

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...errors import Failure, ParallelError
+from ...errors import ParallelError
+from ..failures import Failure
 from .context import RankContext
-from .records import FINISHED, NONE_FAILED, BlockOutcome, FailedCall, FailedCalls, Progress, Report
-from .store import Connection, decode, encode, ended_key, failures_key
+from .records import FINISHED, NONE_FAILED, BlockOutcome, FailedCall, FailedCalls, Position, RankStatus
+from .store import StoreClient, decode, encode, ended_key, failures_key
 
 FAILURES_KEPT = 64  # of each rank, in the store
 
@@ -30,7 +31,7 @@ class CallFailures:
         """This rank goes on without waiting for the end of a call on ``rank``: a later call looks for its failure."""
         self._not_awaited[rank] = number
 
-    def late(self, number: int, report_of: Callable[[int], Report]) -> list[FailedCall]:
+    def late(self, number: int, report_of: Callable[[int], RankStatus]) -> list[FailedCall]:
         """Of the calls up to ``number`` that were not awaited: the failures known by now. Who raises one removes it."""
         generation = self._context.generation
         for rank, last in list(self._not_awaited.items()):
@@ -40,11 +41,11 @@ class CallFailures:
                 if is_new and not each.wait:
                     self._late.append(each)
                     self._last_late[rank] = each.number
-            if last <= number and report.progress >= Progress(generation, last, FINISHED):
+            if last <= number and report.progress >= Position(generation, last, FINISHED):
                 del self._not_awaited[rank]
         return self._late
 
-    def of(self, rank: int, report: Report, number: int) -> dict[int, Failure]:
+    def of(self, rank: int, report: RankStatus, number: int) -> dict[int, Failure]:
         """What ``rank`` reports of call ``number`` of this generation.
 
         Raises:
@@ -61,7 +62,7 @@ class CallFailures:
             )
         return {}
 
-    def _read(self, rank: int, report: Report) -> FailedCalls:
+    def _read(self, rank: int, report: RankStatus) -> FailedCalls:
         """The last failures of ``rank``, from the store if it reports more than are known here."""
         failed = self._failed.get(rank, NONE_FAILED)
         if report.failures > failed.made:
@@ -77,7 +78,7 @@ class BlockOutcomes:
     generation.
     """
 
-    def __init__(self, context: RankContext, connection: Connection) -> None:
+    def __init__(self, context: RankContext, connection: StoreClient) -> None:
         self._context, self._connection = context, connection
 
     def failure_of(self, number: int) -> BlockOutcome | None:

@@ -1,4 +1,4 @@
-"""What ranks tell each other of calls and blocks. Under which keys: see launch/store.py."""
+"""What ranks tell each other of calls and blocks. Under which keys: see `store`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...errors import (
-    PACKAGE_FOLDER,
-    ExecutorClosedError,
-    Failure,
-    LaunchError,
-    ParallelError,
-    RankTimeoutError,
-    TransferError,
-    WorkerDiedError,
-    qualified_name,
-    rank_names,
-)
+from ...errors import ExecutorClosedError, LaunchError, ParallelError, RankTimeoutError, TransferError, WorkerDiedError
+from ..failures import Failure, qualified_name, rank_names
+from ..tracebacks import PACKAGE_FOLDER
 from .store import decode
 
 # How far a rank is within a call. FINISHED + 1, + 2, ... are the rounds of a barrier.
@@ -47,7 +38,7 @@ class Call(NamedTuple):
         return f"{self.function} on {rank_names(self.ranks)}"
 
 
-class Progress(NamedTuple):
+class Position(NamedTuple):
     """How far a rank has got; ``a >= b`` means at least as far."""
 
     generation: int
@@ -63,10 +54,10 @@ class CallMade(NamedTuple):
     site: str
 
 
-class Report(NamedTuple):
+class RankStatus(NamedTuple):
     """What a rank says of itself."""
 
-    progress: Progress
+    progress: Position
     failures: int  # how many of its calls have failed, in all generations
     last: CallMade | None = None
     earlier: str = "[]"  # the calls before it, as `encode` writes them: not each reader decodes them
@@ -85,7 +76,7 @@ class Report(NamedTuple):
         return f"has made {self.progress.call} such calls, the last one {self.last.what} at {self.last.site}"
 
 
-NO_REPORT = Report(Progress(-1, -1, WAITING), 0)
+NO_REPORT = RankStatus(Position(-1, -1, WAITING), 0)
 
 
 class FailedCall(NamedTuple):
@@ -126,7 +117,7 @@ class Waits(NamedTuple):
 
     where: str  # for a person to read
     ranks: tuple[int, ...]
-    until: Progress
+    until: Position
 
 
 class Entered(NamedTuple):
@@ -144,7 +135,7 @@ class Entered(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """Where a rank stands, as its watcher tells: it waits in a call, is stuck in collectives, or goes on."""
+    """Where a rank stands, as its watchdog tells: it waits in a call, is stuck in collectives, or goes on."""
 
     where: str  # for a person to read
     entered: dict[str, int]  # by process group, the most collectives that it can have entered

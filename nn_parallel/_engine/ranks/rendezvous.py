@@ -15,7 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ...errors import LaunchError, summary
+from ...errors import LaunchError
+from ..failures import summary
 from ..interrupts import DeferredSignals
 from ..polling import looks
 from ..stack_dump import offer_stack

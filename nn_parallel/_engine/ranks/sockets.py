@@ -146,11 +146,11 @@ def loopback(preferred: str = "127.0.0.1") -> str:
     return "127.0.0.1" if ":" in preferred else "::1"
 
 
-def card_to_other_nodes(connections: dict[int, int]) -> str | None:
-    """The network card through which other nodes reach this one, which has these ``connections`` to them.
+def interface_to_other_nodes(connections: dict[int, int]) -> str | None:
+    """The network interface through which other nodes reach this one, which has these ``connections`` to them.
 
     None where the host name tells, at whose address gloo listens; on many machines that is one of the loopback. None
-    also where there are several cards, and no connection shows which.
+    also where there are several interfaces, and no connection shows which.
     """
     with contextlib.suppress(OSError):
         if not is_loopback(str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])):
@@ -159,13 +159,13 @@ def card_to_other_nodes(connections: dict[int, int]) -> str | None:
     for connection in still_open(connections):
         with connection:
             own.add(connection.getsockname()[0].removeprefix("::ffff:"))
-    cards = {name: addresses for name, addresses in _cards() if not any(map(is_loopback, addresses))}
-    used = [name for name, addresses in cards.items() if addresses & own] or list(cards)
+    interfaces = {name: addresses for name, addresses in _interfaces() if not any(map(is_loopback, addresses))}
+    used = [name for name, addresses in interfaces.items() if addresses & own] or list(interfaces)
     return used[0] if len(used) == 1 else None
 
 
-def _cards() -> Iterator[tuple[str, set[str]]]:
-    """The network cards of this machine that have addresses, and these."""
+def _interfaces() -> Iterator[tuple[str, set[str]]]:
+    """The network interfaces of this machine that have addresses, and these."""
     of_ipv6 = list[list[str]]()
     with contextlib.suppress(OSError):  # the kernel has no IPv6
         of_ipv6 = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]

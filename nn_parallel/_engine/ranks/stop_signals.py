@@ -17,8 +17,7 @@ from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 from ...errors import ParallelError
-from .blocks import Blocks, blocks_of
-from .membership import join_launched_world
+from .blocks import Blocks
 from .store import STOP_KEY, decode, encode, stops_key
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # of SLURM, clouds and launchers; each would end the process
@@ -41,37 +40,6 @@ class AsksRanks(Protocol):
     def ask_to_stop(self) -> None: ...
 
 
-def stop_requested() -> bool:
-    """Return whether this job has been asked to stop: the same on all ranks, at the same step. Every rank calls it.
-
-    It is asked by SIGTERM, SIGUSR1 or SIGUSR2, to one rank or to all: by SLURM when a job is preempted, and before its
-    time limit with ``--signal=USR1@120``; by a cloud that takes a machine back; by torchrun, when it is ended itself.
-    From the first call on these signals do not end the process any more, however many come. A handler that the program
-    has set is called too. In the script that made a pool, one call before `ParallelExecutor.run` has the ranks of the
-    pool asked as well, by a signal to the script.
-
-    SLURM sends the signals to every process of a job. The workers of prepared loaders ignore them, so that the rank can
-    go on to the next step; other forks of this process ignore SIGUSR1 and SIGUSR2.
-
-    Costs one round trip to the store, no collective.
-
-    Raises:
-        ParallelError: the first call is not in the main thread, where alone Python handles signals; or it is inside the
-            body of a function of some ranks.
-
-    Example::
-
-        for x, y in loader:
-            train_step(x, y)
-            if stop_requested():
-                save_checkpoint("last.pt", model=model, optimizer=optimizer, loader=loader)
-                sys.exit(os.EX_TEMPFAIL)  # 75: start this again
-    """
-    _listen()
-    here = blocks_of(join_launched_world())
-    return is_asked() if here is None else _is_reached(here)
-
-
 def is_asked() -> bool:
     """Whether this process has been asked to stop."""
     return _received is not None
@@ -92,7 +60,8 @@ def pass_on_to(ranks: AsksRanks) -> None:
         ranks.ask_to_stop()
 
 
-def _is_reached(here: Blocks) -> bool:
+def is_reached(here: Blocks) -> bool:
+    """Return whether the ranks stop at this call of `stop_requested`."""
     here.raise_if_nested("stop_requested()")
     here.stop_calls += 1
     mine, connection = StopCall(here.generation, here.stop_calls), here.connection
@@ -111,7 +80,8 @@ def _is_reached(here: Blocks) -> bool:
     return False
 
 
-def _listen() -> None:
+def listen() -> None:
+    """Have `SIGNALS` ask this process to stop, from now on; only the first call has work to do."""
     if _handlers_before:
         return
     if threading.current_thread() is not threading.main_thread():
@@ -153,7 +123,7 @@ def _begin_in_fork() -> None:
     """In a fork, which nobody asks to stop: SIGTERM ends it as before, the other signals are for the rank.
 
     SLURM sends them to every process of a job step. SIGTERM is also what ends a fork that is not needed any more, and a
-    handler cannot know who has sent it. For the workers of a prepared loader see `training.loader_workers`.
+    handler cannot know who has sent it. The workers of a prepared loader: see `training._loader_workers`.
     """
     if not _handlers_before:
         return

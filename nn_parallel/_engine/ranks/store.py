@@ -8,12 +8,12 @@ when it is deleted, so their number does not grow::
 
     key           record         written by                             read by
     member/R      Member         R, when it connects to the store       all: where R lives
-    report/R      Report         R, as it makes its calls               whoever waits for R
+    report/R      RankStatus     R, as it makes its calls               whoever waits for R
     failures/R    FailedCalls    R, when a call of it fails             whoever waits for R
-    ended/G       BlockOutcome   the first rank that leaves a block of  all, and all their watchers; deleted by rank 0
+    ended/G       BlockOutcome   the first rank that leaves a block of  all, and all their watchdogs; deleted by rank 0
                                  G, or fails in it: see BlockOutcomes   when all have left a block of a later one
-    left          text           a rank that is through a timed block   the watchers of those that are not
-    standing/R    Standing       the watcher of R, twice a second if    the watchers of ranks that are stuck, and ranks
+    left          text           a rank that is through a timed block   the watchdogs of those that are not
+    standing/R    Standing       the watchdog of R, twice a second if   the watchdogs of ranks that are stuck, and ranks
                                  there is anything new                  that have waited for long
     stop          StopCall       the first rank that is asked to stop,  all, when they call `stop_requested`
                                  or a pool's script; then whoever
@@ -27,7 +27,7 @@ when it is deleted, so their number does not grow::
     uncaught      Uncaught       the first rank that ends by an         the others, when they lose the connection and
                                  exception outside all blocks           end by that
     refusal       text           a rank that cannot take part           all, as they join
-    intruder      text           who comes as a rank that is there      the watcher of rank 0, which warns
+    intruder      text           who comes as a rank that is there      the watchdog of rank 0, which warns
     arrived       counter        all ranks at a barrier, under its own  all at this barrier
     arrived/R     counter        prefix                                 whoever has waited for long
     groupG.n/...  torch's, ours  torch, as it makes the n-th group of   torch; deleted by rank 0 when the next group
@@ -54,8 +54,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ...errors import LaunchError, ParallelError, RankTimeoutError, WorkerDiedError, rank_error, summary
+from ...errors import LaunchError, ParallelError, RankTimeoutError, WorkerDiedError
 from ...world import World
+from ..failures import rank_error, summary
 from ..polling import looks
 from .sockets import bottom, connected_since, end_if_unanswered, open_sockets, still_open
 
@@ -95,7 +96,7 @@ class RankZero:
     silence: str = ""  # what is told of it if the store in its process has not answered in time
 
 
-class Connection:
+class StoreClient:
     """A connection to the store, for one thread: it serves one request at a time."""
 
     def __init__(

@@ -10,8 +10,10 @@ import sys
 from types import TracebackType
 from typing import NamedTuple
 
-from ...errors import RankError, collective_timed_out, format_traceback
+from ...errors import RankError
+from ..failures import collective_timed_out
 from ..polling import looks
+from ..tracebacks import format_traceback
 from .context import RankContext
 from .liveness import Liveness
 from .store import LOOKS, UNCAUGHT_KEY, decode, encode

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...errors import ParallelError, RankTimeoutError, collective_timed_out, lost_connection
+from ...errors import ParallelError, RankTimeoutError
 from ..devices import synchronize
+from ..failures import collective_timed_out, lost_connection
 from ..interrupts import (
     CancelScope,
     Condition,
@@ -34,14 +35,14 @@ from .context import RankContext
 from .deadlock import standing, why_never, with_root
 from .flight_recorder import Collective
 from .liveness import OUT_OF_REACH, Liveness
-from .main_thread import Position, position, stack
+from .main_thread import MainThreadPosition, position, stack
 from .outcomes import BlockOutcomes
-from .records import HAS_LEFT, Call, Progress, Report, Standing, Waits
-from .store import INTRUDER_KEY, LEFT_KEY, Connection, report_key, standing_key
+from .records import HAS_LEFT, Call, Position, RankStatus, Standing, Waits
+from .store import INTRUDER_KEY, LEFT_KEY, StoreClient, report_key, standing_key
 
 logger = logging.getLogger("nn_parallel")
 
-UNINTERRUPTED = True  # see signals
+UNINTERRUPTED = True  # see interrupts
 # How long to sleep between two looks: a share of the time waited so far, within these bounds.
 POLL_SHARE, POLL_MIN_S, POLL_MAX_S = 0.05, 5e-5, 0.02
 STOP_WITHIN_S = 1.0
@@ -69,10 +70,10 @@ class Block:
         return None if self.timeout_s is None or self.began is None else self.began + self.timeout_s
 
 
-class Watcher:
+class Watchdog:
     """Looks for what ends the innermost block, while this rank may be stuck in it."""
 
-    def __init__(self, context: RankContext, progress: Callable[[], Progress], blocks: list[Block]) -> None:
+    def __init__(self, context: RankContext, progress: Callable[[], Position], blocks: list[Block]) -> None:
         """``progress`` tells how far this rank has got; in ``blocks`` it is, the innermost last."""
         self._context, self._progress = context, progress
         self._connection = context.connect()
@@ -93,7 +94,7 @@ class Watcher:
         self._reason: Exception | None = None  # see `reason`
         self._on_cpu = context.world.device.type == "cpu"
         self._can_raise = not self._on_cpu and stay_ready(context.on_leave)  # outside all blocks
-        self._thread = threading.Thread(target=self._loop, name="nn_parallel watcher", daemon=True)
+        self._thread = threading.Thread(target=self._loop, name="nn_parallel watchdog", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
@@ -293,14 +294,14 @@ class Watcher:
             if self._context.group.is_gloo_alone():
                 self._context.group.abort(times_closed)
 
-    def _loss(self, stands: Position, last: list[Collective]) -> ParallelError | None:
+    def _loss(self, stands: MainThreadPosition, last: list[Collective]) -> ParallelError | None:
         """The error of this rank, if one that it is stuck with is on a node that does not answer any more."""
         if lost := self._liveness.out_of_reach(sorted(self._partners(last))):
             return self._never(stands, self._liveness.death(lost[0]))
         return None
 
     def _deadlock(
-        self, progress: Progress, stands: Position, last: list[Collective], mine: Standing
+        self, progress: Position, stands: MainThreadPosition, last: list[Collective], mine: Standing
     ) -> ParallelError | None:
         """The error of this rank, which is stuck, if that cannot end; None if there is no telling."""
         partners = self._partners(last)
@@ -315,7 +316,7 @@ class Watcher:
         members = {rank for each in last if not each.is_over for rank in each.members}
         return (members or set(range(self._context.world_size))) - {self._context.rank}
 
-    def _never(self, stands: Position, why: object) -> ParallelError:
+    def _never(self, stands: MainThreadPosition, why: object) -> ParallelError:
         return ParallelError(f"Rank {self._context.rank} is {stands}, which can never end: {why}")
 
     def _said_by(self, ranks: set[int]) -> dict[int, Standing]:
@@ -323,7 +324,7 @@ class Watcher:
         said = {rank: self._connection.read(standing_key(rank), Standing) for rank in ranks}
         return {rank: theirs for rank, theirs in said.items() if theirs is not None}
 
-    def _last_collectives(self, waits: Waits | None, stands: Position) -> list[Collective]:
+    def _last_collectives(self, waits: Waits | None, stands: MainThreadPosition) -> list[Collective]:
         """The last ones that this rank has entered, if it has not moved since it looked last; none if it goes on."""
         first_id = self._context.group.first_id
         state = under_way, _ = flight_recorder.progress(first_id), waits
@@ -337,9 +338,9 @@ class Watcher:
         return []
 
 
-def has_left(connection: Connection, rank: int) -> bool:
+def has_left(connection: StoreClient, rank: int) -> bool:
     """Return whether ``rank`` has left the others as it should: it has no part in a failure."""
-    report = connection.read(report_key(rank), Report)
+    report = connection.read(report_key(rank), RankStatus)
     return report is not None and report.progress.phase == HAS_LEFT
 
 

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from ..._version import __version__
-from ...errors import LaunchError, WorkerDiedError, format_traceback, rank_names
-from ..by_value.namespaces import set_surroundings
+from ...errors import LaunchError, WorkerDiedError
+from ..by_value.namespaces import set_process_environment
 from ..by_value.packer import PackedCall, Packer
 from ..by_value.reducer import Handle
 from ..devices import accelerators
+from ..failures import rank_names
 from ..pool.channel import Payload, Received
 from ..pool.forkserver import PR_SET_PDEATHSIG
 from ..pool.pool import Pool
@@ -32,6 +33,7 @@ from ..pool.processes import Settings
 from ..pool.tasks import Answer, Item, Mapped, Run
 from ..pool.worker import CANCELLED, FAILED
 from ..ranks.stop_signals import ask_to_stop
+from ..tracebacks import format_traceback
 from .messages import Call, Told, arrived, ending, received, to_send
 
 
@@ -73,7 +75,7 @@ class RayNode:
         """
         import ray
 
-        set_surroundings({}, directory, path, is_elsewhere=True)
+        set_process_environment({}, directory, path, is_elsewhere=True)
         sys.argv[:] = argv
         devices = [torch.device("cpu")] * len(ranks)
         if gpus:

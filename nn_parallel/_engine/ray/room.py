@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ..._version import __version__
-from ...errors import LaunchError, ParallelError, WorkerDiedError, rank_names, summary
-from ..by_value.modules import user_s_path
+from ...errors import LaunchError, ParallelError, WorkerDiedError
+from ..by_value.modules import user_sys_path
 from ..devices import count
+from ..failures import rank_names, summary
 from ..ranks.stop_signals import SIGNALS
 from .messages import Told, received
 from .node import RayNode
@@ -203,7 +204,7 @@ class Room:
             here, gpus = list(place), [gpu for gpu in place.values() if gpu]
             options = self._options(here[0]) | {"max_concurrency": len(here) + CALLS_BESIDE}
             actors.append(ray.remote(RayNode).options(**options).remote(__version__))
-            like_this = wanted.prefix_output, os.getcwd(), user_s_path(), sys.argv
+            like_this = wanted.prefix_output, os.getcwd(), user_sys_path(), sys.argv
             has_store = here[0] == 0 and len(here) < self.workers
             started.append(actors[-1].start.remote(here, has_store, gpus, cores, *like_this, *initialize))
         try:

@@ -1,0 +1,132 @@
+"""What carries out the calls of a `ParallelExecutor`: the ranks of a launcher, or worker processes here or on Ray."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...errors import ParallelError
+from ..by_value.packer import CallOptions, Packer
+from ..devices import choose_devices, count, cpu_count
+from ..ranks.membership import join_launched_world
+from .launched_ranks import LaunchedRanks
+from .pool import Pool
+from .processes import Settings
+from .started_workers import StartedWorkers
+
+Backend = LaunchedRanks | StartedWorkers
+SHARED_IDLE_LIMIT_S = 60.0  # after which the workers of a shared backend end
+logger = logging.getLogger("nn_parallel")
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers that a user asks for: the parameters of `ParallelExecutor` that choose them."""
+
+    num_gpus: int | None = None
+    devices: str | torch.device | Sequence[str | torch.device | int] | None = None
+    num_workers: int | None = None
+    initializer: Callable[..., object] | None = None
+    initargs: tuple[Any, ...] = ()
+    prefix_output: bool = False
+    engine: str = "local"
+    resources_per_worker: Mapping[str, float] | None = None
+    placement: str = "pack"
+    wait_for_resources_s: float = 300.0
+    idle_limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.initializer is not None and not callable(self.initializer):
+            raise TypeError(f"initializer={self.initializer!r} must be a callable.")
+        if self.engine not in ("local", "ray"):
+            raise ValueError(f"engine={self.engine!r} must be 'local' or 'ray'.")
+        if self.placement not in ("pack", "spread"):
+            raise ValueError(f"placement={self.placement!r} must be 'pack' or 'spread'.")
+        if self.engine == "local" and self.resources_per_worker is not None:
+            raise ValueError('resources_per_worker applies to engine="ray" only.')
+
+
+def make_backend(workers: Workers, options: CallOptions) -> Backend:
+    """Take the ranks of a launcher, or else start workers.
+
+    Raises:
+        TypeError, ValueError, TransferError, LaunchError, ImportError: as `nn_parallel.ParallelExecutor`.
+    """
+    context = join_launched_world()
+    if context is not None:
+        ranks = LaunchedRanks(context, options.timeout_s)
+        ranks.check_choice(workers.num_gpus, workers.devices, workers.num_workers, workers.engine)
+        if workers.initializer is not None:
+            workers.initializer(*workers.initargs)
+        return ranks
+    if sys.platform != "linux":
+        raise ParallelError("ParallelExecutor starts worker processes on Linux only: use WSL, Linux or torchrun.")
+    return _start_on_ray(workers, options) if workers.engine == "ray" else _start_here(workers, options)
+
+
+def _start_here(workers: Workers, options: CallOptions) -> StartedWorkers:
+    devices_for = functools.partial(choose_devices, workers.num_gpus, workers.devices)
+    chosen = devices_for(workers.num_workers)
+    if workers.devices is None and chosen[0].type == "cpu":
+        n = len(chosen)
+        logger.info("No accelerator: %d CPU workers, %d threads each.", n, max(1, cpu_count() // n))
+    settings = Settings(
+        devices=chosen,
+        pack_initializer=_initializer_packer(workers, options),
+        idle_limit_s=workers.idle_limit_s,
+        prefix_output=workers.prefix_output,
+    )
+    return StartedWorkers(devices_for, Pool(settings))
+
+
+def _start_on_ray(workers: Workers, options: CallOptions) -> StartedWorkers:
+    from ..ray.pool import RayPool
+    from ..ray.room import Wanted, resources_for
+
+    resources, number = resources_for(
+        workers.num_gpus, workers.devices, workers.num_workers, workers.resources_per_worker
+    )
+    wanted = Wanted(resources, workers.placement, workers.wait_for_resources_s, workers.prefix_output)
+    pool = RayPool(number, wanted, _initializer_packer(workers, options), workers.idle_limit_s)
+    return StartedWorkers(lambda number: [torch.device("cpu")] * count("num_workers", number), pool)
+
+
+def _initializer_packer(workers: Workers, options: CallOptions) -> Callable[..., Any] | None:
+    if workers.initializer is None:
+        return None
+    return functools.partial(
+        Packer.pack,
+        fn=workers.initializer,
+        args=workers.initargs,
+        kwargs={},
+        options=options._replace(pass_device=False),
+    )
+
+
+def shared_backend(workers: Workers, options: CallOptions) -> Backend:
+    """Return the backend that all calls with the same engine and devices share; it ends after an idle minute.
+
+    Under a launcher there is nothing to start or to keep: each call gets the ranks.
+    """
+    if join_launched_world() is not None:
+        return make_backend(workers, options)
+    if workers.engine == "local":
+        which: tuple[Any, ...] = tuple(choose_devices(workers.num_gpus, workers.devices))
+    else:
+        which = workers.num_gpus, str(workers.devices)
+    key = workers.engine, *which
+    with _shared_lock:
+        if key not in _shared or _shared[key].has_ended:
+            _shared[key] = make_backend(replace(workers, idle_limit_s=SHARED_IDLE_LIMIT_S), options)
+        return _shared[key]
+
+
+_shared: dict[tuple[Any, ...], Backend] = {}  # by their engine and devices
+_shared_lock = threading.Lock()

@@ -1,0 +1,110 @@
+"""Code that only some ranks run while the others wait: the decorator of `on_rank`, and the block of `rank_first`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
+
+from ...errors import ParallelError
+from ..pickling import Packed, dumps
+from .blocks import Blocks, block, blocks_of
+from .exchange import broadcast_packed
+from .membership import join_launched_world
+from .rank_choice import listed
+from .records import Call, call_name, call_site
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def decorator(
+    choose: Callable[[Blocks], tuple[int, ...]],
+    barrier: bool,
+    broadcast: bool,
+    wait: bool,
+    timeout_s: float | None,
+) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
+    """Return the decorator of `nn_parallel.on_rank` for the ranks that ``choose`` gives in a world."""
+    if not wait and (barrier or broadcast):
+        raise ValueError("wait=False cannot go with barrier=True or broadcast=True: both make every rank wait.")
+
+    def decorate(fn: Callable[P, R]) -> Callable[P, R | None]:
+        if not callable(fn):
+            raise TypeError(f"it decorates a function, not {fn!r}: give it save, and not save().")
+        if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+            raise TypeError(
+                f"{call_name(fn)} is async or a generator: its body runs after the call that ranks wait for."
+            )
+
+        name = call_name(fn)
+
+        @functools.wraps(fn)
+        def call_on_rank(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            here = blocks_of(join_launched_world())
+            if here is None:
+                return fn(*args, **kwargs)
+            ranks = choose(here)
+            if here.nested_in:
+                if not set(ranks) & set(here.nested_in):
+                    raise ValueError(
+                        f"{name} of rank {listed(ranks)} is called inside the body of a function of rank "
+                        f"{listed(here.nested_in)}: it would run nowhere."
+                    )
+                return fn(*args, **kwargs) if here.rank in ranks else None
+            call = Call(name, ranks, call_site(), wait)
+            result: R | None = None
+            packed: Packed | None = None
+            try:
+                with _together(here, call, barrier, timeout_s) as runs:
+                    if runs:
+                        result = fn(*args, **kwargs)
+                        if broadcast and here.rank == ranks[0]:
+                            packed = dumps(result, lambda: {"the result": result})
+                if broadcast:
+                    with block(name):  # a failure here frees all
+                        received: R = broadcast_packed(packed, ranks[0])
+                    result = received if packed is None else result
+                here.raise_late_failure()
+            except ParallelError as error:
+                raise error.with_traceback(None) from error.__cause__  # without our own frames
+            return result
+
+        return call_on_rank
+
+    return decorate
+
+
+@contextlib.contextmanager
+def rank_first(choose: Callable[[Blocks], tuple[int, ...]], timeout_s: float | None) -> Iterator[None]:
+    """The block of `nn_parallel.rank_first`, for the ranks that ``choose`` gives in a world."""
+    here = blocks_of(join_launched_world())
+    if here is None or here.nested_in:
+        yield
+        return
+    call = Call("rank_first()", choose(here), call_site())
+    with _together(here, call, False, timeout_s) as goes_first:
+        if goes_first:
+            yield
+    here.raise_late_failure()
+    if not goes_first:
+        with here.nested(range(here.world_size)):
+            yield
+
+
+def _together(
+    here: Blocks, call: Call, barrier: bool, timeout_s: float | None
+) -> contextlib.AbstractContextManager[bool]:
+    """A call, or a block if several ranks run it: one may wait for another in a collective."""
+    if len(call.ranks) == 1 or not call.wait:
+        return here.call(call, barrier=barrier, timeout_s=timeout_s)
+    return _block_of_some(here, call, timeout_s)
+
+
+@contextlib.contextmanager
+def _block_of_some(here: Blocks, call: Call, timeout_s: float | None) -> Iterator[bool]:
+    """A block that only some ranks run. Yields whether this one does."""
+    with here.block(call, timeout_s, from_end=True), here.nested(call.ranks):
+        yield here.rank in call.ranks
