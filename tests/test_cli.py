@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -239,12 +240,13 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 def test_the_versions_are_the_same_everywhere() -> None:
     """What pip installs, the classifiers list, the doctor accepts and the README says."""
-    setup, readme = ((HERE.parent / name).read_text() for name in ("setup.py", "README.md"))
+    project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
+    readme = (HERE.parent / "README.md").read_text()
     torch = ".".join(map(str, doctor.OLDEST_TORCH))
-    assert re.findall(r'"torch(>=.*?)"', setup) == [f">={torch}"]
+    assert [each for each in project["dependencies"] if each.startswith("torch")] == [f"torch>={torch}"]
     assert re.findall(r"torch ≥ ([\d.]*\d)", readme) == [torch]
-    pythons = re.findall(r"Python :: (3\.\d+)", setup)
-    assert re.findall(r'python_requires=">=(.*)"', setup) == pythons[:1]
+    pythons = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    assert project["requires-python"] == f">={pythons[0]}"
     assert re.findall(r"Python\s(3\.\d+) to (3\.\d+)", readme) == [(pythons[0], pythons[-1])]
 
 
