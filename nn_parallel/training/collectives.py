@@ -10,7 +10,7 @@ import json
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ def reduce_metrics(
     metrics: Mapping[Name, float | torch.Tensor],
     *,
     weight: float | torch.Tensor = 1.0,
-    op: str = "mean",
+    op: Literal["mean", "sum", "max", "min"] = "mean",
     group: dist.ProcessGroup | None = None,
 ) -> dict[Name, float]:
     """Each metric over all ranks, by one all_gather for all of them.

@@ -11,7 +11,7 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,9 @@ logger = logging.getLogger("nn_parallel")
 def prepare_model(
     model: nn.Module,
     *,
-    strategy: str = "ddp",
+    strategy: Literal["ddp", "fsdp", "dp", "none"] = "ddp",
     sync_batchnorm: bool = False,
-    compression: str | None = None,
+    compression: Literal["fp16", "bf16", "powersgd"] | None = None,
     **options: Any,
 ) -> nn.Module:
     """Move ``model`` to this rank's device and have its gradients averaged over the ranks. Alone, just move it.
@@ -303,7 +303,7 @@ def _forget_frozen(model: nn.Module) -> None:
             del model._forward_pre_hooks[number]
 
 
-def _compress(model: DistributedDataParallel, compression: str) -> None:
+def _compress(model: DistributedDataParallel, compression: Literal["fp16", "bf16", "powersgd"]) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if compression == "powersgd":
