@@ -31,7 +31,7 @@ def on_rank(
     rank: int | Sequence[int],
     barrier: bool = False,
     *,
-    broadcast: Literal[False] = False,
+    broadcast: bool = False,
     wait: bool = True,
     timeout: timedelta | float | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
@@ -92,7 +92,7 @@ def on_local_rank(
     rank: int,
     barrier: bool = False,
     *,
-    broadcast: Literal[False] = False,
+    broadcast: bool = False,
     wait: bool = True,
     timeout: timedelta | float | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 def prepare_dataloader(
     loader: DataLoader[T], *, pad: bool = True, seed: int | None = None, to_device: bool = True
-) -> DataLoader[T]:
+) -> PreparedLoader[T]:
     """Return a loader like this one, of which each rank draws its part; with one rank, all of it. Every rank calls it.
 
     Everything else is as in ``loader``: the dataset, workers, pinning, collation, and the batch size, now of each rank.
@@ -104,7 +104,7 @@ def prepare_dataloader(
     return _of_samples(loader, pad, seed, to_device)
 
 
-def _of_samples(loader: DataLoader[T], pad: bool, seed: int | None, to_device: bool) -> DataLoader[T]:
+def _of_samples(loader: DataLoader[T], pad: bool, seed: int | None, to_device: bool) -> PreparedLoader[T]:
     world = current_world()
     batches, keeps_iterator = _batch_sampler(loader)
     is_torchs = type(batches) is BatchSampler
@@ -139,7 +139,7 @@ def _of_samples(loader: DataLoader[T], pad: bool, seed: int | None, to_device: b
 
 def _of_stream(
     loader: DataLoader[T], dataset: IterableDataset[T], pad: bool, seed: int | None, to_device: bool
-) -> DataLoader[T]:
+) -> PreparedLoader[T]:
     if isinstance(loader, PreparedLoader):
         raise ValueError("The loader is prepared already: its samples are shared out.")
     _check_drop_last(loader.drop_last, pad)
