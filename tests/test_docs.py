@@ -68,7 +68,9 @@ def test_links_lead_somewhere() -> None:
 def test_every_environment_variable_is_told() -> None:
     """What the package reads or sets by name stands in the reference."""
     page = (ROOT / "docs" / "reference" / "environment.md").read_text()
-    sources = "".join((PACKAGE / "_engine/ranks" / name).read_text() for name in ("environment.py", "membership.py", "watchdog.py"))
+    sources = "".join(
+        (PACKAGE / "_engine/ranks" / name).read_text() for name in ("environment.py", "membership.py", "watchdog.py")
+    )
     named = set(re.findall(r'"((?:[A-Z0-9]+_)+[A-Z0-9]+|RANK)"', sources))
     assert len(named) > 40
     assert {name for name in named if f"`{name}`" not in page} == set()
