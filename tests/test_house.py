@@ -24,6 +24,7 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip("."): path
     for path in PACKAGE.rglob("*.py")
 }
+MAX_BODY_LINES = 65
 VOCABULARY = {"errors", "world", "_version"}  # what the engine may know of the shelf
 ROOMS = {"_engine", "_engine.ranks", "_engine.pool", "_engine.by_value", "_engine.ray"}  # their __init__ only describe
 
@@ -99,6 +100,27 @@ def test_the_layer_test_sees_upward_imports() -> None:
     )
     found = {name for node in ast.walk(tree) for name in _imports(node, "_engine.pool.channel")}
     assert found == {"world", "_engine.ranks.blocks", "_engine.pool.worker"}
+
+
+def test_bodies_of_functions_stay_short() -> None:
+    """No body has more than 65 lines, from the line after the docstring to the last one; inner functions count."""
+    functions = [
+        (module, node)
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert [
+        f"{module}.{function.name} has {length} lines"
+        for module, function in functions
+        if (length := _body_length(function)) > MAX_BODY_LINES
+    ] == []
+
+
+def _body_length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    has_docstring = ast.get_docstring(function) is not None
+    before = function.body[0].end_lineno if has_docstring else function.body[0].lineno - 1
+    return function.end_lineno - before
 
 
 def test_the_public_names_are_all_there() -> None:
