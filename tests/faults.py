@@ -375,9 +375,9 @@ HEAD = f"""# Fault records
 
 This page is the record behind the table of [failure modes](../explanation/failure_modes.md). Rank 1 of 2 has the fault
 of the first column. A cell holds the error that the caller gets (under a launcher: rank 0) and the time since the call
-began. The time of a hang contains a `timeout` of {TIMEOUT_S * 1e3:.0f} ms. Afterwards the pool goes on, or both ranks do
-if they live, and no process, file or shared memory is left. On Ray the two ranks are on two nodes of one machine. The
-figures are from one run on two cores; `python tests/faults.py docs/project/faults.json` prints this page.
+began. The time of a hang contains a `timeout` of {TIMEOUT_S * 1e3:.0f} ms. Afterwards the pool goes on, or both ranks
+do if they live, and no process, file or shared memory is left. On Ray the two ranks are on two nodes of one machine.
+The figures are from one run on two cores; `python tests/faults.py docs/project/faults.json` prints this page.
 """
 
 HEAD_OF_NODES = f"""
