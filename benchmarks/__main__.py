@@ -2,8 +2,8 @@
 
 The results can be written down, and the page of the documentation is made from them::
 
-    python -m benchmarks --json docs/performance.json
-    python -m benchmarks --page docs/performance.json    # writes performance.md and its plots beside it
+    python -m benchmarks --json docs/project/performance.json
+    python -m benchmarks --page docs/project/performance.json    # writes performance.md and its plots beside it
 """
 
 from __future__ import annotations

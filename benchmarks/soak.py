@@ -1,6 +1,6 @@
 """What grows with use? Hundreds of thousands of calls, and the memory, descriptors, threads and keys after each share.
 
-``python -m benchmarks.soak docs/performance_soak.svg`` prints a table and draws the plot, in about half an hour;
+``python -m benchmarks.soak docs/project/performance_soak.svg`` prints a table and draws the plot, in half an hour;
 ``--share 0.01`` makes one call of a hundred. Counted are the script and all its descendants.
 """
 

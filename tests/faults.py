@@ -368,25 +368,26 @@ def _told_by_side(found: list[Any] | None) -> str:
 
 
 def _told(found: dict[str, Any] | None) -> str:
-    return f"{found['told']}, {found['seconds'] * 1e3:.0f} ms" if found else ""
+    return f"{found['told'].removesuffix(' of ')}, {found['seconds'] * 1e3:.0f} ms" if found else ""
 
 
-HEAD = f"""# What comes of which fault
+HEAD = f"""# Fault records
 
-On rank 1 of 2 something goes wrong: this is what the caller gets, or under a launcher rank 0, and how long after the
-call began. Where a rank hangs, the time contains a `timeout` of {TIMEOUT_S * 1e3:.0f} ms. Afterwards the pool, or the
-ranks if both live, go on, and nothing is left behind. On Ray the two ranks are on two nodes of one machine. One run on
-a machine of two cores; made from the tests' own record by `python tests/faults.py docs/faults.json`.
+This page is the record behind the table of [failure modes](../explanation/failure_modes.md). Rank 1 of 2 has the fault
+of the first column. A cell holds the error that the caller gets (under a launcher: rank 0) and the time since the call
+began. The time of a hang contains a `timeout` of {TIMEOUT_S * 1e3:.0f} ms. Afterwards the pool goes on, or both ranks
+do if they live, and no process, file or shared memory is left. On Ray the two ranks are on two nodes of one machine.
+The figures are from one run on two cores; `python tests/faults.py docs/project/faults.json` prints this page.
 """
 
 HEAD_OF_NODES = f"""
 ## Several nodes
 
-Four ranks add numbers up, two on each of two nodes, or all on one, and something goes wrong with rank 3 or the second
-node: this is what the first rank of each half gets, when, and in which words, as its error or above its traceback. The
-timeout of their collectives is {NODES_TIMEOUT_S:g} s, so a node counts as lost when it has not answered for half of
-that. Nothing is left on a node. One run in the laboratory of the tests (`tests/laboratory.py`), by
-`python -m pytest -m faults tests/test_nodes.py --fault-results docs/faults.json`.
+Four ranks add numbers up, two on each of two nodes, or all on one node. Rank 3 or the second node has the fault. A cell
+holds what the first rank of each half gets: the error, its time, and the words of the error or above its traceback. The
+timeout of the collectives is {NODES_TIMEOUT_S:g} s, so a node counts as lost when it has not answered for half of that.
+Nothing is left on a node. The figures are from one run on virtual nodes (`tests/laboratory.py`), recorded by
+`python -m pytest -m faults tests/test_nodes.py --fault-results docs/project/faults.json`.
 """
 
 if __name__ == "__main__":

@@ -253,7 +253,7 @@ def test_the_versions_are_the_same_everywhere() -> None:
 @pytest.mark.slow
 def test_the_versions_have_been_tested() -> None:
     """Each Python that is declared has passed with the oldest torch and with the newest one that the README names."""
-    readme, record = ((HERE.parent / name).read_text() for name in ("README.md", "docs/tested_on.md"))
+    readme, record = ((HERE.parent / name).read_text() for name in ("README.md", "docs/project/tested_on.md"))
     [(first, last)] = re.findall(r"Python\s3\.(\d+) to 3\.(\d+)", readme)
     [(oldest, newest)] = re.findall(r"torch ≥ (\d+\.\d+), tested on CPU up to torch (\d+\.\d+)", readme)
     passed = set(re.findall(r"^\| 3\.(\d+)\.\d+ \| (\d+\.\d+)\.\S+ \| \d+ passed", record, re.MULTILINE))

@@ -16,7 +16,7 @@ import nn_parallel
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(nn_parallel.__file__).parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPET = re.compile(r"^```python\n(.*?)^```\n(?:\s*^```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 SNIPPETS = [
     pytest.param(code, expected, id=f"{document.name}-{number}")
@@ -53,7 +53,8 @@ def _comparable(text: str) -> str:
 
 def test_the_notebook() -> None:
     """Its cells, in a kernel, print what stands under them."""
-    cells = [cell for cell in json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"] if "outputs" in cell]
+    notebook = json.loads((ROOT / "docs" / "guide" / "notebook.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if "outputs" in cell]
     expected = [("".join(text for output in cell["outputs"] for text in output["text"]), None) for cell in cells]
     assert run_cells(*("".join(cell["source"]) for cell in cells)) == expected
 
@@ -87,14 +88,14 @@ def test_the_figures_are_those_of_the_recorded_run() -> None:
     """The table of the performance page is made, not typed, and each topic that can be measured is in it or plotted."""
     program = (
         "from pathlib import Path; from benchmarks import page; "
-        "measured_in, figures = page.read_results(Path('docs/performance.json')); "
+        "measured_in, figures = page.read_results(Path('docs/project/performance.json')); "
         "print(page.BEGIN, page.table(measured_in, figures), page.END, sep='\\n'); "
         "print(*sorted({figure.topic for figure in figures}))"
     )
     *made, topics = subprocess.run(
         [sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True, timeout=60, cwd=ROOT
     ).stdout.splitlines()
-    assert "\n".join(made) in (ROOT / "docs" / "performance.md").read_text()
+    assert "\n".join(made) in (ROOT / "docs" / "project" / "performance.md").read_text()
     there = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {
         "__init__",
         "__main__",

@@ -360,7 +360,7 @@ def test_every_cell_is_in_the_table_or_left_out_for_a_reason() -> None:
 
 def test_the_page_is_made_from_the_record_of_a_whole_run() -> None:
     """The docs show what the tests found, for every cell."""
-    docs = Path(__file__).parent.parent / "docs"
+    docs = Path(__file__).parent.parent / "docs" / "project"
     results = json.loads((docs / "faults.json").read_text())
     assert {name for name, found in results.items() if not of_nodes(found)} == {cell.id for cell in table()}
     assert (docs / "faults.md").read_text() == as_markdown(results) + "\n"

@@ -15,7 +15,8 @@ import pytest
 import nn_parallel
 
 TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "requirements.md"
+ROOT = TESTS.parent
+PAGE = ROOT / "docs" / "project" / "requirements.md"
 ROWS = [
     tuple(cell.strip() for cell in line.strip("|").split("|"))
     for line in PAGE.read_text().splitlines()
@@ -49,7 +50,8 @@ def test_a_row_names_what_is_there(row: tuple[str, ...]) -> None:
 
 def test_every_function_is_among_the_names() -> None:
     """The page of names that others have for it has a line for each; errors and classes aside."""
-    first = re.findall(r"^\| (`.*?) \|", PAGE.with_name("names.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs" / "guide" / "coming_from_accelerate.md").read_text()
+    first = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     functions = {name for name in nn_parallel.__all__ if name[0].islower()}
     assert functions == {name for name in re.findall(r"\w+", " ".join(first)) if name in functions}
 
@@ -99,8 +101,8 @@ GIVEN = {
 def test_without_its_function_a_row_fails(name: str, shown_by: tuple[str, ...], tmp_path: Path) -> None:
     """With the identity in the place of what gives the feature, one of the tests that show it does not pass."""
     for folder in ("nn_parallel", "tests", "docs", "benchmarks"):
-        shutil.copytree(PAGE.parent.parent / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(PAGE.parent.parent / "pyproject.toml", tmp_path)
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     with open(tmp_path / "nn_parallel" / "__init__.py", "a") as file:
         file.write(f"{IDENTITIES}\n{name} = _others.get({name!r}, _same)\n")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-p", "no:cacheprovider"]

@@ -3,7 +3,7 @@
 Every Python that the package declares, with the oldest torch that it declares, the pinned one and the newest, each pair
 in an environment of its own, which is deleted afterwards (with torch's CUDA libraries it takes 5 GB). The package is
 installed from its wheel, the tests are those of the source distribution, and no source of the package lies beside them.
-Each pair has a line in the table of ``docs/tested_on.md``, which this writes.
+Each pair has a line in the table of ``docs/project/tested_on.md``, which this writes.
 
 With ``--unpinned`` everything but torch is the newest that pip finds, as for a person who installs the package today.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PINS = (ROOT / "tests" / "constraints.txt").read_text()
-PAGE = ROOT / "docs" / "tested_on.md"
+PAGE = ROOT / "docs" / "project" / "tested_on.md"
 NEWEST = "newest"
 
 

@@ -108,7 +108,9 @@ def report(history: list[tuple[float, int, int]], ranks: int, path: Path) -> Non
 parser = argparse.ArgumentParser(description="Train on the handwritten digits of scikit-learn.")
 parser.add_argument("--epochs", type=int, default=15)
 parser.add_argument("--ranks", type=int, help="how many workers to start; not under torchrun, which has started them")
-parser.add_argument("--engine", default="local", choices=["local", "ray"], help="where to start them: see docs/ray.md")
+parser.add_argument(
+    "--engine", default="local", choices=["local", "ray"], help="where to start them: see docs/guide/ray.md"
+)
 parser.add_argument("--out", type=Path, default=Path(), help="folder for digits.pt and digits.png")
 args = parser.parse_args()
 args.out.mkdir(parents=True, exist_ok=True)

@@ -8,8 +8,9 @@
 The energy of an image is -logsumexp of its logits (Grathwohl et al., 2020). Images that are no digits are noise, moved
 for some steps to where the model takes it for digits; there are more of these steps in later epochs.
 
-It shows, of rebm in docs/requirements.md: DDP by default and DataParallel without, batch size per GPU, seed + rank, EMA
-not wrapped, evaluation and logging on rank 0, checkpoints across wrappers, and resumption with all that belongs to it.
+The example shows these rows of rebm in docs/project/requirements.md: DDP by default and DataParallel without, batch
+size per GPU, seed + rank, EMA not wrapped, evaluation and logging on rank 0, checkpoints across wrappers, and
+resumption with all that belongs to it.
 """
 
 import argparse

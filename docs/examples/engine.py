@@ -4,9 +4,9 @@
     python docs/examples/engine.py --world-size 1
     torchrun --nproc-per-node=2 docs/examples/engine.py
 
-It shows, of TrainingEngine in docs/requirements.md: SyncBatchNorm (on accelerators), mixed precision, EMA made one
-before validation, metrics over uneven ranks, the linear rule, a launch function with its fallback, the scheduler, and
-the best and the last checkpoint.
+The example shows these rows of TrainingEngine in docs/project/requirements.md: SyncBatchNorm (on accelerators), mixed
+precision, EMA made one before validation, metrics over uneven ranks, the linear rule, a launch function with its
+fallback, the scheduler, and the best and the last checkpoint.
 """
 
 import argparse

@@ -9,9 +9,9 @@ Each client first learns its backbone on a pretext, the order of the four patche
 classifier on its labels. After each round backbone and classifier become the average of all clients', weighted by their
 digits (McMahan et al., 2017); the pretext's head stays with the client. More clients join from round to round.
 
-It shows, of FedGFE in docs/requirements.md: parts wrapped with find_unused_parameters, DDP inside each client, weighted
-aggregation, GPUs chosen by hand or by themselves, the status of each process, clients that come and go, and the single
-process where the environment is broken.
+The example shows these rows of FedGFE in docs/project/requirements.md: parts wrapped with find_unused_parameters, DDP
+inside each client, weighted aggregation, GPUs chosen by hand or by themselves, the status of each process, clients that
+come and go, and the single process where the environment is broken.
 """
 
 import argparse

@@ -3,9 +3,9 @@
     python docs/examples/trainer.py                       # starts parallel.world_size workers
     torchrun --nproc-per-node=2 docs/examples/trainer.py  # the workers are torchrun's ranks
 
-It shows, of QuantumGrav in docs/requirements.md: YAML with a section `parallel`, both ways of starting, the
-loaders' options, validation and test on rank 0, early stopping decided there, checkpoints by rank 0, logs
-headed by the rank.
+The example shows these rows of QuantumGrav in docs/project/requirements.md: YAML with a section `parallel`, both ways
+of starting, the loaders' options, validation and test on rank 0, early stopping decided there, checkpoints by rank 0,
+logs headed by the rank.
 """
 
 import argparse

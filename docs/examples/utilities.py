@@ -3,7 +3,7 @@
     python docs/examples/utilities.py
     torchrun --nproc-per-node=2 docs/examples/utilities.py
 
-It shows every row of nn_handler in docs/requirements.md.
+The example shows every row of nn_handler in docs/project/requirements.md.
 """
 
 import argparse

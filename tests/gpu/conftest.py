@@ -1,6 +1,6 @@
 """One command for whoever has a GPU: ``python -m pytest -m gpu tests/gpu``.
 
-At the end it prints a table for docs/tested_on.md.
+At the end it prints a table for docs/project/tested_on.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one GPU can show: run with ``pytest -m gpu`` where there is one; see docs/tested_on.md for where it has been."""
+"""The checks of one GPU: ``pytest -m gpu`` on a machine with one. docs/project/tested_on.md records past runs."""
 
 from __future__ import annotations
 
