@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
-import re
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 # Every store connection looks its peer up in reverse DNS: where a resolver drops that, each would stall for 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import hypothesis
-import laboratory
 import pytest
-from laboratory import Node
-from ranks import launched, trim
 
 from nn_parallel import ParallelExecutor, initialize_ddp, on_rank
 from nn_parallel._engine.descendants import children_of
 from nn_parallel._engine.pool import forkserver_client
 from nn_parallel._engine.ranks import rendezvous
 from nn_parallel.testing import pool_of
+from tests.support import laboratory
+from tests.support.laboratory import Node
+from tests.support.processes import abandoned_in_shared_memory
+from tests.support.ranks import AnyRanks, launched, trim
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Examples may take their time, and Ctrl-C works."""
     hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is nobody's fault
     hypothesis.settings.load_profile("untimed")
+    config.stash[SHARED] = {}
     # A shell without job control has what it starts in the background ignore Ctrl-C; the tests of that must not.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -62,16 +62,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(600))  # they train, which takes a busy machine long
 
 
-STAND_IN = str(Path(__file__).with_name("stand_in"))  # for PYTHONPATH: processes then have a made-up accelerator
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """Note what several tests share: `_nothing_left_behind` has to tell its files from those of a test."""
+    value = yield
+    if fixturedef.scope != "function":
+        request.config.stash[SHARED][fixturedef.argname] = value
+    return value
+
+
+def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
+    """Forget a fixture that has ended."""
+    if fixturedef.scope != "function":
+        request.config.stash[SHARED].pop(fixturedef.argname, None)
+
+
 SETTLE_WITHIN_S = 5.0
 SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # the latter with torch's first optimizer
-TORCH_MADE = re.compile(r"torch_(\d+)_")  # in /dev/shm, by the process of this number
-LASTING = ("world", "pools", "shared_ranks", "two", "three", "cluster")  # fixtures that outlive a test
-
-
-class World(Protocol):
-    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``fn`` on every rank; the results in rank order."""
+SHARED = pytest.StashKey[dict[str, object]]()  # the values of fixtures that outlive a test, by their name
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -123,29 +133,29 @@ def record(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def _torchrun_ranks() -> Iterator[World]:
+def _torchrun_ranks() -> Iterator[AnyRanks]:
     with launched(2, "torchrun") as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="session")
-def _env_ranks() -> Iterator[World]:
+def _env_ranks() -> Iterator[AnyRanks]:
     with launched(3, "env") as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="session")
-def _pool_ranks() -> Iterator[World]:
+def _pool_ranks() -> Iterator[AnyRanks]:
     with ParallelExecutor(num_workers=2, devices="cpu") as ex:
         ex.run(lambda: on_rank([0, 1])(int)())  # connects the ranks to the store, which this process holds
         yield ex
 
 
-@pytest.fixture(params=["executor", "torchrun", "env"])
-def world(request: pytest.FixtureRequest) -> World:
+@pytest.fixture(scope="module", params=["executor", "torchrun", "env"])
+def any_ranks(request: pytest.FixtureRequest) -> AnyRanks:
     """Ranks that each test shares with the others: two in a pool, two under torchrun, three with variables by hand."""
     fixture = {"executor": "_pool_ranks", "torchrun": "_torchrun_ranks", "env": "_env_ranks"}[request.param]
-    ranks: World = request.getfixturevalue(fixture)
+    ranks: AnyRanks = request.getfixturevalue(fixture)
     return ranks
 
 
@@ -155,10 +165,11 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
     The stores that `initialize_ddp` keeps for the life of a process are dropped: here many tests share one.
     """
-    lasting = [request.getfixturevalue(name) for name in LASTING if name in request.fixturenames]
-    lasting += [pool for fixture in lasting if isinstance(fixture, dict) for pool in fixture.values()]
-    lasting += [pool_of(request.config, *marker.args) for marker in request.node.iter_markers("ranks")]
-    pools = [fixture for fixture in lasting if isinstance(fixture, ParallelExecutor)]
+    shared = request.config.stash[SHARED]
+    values = [shared[name] for name in request.fixturenames if name in shared]
+    values += [executor for value in values if isinstance(value, dict) for executor in value.values()]
+    values += [pool_of(request.config, *marker.args) for marker in request.node.iter_markers("ranks")]
+    pools = [value for value in values if isinstance(value, ParallelExecutor)]
     _settle(pools)
     before, abandoned = _state(), abandoned_in_shared_memory()
     yield
@@ -191,27 +202,6 @@ def _state() -> dict[str, object]:
         "environment": {name: value for name, value in os.environ.items() if name not in SET_BY_OTHERS},
         "threads": sorted(thread.name for thread in threading.enumerate()),
     }
-
-
-def abandoned_in_shared_memory() -> set[str]:
-    """The files in /dev/shm of processes that were killed as they sent a tensor: torch names each after its process.
-
-    All else there belongs to other programs, or to a process that lives and is about to remove it.
-    """
-    names = os.listdir("/dev/shm")
-    return {name for name in names if (made := TORCH_MADE.match(name)) and not os.path.exists(f"/proc/{made[1]}")}
-
-
-def wait_for_state(pid: int, state: str) -> None:
-    """Return once all threads of a process are in this state, as the kernel names it."""
-
-    def differs(stat: Path) -> bool:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # this thread has ended
-            return stat.read_text().rpartition(")")[2].split()[0] != state
-        return False
-
-    while any(map(differs, Path(f"/proc/{pid}/task").glob("*/stat"))):
-        time.sleep(0.001)
 
 
 def _open_files() -> Iterator[str]:

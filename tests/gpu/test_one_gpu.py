@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import launched
 from torch import nn
 
 from nn_parallel import (
@@ -31,6 +30,7 @@ from nn_parallel import (
     verify_ddp_setup,
 )
 from nn_parallel._engine.devices import accelerators, hardware_id
+from tests.support.ranks import launched
 
 pytestmark = pytest.mark.gpu
 

@@ -1,0 +1,930 @@
+"""Checkpoints: training goes on bit for bit, at any number of ranks; a kill or a full disk loses nothing."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nn_parallel import (
+    ParallelExecutor,
+    RankError,
+    WorkerDiedError,
+    all_gather_object,
+    initialize_ddp,
+    load_checkpoint,
+    prepare_dataloader,
+    prepare_model,
+    save_checkpoint,
+    seed_everything,
+    unwrap_model,
+)
+from nn_parallel.training import _checkpoint_file as checkpoint_file
+from nn_parallel.training._states import stored
+from tests.support.ranks import AnyRanks
+
+KILLS = 8
+NEVER, NOBODY = 1_000_000, (-1, 0, 0)
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2))
+        self.drop, self.head = nn.Dropout(0.2), nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(self.drop(x))
+        return out
+
+
+class Training:
+    """A loop with everything that there is to save, and random numbers of every kind in its data."""
+
+    def __init__(self, **options: Any) -> None:
+        initialize_ddp()
+        seed_everything(0)
+        self.model = prepare_model(Net(), **options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.7)
+        self.scaler = torch.amp.GradScaler("cpu")
+        self.average = AveragedModel(Net(), multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        generator = torch.Generator().manual_seed(1)
+        dataset = TensorDataset(torch.randn(32, 8, generator=generator))
+        self.loader = prepare_dataloader(DataLoader(dataset, batch_size=4, shuffle=True))
+        self.epoch = 0
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        names = ("model", "optimizer", "scheduler", "scaler", "average")
+        return {name: getattr(self, name) for name in names} | {"loader": self.loader}
+
+    def train(self, epochs: int, save_after: int = 0, path: Path = Path()) -> None:
+        """``save_after`` so many steps of each epoch, if that is not 0."""
+        for _ in range(epochs):
+            for step, (x,) in enumerate(self.loader, 1):
+                noise = torch.rand(()) + random.random() + np.random.rand()
+                loss = (self.model(x) + noise).square().mean()
+                self.optimizer.zero_grad()
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                if not hasattr(next(self.model.parameters()), "full_tensor"):
+                    self.average.update_parameters(unwrap_model(self.model))
+                if step == save_after:
+                    self.save(path)
+            self.scheduler.step()
+            self.epoch += 1
+
+    def save(self, path: Path) -> None:
+        save_checkpoint(path, **self.parts, epoch=self.epoch, best=float("inf"), history=[{"loss": 0.5}])
+
+    def load(self, path: Path) -> dict[str, Any]:
+        rest = load_checkpoint(path, **self.parts)
+        self.epoch = rest["epoch"]
+        return rest
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """All numbers that training depends on."""
+        values = {f"model.{k}": v for k, v in unwrap_model(self.model).state_dict().items()}
+        values |= {f"average.{k}": v for k, v in self.average.state_dict().items()}
+        for number, state in self.optimizer.state_dict()["state"].items():
+            values |= {f"optimizer.{number}.{k}": v for k, v in state.items()}
+        values["lr"] = torch.tensor(self.scheduler.get_last_lr())
+        return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone() for k, v in values.items()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+@pytest.fixture(scope="module")
+def executor2() -> Any:
+    with ParallelExecutor(num_workers=2, devices="cpu") as ex:
+        yield ex
+
+
+@pytest.mark.slow
+def test_resumed_training_is_the_uninterrupted_run_bit_for_bit(any_ranks: AnyRanks, tmp_path: Path) -> None:
+    """Model, optimizer, scheduler, scaler, average, order of the data, random numbers of every rank, epoch."""
+
+    n = len(any_ranks.run(int))
+    # After its first step DDP sorts the gradients anew, and gloo adds three numbers in an order that depends on their
+    # place; with this option DDP leaves them where they are.
+    options = {"find_unused_parameters": n > 2}
+
+    def scenario() -> Any:
+        straight = Training(**options)
+        straight.train(2)
+        straight.save(tmp_path / "last.pt")
+        straight.train(2)
+        resumed = Training(**options)
+        before = resumed.state()
+        rest = resumed.load(tmp_path / "last.pt")
+        resumed.train(2)
+        return equal(straight.state(), resumed.state()), equal(before, resumed.state()), rest, resumed.epoch
+
+    for same, unchanged, rest, epoch in any_ranks.run(scenario):
+        assert same
+        assert not unchanged
+        assert rest == {"epoch": 2, "best": float("inf"), "history": [{"loss": 0.5}]}
+        assert epoch == 4
+    assert os.listdir(tmp_path) == ["last.pt"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 2])
+def test_training_goes_on_in_the_middle_of_an_epoch(any_ranks: AnyRanks, tmp_path: Path, steps: int) -> None:
+    """With the next batch: the parameters are those of the uninterrupted run, bit for bit."""
+    options = {"find_unused_parameters": len(any_ranks.run(int)) > 2}  # see the test above
+
+    def scenario() -> bool:
+        straight = Training(**options)
+        straight.train(1)
+        straight.train(1, save_after=steps, path=tmp_path / "last.pt")
+        straight.train(1)
+        resumed = Training(**options)
+        resumed.load(tmp_path / "last.pt")
+        assert (resumed.epoch, resumed.loader.sampler.epoch) == (1, 1)
+        resumed.train(2)
+        return equal(straight.state(), resumed.state())
+
+    assert all(any_ranks.run(scenario))
+
+
+def train_until_killed(path: Path, steps: int, kill: tuple[int, int, int]) -> dict[str, torch.Tensor]:
+    """``steps`` steps, those before the checkpoint left out. ``kill``: a rank, its step, and a moment in it."""
+    training = Training(find_unused_parameters=True)
+    done = load_checkpoint(path, **training.parts)["step"] if path.exists() else 0
+    rank = initialize_ddp().rank
+    while done < steps:
+        for (x,) in training.loader:
+            for moment in range(3):
+                if kill == (rank, done, moment):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if moment == 0:
+                    loss = (training.model(x) + torch.rand(()) + random.random() + np.random.rand()).square().mean()
+                    training.optimizer.zero_grad()
+                    loss.backward()
+                    training.optimizer.step()
+                    training.average.update_parameters(unwrap_model(training.model))
+                    done += 1
+                elif moment == 1 and done % 3 != 1:
+                    save_checkpoint(path, **training.parts, step=done)
+            if done == steps:
+                break
+    return training.state()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_training_that_is_killed_again_and_again_is_the_uninterrupted_run(ranks: int, tmp_path: Path) -> None:
+    """A rank is killed at a random step, before it, after it or after its checkpoint, and all go on; `KILLS` times."""
+    draw, path, done = random.Random(ranks), tmp_path / "last.pt", 0
+    with ParallelExecutor(num_workers=ranks, devices="cpu") as ex:
+        for _ in range(KILLS):
+            kill = draw.randrange(ranks), done + draw.randrange(1, 6), draw.randrange(3)
+            with pytest.raises(RankError) as raised:
+                ex.run(train_until_killed, path, NEVER, kill)
+            assert any(isinstance(each, WorkerDiedError) for each in raised.value.exceptions), raised.value
+            done = torch.load(path)["step"] if path.exists() else 0
+        resumed = ex.run(train_until_killed, path, done + 5, NOBODY)
+        whole = ex.run(train_until_killed, tmp_path / "whole.pt", done + 5, NOBODY)
+    assert done > KILLS // 2
+    assert all(equal(a, b) for a, b in zip(resumed, whole, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved_by", ["ddp", "fsdp"])
+def test_a_checkpoint_loads_at_any_number_of_ranks(executor2: ParallelExecutor, tmp_path: Path, saved_by: str) -> None:
+    """2 ranks -> 1 -> 4, sharded or not: the same numbers in model and optimizer."""
+
+    def save() -> Any:
+        training = Training(strategy=saved_by)
+        training.train(1)
+        training.save(tmp_path / "a.pt")
+        return training.state()
+
+    def load_and_save(strategy: str, source: str, target: str) -> Any:
+        training = Training(strategy=strategy)
+        training.load(tmp_path / source)
+        training.save(tmp_path / target)
+        return training.state()
+
+    wanted, _ = executor2.run(save)
+    assert equal(load_and_save("ddp", "a.pt", "b.pt"), wanted)
+    with ParallelExecutor(num_workers=4, devices="cpu") as four:
+        assert all(equal(state, wanted) for state in four.run(load_and_save, "ddp", "b.pt", "c.pt"))
+        assert all(equal(state, wanted) for state in four.run(load_and_save, "fsdp", "c.pt", "d.pt"))
+    assert all(equal(state, wanted) for state in executor2.run(load_and_save, "fsdp", "d.pt", "e.pt"))
+    assert torch.load(tmp_path / "e.pt", weights_only=True)["model"].keys() == Net().state_dict().keys()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in torch's own import of its compiler
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_states_load_with_and_without_the_names_of_wrappers(tmp_path: Path, prefix: str) -> None:
+    """Whoever saved it, and whatever is around the model now; an averaged model too."""
+    source = Net()
+    torch.save({"model": {prefix + name: value for name, value in source.state_dict().items()}}, tmp_path / "a.pt")
+    for target in (Net(), torch.compile(Net()), nn.DataParallel(Net())):
+        assert load_checkpoint(tmp_path / "a.pt", model=target) == {}
+        assert equal(unwrap_model(target).state_dict(), source.state_dict())
+
+
+def test_a_part_of_the_model_that_is_called_module_is_left_alone(tmp_path: Path) -> None:
+    """Names that only seem to come from a wrapper."""
+    model = nn.ModuleDict({"module": nn.Linear(1, 1), "other": nn.ModuleDict({"module": nn.Linear(1, 1)})})
+    save_checkpoint(tmp_path / "a.pt", model=model)
+    again = nn.ModuleDict({"module": nn.Linear(1, 1), "other": nn.ModuleDict({"module": nn.Linear(1, 1)})})
+    load_checkpoint(tmp_path / "a.pt", model=again)
+    assert equal(model.state_dict(), again.state_dict())
+
+
+def truncated(path: Path) -> dict[str, Any]:
+    path.write_bytes(path.read_bytes()[:-200])
+    return {"model": Net()}
+
+
+def emptied(path: Path) -> dict[str, Any]:
+    path.write_bytes(b"")
+    return {"model": Net()}
+
+
+def with_code(path: Path) -> dict[str, Any]:
+    torch.save({"model": Net()}, path)
+    return {"model": Net()}
+
+
+def unreadable(path: Path) -> dict[str, Any]:
+    path.unlink()
+    path.mkdir()
+    return {"model": Net()}
+
+
+def other_optimizer(path: Path) -> dict[str, Any]:
+    model = Net()
+    parameters = list(model.parameters())
+    return {"model": model, "optimizer": torch.optim.Adam([{"params": parameters[:1]}, {"params": parameters[1:]}])}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (truncated, "is damaged or no checkpoint"),
+        (emptied, "is damaged or no checkpoint"),
+        (with_code, "holds more than data, which could run code: "),
+        (unreadable, "Is a directory"),
+        (lambda path: path.unlink() or {"model": Net()}, "No such file or directory"),
+        (lambda path: path.write_text("epoch 3") and {"model": Net()}, "is damaged or no checkpoint"),
+        (lambda path: torch.save([1], path) or {"model": Net()}, "holds a list, and a checkpoint is a dict"),
+        (
+            lambda path: {"model": Net(16)},
+            "model cannot be loaded: RuntimeError: Error(s) in loading",
+        ),
+        (lambda path: {"model": nn.Linear(2, 2)}, 'Missing key(s) in state_dict: "weight", "bias"'),
+        (
+            lambda path: {"epoch": nn.Linear(2, 2)},
+            "epoch cannot be loaded: TypeError: Expected",
+        ),
+        (lambda path: {"model": Net(), "ema": Net()}, "it has no 'ema', only 'model', 'optimizer'"),
+        (other_optimizer, "optimizer cannot be loaded: ValueError: loaded state dict has a different number of"),
+        (lambda path: {"model": Net(), "epoch": 3}, "epoch is a int without load_state_dict"),
+        (lambda path: {"epoch": torch.optim.SGD(Net().parameters())}, "epoch cannot be loaded: "),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_bad_checkpoint_is_an_error_on_every_rank(
+    executor2: ParallelExecutor, tmp_path: Path, spoil: Any, words: str, ranks: int
+) -> None:
+    """The message says what is wrong, and the ranks go on. Nothing is loaded where the file is at fault."""
+    path = tmp_path / "a.pt"
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    save_checkpoint(path, model=model, optimizer=optimizer, epoch=3)
+    targets = spoil(path)
+
+    def scenario() -> Any:
+        initialize_ddp()
+        before = (
+            {name: value.clone() for name, value in targets["model"].state_dict().items()} if "model" in targets else {}
+        )
+        try:
+            load_checkpoint(path, **targets)
+        except (ValueError, OSError, RankError) as error:
+            leaf = error.failures[0] if isinstance(error, RankError) else error
+            unchanged = equal(before, targets["model"].state_dict()) if before else True
+            return f"{type(leaf).__name__}: {leaf}", unchanged
+        return "no error", False
+
+    for told, unchanged in executor2.run(scenario) if ranks == 2 else [scenario()]:
+        assert words in told
+        assert told.startswith(("ValueError", "FileNotFoundError", "IsADirectoryError"))
+        assert unchanged or "cannot be loaded" in told  # torch has begun to load
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_could_not_be_loaded_is_not_saved(executor2: ParallelExecutor, tmp_path: Path, ranks: int) -> None:
+    """The error names it, on every rank; the checkpoint before is still there, and nothing beside it."""
+    path = tmp_path / "a.pt"
+
+    def scenario() -> list[str]:
+        initialize_ddp()
+        save_checkpoint(path, epoch=1)
+        told = []
+        for state in ({"folder": path}, {"lock": threading.Lock()}, {"random_states": 1}):
+            try:
+                save_checkpoint(path, epoch=2, **state)
+            except (ValueError, RankError) as error:
+                told.append(str(error.failures[0] if isinstance(error, RankError) else error))
+        return [*told, load_checkpoint(path)["epoch"]]
+
+    for folder, lock, reserved, epoch in executor2.run(scenario) if ranks == 2 else [scenario()]:
+        assert folder.startswith("folder is a PosixPath: a checkpoint holds numbers, strings, tensors")
+        assert lock.startswith("lock is a lock: a checkpoint holds numbers, strings, tensors")
+        assert "'random_states' is the name of what save_checkpoint adds itself" in reserved
+        assert epoch == 1
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    """Alone, in lists and dicts, and in the state of a scheduler, which takes what it is given."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    scheduler.step(np.mean([0.5, 0.7]))
+    state = {"best": np.float64(0.5), "history": [{"loss": np.float32(0.5)}, 1], "step": np.int64(3), "done": np.True_}
+    save_checkpoint(tmp_path / "a.pt", **state, scheduler=scheduler)
+    saved = load_checkpoint(tmp_path / "a.pt", scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    assert saved == {"best": 0.5, "history": [{"loss": 0.5}, 1], "step": 3, "done": True}
+    assert {type(saved[name]) for name in ("best", "step", "done")} == {float, int, bool}
+
+
+class Versioned(nn.Module):
+    """A module that reads old states in another way, and those without a version not at all."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        if metadata.get("version") not in (1, 2):
+            raise ValueError(f"version should be 1 or 2 instead of {metadata.get('version')}")
+        if metadata["version"] == 1:
+            state[prefix + "weight"] = -state[prefix + "weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in torch's own import of its compiler
+@pytest.mark.parametrize("saved_by", ["ddp", "fsdp", "by hand"])
+@pytest.mark.parametrize("loaded_by", ["ddp", "fsdp", "alone", "compiled"])
+def test_each_module_is_told_the_version_of_its_state(
+    executor2: ParallelExecutor, tmp_path: Path, saved_by: str, loaded_by: str
+) -> None:
+    """Whatever is, or was, around the model."""
+    path = tmp_path / "a.pt"
+
+    def save() -> None:
+        initialize_ddp()
+        save_checkpoint(path, model=prepare_model(nn.Sequential(Versioned(), Versioned()), strategy=saved_by))
+
+    def load(strategy: str) -> list[float]:
+        initialize_ddp()
+        model = nn.Sequential(Versioned(), Versioned())
+        wrapped = torch.compile(model) if strategy == "compiled" else prepare_model(model, strategy=strategy)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        load_checkpoint(path, model=wrapped)
+        return [getattr(p, "full_tensor", p.clone)().sum().item() for p in model.parameters()]
+
+    if saved_by == "by hand":
+        torch.save({"model": nn.DataParallel(nn.Sequential(Versioned(), Versioned())).state_dict()}, path)
+    else:
+        executor2.run(save)
+    if loaded_by in ("ddp", "fsdp"):
+        assert executor2.run(load, loaded_by) == [[4.0, 4.0]] * 2
+    else:
+        assert load("none" if loaded_by == "alone" else loaded_by) == [4.0, 4.0]
+
+
+def test_lazy_modules_take_their_shapes_from_the_checkpoint(tmp_path: Path) -> None:
+    """As by ``load_state_dict``."""
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    model(torch.ones(2, 5))
+    save_checkpoint(tmp_path / "a.pt", model=model)
+    again = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    load_checkpoint(tmp_path / "a.pt", model=again)
+    assert equal(again.state_dict(), model.state_dict())
+
+
+class Stubborn(nn.Linear):
+    """A model that accepts nothing, though the names and shapes are right."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        raise LookupError("not mine")
+
+
+def test_what_one_rank_cannot_load_is_an_error_on_every_rank(executor2: ParallelExecutor, tmp_path: Path) -> None:
+    """The rank itself has torch's error as the cause, the others its words; then the ranks go on, in step."""
+    path = tmp_path / "a.pt"
+    save_checkpoint(path, model=nn.Linear(4, 4))
+
+    def scenario() -> Any:
+        rank = initialize_ddp().rank
+        try:
+            load_checkpoint(path, model=Stubborn(4, 4) if rank else nn.Linear(4, 4))
+        except ValueError as error:
+            load_checkpoint(path, model=nn.Linear(4, 4))
+            return str(error), type(error.__cause__).__name__
+        return "no error", ""
+
+    words = f"{path} does not fit: model cannot be loaded: LookupError: not mine"
+    assert executor2.run(scenario) == [(words, "NoneType"), (words, "LookupError")]
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer as people write them: a state and defaults of its own, and none of torch's."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("momentum", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+
+
+@pytest.mark.parametrize("kind", [Lion, torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, torch.optim.AdamW])
+def test_every_optimizer_is_loaded(kind: Any, tmp_path: Path) -> None:
+    """As its own ``load_state_dict`` does it, torch's own or not; before and after its first step."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(3, 2, bias=False)
+        return model, kind(model.parameters())
+
+    for steps in range(2):
+        model, optimizer = made()
+        for _ in range(steps):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step(lambda model=model: model(torch.ones(1, 3)).sum())
+        save_checkpoint(tmp_path / "a.pt", optimizer=optimizer)
+        _, again = made()
+        load_checkpoint(tmp_path / "a.pt", optimizer=again)
+        assert str(again.state_dict()) == str(optimizer.state_dict())
+
+
+def old_weight_norm() -> tuple[dict[str, Any], nn.Module]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        old = nn.utils.weight_norm(nn.Linear(3, 2))
+    return old.state_dict(), nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+
+
+def old_batch_norm() -> tuple[dict[str, Any], nn.Module]:
+    state = dict(nn.BatchNorm1d(3).state_dict())
+    del state["num_batches_tracked"]
+    return state, nn.BatchNorm1d(3)
+
+
+def renaming_hook() -> tuple[dict[str, Any], nn.Module]:
+    model = nn.Sequential()
+    model.head = nn.Linear(2, 2)
+
+    def rename(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        for key in [key for key in state if key.startswith(f"{prefix}fc.")]:
+            state[key.replace("fc.", "head.")] = state.pop(key)
+
+    model.register_load_state_dict_pre_hook(rename)
+    return {"fc.weight": torch.ones(2, 2), "fc.bias": torch.ones(2)}, model
+
+
+def forgiving_hook() -> tuple[dict[str, Any], nn.Module]:
+    model = nn.ModuleDict({"base": nn.Linear(2, 2), "lora": nn.Linear(2, 2)})
+    model.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
+    return {"lora.weight": torch.ones(2, 2), "lora.bias": torch.ones(2)}, model
+
+
+@pytest.mark.parametrize("make", [old_weight_norm, old_batch_norm, renaming_hook, forgiving_hook])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_states_that_the_model_migrates_are_loaded(make: Any, prefix: str, tmp_path: Path) -> None:
+    """By torch's hooks, also where the state comes from a model in a wrapper."""
+    state, model = make()
+    wanted, _ = copy.deepcopy(model), model.load_state_dict(state)
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    torch.save({"model": {f"{prefix}{key}": value for key, value in state.items()}}, tmp_path / "a.pt")
+    load_checkpoint(tmp_path / "a.pt", model=wanted)
+    assert all(torch.equal(value, expected[key]) for key, value in wanted.state_dict().items() if "base" not in key)
+
+
+class Doubling(dict[str, Any]):
+    """A dict that changes what it is updated with."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        super().update({key: [value] * 2 for key, value in dict(*args, **kwargs).items()})
+
+
+def test_containers_are_copied_by_their_own_type(tmp_path: Path) -> None:
+    """A Counter is not counted again, and a scheduler has the milestones that it had, however often it is loaded."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[3, 6, 6])
+    seen = collections.Counter(cat=3, dog=np.int64(1))
+    for _ in range(3):
+        save_checkpoint(tmp_path / "a.pt", scheduler=scheduler, seen=seen)
+        assert torch.load(tmp_path / "a.pt", weights_only=True)["seen"] == collections.Counter(cat=3, dog=1)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1])
+        seen = load_checkpoint(tmp_path / "a.pt", scheduler=scheduler)["seen"]
+        assert seen == collections.Counter(cat=3, dog=1)
+        assert scheduler.milestones == collections.Counter({3: 1, 6: 2})
+    nested = Doubling(a=[1, (2, np.float64(3.0))], b=4)
+    mapped = stored("nested", nested, lambda _, leaf: leaf)
+    assert (type(mapped), dict(mapped)) == (Doubling, {"a": [1, (2, 3.0)], "b": 4})
+    assert nested["a"][1][1].dtype == np.float64
+
+
+def test_zero_is_saved_whole(any_ranks: AnyRanks, tmp_path: Path) -> None:
+    """The state of torch's ZeroRedundancyOptimizer is on all ranks; each has its part again after loading."""
+
+    def scenario() -> bool:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns of torch.jit
+
+        initialize_ddp()
+
+        def made() -> tuple[nn.Module, Any]:
+            torch.manual_seed(0)
+            model = prepare_model(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+            return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+
+        def step(model: nn.Module, optimizer: Any) -> None:
+            model(torch.ones(2, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        model, optimizer = made()
+        step(model, optimizer)
+        optimizer.consolidate_state_dict(0)  # as torch's recipe has it; it is of no use here, and does no harm
+        step(model, optimizer)
+        save_checkpoint(tmp_path / "a.pt", model=model, optimizer=optimizer)
+        again, its_optimizer = made()
+        load_checkpoint(tmp_path / "a.pt", model=again, optimizer=its_optimizer)
+        for _ in range(2):
+            step(model, optimizer)
+            step(again, its_optimizer)
+        return equal(unwrap_model(model).state_dict(), unwrap_model(again).state_dict())
+
+    assert all(any_ranks.run(scenario))
+
+
+def test_what_cannot_be_saved_is_named_by_its_path(tmp_path: Path) -> None:
+    """With what to do about it; and a folder that is not there, instead of a file that nobody knows."""
+    with pytest.raises(ValueError, match=r"models\['net'\] is a Linear: .* Save it under a name of its own"):
+        save_checkpoint(tmp_path / "a.pt", models={"net": nn.Linear(1, 1)})
+    with pytest.raises(ValueError, match=r"history\[1\] is a PosixPath: .* Save what it is made of"):
+        save_checkpoint(tmp_path / "a.pt", history=[1, tmp_path])
+    with pytest.raises(FileNotFoundError, match="no such folder to save a checkpoint in: '.*missing'$"):
+        save_checkpoint(tmp_path / "missing" / "a.pt", epoch=1)
+
+
+def test_a_bare_state_dict_is_named_as_such(tmp_path: Path) -> None:
+    """In a few words, and not by its keys, of which there may be hundreds."""
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(50)))
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    with pytest.raises(
+        ValueError, match=r"'2.weight' and 95 more. It looks like the bare state_dict of one model"
+    ) as raised:
+        load_checkpoint(tmp_path / "a.pt", model=model)
+    assert len(str(raised.value)) < 400
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    """The file that it points to is the checkpoint."""
+    (tmp_path / "run").mkdir()
+    link = tmp_path / "last.pt"
+    link.symlink_to("run/3.pt")
+    save_checkpoint(link, epoch=3)
+    assert link.is_symlink()
+    assert os.listdir(tmp_path / "run") == ["3.pt"]
+    assert load_checkpoint(link) == {"epoch": 3}
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_only_a_file_is_replaced(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """What is there otherwise stays."""
+    make(tmp_path / "a.pt")
+    with pytest.raises(OSError, match="a.pt is there, and is no file"):
+        save_checkpoint(tmp_path / "a.pt", epoch=3)
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(executor2: ParallelExecutor, tmp_path: Path) -> None:
+    """OSError on every rank, with its cause; the ranks go on, and the file of the time before loads."""
+    path = tmp_path / "a.pt"
+
+    def scenario() -> Any:
+        import resource
+
+        rank = initialize_ddp().rank
+        save_checkpoint(path, epoch=1, weights=torch.ones(10))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank == 0:  # as a disk with no more room than this
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        try:
+            save_checkpoint(path, epoch=2, weights=torch.ones(1_000_000))
+        except RankError as error:
+            told = [f"{type(leaf).__name__}: {leaf}" for leaf in error.failures.values()]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        return told, load_checkpoint(path)["epoch"]
+
+    for told, epoch in executor2.run(scenario):
+        assert len(told) == 1
+        assert told[0].startswith("OSError: [Errno 27] File too large")
+        assert epoch == 1
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+# Forks of one process that has imported torch save in a loop until they are killed.
+FORKS = """
+import itertools, os, signal, sys, time, torch
+from nn_parallel import save_checkpoint
+
+save_checkpoint(sys.argv[1], step=-1, weights=torch.full((100_000,), -1.0))
+torch.set_num_threads(1)
+last = -1
+for line in sys.stdin:
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if not pid:
+        for step in itertools.count(last + 1):
+            save_checkpoint(sys.argv[1], step=step, weights=torch.full((100_000,), float(step)))
+            os.write(tell, step.to_bytes(4, "little"))
+    os.close(tell)
+    os.read(ready, 4)
+    last += 1
+    time.sleep(float(line))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    last += len(os.read(ready, 65536)) // 4
+    os.close(ready)
+    print(last, flush=True)
+    last = torch.load(sys.argv[1], weights_only=True)["step"]
+"""
+
+
+def test_that_there_is_none_yet_is_plain_on_every_rank(any_ranks: AnyRanks, tmp_path: Path) -> None:
+    """So that one ``except FileNotFoundError`` begins a training, alone and on many ranks; the group goes on."""
+
+    def scenario() -> tuple[str, list[int]]:
+        initialize_ddp()
+        try:
+            load_checkpoint(tmp_path / "last.pt", model=nn.Linear(1, 1))
+        except FileNotFoundError as error:
+            told = str(error)
+        return told, all_gather_object(1)
+
+    results = any_ranks.run(scenario)
+    for told, ones in results:
+        assert told == f"[Errno 2] No such file or directory: '{tmp_path / 'last.pt'}'"
+        assert ones == [1] * len(results)
+
+
+@pytest.mark.parametrize("there", ["nothing", "another", "damaged", "the same"])
+def test_a_rank_that_has_not_the_file_gets_it_from_rank_0(
+    executor2: ParallelExecutor, tmp_path: Path, there: str
+) -> None:
+    """On its disk is nothing under that name, another checkpoint, or half of one: all load what rank 0 has."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    model = nn.Linear(2, 2)
+    torch.save({"model": model.state_dict(), "x": torch.arange(3)}, tmp_path / "0" / "last.pt")
+    other = tmp_path / "1" / "last.pt"
+    if there == "another":
+        torch.save({"model": nn.Linear(2, 2).state_dict(), "x": torch.arange(3)}, other)
+    elif there == "damaged":
+        other.write_bytes((tmp_path / "0" / "last.pt").read_bytes()[:200])
+    elif there == "the same":
+        os.link(tmp_path / "0" / "last.pt", other)
+
+    def scenario() -> tuple[list[float], list[int], bool]:
+        rank = initialize_ddp().rank
+        os.chdir(tmp_path / str(rank))
+        try:
+            loaded = nn.Linear(2, 2)
+            rest = load_checkpoint("last.pt", model=loaded)
+        finally:
+            os.chdir("/")
+        tensors = [*loaded.state_dict().values(), rest["x"]]
+        maps = Path("/proc/self/maps").read_text()
+        return (
+            [value for tensor in tensors[:2] for value in tensor.flatten().tolist()],
+            tensors[2].tolist(),
+            "last.pt" in maps,
+        )
+
+    wanted = [value for tensor in model.state_dict().values() for value in tensor.flatten().tolist()]
+    assert executor2.run(scenario) == [(wanted, [0, 1, 2], False)] * 2
+
+
+def test_those_before_are_kept(tmp_path: Path) -> None:
+    """``keep=3``: under numbers, the latest first; what is older goes, and what somebody else has there stays."""
+    other = tmp_path / "last.old.pt"
+    other.write_text("not ours")
+    for step in range(5):
+        save_checkpoint(tmp_path / "last.pt", keep=3, step=step)
+    kept = {file.name: torch.load(file)["step"] for file in tmp_path.iterdir() if file != other}
+    assert kept == {"last.pt": 4, "last.1.pt": 3, "last.2.pt": 2}
+    assert other.read_text() == "not ours"
+    save_checkpoint(tmp_path / "last.pt", step=5)
+    assert [torch.load(tmp_path / name)["step"] for name in ("last.pt", "last.1.pt")] == [5, 3]
+    with pytest.raises(ValueError, match="keep=0 must be a whole number, at least 1"):
+        save_checkpoint(tmp_path / "last.pt", keep=0)
+
+
+def test_a_file_system_without_links_keeps_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By copies."""
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", refuse)
+    for step in range(3):
+        save_checkpoint(tmp_path / "last.pt", keep=2, step=step)
+    assert {file.name: torch.load(file)["step"] for file in tmp_path.iterdir()} == {"last.pt": 2, "last.1.pt": 1}
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """SIGKILL at 100 random moments of `save_checkpoint`: the file loads, and is the last or the one after."""
+    path, moments = tmp_path / "a.pt", random.Random(0)
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        found = []
+        for _ in range(100):
+            process.stdin.write(f"{moments.random() * 0.02}\n")
+            process.stdin.flush()
+            finished = int(process.stdout.readline())
+            saved = load_checkpoint(path)
+            assert saved["step"] in (finished, finished + 1)
+            assert torch.equal(saved["weights"], torch.full((100_000,), float(saved["step"])))
+            found.append(len(os.listdir(tmp_path)) - 1)
+        process.stdin.close()
+    assert set(found) == {0, 1}  # kills struck while it was being written, and what they left did not stay
+    save_checkpoint(path, step=0)
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+# Saves again and again until told to stop, and prints how often.
+WRITER = """
+import select, sys, torch
+from nn_parallel import save_checkpoint
+
+torch.set_num_threads(1)
+step = 0
+while not select.select([sys.stdin], [], [], 0)[0]:
+    step += 1
+    save_checkpoint(sys.argv[1], step=step, weights=torch.full((500_000,), float(step)))
+print(step)
+"""
+
+
+@pytest.mark.slow
+def test_two_jobs_that_save_to_one_path_do_not_mix_their_files(tmp_path: Path) -> None:
+    """There is always the whole checkpoint of one of them, whoever comes last, and neither gets an error."""
+    path = tmp_path / "a.pt"
+    save_checkpoint(path, step=0, weights=torch.zeros(500_000))
+    command = [sys.executable, "-c", WRITER, str(path)]
+    with contextlib.ExitStack() as writers:
+        processes = [
+            writers.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            for _ in range(2)
+        ]
+        try:
+            versions = set[int]()
+            while len(versions) < 20:
+                saved = torch.load(path, weights_only=True)
+                assert torch.equal(saved["weights"], torch.full((500_000,), float(saved["step"])))
+                versions.add(os.stat(path).st_ino)
+                assert all(process.poll() is None for process in processes)
+        finally:
+            told = [process.communicate("stop\n")[0] for process in processes]
+    assert all(int(steps) > 1 for steps in told)
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_who_may_read_a_checkpoint_stays_as_it_was(tmp_path: Path) -> None:
+    """The mode of the file that is replaced is that of the new one; of a new file it is as for any other."""
+    path, other = tmp_path / "a.pt", tmp_path / "b"
+    save_checkpoint(path, step=0)
+    other.touch()
+    assert path.stat().st_mode == other.stat().st_mode
+    path.chmod(0o640)
+    save_checkpoint(path, step=1)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_called_on_one_rank_only_it_is_an_error_that_says_so(executor2: ParallelExecutor, tmp_path: Path) -> None:
+    """The old habit, in the body of a function of rank 0."""
+    from nn_parallel import on_rank
+
+    def scenario() -> str:
+        initialize_ddp()
+        try:
+            on_rank(0)(save_checkpoint)(tmp_path / "a.pt", epoch=1)
+        except RankError as error:
+            return str(error.failures[0])
+        return "no error"
+
+    for told in executor2.run(scenario):
+        assert "save_checkpoint() on ranks 0-1 at" in told
+        assert "is a call of all ranks, inside the body of a function of rank 0" in told
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("where", ["state_dict", "distribute_tensor"])
+def test_one_rank_fails_in_loading(executor2: ParallelExecutor, tmp_path: Path, where: str) -> None:
+    """As by want of memory, alone, while the other one is about to send it its part: both raise, and go on."""
+    path = tmp_path / "a.pt"
+    save_checkpoint(path, model=nn.Linear(4, 4))
+
+    def scenario() -> tuple[list[int], str]:
+        rank = initialize_ddp().rank
+        model = prepare_model(nn.Linear(4, 4), strategy="fsdp")
+
+        def out_of_memory(*args: Any, **kwargs: Any) -> None:
+            raise torch.OutOfMemoryError("no room")
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RankError, match="load_checkpoint") as caught:
+            if rank == 1:
+                patch.setattr(torch.distributed.tensor if where == "distribute_tensor" else model, where, out_of_memory)
+            load_checkpoint(path, model=model)
+        load_checkpoint(path, model=prepare_model(nn.Linear(4, 4), strategy="fsdp"))
+        return list(caught.value.failures), str(caught.value)
+
+    for failed, told in executor2.run(scenario):
+        assert failed == [1]
+        assert "OutOfMemoryError: no room" in told
+
+
+def test_rank_0_alone_holds_the_whole_of_a_sharded_model(executor2: ParallelExecutor, tmp_path: Path) -> None:
+    """The other ranks help to gather it, one tensor at a time."""
+
+    def scenario() -> list[int]:
+        initialize_ddp()
+        model, whole = prepare_model(nn.Sequential(*[nn.Linear(33, 33) for _ in range(8)]), strategy="fsdp"), []
+
+        class LastToBeStored:
+            def state_dict(self) -> dict[str, int]:
+                alive = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape == (33, 33)]
+                whole.append(len({each.untyped_storage().data_ptr() for each in alive}))
+                return {}
+
+        gc.collect()
+        save_checkpoint(tmp_path / "a.pt", model=model, last=LastToBeStored())
+        return whole
+
+    (kept,), (others,) = executor2.run(scenario)
+    assert kept >= 8
+    assert others <= 1
+
+
+@pytest.mark.parametrize(("device", "place"), [("cuda:1", "cpu"), ("mps", "cpu"), ("cpu", "cpu"), ("meta", "meta")])
+def test_a_checkpoint_is_read_where_there_is_no_accelerator(device: str, place: str) -> None:
+    """Plain `torch.load` would ask for that of the rank which has saved it. Other files of torch stay as they were."""
+    storage = mock.Mock(spec=torch.UntypedStorage, device=torch.device(device))
+    storage.type.return_value = "torch.UntypedStorage"
+    if place == "meta":
+        storage = torch.empty(1, device="meta").untyped_storage()
+    with checkpoint_file._read_on_the_cpu():
+        assert torch.serialization.location_tag(storage) == place
+    if device != "cpu":
+        assert checkpoint_file._location(storage) is None

@@ -1,0 +1,271 @@
+"""`save_checkpoint(asynchronous=True)`: training goes on meanwhile, and a failure is raised where it is waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nn_parallel import (
+    ParallelExecutor,
+    RankError,
+    all_gather_tensor,
+    barrier,
+    current_world,
+    initialize_ddp,
+    load_checkpoint,
+    prepare_model,
+    save_checkpoint,
+)
+from tests.support.ranks import Ranks, launched
+
+Run = Callable[..., list[Any]]
+KINDS = [("ddp", False), ("fsdp", False), ("fsdp", True)]
+
+
+@pytest.fixture(scope="module")
+def executor2() -> Iterator[ParallelExecutor]:
+    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def ranks3() -> Iterator[Ranks]:
+    with launched(3, "torchrun") as ranks:
+        yield ranks
+
+
+@pytest.fixture(params=["pool", "torchrun"])
+def run(request: pytest.FixtureRequest, executor2: ParallelExecutor, ranks3: Ranks) -> Run:
+    runs: dict[str, Run] = {"pool": executor2.run, "torchrun": ranks3.run}
+    return runs[request.param]
+
+
+@contextlib.contextmanager
+def slow_disk() -> Iterator[threading.Event]:
+    """Nothing is on the disk of this rank until the event is set."""
+    there, original = threading.Event(), os.fsync
+
+    def fsync(fd: Any) -> None:
+        there.wait()
+        original(fd)
+
+    os.fsync = fsync
+    try:
+        yield there
+    finally:
+        there.set()
+        os.fsync = original
+
+
+@contextlib.contextmanager
+def full_disk(rank: int) -> Iterator[None]:
+    """Of that rank: nothing more can be written there."""
+    original = os.fsync
+
+    def fsync(fd: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if current_world().rank == rank:
+        os.fsync = fsync
+    try:
+        yield
+    finally:
+        os.fsync = original
+
+
+def filled(strategy: str, value: float) -> nn.Module:
+    model = prepare_model(nn.Linear(3, 5), strategy=strategy)
+    fill(model, value)
+    return model
+
+
+def fill(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def values(path: Path) -> set[float]:
+    """What the saved model holds."""
+    return {value for tensor in load_checkpoint(path)["model"].values() for value in tensor.flatten().tolist()}
+
+
+@pytest.mark.parametrize(("strategy", "sharded"), KINDS)
+def test_training_goes_on_while_it_is_written(run: Run, tmp_path: Path, strategy: str, sharded: bool) -> None:
+    """Ranks talk and change the model meanwhile: what is saved is what it was; until then the one before is there."""
+    path = tmp_path / "last.pt"
+
+    def scenario() -> Any:
+        initialize_ddp()
+        model = filled(strategy, 1.0)
+        save_checkpoint(path, sharded=sharded, model=model, step=1)
+        fill(model, 2.0)
+        with slow_disk() as there:
+            save_checkpoint(path, sharded=sharded, asynchronous=True, model=model, step=2)
+            fill(model, 3.0)
+            total = all_gather_tensor(torch.ones(1)).sum().item()
+            before = torch.load(path)["step"]
+            barrier()
+            there.set()
+            return total == current_world().world_size, before, load_checkpoint(path)["step"], values(path)
+
+    assert all(told == (True, 1, 2, {2.0}) for told in run(scenario))
+    assert sorted(os.listdir(tmp_path)) == ["last.pt", "last.pt.shards"][: 1 + sharded]
+    assert [len(list(folder.iterdir())) for folder in tmp_path.glob("*.shards")] == [1] * sharded
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_alone_too(tmp_path: Path, strategy: str) -> None:
+    """One process, in whatever it is asked to shard."""
+    model = filled(strategy, 1.0)
+    with slow_disk() as there:
+        save_checkpoint(tmp_path / "a.pt", asynchronous=True, sharded=True, model=model)
+        fill(model, 2.0)
+        assert not (tmp_path / "a.pt").exists()
+        there.set()
+        assert values(tmp_path / "a.pt") == {1.0}
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("then", ["save", "load"])
+def test_what_goes_wrong_is_raised_by_the_next_one(run: Run, tmp_path: Path, failing: int, then: str) -> None:
+    """On every rank, with the traceback of the rank that could not write; the ranks go on with the one before."""
+    path = tmp_path / "last.pt"
+
+    def scenario() -> Any:
+        initialize_ddp()
+        model = filled("fsdp", 1.0)
+        save_checkpoint(path, sharded=True, model=model)
+        fill(model, 2.0)
+        with full_disk(failing):
+            save_checkpoint(path, sharded=True, asynchronous=True, model=model)
+            try:
+                save_checkpoint(path, sharded=True, model=model) if then == "save" else load_checkpoint(path)
+                return "no error"
+            except RankError as error:
+                told = {rank: str(leaf) for rank, leaf in error.failures.items()}
+        kept = values(path)
+        fill(model, 3.0)
+        save_checkpoint(path, sharded=True, asynchronous=True, model=model)
+        return told, kept, values(path)
+
+    wanted = ({failing: "[Errno 28] No space left on device"}, {1.0}, {3.0})
+    for told in run(scenario):
+        assert told == wanted
+    assert len(list(Path(f"{path}.shards").iterdir())) == 1
+
+
+def test_a_full_disk_under_the_file_itself(run: Run, tmp_path: Path) -> None:
+    """Rank 0's failure is that of every rank, where no rank has a part."""
+
+    def scenario() -> Any:
+        initialize_ddp()
+        with full_disk(0):
+            save_checkpoint(tmp_path / "a.pt", asynchronous=True, step=1)
+            with pytest.raises(RankError) as raised:
+                load_checkpoint(tmp_path / "a.pt")
+        return list(map(str, raised.value.failures.values())), os.listdir(tmp_path)
+
+    assert all(told == (["[Errno 28] No space left on device"], []) for told in run(scenario))
+
+
+def test_what_cannot_be_loaded_is_refused_at_once(executor2: ParallelExecutor, tmp_path: Path) -> None:
+    """Before anything is written, as it is without a thread."""
+
+    def scenario() -> str:
+        with pytest.raises(RankError) as raised:
+            save_checkpoint(tmp_path / "a.pt", asynchronous=True, of=Path("x"))
+        return str(raised.value.failures[0])
+
+    assert all("of is a PosixPath: a checkpoint holds numbers" in told for told in executor2.run(scenario))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_pool_ends_when_all_is_written(tmp_path: Path) -> None:
+    """The file is there after the block, though no rank has waited for it."""
+
+    def scenario() -> None:
+        initialize_ddp()
+        save_checkpoint(tmp_path / "a.pt", asynchronous=True, sharded=True, model=filled("fsdp", 4.0))
+
+    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
+        pool.run(scenario)
+    assert values(tmp_path / "a.pt") == {4.0}
+
+
+def test_the_ranks_go_on_without_one_that_died(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Killed before its part was written: the new rank in its place loads the checkpoint before, as the others do."""
+    path = tmp_path / "last.pt"
+
+    def begin() -> None:
+        initialize_ddp()
+        model = filled("fsdp", 1.0)
+        save_checkpoint(path, sharded=True, model=model)
+        fill(model, 2.0)
+        with slow_disk() as there:
+            save_checkpoint(path, sharded=True, asynchronous=True, model=model)
+            if current_world().rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            there.set()
+            prepare_model(nn.Linear(1, 1))
+
+    def go_on() -> Any:
+        told = list[str]()
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("nn_parallel").addHandler(handler)
+        try:
+            return values(path), told
+        finally:
+            logging.getLogger("nn_parallel").removeHandler(handler)
+
+    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
+        with pytest.raises(RankError, match="SIGKILL"):
+            pool.run(begin)
+        first, second = pool.run(go_on)
+    assert first == ({1.0}, ["A checkpoint is not saved, without the parts of rank 1."])
+    assert second == ({1.0}, [])
+
+
+AT_EXIT = """
+import os, sys, torch
+from nn_parallel import save_checkpoint
+fsync = os.fsync
+def late(fd):
+    import time
+    time.sleep(0.3)
+    if sys.argv[2:]:
+        raise OSError("the disk is gone")
+    fsync(fd)
+os.fsync = late
+save_checkpoint(sys.argv[1], asynchronous=True, step=7, weights=torch.ones(100_000))
+if os.fork() == 0:
+    sys.exit()  # of a fork, which writes nothing
+os.wait()
+"""
+
+
+def test_the_end_of_a_script_waits_for_it(tmp_path: Path) -> None:
+    """What goes wrong there has nobody to catch it: it is logged."""
+    (script := tmp_path / "script.py").write_text(AT_EXIT)
+    for arguments, told in (([], ""), (["fails"], "The last checkpoint could not be saved.")):
+        path = tmp_path / f"{len(arguments)}.pt"
+        done = subprocess.run([sys.executable, script, path, *arguments], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0
+        assert told in done.stderr
+        assert ("OSError: the disk is gone" in done.stderr) == path.name.startswith("1")
+        assert path.exists() != bool(arguments)
+    assert load_checkpoint(tmp_path / "0.pt")["step"] == 7

@@ -1,0 +1,615 @@
+"""The script's module has one life in each worker: what lives on there, and when the parent's changes are seen."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from nn_parallel import ParallelExecutor
+from tests.support.notebook import run_cells
+
+HEADER = """
+import functools, os, sys, threading
+import torch
+from nn_parallel import ParallelExecutor
+"""
+
+
+def _run(code: str, folder: Path) -> list[str]:
+    """What a script prints."""
+    (folder / "script.py").write_text(HEADER + code)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "script.py"], capture_output=True, text=True, timeout=90, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names of a new ``__main__``, so that no script of its own has to be started for each test."""
+    module = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    exec(HEADER, vars(module))
+    return vars(module)
+
+
+def _values(main: dict[str, Any], definitions: str, lines: list[str]) -> str:
+    """The values of the lines, in a pool of one worker, and what that prints; a line after ``!`` is only run."""
+    exec(definitions, main)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), ParallelExecutor(num_workers=1, devices="cpu") as ex:
+        main.update(ex=ex, call=lambda fn, *args: ex.run(fn, *args)[0])
+        for line in lines:
+            exec(line[2:] if line.startswith("! ") else f"print({line})", main)
+    return " ".join(printed.getvalue().splitlines())
+
+
+LIVES_ON = {
+    "a global that a task sets": (
+        "n = 0\ndef f():\n global n\n n += 1\n return n",
+        ["call(f)", "call(f)", "call(lambda: n)", "call(lambda: f())", "n"],
+        "1 2 2 3 0",
+    ),
+    "a name that only workers have": (
+        "def put(x):\n global held\n held = x\ndef get(): return held",
+        ["call(put, 3)", "call(get)", "'held' in globals()"],
+        "None 3 False",
+    ),
+    "a list": ("seen = []\ndef f():\n seen.append(1)\n return len(seen)", ["call(f)"] * 3 + ["len(seen)"], "1 2 3 0"),
+    "a cache": (
+        """
+@functools.cache
+def load(x):
+    print("load", x)
+    return [x]
+def f(x): return load(x) is load(x)
+""",
+        ["call(f, 1)", "call(f, 1)", "call(load, 1)", "call(f, 2)"],
+        "load 1 True True [1] load 2 True",
+    ),
+    "a cache that calls itself": (
+        "@functools.lru_cache(maxsize=None)\ndef fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)",
+        ["call(fib, 80)", "call(lambda: fib.cache_info().currsize)"],
+        "23416728348467685 81",
+    ),
+    "an attribute of a class": (
+        """
+class Model:
+    loaded = None
+    @classmethod
+    def get(cls):
+        if cls.loaded is None:
+            print("load")
+            cls.loaded = [1]
+        return cls.loaded
+""",
+        ["call(Model.get)", "call(lambda: Model.get())", "call(Model().get)", "Model.loaded"],
+        "load [1] [1] [1] None",
+    ),
+    "an attribute of a function": (
+        "def f():\n f.n = getattr(f, 'n', 0) + 1\n return f.n",
+        ["call(f)", "call(f)", "call(lambda: f())"],
+        "1 2 3",
+    ),
+    "through another name": (
+        "def g(): pass\nh = g\ng.n = 0\ndef f():\n h.n += 1\n return g.n",
+        ["call(f)", "call(f)", "call(lambda: (h is g, g.n))"],
+        "1 2 (True, 2)",
+    ),
+    "a counter bound at the top": (
+        "def make():\n n = 0\n def count():\n  nonlocal n\n  n += 1\n  return n\n return count\ncount = make()",
+        ["call(lambda: count())", "call(lambda: count())", "call(lambda: count())"],
+        "1 2 3",
+    ),
+    "the identity of a class": (
+        """
+class A: pass
+kept = []
+def keep(a): kept.append(a)
+def is_kept(): return isinstance(kept[0], A), type(kept[0]) is A
+""",
+        ["call(keep, A())", "call(is_kept)", "type(call(lambda: kept[0])) is A"],
+        "None (True, True) True",
+    ),
+    "an enum": (
+        "import enum\nclass E(enum.Enum):\n a = 1\n b = 2\nheld = E.a\ndef f(e): return e is E.a, held is E.a",
+        ["call(f, E.a)", "call(f, E.b)", "call(lambda: E.a) is E.a"],
+        "(True, True) (False, True) True",
+    ),
+    "what shares an object": (
+        """
+model = torch.nn.Linear(1, 1, bias=False)
+opt = torch.optim.SGD(model.parameters(), lr=1.0)
+def step():
+    before = model.weight.item()
+    opt.zero_grad()
+    model(torch.ones(1, 1)).sum().backward()
+    opt.step()
+    return round(before - model.weight.item(), 3)
+def weight(): return model.weight.item()
+first = model.weight.item()
+""",
+        ["call(weight) == first", "call(step)", "call(step)", "round(first - call(weight), 3)"],
+        "True 1.0 1.0 2.0",
+    ),
+    "what is shared with an argument": (
+        """
+model = torch.nn.Linear(1, 1, bias=False)
+opt = torch.optim.SGD(model.parameters(), lr=1.0)
+def step(given):
+    before = given.weight.item()
+    given(torch.ones(1, 1)).sum().backward()
+    opt.step()
+    return round(before - given.weight.item(), 3)
+""",
+        ["call(step, model)", "call(step, model)"],
+        "1.0 1.0",
+    ),
+    "two globals that are one": (
+        "a = []\nb = a\ndef f():\n a.append(1)\n return b",
+        ["call(f)", "call(f)", "call(lambda: b is a)"],
+        "[1] [1, 1] True",
+    ),
+    "not what a lambda or a nested function holds": (
+        """
+def make():
+    seen, n = [], 0
+    def f():
+        nonlocal n
+        n += 1
+        seen.append(n)
+        return n, seen
+    return f
+g = make()
+""",
+        ["call(lambda seen=[]: seen.append(1) or seen)"] * 2 + ["call(make())", "call([g][0])", "call([g][0])"],
+        "[1] [1] (1, [1]) (1, [1]) (1, [1])",
+    ),
+}
+
+
+def test_a_global_that_the_initializer_sets_is_what_functions_read(tmp_path: Path) -> None:
+    """As with the standard library's executors."""
+    code = """
+MODEL = None
+def load():
+    global MODEL
+    MODEL = 7
+def predict(x): return MODEL and MODEL * x
+with ParallelExecutor(num_workers=2, devices="cpu", initializer=load) as pool: print(list(pool.map(predict, [1, 2, 3])))
+"""
+    assert _run(code, tmp_path) == ["[7, 14, 21]"]
+
+
+@pytest.mark.parametrize("what", LIVES_ON)
+def test_it_lives_on_in_a_worker(what: str, main: dict[str, Any]) -> None:
+    """From call to call and from function to function, as the parent has not changed it."""
+    definitions, lines, printed = LIVES_ON[what]
+    assert _values(main, definitions, lines) == printed
+
+
+IS_SEEN = {
+    "a number": ("x = 1\ndef f(): return x", ["call(f)", "! x = 2", "call(f)", "! x = 1", "call(f)"], "1 2 1"),
+    "a number that a task has set": (
+        "x = 1\ndef f(): return x\ndef put(y):\n global x\n x = y",
+        ["call(put, 5)", "call(f)", "call(f)", "! x = 2", "call(f)", "call(put, 6)", "call(f)", "! x = 1", "call(f)"],
+        "None 5 5 2 None 6 1",
+    ),
+    "a number, as often as it is another": (
+        "x = 1\ndef f(): return x\ndef g(): return x",
+        [
+            "[call(f), call(g), call(f), call(g)]",
+            "! x = 2",
+            "[call(f), call(g), call(f)]",
+            "! x = 1",
+            "[call(f), call(g)]",
+        ],
+        "[1, 1, 1, 1] [2, 2, 2] [1, 1]",
+    ),
+    "a list, in place": (
+        "x = [1]\ndef f(): return x",
+        ["call(f)", "! x.append(2)", "call(f)", "! x.clear()", "call(f)"],
+        "[1] [1, 2] []",
+    ),
+    "a list, made anew": (
+        "x = []\ndef f():\n x.append(1)\n return x",
+        ["call(f)", "call(f)", "! x = []", "call(f)"],
+        "[1] [1, 1] [1]",
+    ),
+    "one of two": (
+        "a, b = [], []\ndef f():\n b.append(1)\n return a, b",
+        ["call(f)", "! a.append(0)", "call(f)"],
+        "([], [1]) ([0], [1, 1])",
+    ),
+    "a tensor, in place": (
+        "x = torch.zeros(100_000)\ndef f():\n x.add_(1)\n return int(x.sum())",
+        ["call(f)", "call(f)", "! x[0] = 1", "call(f)"],
+        "100000 200000 100001",
+    ),
+    "an attribute of an object": (
+        "class C: pass\nc = C()\nc.lr = 1\ndef f(): return c.lr",
+        ["call(f)", "! c.lr = 2", "call(f)"],
+        "1 2",
+    ),
+    "an attribute of a class": (
+        "class C:\n lr = 1\ndef f(): return C.lr, hasattr(C, 'more')",
+        ["call(f)", "! C.lr, C.more = 2, 0", "call(f)", "call(f)", "! del C.more", "call(f)"],
+        "(1, False) (2, True) (2, True) (2, False)",
+    ),
+    "an attribute of a class, in place": (
+        "class C:\n known = {}\n def get(self): return self.known",
+        ["call(C().get)", "! C.known['a'] = 1", "call(C().get)"],
+        "{} {'a': 1}",
+    ),
+    "an attribute of a function": (
+        "def f(): return f.n\nf.n = 1",
+        ["call(f)", "call(f)", "! f.n = 2", "call(f)"],
+        "1 1 2",
+    ),
+    "through another name": (
+        "class g: n = 1\nh = g\ndef f(): return g.n",
+        ["call(f)", "! h.n = 2", "call(f)"],
+        "1 2",
+    ),
+    "a function": (
+        "def g(): return 1\ndef f(): return g()",
+        [
+            *("call(f)", "call(f)", "! exec('def g(): return 2', globals())", "call(f)"),
+            *("! g.__code__ = (lambda: 3).__code__", "call(f)", "call(g)"),
+        ],
+        "1 1 2 3 3",
+    ),
+    "a function that others hold": (
+        "def f(x=1): return x\ng, held = f, [f]\ndef h(): return g(), held[0]()",
+        [
+            "call(h)",
+            "! f.__defaults__ = (2,)",
+            "call(h)",
+            "! exec('def f(): return 3', globals())",
+            "call(h)",
+            "call(f)",
+        ],
+        "(1, 1) (2, 2) (2, 2) 3",
+    ),
+    "a default": (
+        "def f(x=1): return x",
+        ["call(f)", "call(f)", "! f.__defaults__ = (2,)", "call(f)", "call(f)"],
+        "1 1 2 2",
+    ),
+    "a name that is deleted": (
+        "x = 1\ndef f():\n try: return x\n except NameError: return 'unset'",
+        ["call(f)", "! del x", "call(f)", "call(f)", "! x = 2", "call(f)"],
+        "1 unset unset 2",
+    ),
+    "what a call was made with": (
+        "x = 0\ndef f(): return x\nfutures = []",
+        [
+            "! for x in range(50): futures.append(ex.submit(f))",
+            "[future.result() for future in futures] == [*range(50)]",
+        ],
+        "True",
+    ),
+    "what belongs to a cached function": (
+        "x = 1\n@functools.cache\ndef f(): return x\ndef g(): return f()",
+        ["call(g)", "! x = 2", "call(g)", "! f = functools.cache(lambda: x)", "call(g)"],
+        "1 1 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", IS_SEEN)
+def test_a_change_in_the_parent_is_seen_by_the_next_call(what: str, main: dict[str, Any]) -> None:
+    """Whether it is bound anew or changed in place; and nothing else is set back by that."""
+    definitions, lines, printed = IS_SEEN[what]
+    assert _values(main, definitions, lines) == printed
+
+
+TRAVELS = {
+    "recursion between functions": (
+        "def even(n): return n == 0 or odd(n - 1)\ndef odd(n): return n != 0 and even(n - 1)",
+        ["call(even, 10)", "call(odd, 10)", "call(even, 10)"],
+        "True False True",
+    ),
+    "functions that hold each other": (
+        "def a(): return a.b.__name__\ndef b(): return b.a.__name__\na.b, b.a = b, a",
+        ["call(a)", "call(b)", "call(a)"],
+        "b a b",
+    ),
+    "decorated functions": (
+        """
+def twice(fn):
+    @functools.wraps(fn)
+    def wrapper(*args): return 2 * fn(*args)
+    return wrapper
+k = 3
+@twice
+def f(x): return k * x
+@torch.no_grad()
+def g(x): return torch.is_grad_enabled(), f(x)
+""",
+        ["call(f, 1)", "call(g, 1)", "! k = 4", "call(f, 1)", "call(g, 1)", "call(g, 1)"],
+        "6 (False, 6) 8 (False, 8) (False, 8)",
+    ),
+    "functions for one rank": (
+        "from nn_parallel import on_rank\nk = 1\n@on_rank(0)\ndef f(): return k\ndef g(): return f()",
+        ["call(f)", "call(g)", "! k = 2", "call(f)", "call(g)", "call(g)"],
+        "1 1 2 2 2",
+    ),
+    "a base that knows its subclasses": (
+        """
+class Base:
+    known = {}
+    def __init_subclass__(cls): Base.known[cls.__name__] = cls
+class Sub(Base): pass
+class Other(Base):
+    def names(self): return sorted(Base.known), Base.known['Other'] is type(self), super().__init__()
+""",
+        ["call(Other().names)", "call(lambda: Sub.known['Sub'] is Sub)", "call(Other().names)"],
+        "(['Other', 'Sub'], True, None) True (['Other', 'Sub'], True, None)",
+    ),
+    "a metaclass, an abstract class and a dataclass": (
+        """
+import abc, dataclasses
+class Meta(type):
+    def __call__(cls, *args): return [super().__call__(*args)]
+class M(metaclass=Meta): pass
+class A(abc.ABC):
+    @abc.abstractmethod
+    def f(self): ...
+@dataclasses.dataclass
+class D(A):
+    x: int = 1
+    def f(self): return self.x
+class V: pass
+A.register(V)
+def f(): return len(M()), D(2).f(), isinstance(V(), A), D(1) == D()
+""",
+        ["call(f)", "call(f)", "call(D) == D()"],
+        "(1, 2, True, True) (1, 2, True, True) True",
+    ),
+    "a class of a function's body": (
+        """
+def make():
+    class Local:
+        def __init__(self, x): self.x = x
+    return lambda x: Local(x)
+""",
+        ["call(make(), 3).x", "ex.submit(make(), 4).result().x"],
+        "3 4",
+    ),
+    "an object that was put": (
+        "k = 1\nclass C:\n def f(self): return k\n",
+        [
+            *("! handle = ex.put(C())", "call(lambda c: c.f(), handle)", "! k = 2", "call(lambda c: c.f(), handle)"),
+            *("call(lambda c: isinstance(c, C), handle)", "! C.f = lambda self: 5", "call(lambda c: c.f(), handle)"),
+        ],
+        "1 2 True 5",
+    ),
+    "a function as an argument": (
+        "k = 1\ndef f(): return k\ndef g(h): return h(), h is f",
+        ["call(g, f)", "! k = 2", "call(g, f)", "call(g, f)"],
+        "(1, True) (2, True) (2, True)",
+    ),
+    "exceptions of the script": (
+        "class E(Exception):\n n = 0\ndef f():\n E.n += 1\n raise E(E.n)",
+        ["! for _ in range(2):\n     try: ex.submit(f).result()\n     except E as error: print(error, E.n)"],
+        "1 0 2 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TRAVELS)
+def test_it_travels(what: str, main: dict[str, Any]) -> None:
+    definitions, lines, printed = TRAVELS[what]
+    assert _values(main, definitions, lines) == printed
+
+
+def test_workers_that_come_later_get_all_they_need(tmp_path: Path) -> None:
+    """Of a resize, in the place of a dead one, of another pool: first the initializer, then what the parent has now."""
+    code = """
+x, held = 1, None
+def load():
+    global held
+    held = [x]
+def f(): return x, held
+def die(): os._exit(3)
+with ParallelExecutor(num_workers=1, devices="cpu", initializer=load) as ex:
+    print(ex.run(f))
+    x = 2
+    print(ex.run(f))
+    ex.resize(2)
+    print(ex.run(f))
+    try: ex.submit(die).result()
+    except RuntimeError as error: print(type(error).__name__)
+    print(ex.run(f))
+    with ParallelExecutor(num_workers=1, devices="cpu", initializer=load) as other: print(other.run(f))
+    x = 3
+    print(ex.run(f))
+"""
+    assert _run(code, tmp_path) == [
+        "[(1, [1])]",
+        "[(2, [1])]",
+        "[(2, [1]), (2, [1])]",
+        "WorkerDiedError",
+        "[(2, [1]), (2, [1])]",
+        "[(2, [2])]",
+        "[(3, [1]), (3, [1])]",
+    ]
+
+
+def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
+    """With the way to it, from the function that reads it, however many there are in between."""
+    code = """
+class Config: guard = threading.Lock()
+class Holder: pass
+holder = Holder()
+holder.items = {"x": [threading.Lock()]}
+LOCK = threading.Lock()
+def f(): return LOCK
+def g(): return f()
+def h(): return holder
+def k(): return Config
+with ParallelExecutor(num_workers=1, devices="cpu") as ex:
+    for fn in (f, g, h, k):
+        for _ in range(2):
+            try: ex.run(fn)
+            except RuntimeError as error: print(error)
+    print(ex.run(len, "abc"))
+"""
+    said = "is a _thread.lock and cannot be sent to another process: cannot pickle '_thread.lock' object"
+    expected = (
+        ["Global 'LOCK' of f()"] * 4 + ["Global 'holder' of h().items['x'][0]"] * 2 + ["Class 'Config'.guard"] * 2
+    )
+    assert _run(code, tmp_path) == [*(f"{path} {said}" for path in expected), "[3]"]
+
+
+@pytest.mark.slow
+def test_a_notebook_s_newest_definition_counts() -> None:
+    """Functions and classes are defined anew cell after cell."""
+    cells = [
+        f"{HEADER}\nex = ParallelExecutor(num_workers=1, devices='cpu')\nseen = []",
+        "class A:\n def f(self): return 1\ndef g(): return A().f()\ndef f():\n seen.append(1)\n return g(), len(seen)",
+        "print(ex.run(f), ex.run(f))",
+        "class A:\n def f(self): return 2",
+        "print(ex.run(f), ex.run(lambda a: isinstance(a, A), A()))",
+        "def g(): return 3",
+        "print(ex.run(f))",
+        "seen = []",
+        "print(ex.run(f))",
+        "ex.shutdown()",
+    ]
+    printed = [text.strip() for text, error in run_cells(*cells) if error is None]
+    assert printed == ["", "", "[(1, 1)] [(1, 2)]", "", "[(2, 3)] [True]", "", "[(3, 4)]", "", "[(3, 1)]", ""]
+
+
+def test_a_module_that_is_sent_by_value(main: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cloudpickle is told to send has a life of its own in each worker, too."""
+    (tmp_path / "mine.py").write_text("n = 0\nk = 1\ndef count():\n global n\n n += k\n return n\n")
+    lines = ["call(mine.count)", "call(mine.count)", "! mine.k = 5", "call(mine.count)", "call(mine.count)"]
+    monkeypatch.syspath_prepend(tmp_path)
+    definitions = "import cloudpickle, mine\ncloudpickle.register_pickle_by_value(mine)"
+    try:
+        assert _values(main, definitions, lines) == "1 2 7 12"
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules.pop("mine"))
+
+
+def test_a_worker_keeps_the_classes_that_it_has(
+    main: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the parent lets go of one, also where nothing else in the worker refers to it."""
+    (tmp_path / "mine.py").write_text(
+        "class Found:\n def get(self): return type(self)\ndef make():\n class Local(Found): pass\n return Local\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    definitions = """
+import cloudpickle, gc, mine
+cloudpickle.register_pickle_by_value(mine)
+Local = mine.make()
+def alive():
+    gc.collect()
+    return [cls.__name__ for cls in mine.Found.__subclasses__()]
+"""
+    lines = ["call(Local().get) is Local", "! call(gc.collect)", "call(Local().get) is Local", "call(alive)"]
+    lines += [
+        "! del Local",
+        "! gc.collect()",
+        "call(mine.Found().get) is mine.Found",
+        # A thread of the worker hears of it, while tasks go on.
+        "next((left for _ in range(5000) if not (left := call(alive))), 'still there')",
+    ]
+    try:
+        assert _values(main, definitions, lines) == "True True ['Local'] True []"
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules.pop("mine"))
+
+
+def test_a_class_that_is_lost_is_forgotten(main: dict[str, Any]) -> None:
+    """Neither the parent nor its pool keeps a class of a function's body alive."""
+    definitions = """
+import gc, weakref
+def make():
+    class Local: pass
+    return Local
+def use(local): return isinstance(local(), local)
+"""
+    lines = ["! cls = make()", "call(use, cls)", "! gone = weakref.ref(cls)", "! del cls", "! gc.collect()", "gone()"]
+    assert _values(main, definitions, lines) == "True None"
+
+
+CHANGES = {
+    "reloaded": ("def f(): return 1\n", "exec('def f(): return 2', vars(changing))", "f"),
+    "patched": ("K = 1\ndef f(): return K\n", "changing.K = 2", "K"),
+    "patched further in": ("def h(): return 1\ndef f(): return h()\n", "changing.h = lambda: 2", "h"),
+    "its code": ("def f(): return 1\n", "changing.f.__code__ = (lambda: 2).__code__", "f"),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_module_that_changed_here_alone_is_told_once(
+    how: str, main: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker imports it by itself: what the parent does to it afterwards is not seen there."""
+    source, change, name = CHANGES[how]
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "changing.py").write_text(source)
+    lines = ["call(changing.f)"] * 3
+    try:
+        assert _values(main, "import changing", lines) == "1 1 1"
+        with pytest.warns(RuntimeWarning, match=f"^{name} of module changing changed in this process") as told:
+            assert _values(main, "", [*lines, f"! {change}", *lines, "call(lambda: changing.f())"]) == "1 1 1 1 1 1 1"
+        assert len(told) == 1
+    finally:
+        del sys.modules["changing"]
+
+
+def test_a_module_that_caches_something_is_not_told(
+    main: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its own functions set, and what it is given by further imports."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "caching").mkdir()
+    code = "cached = None\nd = {}\ndef f():\n global cached\n cached, d[1] = [cached], 2\n return len(d)\n"
+    (tmp_path / "caching" / "__init__.py").write_text(code)
+    (tmp_path / "caching" / "more.py").write_text("")
+    lines = ["call(caching.f)", "caching.f()", "call(caching.f)", "! import caching.more", "call(lambda: caching.f())"]
+    try:
+        assert _values(main, "import caching", lines) == "1 1 1 1"
+    finally:
+        del sys.modules["caching"], sys.modules["caching.more"]
+
+
+def test_the_environment_the_directory_and_the_path_are_brought_up_to_date(
+    main: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the parent changes, and no more: a variable that a task has set stays."""
+    monkeypatch.chdir(Path.cwd())
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("BY_VALUE_A", "1")
+    monkeypatch.delenv("BY_VALUE_B", raising=False)
+    (tmp_path / "found_later.py").write_text("def f(): return 5\n")
+    main["folder"] = str(tmp_path)
+    definitions = """
+def look(): return os.environ.get("BY_VALUE_A"), os.environ.get("BY_VALUE_B"), os.getcwd() == folder
+def put(): os.environ["BY_VALUE_B"] = "worker's"
+"""
+    lines = [
+        *("call(look)", "call(put)", "call(look)", "! os.environ['BY_VALUE_A'] = '2'", "call(look)", "call(look)"),
+        *("! del os.environ['BY_VALUE_A']", "! os.chdir(folder)", "call(look)"),
+        *("! sys.path.append(folder)", "! import found_later", "call(found_later.f)", "call(look)"),
+    ]
+    a, b, c = "('1', None, False)", "('1', \"worker's\", False)", "('2', \"worker's\", False)"
+    d = '(None, "worker\'s", True)'
+    assert _values(main, definitions, lines) == f"{a} None {b} {c} {c} {d} 5 {d}"
+    del sys.modules["found_later"]

@@ -1,0 +1,867 @@
+"""The failure-aware block: `with ParallelExecutor()` under a launcher, where a failure on one rank is raised on all."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import random
+import re
+import resource
+import signal
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nn_parallel import (
+    ExecutorClosedError,
+    ParallelError,
+    ParallelExecutor,
+    RankError,
+    RankTimeoutError,
+    WorkerDiedError,
+    cleanup_ddp,
+    initialize_ddp,
+    on_rank,
+)
+from nn_parallel._engine.failures import Failure
+from nn_parallel._engine.ranks.blocks import blocks_of
+from nn_parallel._engine.ranks.context import RankContext, rank_context
+from nn_parallel._engine.ranks.outcomes import BlockOutcomes
+from nn_parallel._engine.ranks.records import BlockOutcome
+from nn_parallel._engine.ranks.store import StoreClient
+from nn_parallel.world import World
+from tests.support.fault_table import KeywordOnly, Unpicklable
+from tests.support.fault_table import loop_endlessly as spin
+from tests.support.fault_table import sleep_long as sleep
+from tests.support.ranks import AT_ONCE_S, Ranks, launched
+
+
+@pytest.fixture(scope="module", params=["torchrun", "env"])
+def ranks2(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with launched(2, request.param) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def ranks3() -> Iterator[Ranks]:
+    with launched(3) as ranks:
+        yield ranks
+
+
+def wait_in_collective() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def wait_in_ddp() -> None:
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+
+
+def wait_in_on_rank() -> None:
+    on_rank(1 - initialize_ddp().rank)(int)()
+
+
+def wait_in_run() -> None:
+    ParallelExecutor().run(int)
+
+
+def wait_at_the_end() -> None:
+    pass
+
+
+WAITS = [wait_in_collective, wait_in_ddp, spin, sleep, wait_in_on_rank, wait_in_run, wait_at_the_end]
+
+
+def _only_on_rank_0() -> int:
+    if initialize_ddp().rank != 0:
+        raise ValueError("not here")
+    return 0
+
+
+def outcome_of_a_block(body: Callable[[int], None]) -> dict[str, Any]:
+    """What a rank gets of a block, when, and whether the ranks can go on afterwards."""
+    rank = initialize_ddp().rank
+    on_rank(0, barrier=True)(int)()
+    start = time.monotonic()
+    told: dict[str, Any] = {}
+    try:
+        with ParallelExecutor():
+            body(rank)
+    except BaseException as error:
+        failures = {r: f"{type(e).__name__}: {e}" for r, e in getattr(error, "failures", {}).items()}
+        told |= {"error": type(error).__name__, "failures": failures, "text": str(error)}
+    told["seconds"] = time.monotonic() - start
+    total = torch.ones(1)
+    initialize_ddp()
+    dist.all_reduce(total)
+    return told | {"total": int(total)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_in_the_block_is_raised_on_all_ranks(ranks2: Ranks, wait: Callable[[], None], failing: int) -> None:
+    """Whatever the other rank is in, it gets the cause at once, and both go on with a new group."""
+
+    def body(rank: int) -> None:
+        if rank == failing:
+            raise ValueError("bad batch")
+        wait()
+
+    for told in ranks2.run(outcome_of_a_block, body):
+        assert told["error"] == "RankError"
+        assert told["failures"] == {failing: "ValueError: bad batch"}
+        assert f"failed on rank {failing} of 2: ValueError: bad batch" in told["text"]
+        assert told["seconds"] < AT_ONCE_S
+        assert told["total"] == 2
+
+
+def test_the_others_are_freed_within_100_ms(ranks2: Ranks) -> None:
+    """From the exception on rank 1 to the `RankError` on rank 0, which sits in all_reduce: the clock of the machine.
+
+    Once in five at least: what else runs on the machine adds to the others.
+    """
+
+    def scenario() -> float:
+        rank, raised = initialize_ddp().rank, 0.0
+        dist.barrier()
+        with pytest.raises(RankError), ParallelExecutor():
+            if rank == 1:
+                on_rank(1, wait=False)(int)()
+                time.sleep(0.2)  # the other is in all_reduce by now; if not, the figure is only smaller
+                raised = time.monotonic()
+                raise ValueError
+            dist.all_reduce(torch.ones(1))
+        return raised or time.monotonic()
+
+    times = [ranks2.run(scenario) for _ in range(5)]
+    assert min(freed - raised for freed, raised in times) < 0.1
+
+
+@pytest.mark.slow
+def test_ranks_leave_the_block_together(ranks3: Ranks) -> None:
+    """A slow rank is waited for; what follows the block begins on all ranks after its end."""
+
+    def scenario() -> tuple[float, float]:
+        rank = initialize_ddp().rank
+        with ParallelExecutor():
+            time.sleep(0.3 * rank)
+            done = time.monotonic()
+        return done, time.monotonic()
+
+    done, left = zip(*ranks3.run(scenario), strict=True)
+    assert min(left) >= max(done)
+
+
+def test_two_ranks_fail_at_once(ranks3: Ranks) -> None:
+    """All ranks agree on the cause; the other failure is a leaf as well where it was known in time."""
+
+    def body(rank: int) -> None:
+        if rank:
+            raise ValueError(f"from {rank}")
+        wait_in_collective()
+
+    tolds = ranks3.run(outcome_of_a_block, body)
+    assert len({next(iter(told["failures"])) for told in tolds}) == 1
+    for told in tolds:
+        assert set(told["failures"].items()) <= {(1, "ValueError: from 1"), (2, "ValueError: from 2")}
+        assert told["total"] == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "told_as"),
+    [
+        (KeywordOnly, {"code": 3}, "KeywordOnly: code 3"),
+        (SystemExit, {}, "SystemExit: "),
+        (KeyboardInterrupt, {}, "KeyboardInterrupt: "),
+    ],
+)
+def test_exceptions_that_cannot_be_rebuilt(
+    ranks2: Ranks, kind: type[BaseException], arguments: dict[str, Any], told_as: str
+) -> None:
+    """The other rank gets a `RemoteError` that names the type; the failed one keeps its own way out."""
+
+    def body(rank: int) -> None:
+        if rank == 1:
+            raise kind(**arguments)
+        wait_in_collective()
+
+    other, own = ranks2.run(outcome_of_a_block, body)
+    assert other["failures"][1].startswith("RemoteError: ")
+    assert other["failures"][1].endswith(told_as)
+    assert own["error"] == ("RankError" if issubclass(kind, Exception) else kind.__name__)
+    assert (other["total"], own["total"]) == (2, 2)
+
+
+def test_an_exception_that_cannot_be_pickled(ranks2: Ranks) -> None:
+    """Nothing is pickled: its name, message and traceback arrive."""
+
+    def scenario() -> str:
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            if initialize_ddp().rank == 1:
+                raise Unpicklable("strange")
+            wait_in_collective()
+        return str(caught.value)
+
+    other, own = ranks2.run(scenario)
+    assert "Unpicklable: strange" in other
+    assert "Unpicklable: strange" in own
+
+
+def test_blocks_nest(ranks2: Ranks) -> None:
+    """A failure that all ranks catch inside the outer block leaves that whole; one that they do not, fails both."""
+
+    def scenario() -> Any:
+        rank = initialize_ddp().rank
+        with ParallelExecutor() as outer:
+            for _ in range(3):
+                with pytest.raises(RankError), ParallelExecutor():
+                    if rank == 1:
+                        raise ValueError
+                    wait_in_collective()
+                with pytest.raises(RankError):
+                    outer.run(lambda: 1 // (1 - rank))
+            results = outer.run(lambda: initialize_ddp().rank)
+        with pytest.raises(RankError) as caught, ParallelExecutor(), ParallelExecutor():
+            if rank == 1:
+                raise ValueError("inner")
+            wait_in_collective()
+        return results, {r: str(e) for r, e in caught.value.failures.items()}
+
+    assert ranks2.run(scenario) == [([0, 1], {1: "inner"})] * 2
+
+
+def random_program(seed: int, steps: int) -> list[Any]:
+    """The same random program on every rank: calls, collectives and blocks in blocks, of which many fail somewhere.
+
+    Returns what came of each step, without what only one rank can know.
+    """
+    rng, rank, log = random.Random(seed), initialize_ddp().rank, []
+
+    def step(depth: int) -> None:
+        kind, who, wait = rng.randrange(6), rng.randrange(3), rng.choice(WAITS)
+        delays = [rng.random() * 0.003 for _ in range(3)]
+        inner = [rng.randrange(1 << 30) for _ in range(rng.randrange(3) if depth < 2 else 0)]
+        mark = len(log)
+        time.sleep(delays[rank])
+        if kind == 0:
+            log.append(on_rank(who, broadcast=True)(lambda: who)())
+        elif kind == 1:
+            on_rank(who, barrier=True)(int)()
+        elif kind == 2:
+            total = torch.ones(1)
+            initialize_ddp()
+            dist.all_reduce(total)
+            log.append(int(total))
+        else:
+            try:
+                with ParallelExecutor() as executor:
+                    initialize_ddp()
+                    for number in inner:
+                        rng.seed(number)
+                        step(depth + 1)
+                    if kind == 3:
+                        log.append(executor.run(lambda: depth))
+                    elif kind == 4:
+                        log.append(executor.run(lambda: 1 // (0 if rank == who else 1)))
+                    elif rank == who:
+                        raise ValueError(f"{who}")
+                    elif wait not in (wait_in_on_rank, wait_in_run, wait_in_ddp):
+                        wait()
+            except RankError as error:
+                del log[mark:]  # how far a rank got in a block that failed is its own
+                log.append((error.rank, str(error.failures[error.rank])))
+
+    for number in range(steps):
+        rng.seed(seed + number)
+        step(0)
+    return log
+
+
+@pytest.mark.parametrize("seed", range(0, 300, 100))
+def test_random_programs_end_alike_on_all_ranks(ranks3: Ranks, seed: int) -> None:
+    """Whatever fails inside whatever, all ranks get the same outcomes in the same order, and stay in step."""
+    first, *others = ranks3.run(random_program, seed, 40)
+    assert len(first) > 20
+    assert others == [first] * 2
+
+
+def test_what_comes_after_a_block_does_not_fail_it(ranks3: Ranks) -> None:
+    """Rank 0 fails in the next call while others still poll in the end of the block: they are through it."""
+
+    def scenario() -> int:
+        rank = initialize_ddp().rank
+        for _ in range(30):
+            with ParallelExecutor():
+                time.sleep(0.015 * (rank == 1))
+            with pytest.raises(RankError) as caught:
+                on_rank(0)(lambda: 1 // 0)()
+            assert isinstance(caught.value.failures[0], ZeroDivisionError)
+        return 1
+
+    assert ranks3.run(scenario) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("late", [TimeoutError, KeyboardInterrupt])
+def test_a_block_that_one_rank_has_left_has_passed(ranks2: Ranks, tmp_path: Path, late: type[BaseException]) -> None:
+    """What comes up on rank 0 as it waits to leave, when rank 1 is through, is no failure of the block."""
+
+    def scenario(folder: Path) -> Any:
+        rank, told = initialize_ddp().rank, ""
+        here = blocks_of(rank_context())
+        assert here is not None
+        leave, through = here._block_outcomes.leave, folder / "through"
+
+        def leave_late(number: int) -> Any:
+            here._block_outcomes.leave = leave  # type: ignore[method-assign]
+            while not through.exists():
+                time.sleep(0.001)
+            raise late
+
+        if rank == 0:
+            here._block_outcomes.leave = leave_late  # type: ignore[method-assign]
+        try:
+            with ParallelExecutor():
+                pass
+        except BaseException as error:
+            told = type(error).__name__
+        through.touch()
+        total = torch.ones(1)
+        dist.all_reduce(total)  # the group is the same
+        return told, on_rank(0, broadcast=True)(lambda: "in step")(), int(total)
+
+    own = "KeyboardInterrupt" if late is KeyboardInterrupt else ""
+    assert ranks2.run(scenario, tmp_path) == [(own, "in step", 2), ("", "in step", 2)]
+
+
+def test_how_a_block_ends_is_decided_by_the_first_that_writes() -> None:
+    """Passed or failed, of whichever block, and however far the ranks are apart."""
+    store, failure = dist.HashStore(), Failure("ValueError", [], "", "", "")
+
+    def rank(number: int) -> tuple[RankContext, BlockOutcomes]:
+        context = RankContext(World(False, number, number, 2, torch.device("cpu")), lambda: store)
+        return context, BlockOutcomes(context, StoreClient(store, number, 2, None))
+
+    def failed(number: int, *ranks: int) -> BlockOutcome:
+        return BlockOutcome(number, 1, "f()", dict.fromkeys(ranks, failure))
+
+    (_, first), (context, second) = rank(0), rank(1)
+    assert not first.leave(-2).failures  # inside -1
+    assert second.failure_of(-1) is None
+    assert second.fail(failed(-2, 1)) == (0, first.leave(-2))  # it has passed
+    assert second.fail(failed(-1, 1)) == (0, failed(-1, 1))
+    assert first.leave(-1) == failed(-1, 1)
+    assert first.fail(failed(-1, 0)) == (0, failed(-1, 1, 0))
+    assert list(first.fail(failed(-1, 0))[1].failures) == [1, 0]  # in the order of their arrival
+    assert first.failure_of(-3) == failed(-1, 1, 0)
+    context.generation = 1
+    assert second.fail(failed(-5, 1)) == (1, failed(-5, 1))
+    assert second.fail(failed(-4, 1)) == (2, failed(-4, 1))  # around or before -5, whose failure comes first
+    assert second.failure_of(-4) == failed(-4, 1)
+
+
+def test_a_failure_stays_as_its_own_rank_has_told_it(ranks3: Ranks, tmp_path: Path) -> None:
+    """A rank that passes on the failure of another one does not sign it."""
+
+    def scenario(folder: Path) -> tuple[int, str]:
+        rank, raised = initialize_ddp().rank, folder / "raised"
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            try:
+                on_rank(1)(lambda: 1 // 0)()
+            finally:  # the others are the first to tell, and free rank 1 from here
+                if rank == 1:
+                    raised.touch()
+                    time.sleep(3600)
+                while not raised.exists():
+                    time.sleep(0.001)
+        return os.getpid(), "".join(traceback.format_exception(caught.value)) if rank != 1 else ""
+
+    (_, told), (pid, _), (_, told_too) = ranks3.run(scenario, tmp_path)
+    for text in (told, told_too):
+        assert f"raised by rank 1 of 3 (pid {pid} on" in text
+        assert text.count("raised by") == 1
+
+
+def test_groups_made_unequally_often_before_a_failure(ranks2: Ranks) -> None:
+    """Rank 0 has begun to make a group when rank 1 fails: the next group is the same on both."""
+
+    def scenario() -> int:
+        rank = initialize_ddp().rank
+
+        def body() -> None:
+            if rank == 1:
+                time.sleep(0.05)
+                raise ValueError
+            initialize_ddp()
+            dist.all_reduce(torch.ones(1))
+
+        for _ in range(3):
+            with pytest.raises(RankError):
+                on_rank([0, 1])(body)()
+        total = torch.ones(1)
+        initialize_ddp()
+        dist.all_reduce(total)
+        return int(total)
+
+    assert ranks2.run(scenario) == [2, 2]
+
+
+def test_a_failure_while_results_are_gathered(ranks2: Ranks) -> None:
+    """A rank that cannot take the others' results fails the call on all."""
+
+    def scenario() -> str:
+        rank = initialize_ddp().rank
+
+        class Picky:
+            def __reduce__(self) -> Any:
+                return _only_on_rank_0, ()
+
+        with pytest.raises(RankError) as caught:
+            ParallelExecutor().run(Picky)
+        assert rank == initialize_ddp().rank
+        return repr(caught.value.failures[1])
+
+    for told in ranks2.run(scenario):
+        assert told.startswith("TransferError")
+
+
+def test_a_failure_that_python_cannot_write_down(ranks2: Ranks) -> None:
+    """An argument with more digits than Python prints: the others learn of the failure all the same."""
+
+    def scenario() -> str:
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            if initialize_ddp().rank == 1:
+                raise KeyError(10**5000)
+            wait_in_collective()
+        return type(caught.value.failures[1]).__name__
+
+    assert ranks2.run(scenario) == ["KeyError"] * 2
+
+
+@pytest.mark.slow
+def test_a_rank_with_many_open_files(ranks2: Ranks) -> None:
+    """Descriptors above 1024, which `select` cannot wait for, do not blind the watchdog."""
+
+    def scenario() -> dict[int, str]:
+        rank = initialize_ddp().rank
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], min(4096, limits[1])), limits[1]))
+        files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+        try:
+            with pytest.raises(RankError) as caught, ParallelExecutor():
+                if rank == 1:
+                    raise ValueError("many")
+                sleep()
+            return {rank: str(error) for rank, error in caught.value.failures.items()}
+        finally:
+            for file in files:
+                os.close(file)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    with launched(2) as ranks:  # of their own: others have looked up their peers already
+        assert ranks.run(scenario) == [{1: "many"}] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", [wait_in_collective, initialize_ddp])
+def test_a_block_inside_that_the_other_has_left_behind(ranks2: Ranks, wait: Callable[[], None]) -> None:
+    """Rank 1 skips the block inside and is at the end of the outer one; rank 0 would wait in it for ever."""
+
+    def scenario() -> str:
+        rank = initialize_ddp().rank
+        if wait is initialize_ddp:
+            with pytest.raises(RankError), ParallelExecutor():
+                raise ValueError("closes the group")
+        with pytest.raises(ParallelError) as caught, ParallelExecutor():
+            if rank == 0:
+                with ParallelExecutor():
+                    wait()
+        return str(caught.value)
+
+    for told in ranks2.run(scenario):
+        assert "which can never end: rank 1 has left with ParallelExecutor()" in told
+
+
+def test_a_failure_while_the_other_enters_or_leaves(ranks2: Ranks) -> None:
+    """An interruption between two lines of ours leaves nothing half entered or half left."""
+
+    def scenario() -> None:
+        rank = initialize_ddp().rank
+        for _ in range(300):
+            on_rank(0, barrier=True)(int)()
+            with pytest.raises(RankError), ParallelExecutor():
+                if rank == 1:
+                    raise ValueError
+                torch.ones(3)
+
+    ranks2.run(scenario)
+
+
+def test_an_executor_is_closed_by_its_block(ranks2: Ranks) -> None:
+    """A second block needs a second executor, as in the standard library."""
+
+    def scenario() -> None:
+        executor = ParallelExecutor()
+        with executor:
+            executor.run(int)
+        with pytest.raises(ExecutorClosedError), executor:
+            pass
+        with ParallelExecutor() as another:
+            another.run(int)
+
+    ranks2.run(scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("skipping", [0, 1])
+def test_a_rank_that_never_enters_is_named(skipping: int) -> None:
+    """A rank skips the block and makes another call: both learn of it, with both places."""
+
+    def scenario(skipping: int) -> str:
+        rank = initialize_ddp().rank
+        with pytest.raises(ParallelError) as caught:
+            if rank == skipping:
+                on_rank(1 - skipping)(int)()
+            else:
+                with ParallelExecutor():
+                    pass
+        return str(caught.value)
+
+    with launched(2) as ranks:  # of its own: they are out of step afterwards
+        for told in ranks.run(scenario, skipping):
+            assert "with ParallelExecutor()" in told
+            assert f"int() on rank {1 - skipping} at" in told
+
+
+def test_a_block_inside_that_one_rank_never_enters(ranks2: Ranks) -> None:
+    """Rank 1 fails in a block inside and goes on; rank 0, which did not enter it, is at the end of the outer one."""
+
+    def scenario() -> dict[int, str]:
+        rank = initialize_ddp().rank
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            if rank == 1:
+                with pytest.raises(RankError), ParallelExecutor():
+                    raise ValueError("inside")
+        return {rank: str(error) for rank, error in caught.value.failures.items()}
+
+    for told in ranks2.run(scenario):
+        assert list(told) == [1, 0]
+        assert told[1] == "inside"
+        assert "never entered a block inside" in told[0]
+    assert ranks2.run(lambda: ParallelExecutor().run(int)) == [[0, 0]] * 2
+
+
+def test_ranks_of_a_pool_that_went_through_unequal_blocks() -> None:
+    """A block of a `run` that only one rank enters does not put the next `run` out of step."""
+
+    def scenario() -> int:
+        if initialize_ddp().rank == 1:
+            with pytest.raises(RankError), ParallelExecutor():
+                raise ValueError
+        return 1
+
+    with ParallelExecutor(num_workers=2, devices="cpu", timeout=20) as pool:
+        assert pool.run(scenario) == [1, 1]
+        assert pool.run(lambda: on_rank(0, broadcast=True)(lambda: 7)()) == [7, 7]
+        assert pool.run(lambda: ParallelExecutor().run(int)) == [[0, 0]] * 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_before_the_block_is_named() -> None:
+    """Rank 1 ends its program where rank 0 enters the block and waits in a collective, or for its end."""
+
+    def scenario(wait: Callable[[], None]) -> str:
+        if initialize_ddp().rank == 1:
+            os._exit(0)
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            wait()
+        return repr(caught.value.failures[1])
+
+    for wait in (wait_in_collective, wait_at_the_end, sleep):
+        with launched(2) as ranks:
+            told, gone = ranks.run(scenario, wait)
+        assert told.startswith("WorkerDiedError('Rank 1 (pid ")
+        assert gone == "gone"
+
+
+def test_a_rank_that_leaves_while_the_other_is_in_a_collective(ranks2: Ranks) -> None:
+    """Rank 0 is through, rank 1 waits in all_reduce for it: both end with an error that says who is where."""
+
+    def body(rank: int) -> None:
+        if rank == 1:
+            wait_in_collective()
+
+    for told in ranks2.run(outcome_of_a_block, body):
+        assert told["seconds"] < AT_ONCE_S
+        assert list(told["failures"]) == [1]
+        assert "Rank 1 is in all_reduce() at " in told["text"]
+        assert "test_blocks.py:" in told["text"]
+        assert "which can never end: rank 0 has left with ParallelExecutor()" in told["text"]
+        assert told["total"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", [sleep, spin, wait_in_collective, wait_at_the_end])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_rank_is_a_failure_of_the_block(wait: Callable[[], None], victim: int) -> None:
+    """SIGKILL of one rank: the others get a WorkerDiedError for it, whatever they are in."""
+
+    def scenario(victim: int) -> Any:
+        rank = initialize_ddp().rank
+        start = time.monotonic()  # where the host of the store dies, the call before may not end
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            on_rank(0, barrier=True)(int)()
+            start = time.monotonic()
+            if rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            wait()
+        return {r: type(e) for r, e in caught.value.failures.items()}, time.monotonic() - start
+
+    with launched(3) as ranks:
+        answers = ranks.run(scenario, victim)
+    for rank, answer in enumerate(answers):
+        if rank != victim:
+            assert answer[0] == {victim: WorkerDiedError}
+            assert answer[1] < AT_ONCE_S
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", [sleep, spin, wait_in_collective])
+def test_a_timeout_tells_where_the_silent_rank_stands(ranks2: Ranks, wait: Callable[[], None]) -> None:
+    """`timeout` of the executor ends a hang of `run` on every rank, with the stack of the rank that hangs."""
+
+    def scenario() -> Any:
+        executor = ParallelExecutor(timeout=0.5)
+
+        def work() -> None:
+            if initialize_ddp().rank == 1:
+                wait()
+
+        start = time.monotonic()
+        with pytest.raises(RankTimeoutError) as caught:
+            executor.run(work)
+        seconds = time.monotonic() - start
+        return str(caught.value), caught.value.ranks, list(caught.value.stacks), seconds, executor.run(int)
+
+    for text, silent, stacks, seconds, after in ranks2.run(scenario):
+        assert "Rank 1 did not finish" in text
+        assert f"in {wait.__name__}" in text
+        assert (silent, stacks, after) == ([1], [1], [0, 0])
+        assert seconds < 0.5 + AT_ONCE_S
+
+
+@pytest.mark.slow
+def test_a_timeout_tells_where_everybody_stands() -> None:
+    """A line for each place, whichever rank's time is over first."""
+
+    def scenario() -> list[str]:
+        def work() -> None:
+            if initialize_ddp().rank == 1:
+                sleep()
+            dist.all_reduce(torch.ones(1))
+
+        with pytest.raises(RankTimeoutError) as caught:
+            ParallelExecutor(timeout=1.5).run(work)
+        return str(caught.value).splitlines()
+
+    with launched(4) as ranks:
+        for told in ranks.run(scenario):
+            assert told[0].endswith("Where the ranks stand:")
+            assert re.fullmatch(r"ranks 0, 2-3: in all_reduce\(\) at .*test_blocks\.py:\d+", told[1])
+            assert re.fullmatch(r"rank 1: in sleep_long\(\) at .*faults\.py:\d+", told[2])
+            assert told[3:4] == [""]
+
+
+def fail_beside_a_collective() -> None:
+    """Rank 1 raises as the others enter a collective."""
+    rank = initialize_ddp().rank
+    with pytest.raises(RankError), ParallelExecutor():
+        dist.barrier()
+        if rank == 1:
+            raise ValueError
+        wait_in_collective()
+
+
+@pytest.mark.slow
+def test_whoever_enters_a_collective_late_is_freed_too() -> None:
+    """Many ranks on few cores: some write to a peer that has been freed, and has closed the group, already."""
+
+    def scenario() -> None:
+        for _ in range(40):
+            fail_beside_a_collective()
+
+    with ParallelExecutor(num_workers=8, devices="cpu", timeout=60) as pool:
+        pool.run(scenario)
+
+
+def test_nothing_of_a_failed_block_stays(ranks2: Ranks) -> None:
+    """Once the next group stands: neither descriptors nor threads of gloo, and not until the next collection only."""
+
+    def threads() -> int:
+        """The fewest within a moment: the kernel lists one that has been joined until it gets to letting go of it."""
+        end, fewest = time.monotonic() + 0.2, len(os.listdir("/proc/self/task"))
+        while time.monotonic() < end:
+            fewest = min(fewest, len(os.listdir("/proc/self/task")))
+        return fewest
+
+    def scenario() -> list[tuple[int, int]]:
+        fail_beside_a_collective()
+        gc.collect()
+        gc.disable()
+        try:
+            found = []
+            for _ in range(4):
+                fail_beside_a_collective()
+                initialize_ddp()
+                dist.barrier()
+                found.append((len(os.listdir("/proc/self/fd")), threads()))
+            return found
+        finally:
+            gc.enable()
+
+    for found in ranks2.run(scenario):
+        assert len(set(found)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["block", "run"])
+def test_models_are_dropped_after_failures(ranks2: Ranks, how: str) -> None:
+    """A model that was prepared with a closed group is destroyed at any moment, and no rank waits for the GIL then."""
+
+    def train(failing: int, kept: list[Any]) -> None:
+        rank = initialize_ddp().rank
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        kept.append(model)
+        for step in range(3):
+            if rank == failing and step == 1:
+                raise ValueError("bad batch")
+            model(torch.ones(2, 4)).sum().backward()
+
+    def scenario() -> int:
+        initialize_ddp()
+        kept: list[Any] = []
+        for attempt in range(40):
+            with pytest.raises(RankError) as caught:
+                if how == "run":
+                    ParallelExecutor().run(train, attempt % 2, kept)
+                else:
+                    with ParallelExecutor():
+                        train(attempt % 2, kept)
+            assert caught.value.rank == attempt % 2
+            del caught, kept[: attempt % 3]  # at once, or after the next group stands
+        return len(kept)
+
+    first, second = ranks2.run(scenario)
+    assert first == second
+
+
+def test_a_closed_group_outlives_its_models(ranks2: Ranks) -> None:
+    """Until the next group stands, or later if a model is kept: no model destroys it, on neither rank."""
+
+    def fail() -> torch.nn.parallel.DistributedDataParallel:
+        rank = initialize_ddp().rank
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        with pytest.raises(RankError), ParallelExecutor():
+            if rank == 1:
+                raise ValueError
+            model(torch.ones(2, 4)).sum().backward()
+        return model
+
+    def scenario() -> list[bool]:
+        is_kept = []
+        for next_groups in range(2):
+            model = fail()
+            group = weakref.ref(model.process_group)
+            for _ in range(next_groups):
+                fail()
+            del model
+            is_kept.append(group() is not None)
+            fail()
+            is_kept.append(group() is not None)
+        return is_kept
+
+    for is_kept in ranks2.run(scenario):
+        assert is_kept == [True, False] * 2
+
+
+def test_an_import_is_not_interrupted(ranks2: Ranks, tmp_path: Path) -> None:
+    """A module of which half has run could not be imported again, as mpmath, which torch imports, cannot."""
+    (tmp_path / "slow_module.py").write_text(
+        """
+import pathlib, time
+times = pathlib.Path(__file__).with_name("times")
+times.open("a").write("x")
+end = time.monotonic() + 0.5
+while time.monotonic() < end:
+    time.sleep(0.01)
+"""
+    )
+
+    def scenario() -> tuple[list[int], str]:
+        rank, times = initialize_ddp().rank, tmp_path / "times"
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            if rank == 1:
+                while not times.exists() or not times.read_text():
+                    time.sleep(0.001)
+                raise ValueError("bad batch")
+            sys.path.insert(0, str(tmp_path))
+            importlib.import_module("slow_module")
+            time.sleep(3600)
+        if rank == 0:
+            del sys.modules["slow_module"], sys.path[0]  # it is there
+        return list(caught.value.failures), times.read_text()
+
+    assert ranks2.run(scenario) == [([1], "x")] * 2
+    (tmp_path / "times").unlink()
+
+
+@pytest.mark.slow
+def test_a_rank_is_freed_by_its_backend_s_own_abort() -> None:
+    """As NCCL has one. A stand-in for it, whose collectives are deaf to signals until somebody aborts their group."""
+
+    def scenario() -> tuple[dict[int, str], list[int]]:
+        class Collective(dist.Work):
+            def __init__(self, aborted: dist.Store) -> None:
+                super().__init__()
+                self._aborted = aborted
+
+            def wait(self, timeout: object = None) -> bool:
+                self._aborted.wait(["aborted"])
+                raise dist.DistBackendError("NCCL communicator was aborted on rank 0.")
+
+        class StandIn(dist.ProcessGroup):
+            def __init__(self, rank: int, size: int) -> None:
+                super().__init__(rank, size)
+                self._aborted = dist.HashStore()
+                self._aborted.set_timeout(timedelta(hours=1))
+
+            def allreduce(self, tensors: object, options: object = None) -> dist.Work:
+                return Collective(self._aborted)
+
+            def abort(self) -> None:
+                aborts.append(self.rank())
+                self._aborted.set("aborted", "")
+
+        aborts: list[int] = []
+        make: Any = lambda store, rank, size, timeout: StandIn(rank, size)  # noqa: E731
+        dist.Backend.register_backend("stand_in", make, devices="cpu")
+        rank = initialize_ddp(backend="stand_in").rank
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            if rank == 1:
+                raise ValueError("bad batch")
+            dist.all_reduce(torch.ones(1))
+        initialize_ddp(backend="stand_in")
+        cleanup_ddp()  # which is no failure
+        return {failed: repr(error) for failed, error in caught.value.failures.items()}, aborts
+
+    with launched(2) as ranks:
+        assert ranks.run(scenario) == [({1: "ValueError('bad batch')"}, [rank]) for rank in range(2)]

@@ -1,0 +1,202 @@
+"""Real ranks for tests: processes under torchrun, or with hand-set ``env://`` variables, that call what a test sends.
+
+Each rank connects to a socket of the test and answers functions with results, so that one launch serves many tests.
+Run as a script, this file is such a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any, Protocol
+
+import cloudpickle
+import pytest
+
+from nn_parallel import ParallelExecutor
+from nn_parallel._engine.pickling import _code_of_file
+
+START_WITHIN_S = 25.0
+ANSWER_WITHIN_S = 25.0
+END_WITHIN_S = 30.0
+AT_ONCE_S = 5.0  # what comes at once, on a busy machine; no timeout in the tests is as short
+
+
+def trim(pool: ParallelExecutor) -> None:
+    """Let go of the memory files that ``pool`` keeps to fill them again."""
+    pool._backend.pool.packer.files.trim(0)  # type: ignore[union-attr]
+
+
+class AnyRanks(Protocol):
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``fn`` on every rank; the results in rank order."""
+
+
+class Ranks:
+    """The ranks of one launch, in rank order."""
+
+    def __init__(self, connections: list[Connection], pids: list[int], output: Path) -> None:
+        self._connections, self.pids, self._output = connections, pids, output
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, only: list[int] | None = None, also: Sequence[int] = ()
+    ) -> list[Any]:
+        """Call ``fn`` on all ranks at once, or on some; the results in rank order. The first exception is raised.
+
+        The ranks in ``also`` call it too; their answers are for `finish`.
+        """
+        ranks = range(len(self._connections)) if only is None else only
+        for rank in (*ranks, *also):
+            self._connections[rank].send_bytes(_pickled((fn, args)))
+        answers = [self._answer(rank) for rank in ranks]
+        for succeeded, value in answers:
+            if not succeeded:
+                raise value
+        return [value for _, value in answers]
+
+    def finish(self, rank: int) -> Any:
+        """The result of a rank that `run` did not wait for."""
+        return self._answer(rank)[1]
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        if not self._connections[rank].poll(ANSWER_WITHIN_S):
+            pytest.fail(f"rank {rank} did not answer; the ranks printed:\n{self.stacks()}")
+        try:
+            answer: tuple[bool, Any] = cloudpickle.loads(self._connections[rank].recv_bytes())
+        except EOFError:
+            return True, "gone"
+        return answer
+
+    def stacks(self) -> str:
+        """What the ranks printed, and then where each of them stands."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.3)  # one after another; nothing depends on it: the test has failed already
+        return self.printed()
+
+    def printed(self) -> str:
+        return self._output.read_text(errors="replace")
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Cloudpickle, from 3.1.3 on without the names of files; tests look for them in call sites."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is types.CodeType:
+            return _code_of_file, (*self.dispatch_table[types.CodeType](obj), obj.co_filename)
+        return super().reducer_override(obj)
+
+
+def _pickled(obj: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(obj)
+    return file.getvalue()
+
+
+@contextlib.contextmanager
+def launched(world_size: int, launcher: str = "env", **environ: str) -> Iterator[Ranks]:
+    """Start ranks by ``launcher``: ``"torchrun"``, or ``"env"``: one process each with the variables set by hand."""
+    with tempfile.TemporaryDirectory() as folder:
+        address = os.path.join(folder, "ranks")
+        output = Path(folder, "output")
+        clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        clean |= {"RANKS_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"} | environ
+        with Listener(address, backlog=world_size) as listener, output.open("w") as file:
+            rank = [sys.executable, __file__]
+            if launcher == "torchrun":
+                torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world_size}"]
+                commands = [([*torchrun, "--master-port", str(free_port()), *rank[1:]], {})]
+            else:
+                shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+                own = ("RANK", "LOCAL_RANK") if "MASTER_ADDR" in environ else ("RANK",)
+                commands = [(rank, shared | environ | dict.fromkeys(own, str(number))) for number in range(world_size)]
+            processes = [
+                subprocess.Popen(
+                    command,
+                    env=clean | more,
+                    stdout=file,
+                    stderr=file,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+                for command, more in commands
+            ]
+            connections: dict[int, tuple[Connection, int]] = {}
+            started: Ranks | None = None
+            try:
+                listener._listener._socket.settimeout(START_WITHIN_S)  # type: ignore[attr-defined]
+                for _ in range(world_size):
+                    connection = listener.accept()
+                    number, pid = connection.recv()
+                    connections[number] = connection, pid
+                ordered = [connections[number] for number in range(world_size)]
+                started = Ranks([connection for connection, _ in ordered], [pid for _, pid in ordered], output)
+                yield started
+            except TimeoutError:
+                pytest.fail(f"the ranks did not come:\n{output.read_text()}")
+            finally:
+                listener.close()  # a rank that comes only now must not wait in the backlog
+                for connection, _ in connections.values():
+                    connection.close()  # each rank then ends by itself
+                late = [process for process in processes if not _ends(process)]
+                if late and started is not None:
+                    started.stacks()
+                for process in late:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                assert not late, f"ranks that did not end by themselves printed:\n{output.read_text()}"
+
+
+def _ends(process: subprocess.Popen[bytes]) -> bool:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_WITHIN_S)
+        return True
+    return False
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def _serve() -> None:
+    """Be a rank: call what arrives."""
+    from multiprocessing.connection import Client
+
+    faulthandler.register(signal.SIGUSR1)
+    connection = Client(os.environ["RANKS_ADDRESS"])
+    connection.send((int(os.environ["RANK"]), os.getpid()))
+    while True:
+        try:
+            fn, args = cloudpickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            return
+        try:
+            answer = True, fn(*args)
+        except Exception as error:
+            traceback.print_exc()  # the test sees the first one only, and only once all ranks have answered
+            answer = False, error
+        try:
+            packed = cloudpickle.dumps(answer)
+        except Exception as error:
+            packed = cloudpickle.dumps((False, RuntimeError(f"{answer!r}: {error!r}")))
+        connection.send_bytes(packed)
+
+
+if __name__ == "__main__":
+    _serve()
