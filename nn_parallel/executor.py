@@ -13,7 +13,7 @@ import torch
 
 from ._engine.by_value.packer import CallOptions
 from ._engine.devices import count
-from ._engine.pool.backend import Backend, Workers, make_backend, shared_backend
+from ._engine.pool.backend import Workers, make_backend, shared_backend
 from ._engine.pool.progress import Progress
 from ._engine.ranks.membership import as_seconds
 from ._engine.ranks.records import call_name
@@ -127,7 +127,11 @@ class ParallelExecutor(Executor):
 
             ex.run(lambda device, x: str(device), 1)  # ['cpu', 'cpu']
         """
-        return _run(self._backend, fn, args, kwargs, self._options)
+        __tracebackhide__ = True
+        try:
+            return self._backend.run(fn, args, kwargs, self._options)
+        except RankError as error:
+            raise error.with_traceback(None) from error.__cause__  # without our own frames
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Call ``fn`` on the next free device, as the only rank of its world.
@@ -229,6 +233,7 @@ class ParallelExecutor(Executor):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        __tracebackhide__ = True
         self._backend.__exit__(kind, error, traceback)
 
     def __repr__(self) -> str:
@@ -281,21 +286,17 @@ def parallelize_on_gpus(
     def decorate(fn: Callable[..., R]) -> Callable[..., list[R]]:
         @functools.wraps(fn)
         def call_on_all(*args: Any, **kwargs: Any) -> list[R]:
+            __tracebackhide__ = True
             options = CallOptions(pass_device, as_seconds(timeout))
             workers = Workers(num_gpus=num_gpus, devices=devices, engine=engine)
             while True:
                 try:
-                    return _run(shared_backend(workers, options), fn, args, kwargs, options)
+                    return shared_backend(workers, options).run(fn, args, kwargs, options)
                 except ExecutorClosedError:  # its idle minute ended just now
                     continue
+                except RankError as error:
+                    raise error.with_traceback(None) from error.__cause__  # without our own frames
 
         return call_on_all
 
     return decorate
-
-
-def _run(backend: Backend, fn: Callable[..., R], args: Any, kwargs: Any, options: CallOptions) -> list[R]:
-    try:
-        return backend.run(fn, args, kwargs, options)
-    except RankError as error:
-        raise error.with_traceback(None) from error.__cause__  # without our own frames

@@ -1,10 +1,21 @@
-"""Tracebacks as users see them: without frames of this package."""
+"""Tracebacks as users see them: without frames of this package.
+
+Whoever reads a traceback looks for a line of their own, and the last frame is always that of the function that raises,
+which is one of ours. There is no way to raise without it. So the frame is left out where tracebacks are shown: IPython
+and pytest skip frames that have a local variable ``__tracebackhide__``; for a script, `hide_own_frames` wraps
+`sys.excepthook`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import sys
 import traceback
 from types import TracebackType
+
+from ..errors import ParallelError
 
 MAX_TRACEBACK_CHARS = 20_000
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -23,3 +34,36 @@ def user_frames(error: BaseException) -> TracebackType | None:
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
         frames = frames.tb_next
     return frames or error.__traceback__
+
+
+@functools.cache  # once for a process
+def hide_own_frames() -> None:
+    """Have `sys.excepthook` print errors of this package without frames of this package, from now on."""
+    before = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        if not isinstance(error, ParallelError):
+            before(kind, error, frames)
+            return
+        whole = error.__traceback__
+        try:
+            shown = _without_own_frames(whole)
+            before(kind, error.with_traceback(shown), shown)  # Python's own hook reads it from the error
+        finally:
+            error.__traceback__ = whole  # a debugger wants all of it
+
+    sys.excepthook = excepthook
+
+
+def _without_own_frames(frames: TracebackType | None) -> TracebackType | None:
+    """Return a copy of a traceback without our frames; the traceback itself if it has no others."""
+    kept = list[TracebackType]()
+    frame = frames
+    while frame is not None:
+        if not frame.tb_frame.f_code.co_filename.startswith((PACKAGE_FOLDER, contextlib.__file__)):
+            kept.append(frame)
+        frame = frame.tb_next
+    copy: TracebackType | None = None
+    for frame in reversed(kept):
+        copy = TracebackType(copy, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return copy or frames

@@ -16,6 +16,7 @@ from ...errors import ParallelError
 from ..by_value.packer import CallOptions, Packer
 from ..devices import choose_devices, count, cpu_count
 from ..ranks.membership import join_launched_world
+from ..tracebacks import hide_own_frames
 from .launched_ranks import LaunchedRanks
 from .pool import Pool
 from .processes import Settings
@@ -66,6 +67,7 @@ def make_backend(workers: Workers, options: CallOptions) -> Backend:
         if workers.initializer is not None:
             workers.initializer(*workers.initargs)
         return ranks
+    hide_own_frames()
     if sys.platform != "linux":
         raise ParallelError("ParallelExecutor starts worker processes on Linux only: use WSL, Linux or torchrun.")
     return _start_on_ray(workers, options) if workers.engine == "ray" else _start_here(workers, options)

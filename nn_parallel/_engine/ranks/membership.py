@@ -19,6 +19,7 @@ from torch.utils.data import get_worker_info
 from ...errors import LaunchError
 from ...world import World
 from ..devices import existing_device, named_device
+from ..tracebacks import hide_own_frames
 from .blocks import blocks_of
 from .context import DEFAULT_TIMEOUT, RankContext, current_world, join, rank_context, world_of
 from .environment import Launch, detect_launch, with_arguments
@@ -64,6 +65,7 @@ def initialize(
                 return world_of(launch, named_device(device))
             context = join_launch(launch, named_device(device), limit or DEFAULT_TIMEOUT)
             join(context)
+            hide_own_frames()  # before the next hook, which is taken away again when this rank leaves
             share_uncaught(context)
             os.environ[TAKEN] = f"{os.getpid()} {_place(launch)}"
             atexit.register(_leave_at_exit)

@@ -43,6 +43,7 @@ def decorator(
 
         @functools.wraps(fn)
         def call_on_rank(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            __tracebackhide__ = True
             here = blocks_of(join_launched_world())
             if here is None:
                 return fn(*args, **kwargs)
