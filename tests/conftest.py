@@ -27,7 +27,7 @@ from nn_parallel.testing import pool_of
 from tests.support import laboratory
 from tests.support.laboratory import Node
 from tests.support.processes import abandoned_in_shared_memory
-from tests.support.ranks import AnyRanks, launched, trim
+from tests.support.ranks import AnyRanks, Ranks, launched, trim
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -130,6 +130,35 @@ def record(request: pytest.FixtureRequest) -> Callable[..., None]:
             path.with_suffix(".new").replace(path)
 
     return write
+
+
+@pytest.fixture(scope="module")
+def executor2() -> Iterator[ParallelExecutor]:
+    """A pool of two workers on the CPU, which the tests of a module share."""
+    with ParallelExecutor(num_workers=2, devices="cpu") as executor:
+        executor.run(_connect)
+        yield executor
+
+
+@pytest.fixture
+def own_executor2() -> Iterator[ParallelExecutor]:
+    """A pool of two workers on the CPU that a test has for itself, to break it."""
+    with ParallelExecutor(num_workers=2, devices="cpu") as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def ranks2() -> Iterator[Ranks]:
+    """Two launched ranks, which the tests of a module share."""
+    with launched(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def ranks3() -> Iterator[Ranks]:
+    """Three launched ranks, which the tests of a module share."""
+    with launched(3) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")

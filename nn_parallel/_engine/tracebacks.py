@@ -45,14 +45,22 @@ def hide_own_frames() -> None:
         if not isinstance(error, ParallelError):
             before(kind, error, frames)
             return
-        whole = error.__traceback__
+        whole = {each: each.__traceback__ for each in _with_leaves(error)}
         try:
-            shown = _without_own_frames(whole)
-            before(kind, error.with_traceback(shown), shown)  # Python's own hook reads it from the error
+            for each, own in whole.items():
+                each.__traceback__ = _without_own_frames(own)
+            before(kind, error, error.__traceback__)
         finally:
-            error.__traceback__ = whole  # a debugger wants all of it
+            for each, own in whole.items():  # a debugger wants all of it
+                each.__traceback__ = own
 
     sys.excepthook = excepthook
+
+
+def _with_leaves(error: BaseException) -> list[BaseException]:
+    """Return an error, and all that is in it if it is a group."""
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return [error, *(each for part in inner for each in _with_leaves(part))]
 
 
 def _without_own_frames(frames: TracebackType | None) -> TracebackType | None:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from nn_parallel import data_parallel as module
 from nn_parallel import parallel_on_all_devices
-from nn_parallel._engine import data_parallel as module
 from nn_parallel._engine.ranks.context import RankContext, join
 from nn_parallel.world import World
 

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
-import logging.handlers
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +23,6 @@ from nn_parallel import (
     ParallelExecutor,
     RankError,
     WorkerDiedError,
-    World,
     cleanup_ddp,
     current_world,
     initialize_ddp,
@@ -37,10 +30,6 @@ from nn_parallel import (
     prepare_model,
     should_use_distributed,
 )
-from nn_parallel._engine.ranks import nccl
-from nn_parallel._engine.ranks.environment import detect_launch
-from nn_parallel._engine.ranks.group import Group
-from nn_parallel._engine.ranks.rendezvous import join_launch
 from tests.support.ranks import AT_ONCE_S, AnyRanks, free_port, launched
 
 CPU = torch.device("cpu")
@@ -190,29 +179,6 @@ def test_a_process_that_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
     assert done.stdout.count("fine") == 2, done.stderr
 
 
-def test_a_failed_block_on_a_group_of_other_code() -> None:
-    """The block closes the group that other code has made: the ranks still know each other, and make a new one."""
-
-    def scenario(port: int) -> Any:
-        rank = int(os.environ["RANK"])
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-        with pytest.raises(RankError, match="ValueError: closes"), ParallelExecutor():
-            if rank == 1:
-                raise ValueError("closes")
-            dist.barrier()
-        known = current_world()
-        ran = on_rank(0)(os.getpid)()
-        world, total = initialize_ddp(), torch.ones(1)
-        dist.all_reduce(total)
-        dist.destroy_process_group()
-        return known, known.launcher, ran is not None, world.distributed, total.item(), current_world().launcher
-
-    with launched(2) as ranks:
-        answers = ranks.run(scenario, free_port())
-    for rank, answer in enumerate(answers):
-        assert answer == ((False, rank, rank, 2, CPU), "external", rank == 0, True, 2.0, "env")
-
-
 @pytest.mark.slow
 def test_explicit_arguments_win_over_the_environment(env: Callable[..., None]) -> None:
     """rank=, world_size=, master_addr= and master_port= need no environment, and overrule a stale one."""
@@ -243,89 +209,6 @@ def test_spawned_processes_with_explicit_arguments() -> None:
 
             connection.send_bytes(cloudpickle.dumps((scenario, (rank,))))
         assert [ranks._answer(rank) for rank in range(2)] == [(True, (0, 2.0)), (True, (1, 2.0))]
-
-
-def test_another_code_s_process_group_is_a_world_too() -> None:
-    """Where other code has called init_process_group, decorators work over it, failures included."""
-    port = free_port()
-
-    def scenario() -> Any:
-        rank = int(os.environ["RANK"])
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-        assert initialize_ddp() == current_world()
-
-        @on_rank(0, broadcast=True)
-        def number() -> int:
-            return 7
-
-        @on_rank(1)
-        def fail() -> None:
-            raise ValueError("over there")
-
-        with pytest.raises(RankError, match="rank 1 of 2: ValueError: over there"):
-            fail()
-        cleanup_ddp()  # not ours: left alone
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        return tuple(current_world())[:4], current_world().launcher, number(), total.item()
-
-    with launched(2) as ranks:
-        assert ranks.run(scenario) == [((True, rank, rank, 2), "external", 7, 2.0) for rank in range(2)]
-
-
-@pytest.mark.parametrize("gpus", [2, 3])
-def test_ranks_that_share_a_gpu_talk_by_gloo(gpus: int) -> None:
-    """NCCL would refuse it: rank 0 says so, in one line. With a GPU for each rank they talk by NCCL.
-
-    The GPUs are made up, behind `hardware_id`: this machine may have none. The choice is made before torch is asked.
-    """
-
-    def body() -> tuple[str, str]:
-        rank = int(os.environ["RANK"])
-        context = join_launch(detect_launch(os.environ), None, timedelta(seconds=20))
-        group = Group(context.world._replace(device=torch.device("cuda", rank)), None)
-        with (
-            mock.patch("nn_parallel._engine.ranks.group.hardware_id", return_value=f"0000:00:0{rank % gpus}"),
-            mock.patch("torch.distributed.init_process_group", side_effect=ValueError("no GPU")) as init,
-            mock.patch("nn_parallel._engine.ranks.group.logger.warning") as warn,
-            contextlib.suppress(ValueError),
-        ):
-            group.make(context.store, None, timedelta(seconds=20))
-        settings = {name: os.environ.get(name) for name in nccl.SETTINGS}
-        group.release()
-        context.leave()
-        assert settings == nccl.SETTINGS
-        assert not nccl.SETTINGS.keys() & os.environ.keys()
-        return init.call_args.args[0], str(warn.call_args and warn.call_args.args[1])
-
-    with launched(3) as ranks:
-        (backend, told), *others = ranks.run(body)
-        assert others == [(backend, "None")] * 2
-        if gpus == 2:
-            assert (backend, told) == ("gloo", "Ranks 0 and 2 share the accelerator at 0000:00:00")
-        else:
-            assert (backend, told) == ("cpu:gloo,cuda:nccl", "None")
-
-
-def test_a_rank_without_a_device_is_told_to_all() -> None:
-    """On one node there are too few GPUs: the ranks on the others do not wait for that rank until their timeout."""
-
-    def body() -> str:
-        found = [torch.device("cuda", 0), torch.device("cuda", 1)] if os.environ["RANK"] == "1" else []
-        with (
-            mock.patch("nn_parallel._engine.devices.accelerators", return_value=found),
-            pytest.raises(LaunchError) as caught,
-        ):
-            initialize_ddp()
-        return str(caught.value)
-
-    with launched(3) as ranks:
-        told = ranks.run(body)
-        assert told == [told[0]] * 3
-        assert told[0].startswith(
-            "Rank 1 has no device: 3 ranks run on this node and the accelerators are cuda:0 to cuda:1: start at most 2 "
-            "ranks per node, or pass device= to share one on purpose."
-        )
 
 
 def test_one_line_in_the_log_says_what_was_found() -> None:
@@ -380,96 +263,6 @@ def test_values_that_cannot_be(env: Callable[..., None], variables: dict[str, st
         initialize_ddp(timeout=5)
 
 
-@pytest.mark.slow
-def test_a_port_in_use_is_named() -> None:
-    """Rank 0 cannot listen where somebody else does: the error names the address, at once."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"127.0.0.1:{port}: Address already in use. Set MASTER_PORT"):
-            initialize_ddp(timeout=5, rank=0, world_size=2, master_addr="localhost", master_port=port)
-
-
-@pytest.mark.slow
-def test_rank_0_never_comes() -> None:
-    """A rank that finds nobody at the master address says so within its timeout."""
-    port, start = free_port(), time.monotonic()
-    with pytest.raises(LaunchError, match=f"Rank 1 of 2 found no store at 127.0.0.1:{port} within 1 s. Rank 0"):
-        initialize_ddp(timeout=1, rank=1, world_size=2, master_addr="localhost", master_port=port)
-    assert time.monotonic() - start < 10
-
-
-def test_a_program_that_is_no_store_is_not_waited_for() -> None:
-    """It has the port, accepts every connection, and says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        port = mute.getsockname()[1]
-        began = time.monotonic()
-        with pytest.raises(LaunchError, match=f"found no store at 127.0.0.1:{port} within 1 s"):
-            initialize_ddp(1, rank=1, world_size=2, master_addr="127.0.0.1", master_port=port)
-        assert time.monotonic() - began < 1 + AT_ONCE_S
-
-
-@pytest.mark.parametrize("refuses", [True, False], ids=["refused", "not answered"])
-def test_ctrl_c_ends_the_wait_for_rank_0(refuses: bool) -> None:
-    """A rank that waits until rank 0 listens soon raises KeyboardInterrupt, and leaves no socket to the collector."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.create_connection(full.getsockname()):
-        port = free_port() if refuses else full.getsockname()[1]  # whose queue is full: no other one is answered
-        timer, start = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)), time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
-            timer.start()
-            initialize_ddp(timeout=20, rank=1, world_size=2, master_addr="localhost", master_port=port)
-        timer.join()
-        assert time.monotonic() - start < 10
-
-
-@pytest.mark.slow
-def test_a_rank_that_does_not_come_is_named() -> None:
-    """The ranks that did come name those that did not."""
-    with pytest.raises(LaunchError, match="Ranks 1, 2 of 3 did not come to 127.0.0.1:"):
-        initialize_ddp(timeout=0.5, rank=0, world_size=3, master_addr="localhost", master_port=free_port())
-
-
-@pytest.mark.slow
-def test_a_rank_of_a_job_of_another_size_is_nobody_of_this_one() -> None:
-    """It waits in vain, and the ranks that are there go on."""
-    port = free_port()
-    with launched(2, MASTER_PORT=str(port)) as ranks:
-        assert ranks.run(lambda: initialize_ddp().rank) == [0, 1]
-        with pytest.raises(LaunchError, match="Ranks 0, 2 of 3 did not come"):
-            initialize_ddp(timeout=0.5, rank=1, world_size=3, master_addr="localhost", master_port=port)
-        assert ranks.run(lambda: on_rank(1, broadcast=True)(lambda: initialize_ddp().rank)()) == [1, 1]
-
-
-@pytest.mark.slow
-def test_a_second_job_at_the_same_address_is_refused() -> None:
-    """The ranks that come to one that is complete are refused; who is there is told that they came."""
-    port = str(free_port())
-    with launched(2, MASTER_PORT=port) as first, launched(2, MASTER_PORT=port) as second:
-        assert first.run(lambda: initialize_ddp(timeout=20).rank) == [0, 1]
-
-        def listen() -> None:
-            logging.getLogger("nn_parallel").addHandler(logging.handlers.BufferingHandler(1000))
-
-        first.run(listen, only=[0])
-
-        def join() -> str:
-            with pytest.raises(LaunchError) as raised:
-                initialize_ddp(timeout=20)
-            return str(raised.value)
-
-        assert "Rank 0 cannot listen" in second.run(join, only=[0])[0]
-        assert "There are two ranks 1 at 127.0.0.1" in second.run(join, only=[1])[0]
-
-        def heard() -> list[str]:
-            [handler], deadline = logging.getLogger("nn_parallel").handlers, time.monotonic() + 5
-            assert isinstance(handler, logging.handlers.BufferingHandler)
-            while not handler.buffer and time.monotonic() < deadline:
-                time.sleep(0.05)  # between two looks
-            return [record.getMessage() for record in handler.buffer]
-
-        [told] = first.run(heard, only=[0])[0]
-        assert "came as a second rank 1: another job uses the same MASTER_PORT" in told
-
-
 def test_should_use_distributed(any_ranks: AnyRanks) -> None:
     """None: what the environment says; False: no; True: if possible, with a warning where it is not."""
     assert should_use_distributed() is False
@@ -478,32 +271,6 @@ def test_should_use_distributed(any_ranks: AnyRanks) -> None:
         assert should_use_distributed(True) is False
     answers = any_ranks.run(lambda: [should_use_distributed(flag) for flag in (None, False, True)])
     assert all(answer == [True, False, True] for answer in answers)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("joined", [False, True])
-def test_a_rank_that_gave_up_meets_the_late_one_when_it_tries_again(tmp_path: Path, joined: bool) -> None:
-    """Both when it joins the others and when it makes a group with them."""
-
-    def scenario() -> int:
-        has_given_up = tmp_path / "has given up"
-        if joined:
-            initialize_ddp()
-            with pytest.raises(RankError), ParallelExecutor():
-                raise ValueError
-        if os.environ["RANK"] == "0":
-            with pytest.raises(LaunchError, match="Rank 1 of 2 did not come to .* within 1 s"):
-                initialize_ddp(timeout=1)
-            has_given_up.touch()
-        while not has_given_up.exists():
-            time.sleep(0.001)
-        initialize_ddp(timeout=20)
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        return int(total)
-
-    with launched(2) as ranks:
-        assert ranks.run(scenario) == [2, 2]
 
 
 @pytest.mark.parametrize("timeout", [0, -1])
@@ -612,37 +379,6 @@ print("done", flush=True)
     assert [rank.returncode for rank in ranks] == [0, 0]
 
 
-@pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": socket.gethostname(), "GROUP_WORLD_SIZE": "1"}])
-def test_groups_of_one_node_listen_on_the_loopback_only(environ: dict[str, str]) -> None:
-    """The store and gloo of ranks on one node, whatever its name: no socket of ours listens outside the loopback."""
-
-    def scenario() -> list[str]:
-        initialize_ddp()
-        return _listening_addresses()
-
-    with launched(2, **environ) as ranks:
-        for addresses in ranks.run(scenario):
-            assert addresses
-            assert all(address in ("0100007F", "0000000000000000FFFF00000100007F") for address in addresses)
-
-
-def _listening_addresses() -> list[str]:
-    """The local addresses, as the kernel writes them, on which this process listens."""
-    inodes = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            inodes.add(os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").rstrip("]"))
-        except FileNotFoundError:
-            continue
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                found.append(fields[1].split(":")[0])
-    return found
-
-
 def test_import_starts_nothing() -> None:
     """Importing the package starts no process, thread, or accelerator, and imports no NVML."""
     code = (
@@ -657,18 +393,6 @@ def test_import_starts_nothing() -> None:
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(printed.stdout) == [0, 1, "", False, False]
     assert printed.stderr == ""
-
-
-def test_the_world_reads_as_one() -> None:
-    """World is a tuple of five with properties, and survives copy and pickle."""
-    import copy
-    import pickle
-
-    world = World(True, 3, 1, 4, CPU, node_rank=1, local_world_size=2, launcher="torchrun")
-    for other in (copy.copy(world), pickle.loads(pickle.dumps(world))):
-        assert other == world
-        assert (other.node_rank, other.local_world_size, other.launcher) == (1, 2, "torchrun")
-    assert not world.is_main
 
 
 def test_launched_ranks_need_nothing_of_python_that_only_linux_has(tmp_path: Path) -> None:

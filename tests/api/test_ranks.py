@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
 import re
-import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,6 @@ from nn_parallel import (
     RankTimeoutError,
     RemoteError,
     barrier,
-    broadcast,
     current_world,
     initialize_ddp,
     on_local_rank,
@@ -35,7 +31,6 @@ from nn_parallel import (
 )
 from nn_parallel._engine.ranks.blocks import blocks_of
 from nn_parallel._engine.ranks.context import rank_context
-from nn_parallel._engine.ranks.outcomes import FAILURES_KEPT
 from tests.support.ranks import AnyRanks
 
 
@@ -84,37 +79,6 @@ def test_the_others_wait(any_ranks: AnyRanks, tmp_path: Path) -> None:
     assert all(any_ranks.run(scenario, tmp_path))
 
 
-def test_broadcast_gives_the_result_to_all(any_ranks: AnyRanks) -> None:
-    """With broadcast=True every rank gets the first named rank's result, also one that plain pickle refuses."""
-
-    def scenario() -> Any:
-        @on_rank([1, 0], broadcast=True)
-        def make() -> Any:
-            rank = current_world().rank
-            made = {"rank": rank, "tensor": torch.full((3,), float(rank)), "fn": lambda: rank}
-            return made if rank == 1 else threading.Lock()  # only the result of the first is sent
-
-        made: Any = make()
-        return made["rank"], made["tensor"].tolist(), made["fn"]()
-
-    assert set(map(str, any_ranks.run(scenario))) == {str((1, [1.0, 1.0, 1.0], 1))}
-
-
-def test_a_result_that_cannot_be_broadcast_is_an_error_everywhere(any_ranks: AnyRanks) -> None:
-    """A broadcast result that cannot be pickled is a failure of the call, with its path, on every rank."""
-
-    def scenario() -> str:
-        @on_rank(0, broadcast=True)
-        def make() -> Any:
-            return {"lock": threading.Lock()}
-
-        with pytest.raises(RankError) as caught:
-            make()
-        return str(caught.value.failures[0])
-
-    assert all("The result['lock'] is a _thread.lock" in text for text in any_ranks.run(scenario))
-
-
 def test_with_a_barrier_nobody_goes_on_before_all_have_arrived(any_ranks: AnyRanks, tmp_path: Path) -> None:
     """barrier=True: each rank sees the traces of all others after the call, the named one included."""
 
@@ -155,7 +119,7 @@ def test_a_barrier_waits_for_all_and_is_no_call_of_some(any_ranks: AnyRanks, tmp
         except RankTimeoutError as error:
             late = str(error)
         else:
-            late = "barrier() on rank 0 at test_on_rank.py"
+            late = "barrier() on rank 0 at test_ranks.py"
         if me == 1:
             with contextlib.suppress(ParallelError):
                 barrier()
@@ -165,26 +129,7 @@ def test_a_barrier_waits_for_all_and_is_no_call_of_some(any_ranks: AnyRanks, tmp
     for seen, inside, late in results:
         assert seen == len(results)
         assert "barrier() is a call of all ranks, inside the body of a function of rank 0" in inside
-        assert "barrier() on rank 0 at test_on_rank.py" in late
-
-
-def test_an_object_of_one_rank_goes_to_all(any_ranks: AnyRanks) -> None:
-    """From any rank, whatever the others give; one that cannot be sent is an error on all."""
-
-    def scenario() -> Any:
-        me = current_world().rank
-        try:
-            broadcast(threading.Lock() if me == 0 else None)
-        except RankError as error:
-            told = str(error)
-        return broadcast({"from": me}), broadcast(torch.tensor(me), src=-1).item(), told
-
-    results = any_ranks.run(scenario)
-    for first, last, told in results:
-        assert (first, last) == ({"from": 0}, len(results) - 1)
-        assert "broadcast() failed on rank 0" in told
-    assert broadcast(1) == 1
-    assert barrier() is None  # type: ignore[func-returns-value]
+        assert "barrier() on rank 0 at test_ranks.py" in late
 
 
 def test_a_failure_reaches_every_rank_with_its_traceback_and_the_group_goes_on(any_ranks: AnyRanks) -> None:
@@ -358,7 +303,7 @@ def test_ranks_in_different_calls_get_both_call_sites(any_ranks: AnyRanks) -> No
     for text in any_ranks.run(scenario)[1:]:
         assert "save() on rank 0 at " in text
         assert "report() on rank 0 at " in text
-        assert "test_on_rank.py:" in text
+        assert "test_ranks.py:" in text
 
 
 def test_two_ranks_that_wait_for_each_other_learn_so(any_ranks: AnyRanks) -> None:
@@ -385,71 +330,6 @@ def test_two_ranks_that_wait_for_each_other_learn_so(any_ranks: AnyRanks) -> Non
     for text in any_ranks.run(scenario)[:2]:
         assert "first() on rank 0" in text
         assert "second() on rank 1" in text
-
-
-def test_a_rank_that_lags_behind_learns_which_calls_failed(any_ranks: AnyRanks) -> None:
-    """One rank is many calls ahead: the other still learns, call by call, which failed and how."""
-
-    def scenario() -> Any:
-        me = initialize_ddp().rank
-
-        @on_rank(0)
-        def work(turn: int) -> None:
-            if turn % 3 == 1:
-                raise ValueError(f"turn {turn}")
-
-        dist.barrier()
-        if me == 0:
-            failed = _failed_turns(work)
-            dist.barrier()
-        else:
-            dist.barrier()  # rank 0 has made all its calls before this rank makes its first
-            failed = _failed_turns(work)
-        return failed
-
-    def _failed_turns(work: Any) -> list[int]:
-        failed = []
-        for turn in range(100):
-            try:
-                work(turn)
-            except RankError as error:
-                assert str(error.failures[0]) == f"turn {turn}"
-                failed.append(turn)
-        return failed
-
-    expected = [turn for turn in range(100) if turn % 3 == 1]
-    assert len(expected) < FAILURES_KEPT
-    assert all(failed == expected for failed in any_ranks.run(scenario))
-
-
-def test_a_rank_too_far_behind_is_told_that_it_cannot_know(any_ranks: AnyRanks) -> None:
-    """Beyond the failures that are kept, a lagging rank gets an error that says so, never a false success."""
-
-    def scenario() -> Any:
-        me = initialize_ddp().rank
-
-        @on_rank(0)
-        def fail() -> None:
-            raise ValueError
-
-        outcomes = []
-        if me != 0:
-            dist.barrier()
-        for _ in range(FAILURES_KEPT + 10):
-            try:
-                fail()
-            except RankError:
-                outcomes.append("failed")
-            except ParallelError:
-                outcomes.append("unknown")
-        if me == 0:
-            dist.barrier()
-        return outcomes
-
-    results = any_ranks.run(scenario)
-    assert results[0] == ["failed"] * (FAILURES_KEPT + 10)
-    for outcomes in results[1:]:
-        assert outcomes == ["unknown"] * 10 + ["failed"] * FAILURES_KEPT
 
 
 def test_without_waiting_an_error_comes_at_the_next_call(any_ranks: AnyRanks) -> None:
@@ -583,98 +463,6 @@ def test_what_several_ranks_run_ends_on_all_together(any_ranks: AnyRanks, tmp_pa
     assert results == [(len(results), ([1], True))] * len(results)
 
 
-@pytest.mark.slow
-def test_the_store_stays_bounded(any_ranks: AnyRanks) -> None:
-    """100 000 calls, one rank far ahead, failures and lists of ranks: the number of keys does not grow."""
-
-    def scenario() -> Any:
-        initialize_ddp()
-        here = blocks_of(rank_context())
-        assert here is not None
-
-        def keys() -> int:
-            store = here.connection.store
-            while isinstance(store, dist.PrefixStore):
-                store = store.underlying_store
-            return len(store.list_keys())
-
-        @on_rank(0)
-        def cheap() -> None: ...
-
-        @on_rank([0, 1])
-        def both(fail: bool) -> None:
-            if fail:
-                raise ValueError
-
-        @on_rank(0)
-        def failing() -> None:
-            raise ValueError
-
-        def round_of_calls(count: int) -> None:
-            for _ in range(count):
-                cheap()
-            for fail in (False, True):
-                try:
-                    both(fail)
-                except RankError:
-                    initialize_ddp()
-            for _ in range(3):
-                with pytest.raises(RankError):
-                    failing()
-
-        round_of_calls(10)
-        dist.barrier()
-        before = keys()
-        dist.barrier()
-        round_of_calls(100_000)
-        round_of_calls(10)
-        dist.barrier()
-        return before, keys()
-
-    counts = any_ranks.run(scenario)
-    for before, after in counts:
-        assert after <= before + len(counts)  # each rank may have come to say what it waits for
-
-
-def test_a_hostile_value_in_the_store_is_an_error_and_never_runs(any_ranks: AnyRanks, tmp_path: Path) -> None:
-    """What stands under our keys is read as data: a pickle there is reported, not executed."""
-
-    def scenario(trap: str) -> Any:
-        import pickle
-
-        class Trap:
-            def __reduce__(self) -> Any:
-                return os.mkdir, (trap,)
-
-        here = blocks_of(rank_context())
-        assert here is not None
-        me = here.rank
-        initialize_ddp()
-        dist.barrier()
-        if me == 0:
-            here.connection.store.set("report/0", pickle.dumps(Trap()))
-        dist.barrier()
-        text = ""
-        if me != 0:
-
-            @on_rank(0)
-            def never() -> None: ...
-
-            with pytest.raises(ParallelError) as caught:
-                never()
-            text = str(caught.value)
-            here._number -= 1
-        dist.barrier()
-        if me == 0:
-            here._post(here._phase)
-        dist.barrier()
-        return text
-
-    for text in any_ranks.run(scenario, str(tmp_path / "trap"))[1:]:
-        assert "'report/0'" in text
-    assert not (tmp_path / "trap").exists()
-
-
 def test_rank_first_goes_first(any_ranks: AnyRanks, tmp_path: Path) -> None:
     """The others run the block only when the first rank has left it; nested on_rank calls do not wait."""
 
@@ -710,62 +498,6 @@ def test_rank_first_failing_keeps_the_others_out(any_ranks: AnyRanks) -> None:
 
     results = any_ranks.run(scenario)
     assert results == [True] + [False] * (len(results) - 1)
-
-
-def test_once_per_node(any_ranks: AnyRanks) -> None:
-    """on_local_rank runs once on this one node, and on the rank that the number says."""
-
-    def scenario() -> Any:
-        @on_local_rank(-1)
-        def last() -> int:
-            return current_world().local_rank
-
-        with pytest.raises(ValueError, match="a local rank is 0"):
-            on_local_rank(9)(last)()
-        return last()
-
-    results = any_ranks.run(scenario)
-    assert results == [None] * (len(results) - 1) + [len(results) - 1]
-
-
-def test_ranks_out_of_range(any_ranks: AnyRanks) -> None:
-    """A rank beyond the world is a ValueError on every rank, which names the world size and the valid range."""
-
-    def scenario() -> str:
-        with pytest.raises(ValueError, match="cannot run") as caught:
-            on_rank(7)(print)()
-        return str(caught.value)
-
-    results = any_ranks.run(scenario)
-    n = len(results)
-    expected = f"on_rank(7) cannot run: world_size is {n}, so a rank is 0..{n - 1} (or -{n}..-1 from the end)."
-    assert set(results) == {expected}
-
-
-@pytest.mark.parametrize(
-    ("rank", "error", "text"),
-    [
-        ("0", TypeError, "a rank is an int"),
-        ([], ValueError, "names no rank"),
-        (1.5, TypeError, "a rank is an int"),
-        (True, TypeError, "a rank is an int"),
-        ([0, "1"], TypeError, "a rank is an int"),
-        (print, TypeError, r"write @on_rank\(0\) above"),
-    ],
-)
-def test_what_is_no_rank_is_said_at_once(rank: Any, error: type[Exception], text: str) -> None:
-    """A wrong argument is an error where the decorator stands, in any world."""
-    with pytest.raises(error, match=text):
-        on_rank(rank)
-
-
-@pytest.mark.parametrize("several", [[0, 1], [0], []])
-def test_one_rank_of_a_node_is_meant(several: Any) -> None:
-    """Where several make no sense, the error says what is asked for."""
-    with pytest.raises(TypeError, match=rf"on_local_rank\({re.escape(str(several))}\): a rank is an int"):
-        on_local_rank(several)
-    with pytest.raises(TypeError, match=r"rank_first\(.*\): a rank is an int"), rank_first(several):
-        pass
 
 
 def test_options_that_exclude_each_other() -> None:
@@ -804,81 +536,6 @@ def test_alone_it_is_a_plain_call() -> None:
         add()  # type: ignore[call-arg]
     with rank_first(3):
         pass
-
-
-def test_a_late_failure_does_not_put_the_ranks_out_of_step(any_ranks: AnyRanks) -> None:
-    """Rank 0 failed in a call that nobody waited for: the others take part in the next one, its broadcast too."""
-
-    def scenario() -> tuple[str, str, int]:
-        initialize_ddp()
-        told = []
-
-        def fail() -> None:
-            raise ValueError("log")
-
-        for call in (on_rank(0, wait=False)(fail), on_rank(0, broadcast=True)(lambda: 5)):
-            try:
-                told.append(str(call()))
-            except RankError as error:
-                told.append(str(error))
-            dist.barrier()  # what rank 0 tells of its failure is there
-        return told[0], told[1], on_rank(0, broadcast=True)(lambda: 6)()
-
-    first, *others = any_ranks.run(scenario)
-    assert "ValueError: log" in first[0]
-    assert first[1:] == ("5", 6)
-    for answer in others:
-        assert answer[0] == "None"
-        assert "for which nobody waited, failed on rank 0" in answer[1]
-        assert answer[2] == 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_known_before", [True, False])
-@pytest.mark.parametrize("together", [False, True])
-def test_a_late_failure_is_told_as_that_of_its_own_call(
-    any_ranks: AnyRanks, is_known_before: bool, together: bool
-) -> None:
-    """Not of a later call that nobody waits for, nor of one that all wait for: that one's own failure comes first."""
-
-    def scenario() -> list[list[str]]:
-        initialize_ddp()
-
-        def log_a() -> None:
-            if not is_known_before:
-                time.sleep(0.3)  # the others are in save() by then; if not, this is the other case
-            raise OSError("log")
-
-        def log_b() -> None:
-            pass
-
-        def save(fails: bool) -> None:
-            if fails and current_world().rank == 1:
-                raise ValueError("save")
-
-        def told_of(call: Callable[[], Any]) -> str:
-            try:
-                call()
-            except RankError as error:
-                return str(error)
-            return ""
-
-        waited, found = on_rank([0, 1] if together else 1)(save), list[list[str]]()
-        for fails in (False, True):
-            told_of(on_rank(1, wait=False)(log_a))
-            told = [told_of(on_rank(1, wait=False)(log_b))]
-            if is_known_before:
-                dist.barrier()
-            found.append([*told, told_of(functools.partial(waited, fails)), told_of(on_rank(0)(int))])
-        return found
-
-    for rank, (fine, failed) in enumerate(any_ranks.run(scenario)):
-        for told in (fine, failed):
-            late = [text for text in told if "log_a(), for which nobody waited, failed on rank 1 of" in text]
-            assert len(late) == (rank != 1)
-            others = [text for text in told if text and text not in late]
-            assert len(others) == (told is failed)
-            assert all("save() failed on rank 1 of" in text and "ValueError: save" in text for text in others)
 
 
 def test_a_rank_that_waits_for_the_places_of_all_can_be_interrupted(tmp_path: Path) -> None:

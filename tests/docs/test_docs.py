@@ -45,7 +45,6 @@ def _comparable(text: str) -> str:
     """Without what differs from run to run, and between machines and Pythons: folders, process ids, ports, ..."""
     text = re.sub(r"\n[ |]*[~^]+(?=\n)", "", text)  # the marks under a line of a traceback
     text = re.sub(r'File "[^"]*/([^/"]+)"', r'File "\1"', text)
-    text = re.sub(r'File "executor.py", line \d+, in run', 'File "executor.py", line N, in run', text)
     text = re.sub(r"\(pid \d+ on [^)]*\)", "(pid N on HOST)", text)
     text = re.sub(r" at /\S*/(\w+\.py:\d+)", r" at \1", text)
     return re.sub(r"RuntimeError: \[.*", "RuntimeError: [...]", text)

@@ -17,6 +17,7 @@ import pytest
 import nn_parallel
 import nn_parallel._engine
 from tests.support import processes
+from tests.support.paths import ROOT
 
 PACKAGE = Path(nn_parallel.__file__).parent
 
@@ -53,6 +54,49 @@ def test_each_file_of_the_engine_knows_only_those_before_it(module: str) -> None
     mapped = _mapped()
     below = set() if module in ROOMS else {*mapped[: mapped.index(module)]}
     assert _imported(module) <= below | VOCABULARY
+
+
+ELSEWHERE = {  # the tests of a module that has no file of its name, and why
+    "__main__": "api/test_command_line.py",  # by its command
+    "ranks.membership": "api/test_ddp.py",  # the bodies of public functions
+    "ranks.run_on_ranks": "api/test_ranks.py",
+    "ranks.stop_signals": "api/training/test_preemption.py",
+    "pool.backend": "api/test_executor.py",
+    "ranks.nccl": "engine/test_accelerators.py",  # needs an accelerator, a made-up one at least
+    "pool.forkserver_boot": "engine/pool/test_forkserver.py",  # its first lines
+    "pool.messages": "engine/pool/test_worker.py",  # records
+    "ray.messages": "engine/ray/test_pool.py",
+    "by_value.namespaces": "engine/by_value/test_by_value.py",  # what all of them do together
+    "by_value.modules": "engine/by_value/test_by_value.py",
+    "by_value.script": "engine/by_value/test_by_value.py",
+    "by_value.reducer": "engine/by_value/test_by_value.py",
+    "by_value.packer": "engine/by_value/test_by_value.py",
+    "by_value.function_cache": "unit/by_value/test_fingerprints.py",
+    "training.shares": "api/training/test_data.py",
+}
+
+
+@pytest.mark.parametrize("module", sorted(name for name in MODULES if name and name not in {*ROOMS, "_version"}))
+def test_each_module_has_a_file_of_tests(module: str) -> None:
+    """It is ``test_<module>.py``, in the folder of its room; a module of the shelf and its body have one together."""
+    *room, name = module.removeprefix("_engine.").split(".")
+    name = name if module == "__main__" else name.removeprefix("_")
+    place = ".".join([*room, name])
+    if place == "training.__init__" or module == "training":
+        return
+    wanted = (
+        [Path(ELSEWHERE[place])]
+        if place in ELSEWHERE
+        else [Path(folder, *room, f"test_{name}.py") for folder in ("unit", "engine", "api")]
+    )
+    there = [path for path in wanted if (ROOT / "tests" / path).exists()]
+    assert there, f"no {' nor '.join(map(str, wanted))}"
+
+
+def test_each_folder_of_tests_is_a_package() -> None:
+    """Else pytest puts the folder on the path, where its names hide those of others."""
+    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
 def test_no_imports_go_in_a_circle() -> None:
@@ -132,24 +176,6 @@ def test_the_public_names_are_all_there() -> None:
     assert public == set(nn_parallel.__all__)
     for name in nn_parallel.__all__:
         assert inspect.getdoc(getattr(nn_parallel, name)), name
-
-
-@pytest.mark.parametrize("set_before", ["enable", "disable"])
-def test_an_import_is_not_interrupted_by_collections(set_before: str) -> None:
-    """What is due is done before or after, and the collector is left as it was."""
-    code = f"""
-import gc, sys, torch
-def imported():
-    return sum(name.startswith("nn_parallel.") for name in sys.modules)
-seen = []
-gc.{set_before}()
-gc.callbacks.append(lambda phase, info: seen.append(imported()))
-before = gc.isenabled()
-import nn_parallel
-print(gc.isenabled() == before, [count for count in seen if 1 < count < imported()])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True []\n"
 
 
 def test_every_function_gives_an_example() -> None:

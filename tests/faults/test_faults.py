@@ -48,13 +48,6 @@ from tests.support.paths import ROOT
 from tests.support.ranks import AT_ONCE_S, Ranks, launched
 
 
-@pytest.fixture(scope="module")
-def executor2() -> Iterator[ParallelExecutor]:
-    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
-        pool.run(go_on)  # connects the ranks to their store: what lives for long is there from now on
-        yield pool
-
-
 @contextlib.contextmanager
 def ending_hangs(pool: ParallelExecutor, cell: Cell) -> Iterator[None]:
     """The calls in here have a timeout if they hang; what comes before and after may take long on a busy machine."""
@@ -296,12 +289,6 @@ def needs_fresh_ranks(cell: Cell) -> bool:
     """Whether a rank is gone, or stuck, afterwards."""
     fault = FAULTS[cell.fault]
     return fault.kind in ("death", "harmless") or is_hang(cell)
-
-
-@pytest.fixture(scope="module")
-def ranks2() -> Iterator[Ranks]:
-    with launched(2) as ranks:
-        yield ranks
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def test_libraries_have_words_of_their_own_for_it(told: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def executor2() -> Iterator[ParallelExecutor]:
+def small_executor2() -> Iterator[ParallelExecutor]:
     """Rank 1 may allocate no more than `ROOM_BYTES`."""
 
     def limit() -> None:
@@ -82,7 +82,7 @@ def step(size: int) -> None:
     model(torch.ones(size, 1)).square().mean().backward()
 
 
-def test_memory_of_a_failed_try_is_given_back(executor2: ParallelExecutor) -> None:
+def test_memory_of_a_failed_try_is_given_back(small_executor2: ParallelExecutor) -> None:
     """Torch's allocator refuses on one rank; both find what fits, and keep no tensor of what did not."""
 
     def scenario() -> tuple[int, int]:
@@ -90,13 +90,13 @@ def test_memory_of_a_failed_try_is_given_back(executor2: ParallelExecutor) -> No
         kept = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.nbytes >= SAMPLE_BYTES]
         return found, len(kept)
 
-    first, second = executor2.run(scenario)
+    first, second = small_executor2.run(scenario)
     assert first == second
     assert 2 <= first[0] <= 32
     assert first[1] == 0
 
 
-def test_a_model_that_never_fits(executor2: ParallelExecutor) -> None:
+def test_a_model_that_never_fits(small_executor2: ParallelExecutor) -> None:
     """Every rank is told the smallest size, whose try was too much, and what could not be allocated."""
 
     def never(size: int) -> None:
@@ -109,7 +109,7 @@ def test_a_model_that_never_fits(executor2: ParallelExecutor) -> None:
             find_batch_size(never, 4)
         return str(raised.value)
 
-    for told in executor2.run(scenario):
+    for told in small_executor2.run(scenario):
         assert "never() does not fit into memory with one sample: on rank 1 of 2, RuntimeError: " in told
         assert f"you tried to allocate {2 * ROOM_BYTES} bytes" in told
 

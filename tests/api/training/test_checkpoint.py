@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import copy
 import gc
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,7 +32,6 @@ from nn_parallel import (
     unwrap_model,
 )
 from nn_parallel.training import _checkpoint_file as checkpoint_file
-from nn_parallel.training._states import stored
 from tests.support.ranks import AnyRanks
 
 KILLS = 8
@@ -117,12 +109,6 @@ class Training:
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
-
-
-@pytest.fixture(scope="module")
-def executor2() -> Any:
-    with ParallelExecutor(num_workers=2, devices="cpu") as ex:
-        yield ex
 
 
 @pytest.mark.slow
@@ -241,26 +227,6 @@ def test_a_checkpoint_loads_at_any_number_of_ranks(executor2: ParallelExecutor, 
     assert torch.load(tmp_path / "e.pt", weights_only=True)["model"].keys() == Net().state_dict().keys()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in torch's own import of its compiler
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
-def test_states_load_with_and_without_the_names_of_wrappers(tmp_path: Path, prefix: str) -> None:
-    """Whoever saved it, and whatever is around the model now; an averaged model too."""
-    source = Net()
-    torch.save({"model": {prefix + name: value for name, value in source.state_dict().items()}}, tmp_path / "a.pt")
-    for target in (Net(), torch.compile(Net()), nn.DataParallel(Net())):
-        assert load_checkpoint(tmp_path / "a.pt", model=target) == {}
-        assert equal(unwrap_model(target).state_dict(), source.state_dict())
-
-
-def test_a_part_of_the_model_that_is_called_module_is_left_alone(tmp_path: Path) -> None:
-    """Names that only seem to come from a wrapper."""
-    model = nn.ModuleDict({"module": nn.Linear(1, 1), "other": nn.ModuleDict({"module": nn.Linear(1, 1)})})
-    save_checkpoint(tmp_path / "a.pt", model=model)
-    again = nn.ModuleDict({"module": nn.Linear(1, 1), "other": nn.ModuleDict({"module": nn.Linear(1, 1)})})
-    load_checkpoint(tmp_path / "a.pt", model=again)
-    assert equal(model.state_dict(), again.state_dict())
-
-
 def truncated(path: Path) -> dict[str, Any]:
     path.write_bytes(path.read_bytes()[:-200])
     return {"model": Net()}
@@ -368,81 +334,6 @@ def test_what_could_not_be_loaded_is_not_saved(executor2: ParallelExecutor, tmp_
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
-def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
-    """Alone, in lists and dicts, and in the state of a scheduler, which takes what it is given."""
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    scheduler.step(np.mean([0.5, 0.7]))
-    state = {"best": np.float64(0.5), "history": [{"loss": np.float32(0.5)}, 1], "step": np.int64(3), "done": np.True_}
-    save_checkpoint(tmp_path / "a.pt", **state, scheduler=scheduler)
-    saved = load_checkpoint(tmp_path / "a.pt", scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
-    assert saved == {"best": 0.5, "history": [{"loss": 0.5}, 1], "step": 3, "done": True}
-    assert {type(saved[name]) for name in ("best", "step", "done")} == {float, int, bool}
-
-
-class Versioned(nn.Module):
-    """A module that reads old states in another way, and those without a version not at all."""
-
-    _version = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-        if metadata.get("version") not in (1, 2):
-            raise ValueError(f"version should be 1 or 2 instead of {metadata.get('version')}")
-        if metadata["version"] == 1:
-            state[prefix + "weight"] = -state[prefix + "weight"]
-        super()._load_from_state_dict(state, prefix, metadata, *rest)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in torch's own import of its compiler
-@pytest.mark.parametrize("saved_by", ["ddp", "fsdp", "by hand"])
-@pytest.mark.parametrize("loaded_by", ["ddp", "fsdp", "alone", "compiled"])
-def test_each_module_is_told_the_version_of_its_state(
-    executor2: ParallelExecutor, tmp_path: Path, saved_by: str, loaded_by: str
-) -> None:
-    """Whatever is, or was, around the model."""
-    path = tmp_path / "a.pt"
-
-    def save() -> None:
-        initialize_ddp()
-        save_checkpoint(path, model=prepare_model(nn.Sequential(Versioned(), Versioned()), strategy=saved_by))
-
-    def load(strategy: str) -> list[float]:
-        initialize_ddp()
-        model = nn.Sequential(Versioned(), Versioned())
-        wrapped = torch.compile(model) if strategy == "compiled" else prepare_model(model, strategy=strategy)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        load_checkpoint(path, model=wrapped)
-        return [getattr(p, "full_tensor", p.clone)().sum().item() for p in model.parameters()]
-
-    if saved_by == "by hand":
-        torch.save({"model": nn.DataParallel(nn.Sequential(Versioned(), Versioned())).state_dict()}, path)
-    else:
-        executor2.run(save)
-    if loaded_by in ("ddp", "fsdp"):
-        assert executor2.run(load, loaded_by) == [[4.0, 4.0]] * 2
-    else:
-        assert load("none" if loaded_by == "alone" else loaded_by) == [4.0, 4.0]
-
-
-def test_lazy_modules_take_their_shapes_from_the_checkpoint(tmp_path: Path) -> None:
-    """As by ``load_state_dict``."""
-    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
-    model(torch.ones(2, 5))
-    save_checkpoint(tmp_path / "a.pt", model=model)
-    again = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
-    load_checkpoint(tmp_path / "a.pt", model=again)
-    assert equal(again.state_dict(), model.state_dict())
-
-
 class Stubborn(nn.Linear):
     """A model that accepts nothing, though the names and shapes are right."""
 
@@ -467,105 +358,6 @@ def test_what_one_rank_cannot_load_is_an_error_on_every_rank(executor2: Parallel
 
     words = f"{path} does not fit: model cannot be loaded: LookupError: not mine"
     assert executor2.run(scenario) == [(words, "NoneType"), (words, "LookupError")]
-
-
-class Lion(torch.optim.Optimizer):
-    """An optimizer as people write them: a state and defaults of its own, and none of torch's."""
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter].setdefault("momentum", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
-
-
-@pytest.mark.parametrize("kind", [Lion, torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, torch.optim.AdamW])
-def test_every_optimizer_is_loaded(kind: Any, tmp_path: Path) -> None:
-    """As its own ``load_state_dict`` does it, torch's own or not; before and after its first step."""
-
-    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = nn.Linear(3, 2, bias=False)
-        return model, kind(model.parameters())
-
-    for steps in range(2):
-        model, optimizer = made()
-        for _ in range(steps):
-            model(torch.ones(1, 3)).sum().backward()
-            optimizer.step(lambda model=model: model(torch.ones(1, 3)).sum())
-        save_checkpoint(tmp_path / "a.pt", optimizer=optimizer)
-        _, again = made()
-        load_checkpoint(tmp_path / "a.pt", optimizer=again)
-        assert str(again.state_dict()) == str(optimizer.state_dict())
-
-
-def old_weight_norm() -> tuple[dict[str, Any], nn.Module]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        old = nn.utils.weight_norm(nn.Linear(3, 2))
-    return old.state_dict(), nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
-
-
-def old_batch_norm() -> tuple[dict[str, Any], nn.Module]:
-    state = dict(nn.BatchNorm1d(3).state_dict())
-    del state["num_batches_tracked"]
-    return state, nn.BatchNorm1d(3)
-
-
-def renaming_hook() -> tuple[dict[str, Any], nn.Module]:
-    model = nn.Sequential()
-    model.head = nn.Linear(2, 2)
-
-    def rename(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        for key in [key for key in state if key.startswith(f"{prefix}fc.")]:
-            state[key.replace("fc.", "head.")] = state.pop(key)
-
-    model.register_load_state_dict_pre_hook(rename)
-    return {"fc.weight": torch.ones(2, 2), "fc.bias": torch.ones(2)}, model
-
-
-def forgiving_hook() -> tuple[dict[str, Any], nn.Module]:
-    model = nn.ModuleDict({"base": nn.Linear(2, 2), "lora": nn.Linear(2, 2)})
-    model.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
-    return {"lora.weight": torch.ones(2, 2), "lora.bias": torch.ones(2)}, model
-
-
-@pytest.mark.parametrize("make", [old_weight_norm, old_batch_norm, renaming_hook, forgiving_hook])
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_states_that_the_model_migrates_are_loaded(make: Any, prefix: str, tmp_path: Path) -> None:
-    """By torch's hooks, also where the state comes from a model in a wrapper."""
-    state, model = make()
-    wanted, _ = copy.deepcopy(model), model.load_state_dict(state)
-    expected = {key: value.clone() for key, value in model.state_dict().items()}
-    torch.save({"model": {f"{prefix}{key}": value for key, value in state.items()}}, tmp_path / "a.pt")
-    load_checkpoint(tmp_path / "a.pt", model=wanted)
-    assert all(torch.equal(value, expected[key]) for key, value in wanted.state_dict().items() if "base" not in key)
-
-
-class Doubling(dict[str, Any]):
-    """A dict that changes what it is updated with."""
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        super().update({key: [value] * 2 for key, value in dict(*args, **kwargs).items()})
-
-
-def test_containers_are_copied_by_their_own_type(tmp_path: Path) -> None:
-    """A Counter is not counted again, and a scheduler has the milestones that it had, however often it is loaded."""
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[3, 6, 6])
-    seen = collections.Counter(cat=3, dog=np.int64(1))
-    for _ in range(3):
-        save_checkpoint(tmp_path / "a.pt", scheduler=scheduler, seen=seen)
-        assert torch.load(tmp_path / "a.pt", weights_only=True)["seen"] == collections.Counter(cat=3, dog=1)
-        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1])
-        seen = load_checkpoint(tmp_path / "a.pt", scheduler=scheduler)["seen"]
-        assert seen == collections.Counter(cat=3, dog=1)
-        assert scheduler.milestones == collections.Counter({3: 1, 6: 2})
-    nested = Doubling(a=[1, (2, np.float64(3.0))], b=4)
-    mapped = stored("nested", nested, lambda _, leaf: leaf)
-    assert (type(mapped), dict(mapped)) == (Doubling, {"a": [1, (2, 3.0)], "b": 4})
-    assert nested["a"][1][1].dtype == np.float64
 
 
 def test_zero_is_saved_whole(any_ranks: AnyRanks, tmp_path: Path) -> None:
@@ -599,103 +391,6 @@ def test_zero_is_saved_whole(any_ranks: AnyRanks, tmp_path: Path) -> None:
         return equal(unwrap_model(model).state_dict(), unwrap_model(again).state_dict())
 
     assert all(any_ranks.run(scenario))
-
-
-def test_what_cannot_be_saved_is_named_by_its_path(tmp_path: Path) -> None:
-    """With what to do about it; and a folder that is not there, instead of a file that nobody knows."""
-    with pytest.raises(ValueError, match=r"models\['net'\] is a Linear: .* Save it under a name of its own"):
-        save_checkpoint(tmp_path / "a.pt", models={"net": nn.Linear(1, 1)})
-    with pytest.raises(ValueError, match=r"history\[1\] is a PosixPath: .* Save what it is made of"):
-        save_checkpoint(tmp_path / "a.pt", history=[1, tmp_path])
-    with pytest.raises(FileNotFoundError, match="no such folder to save a checkpoint in: '.*missing'$"):
-        save_checkpoint(tmp_path / "missing" / "a.pt", epoch=1)
-
-
-def test_a_bare_state_dict_is_named_as_such(tmp_path: Path) -> None:
-    """In a few words, and not by its keys, of which there may be hundreds."""
-    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(50)))
-    torch.save(model.state_dict(), tmp_path / "a.pt")
-    with pytest.raises(
-        ValueError, match=r"'2.weight' and 95 more. It looks like the bare state_dict of one model"
-    ) as raised:
-        load_checkpoint(tmp_path / "a.pt", model=model)
-    assert len(str(raised.value)) < 400
-
-
-def test_a_link_stays_one(tmp_path: Path) -> None:
-    """The file that it points to is the checkpoint."""
-    (tmp_path / "run").mkdir()
-    link = tmp_path / "last.pt"
-    link.symlink_to("run/3.pt")
-    save_checkpoint(link, epoch=3)
-    assert link.is_symlink()
-    assert os.listdir(tmp_path / "run") == ["3.pt"]
-    assert load_checkpoint(link) == {"epoch": 3}
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_only_a_file_is_replaced(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    """What is there otherwise stays."""
-    make(tmp_path / "a.pt")
-    with pytest.raises(OSError, match="a.pt is there, and is no file"):
-        save_checkpoint(tmp_path / "a.pt", epoch=3)
-    assert os.listdir(tmp_path) == ["a.pt"]
-
-
-def test_a_full_disk_leaves_the_old_checkpoint(executor2: ParallelExecutor, tmp_path: Path) -> None:
-    """OSError on every rank, with its cause; the ranks go on, and the file of the time before loads."""
-    path = tmp_path / "a.pt"
-
-    def scenario() -> Any:
-        import resource
-
-        rank = initialize_ddp().rank
-        save_checkpoint(path, epoch=1, weights=torch.ones(10))
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if rank == 0:  # as a disk with no more room than this
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-        try:
-            save_checkpoint(path, epoch=2, weights=torch.ones(1_000_000))
-        except RankError as error:
-            told = [f"{type(leaf).__name__}: {leaf}" for leaf in error.failures.values()]
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        return told, load_checkpoint(path)["epoch"]
-
-    for told, epoch in executor2.run(scenario):
-        assert len(told) == 1
-        assert told[0].startswith("OSError: [Errno 27] File too large")
-        assert epoch == 1
-    assert os.listdir(tmp_path) == ["a.pt"]
-
-
-# Forks of one process that has imported torch save in a loop until they are killed.
-FORKS = """
-import itertools, os, signal, sys, time, torch
-from nn_parallel import save_checkpoint
-
-save_checkpoint(sys.argv[1], step=-1, weights=torch.full((100_000,), -1.0))
-torch.set_num_threads(1)
-last = -1
-for line in sys.stdin:
-    ready, tell = os.pipe()
-    pid = os.fork()
-    if not pid:
-        for step in itertools.count(last + 1):
-            save_checkpoint(sys.argv[1], step=step, weights=torch.full((100_000,), float(step)))
-            os.write(tell, step.to_bytes(4, "little"))
-    os.close(tell)
-    os.read(ready, 4)
-    last += 1
-    time.sleep(float(line))
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    last += len(os.read(ready, 65536)) // 4
-    os.close(ready)
-    print(last, flush=True)
-    last = torch.load(sys.argv[1], weights_only=True)["step"]
-"""
 
 
 def test_that_there_is_none_yet_is_plain_on_every_rank(any_ranks: AnyRanks, tmp_path: Path) -> None:
@@ -750,106 +445,6 @@ def test_a_rank_that_has_not_the_file_gets_it_from_rank_0(
 
     wanted = [value for tensor in model.state_dict().values() for value in tensor.flatten().tolist()]
     assert executor2.run(scenario) == [(wanted, [0, 1, 2], False)] * 2
-
-
-def test_those_before_are_kept(tmp_path: Path) -> None:
-    """``keep=3``: under numbers, the latest first; what is older goes, and what somebody else has there stays."""
-    other = tmp_path / "last.old.pt"
-    other.write_text("not ours")
-    for step in range(5):
-        save_checkpoint(tmp_path / "last.pt", keep=3, step=step)
-    kept = {file.name: torch.load(file)["step"] for file in tmp_path.iterdir() if file != other}
-    assert kept == {"last.pt": 4, "last.1.pt": 3, "last.2.pt": 2}
-    assert other.read_text() == "not ours"
-    save_checkpoint(tmp_path / "last.pt", step=5)
-    assert [torch.load(tmp_path / name)["step"] for name in ("last.pt", "last.1.pt")] == [5, 3]
-    with pytest.raises(ValueError, match="keep=0 must be a whole number, at least 1"):
-        save_checkpoint(tmp_path / "last.pt", keep=0)
-
-
-def test_a_file_system_without_links_keeps_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By copies."""
-
-    def refuse(*_: Any) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "link", refuse)
-    for step in range(3):
-        save_checkpoint(tmp_path / "last.pt", keep=2, step=step)
-    assert {file.name: torch.load(file)["step"] for file in tmp_path.iterdir()} == {"last.pt": 2, "last.1.pt": 1}
-
-
-@pytest.mark.slow
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    """SIGKILL at 100 random moments of `save_checkpoint`: the file loads, and is the last or the one after."""
-    path, moments = tmp_path / "a.pt", random.Random(0)
-    with subprocess.Popen(
-        [sys.executable, "-c", FORKS, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        found = []
-        for _ in range(100):
-            process.stdin.write(f"{moments.random() * 0.02}\n")
-            process.stdin.flush()
-            finished = int(process.stdout.readline())
-            saved = load_checkpoint(path)
-            assert saved["step"] in (finished, finished + 1)
-            assert torch.equal(saved["weights"], torch.full((100_000,), float(saved["step"])))
-            found.append(len(os.listdir(tmp_path)) - 1)
-        process.stdin.close()
-    assert set(found) == {0, 1}  # kills struck while it was being written, and what they left did not stay
-    save_checkpoint(path, step=0)
-    assert os.listdir(tmp_path) == ["a.pt"]
-
-
-# Saves again and again until told to stop, and prints how often.
-WRITER = """
-import select, sys, torch
-from nn_parallel import save_checkpoint
-
-torch.set_num_threads(1)
-step = 0
-while not select.select([sys.stdin], [], [], 0)[0]:
-    step += 1
-    save_checkpoint(sys.argv[1], step=step, weights=torch.full((500_000,), float(step)))
-print(step)
-"""
-
-
-@pytest.mark.slow
-def test_two_jobs_that_save_to_one_path_do_not_mix_their_files(tmp_path: Path) -> None:
-    """There is always the whole checkpoint of one of them, whoever comes last, and neither gets an error."""
-    path = tmp_path / "a.pt"
-    save_checkpoint(path, step=0, weights=torch.zeros(500_000))
-    command = [sys.executable, "-c", WRITER, str(path)]
-    with contextlib.ExitStack() as writers:
-        processes = [
-            writers.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-            for _ in range(2)
-        ]
-        try:
-            versions = set[int]()
-            while len(versions) < 20:
-                saved = torch.load(path, weights_only=True)
-                assert torch.equal(saved["weights"], torch.full((500_000,), float(saved["step"])))
-                versions.add(os.stat(path).st_ino)
-                assert all(process.poll() is None for process in processes)
-        finally:
-            told = [process.communicate("stop\n")[0] for process in processes]
-    assert all(int(steps) > 1 for steps in told)
-    assert os.listdir(tmp_path) == ["a.pt"]
-
-
-def test_who_may_read_a_checkpoint_stays_as_it_was(tmp_path: Path) -> None:
-    """The mode of the file that is replaced is that of the new one; of a new file it is as for any other."""
-    path, other = tmp_path / "a.pt", tmp_path / "b"
-    save_checkpoint(path, step=0)
-    other.touch()
-    assert path.stat().st_mode == other.stat().st_mode
-    path.chmod(0o640)
-    save_checkpoint(path, step=1)
-    assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_called_on_one_rank_only_it_is_an_error_that_says_so(executor2: ParallelExecutor, tmp_path: Path) -> None:

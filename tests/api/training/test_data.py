@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,26 +69,6 @@ class Shuffled(Sampler[int]):
 
     def __len__(self) -> int:
         return self._n
-
-
-FIRST_USE_OF_NUMPY = """
-import sys
-from nn_parallel.training._shares import RankSampler
-
-class Shuffled:
-    def __iter__(self):
-        import numpy
-        return iter(numpy.random.permutation(100).tolist())
-
-assert "numpy" in sys.modules and "numpy.random" not in sys.modules
-first, again = (list(RankSampler(Shuffled(), 0, 1, seed=0, pad=True, drop=False, batch_size=1)) for _ in range(2))
-assert first == again
-"""
-
-
-def test_the_first_use_of_numpy_is_seeded_too() -> None:
-    """NumPy loads its random numbers when they are first used: by the sampler, in a new process."""
-    subprocess.run([sys.executable, "-c", FIRST_USE_OF_NUMPY], check=True)
 
 
 SAMPLERS: list[Callable[[int], Any]] = [

@@ -96,12 +96,6 @@ def assert_close(results: list[dict[str, torch.Tensor]], wanted: dict[str, torch
             assert (result[name] - value).abs().max() <= within, name
 
 
-@pytest.fixture(scope="module")
-def executor2() -> Any:
-    with ParallelExecutor(num_workers=2, devices="cpu") as ex:
-        yield ex
-
-
 def test_parts_of_a_batch_on_several_ranks_train_like_the_whole_on_one(any_ranks: AnyRanks) -> None:
     """Each rank with its part of the batch: the same parameters within 1e-6."""
     n = len(any_ranks.run(int))

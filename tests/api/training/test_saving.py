@@ -36,12 +36,6 @@ KINDS = [("ddp", False), ("fsdp", False), ("fsdp", True)]
 
 
 @pytest.fixture(scope="module")
-def executor2() -> Iterator[ParallelExecutor]:
-    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
 def ranks3() -> Iterator[Ranks]:
     with launched(3, "torchrun") as ranks:
         yield ranks

@@ -12,7 +12,6 @@ import sys
 import threading
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,119 +23,10 @@ from nn_parallel import ParallelExecutor, TransferError, current_world
 from nn_parallel._engine.pickling import dumps
 from nn_parallel._engine.pool import channel as connection
 from nn_parallel._engine.pool import memory_files as memfd
-from nn_parallel._engine.pool.channel import Channel, Payload
-from nn_parallel._engine.pool.memory_files import Files
+from nn_parallel._engine.pool.channel import Payload
+from tests.support.wire import Ends, descriptors, maps, memory_files
 
 LARGE = 1 << 18  # elements: above what stays in a pickle
-
-
-class Ends:
-    """Both ends of a connection in this process, and the files of the first."""
-
-    def __init__(self) -> None:
-        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sender, self.receiver = Channel(here, "I", "I"), Channel(there, "I", "I")
-        self.files = Files()
-        self._arriving, self._returning = self.receiver.messages(), self.sender.messages()
-
-    def send(self, obj: Any) -> Any:
-        """``obj`` as the receiver gets it."""
-        self.sender.send((7,), Payload(dumps(obj, share=True), self.files))
-        header, unpack = next(self._arriving)
-        assert header == [7]
-        return unpack()
-
-    def answer(self) -> None:
-        """Let the receiver say what it has let go of."""
-        self.receiver.send((0,), Payload(dumps(None), self.files))
-        next(self._returning)
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    pair = Ends()
-    yield pair
-    pair.sender.close()
-    pair.receiver.close()
-    pair.files.close()
-
-
-def _memory_files() -> int:
-    return sum("memfd:nn_parallel" in os.readlink(f"/proc/self/fd/{fd}") for fd in _fds())
-
-
-def _maps() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:nn_parallel")
-
-
-def _fds() -> Iterator[str]:
-    return (fd for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}"))
-
-
-def test_each_has_its_own(ends: Ends) -> None:
-    """Writes of the receiver and of the sender are nobody else's."""
-    sent = torch.zeros(LARGE)
-    one, two = ends.send(sent), ends.send(sent)
-    one += 1
-    sent += 2
-    assert (one.sum(), two.sum(), sent.sum()) == (LARGE, 0, 2 * LARGE)
-
-
-def test_a_file_is_filled_again_only_when_nobody_sees_it(ends: Ends) -> None:
-    """What the receiver keeps stays what it was, through any number of later messages; what it drops is reused."""
-    kept = ends.send(torch.full((LARGE,), 7.0))
-    for round_ in range(20):
-        assert ends.send(torch.full((LARGE,), float(round_))).unique().tolist() == [round_]
-        ends.answer()
-    assert kept.unique().tolist() == [7]
-    assert _memory_files() == 2  # one is kept, one is filled again and again
-    del kept
-    ends.answer()
-    ends.files.trim(0)
-    assert (_memory_files(), _maps()) == (0, 0)
-
-
-def test_a_view_of_what_was_received_keeps_all_of_it(ends: Ends) -> None:
-    """One element that lives on is enough."""
-    element = ends.send([torch.full((LARGE,), 7.0), torch.zeros(LARGE)])[0][5]
-    for _ in range(3):
-        ends.answer()
-        ends.send(torch.ones(2 * LARGE))
-    assert element == 7
-
-
-@pytest.mark.slow
-def test_what_a_child_may_see_is_never_filled_again(ends: Ends) -> None:
-    """A process forked while a tensor lives has it for as long as it likes; the file itself is not kept for that."""
-    kept = ends.send(torch.full((LARGE,), 7.0))
-    here, there = socket.socketpair()
-    child = os.fork()
-    if child == 0:
-        here.close()
-        there.recv(1)  # the word to look, or the end of this test
-        there.send(b"7" if kept[0].item() == kept[-1].item() == 7 else b"?")  # no threads of torch in a child
-        os._exit(0)
-    there.close()
-    with here:
-        del kept
-        ends.answer()
-        assert _memory_files() == 0
-        for _ in range(3):
-            ends.send(torch.zeros(LARGE))
-            ends.answer()
-        here.send(b"x")
-        assert here.recv(1) == b"7"
-    os.waitpid(child, 0)
-
-
-def test_idle_files_are_few(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits to be filled again is bounded in bytes."""
-    monkeypatch.setattr(ends.files, "_idle_bytes", 10 << 20)
-    many = [ends.send(torch.zeros(1 << 20)) for _ in range(5)]
-    assert _memory_files() == 5
-    many.clear()
-    ends.answer()
-    assert _memory_files() == 2
 
 
 def test_only_what_views_use_is_sent(ends: Ends) -> None:
@@ -189,13 +79,13 @@ def test_more_than_there_are_descriptors_for_is_copied(ends: Ends) -> None:
     """However much is on its way and however much the receiver keeps, the sender's descriptors do not run out."""
     most = memfd.FILES_AT_ONCE + 20
     payloads = [Payload(dumps(torch.full((1 << 15,), float(k))), ends.files) for k in range(most)]
-    assert _memory_files() == memfd.FILES_AT_ONCE
+    assert memory_files() == memfd.FILES_AT_ONCE
     kept = []
     for payload in payloads:
         ends.sender.send((7,), payload)
         _, unpack = next(ends._arriving)
         kept.append(unpack())
-    assert _memory_files() == memfd.FILES_AT_ONCE
+    assert memory_files() == memfd.FILES_AT_ONCE
     assert [int(each[-1]) for each in kept] == list(range(most))
 
 
@@ -210,7 +100,7 @@ def test_a_small_view_of_a_large_tensor_needs_no_memory_file(ends: Ends) -> None
     assert received[0].equal(table[:50])
     assert received[1].data_ptr() == received[0][1].data_ptr()
     assert torch.stack(received[2:]).equal(table[::64])
-    assert _memory_files() == 0
+    assert memory_files() == 0
 
 
 @pytest.mark.parametrize("size", range((1 << 16) - 700, (1 << 16) + 300, 50))
@@ -256,9 +146,9 @@ def test_a_receiver_without_descriptors_says_so_and_goes_on(ends: Ends) -> None:
 def test_shared_memory_stays_shared(ends: Ends, count: int) -> None:
     """What one writes the other sees, both ways; and no descriptor is kept for it."""
     tensors = [torch.zeros(3 + (k == 0) * LARGE).share_memory_() for k in range(count)]
-    before = len(list(_fds()))
+    before = len(list(descriptors()))
     received = ends.send({"tensors": tensors, "again": tensors[0][1:]})
-    assert len(list(_fds())) == before
+    assert len(list(descriptors())) == before
     for k, (ours, theirs) in enumerate(zip(tensors, received["tensors"], strict=True)):
         theirs[0] = k
         ours[1] = -k
@@ -279,14 +169,14 @@ def test_descriptors_of_a_message_that_was_not_sent_are_not_those_of_the_next(
             raise TransferError("no room")
         send(*packet)
 
-    before = len(list(_fds()))
+    before = len(list(descriptors()))
     with monkeypatch.context() as patch:
         patch.setattr(connection, "send_fds", no_room)
         with pytest.raises(TransferError):
             ends.send(unsent)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     ends.sender.send((7,), Payload(dumps([torch.zeros(4).share_memory_() for _ in range(3)], share=True), ends.files))
-    assert len(list(_fds())) == before
+    assert len(list(descriptors())) == before
     highest = before + 500 + 1
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest, limit[1]))  # of the three only one can be opened
     try:
@@ -297,7 +187,7 @@ def test_descriptors_of_a_message_that_was_not_sent_are_not_those_of_the_next(
         unpack()
     received = ends.send([torch.full((4,), float(k)).share_memory_() for k in range(300)])
     assert [int(each[0]) for each in received] == list(range(300))
-    assert len(list(_fds())) == before
+    assert len(list(descriptors())) == before
 
 
 def test_shared_memory_in_a_pool() -> None:
@@ -339,8 +229,12 @@ def test_many_calls_with_tensors_leave_nothing(calls: int) -> None:
 
         def state() -> list[Any]:
             gc.collect()
-            workers = ex.run(lambda: (len(os.listdir("/proc/self/fd")), _maps()))
-            return [Counter(map(os.readlink, (f"/proc/self/fd/{fd}" for fd in _fds()))).total(), _maps(), *workers]
+            workers = ex.run(lambda: (len(os.listdir("/proc/self/fd")), maps()))
+            return [
+                Counter(map(os.readlink, (f"/proc/self/fd/{fd}" for fd in descriptors()))).total(),
+                maps(),
+                *workers,
+            ]
 
         def work(x: torch.Tensor) -> torch.Tensor:
             return x + 1

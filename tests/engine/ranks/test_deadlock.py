@@ -24,12 +24,6 @@ from tests.support.ranks import Ranks, launched
 LATE_S = 1.6  # more than any interval at which a rank looks
 
 
-@pytest.fixture(scope="module")
-def ranks2() -> Iterator[Ranks]:
-    with launched(2) as ranks:
-        yield ranks
-
-
 @pytest.fixture(scope="module", params=["launch", "pool"])
 def ranks4(request: pytest.FixtureRequest) -> Iterator[Any]:
     if request.param == "launch":

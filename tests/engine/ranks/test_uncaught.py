@@ -43,3 +43,29 @@ def test_the_cause_is_shown_first(end: str, told: str, tmp_path: Path) -> None:
         assert therefore, printed[rank]
         assert re.match(told, cause.strip()), cause
         assert own.startswith("Traceback")
+
+
+BLOCK = """
+from nn_parallel import ParallelExecutor, on_rank
+@on_rank(0)
+def save():
+    raise OSError("disk full")
+def train():
+    with ParallelExecutor():
+        save()
+train()
+"""
+
+
+def test_no_frame_of_the_package_is_shown(tmp_path: Path) -> None:
+    """A reader sees where the block and the failing line are, and nothing between them."""
+    (script := tmp_path / "script.py").write_text(BLOCK)
+    shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen([sys.executable, str(script)], env=shared | {"RANK": str(rank)}, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    for printed in [rank.communicate(timeout=60)[1].decode() for rank in ranks]:
+        frames = re.findall(r'File ".*/(\w+\.py)", line \d+, in (\S+)', printed)
+        assert frames == [("script.py", "<module>"), ("script.py", "train"), ("script.py", "save")]
+        assert "OSError: disk full" in printed

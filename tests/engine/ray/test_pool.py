@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from nn_parallel import (
     ExecutorClosedError,
-    LaunchError,
     ParallelError,
     ParallelExecutor,
     RankError,
@@ -28,22 +27,11 @@ from nn_parallel import (
     initialize_ddp,
     on_rank,
 )
-from tests.support.launchers import PYTHON, environ, finish, popen, wait_for_files
+from tests.support.launchers import finish, wait_for_files
 from tests.support.notebook import run_cells
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of Ray's own
 GONE_WITHIN_S = 5.0
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left_behind() -> None:
-    """Not asked here: Ray opens files and starts threads of its own in this process, as it likes."""
-
-
-@pytest.fixture(scope="module")
-def executor4(ray_cluster: Any) -> Iterator[ParallelExecutor]:
-    with ParallelExecutor(engine="ray", num_workers=4, devices="cpu", placement="spread") as ex:
-        yield ex
 
 
 def add_up(device: torch.device) -> tuple[Any, ...]:
@@ -176,24 +164,6 @@ def test_timeout_tells_where_the_ranks_of_all_nodes_stand(ray_cluster: Any, exec
     assert all("in work" in stack for stack in raised.value.stacks.values())
     assert time.monotonic() - began < 1 + GONE_WITHIN_S
     assert executor4.run(add_up) == WORLD
-
-
-@pytest.fixture
-def script(
-    ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Starts a script that uses the cluster; what a test has not finished is ended after it."""
-    monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
-    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or a warning is shown
-
-    def start(text: str) -> subprocess.Popen[str]:
-        (tmp_path / "script.py").write_text(f"import os, signal, sys, time\nfrom nn_parallel import *\n{text}")
-        started.append(popen([PYTHON, "script.py"], environ(), tmp_path))
-        return started[-1]
-
-    started = list[subprocess.Popen[str]]()
-    yield start
-    finish([process for process in started if process.returncode is None], 0)
 
 
 SLEEP = """
@@ -373,49 +343,6 @@ print("again", ray.is_initialized())
     assert printed.count("told Ray has been shut down.\n") == 3, printed
     assert "again False" in printed
     assert status == 0
-
-
-@pytest.mark.parametrize(
-    ("before", "told"),
-    [
-        ("sys.modules['ray'] = None", r'ImportError: engine="ray" needs Ray: pip install "nn_parallel\[ray\]"\n'),
-        (
-            "os.environ['RAY_ADDRESS'] = '127.0.0.1:1'",
-            "There is no Ray cluster .* at RAY_ADDRESS=127.0.0.1:1: .*refused",
-        ),
-        (
-            "os.environ |= dict(RANK='0', WORLD_SIZE='1', MASTER_ADDR='localhost', MASTER_PORT='29777')",
-            "ValueError: engine='ray' does not apply here: the workers are the 1 ranks that run already",
-        ),
-    ],
-)
-def test_what_is_missing_is_told(before: str, told: str, script: Callable[[str], subprocess.Popen[str]]) -> None:
-    """At once, and by what to do."""
-    [(status, printed)] = finish([script(f"{before}\nParallelExecutor(engine='ray')")], 60)
-    assert status == 1
-    assert re.search(told, printed), printed
-
-
-def test_there_is_no_room(ray_cluster: Any) -> None:
-    """For another size: each call says so in its turn, until the size fits."""
-    with ParallelExecutor(engine="ray", num_workers=2, devices="cpu", wait_for_resources=1) as ex:
-        for call in (lambda: ex.resize(100), lambda: ex.run(int), lambda: ex.submit(int).result()):
-            with pytest.raises(LaunchError, match="no room for 100 workers with 1 CPU within 1 s") as raised:
-                call()
-            assert raised.value.__notes__ == ["0 of 100 workers are left."]
-        ex.resize(2)
-        assert ex.run(int) == [0, 0]
-
-
-def test_bad_input(ray_cluster: Any, executor4: ParallelExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with a clear error."""
-    for wrong in ({"engine": "dask"}, {"engine": "ray", "placement": "x"}, {"resources_per_worker": {"CPU": 1}}):
-        with pytest.raises(ValueError, match=next(reversed(wrong))):
-            ParallelExecutor(**wrong)
-    with pytest.raises(ValueError, match="Ray chooses them"):
-        ParallelExecutor(engine="ray", devices="0,1")
-    with pytest.raises(LaunchError, match="no room for 2 workers with 1 CPU and 1 GPU within 1 s.*has 8 CPU"):
-        ParallelExecutor(engine="ray", num_gpus=2, wait_for_resources=1)
 
 
 def ancestors(pid: int) -> Iterator[int]:

@@ -5,7 +5,6 @@ What the launchers really set, `test_launched.py` sees; here are the variables a
 
 from __future__ import annotations
 
-import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 
 from nn_parallel._engine.ranks import environment
 from nn_parallel._engine.ranks.environment import Launch, detect_launch, with_arguments
-from nn_parallel._engine.ranks.platforms import started_with_others
 from nn_parallel.errors import LaunchError
 
 HOST = socket.gethostname()
@@ -96,35 +94,6 @@ def test_an_interactive_shell_in_a_step_is_no_launch(monkeypatch: pytest.MonkeyP
     assert _detect(SLURM).launcher == "slurm"
     monkeypatch.setattr(environment, "has_terminal", lambda: False)
     assert _detect(in_shell) == _detect(SLURM)
-
-
-SEVERAL = {
-    "SageMaker without a distribution": ({"SM_HOSTS": '["algo-1","algo-2"]'}, "torch_distributed"),
-    "Kubeflow Trainer v2": ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, "PET_NNODES=2, so Kubeflow .* by torchrun"),
-    "an elastic Kubeflow": ({"PET_NNODES": "2:4"}, "PET_NNODES=2:4"),
-    "pbsdsh": ({"PBS_JOBID": "7", "PBS_TASKNUM": "2"}, "PBS_TASKNUM=2, so pbsdsh .* by mpirun, or torchrun"),
-    "blaunch": ({"LSB_JOBID": "7", "LSF_PM_TASKID": "1"}, "LSF_PM_TASKID=1, so blaunch"),
-}
-ALONE = {
-    "SageMaker, one host": {"SM_HOSTS": '["algo-1"]'},
-    "Kubeflow, one node": {"PET_NNODES": "1"},
-    "a batch script of PBS": {"PBS_JOBID": "7", "PBS_TASKNUM": "1", "PBS_NODENUM": "0"},
-    "a batch script of LSF": {"LSB_JOBID": "7", "LSB_HOSTS": "a b", "LSB_MCPU_HOSTS": "a 1 b 1"},
-    "a batch script of SLURM": BATCH,
-}
-
-
-@pytest.mark.parametrize(("environ", "word"), SEVERAL.values(), ids=SEVERAL)
-def test_who_is_one_of_several_without_a_rank_is_told(environ: dict[str, str], word: str) -> None:
-    """It runs alone, since nothing says which it is, and not in silence."""
-    assert detect_launch(environ) is None
-    assert re.search(word, started_with_others(environ) or "")
-
-
-@pytest.mark.parametrize("environ", ALONE.values(), ids=ALONE)
-def test_who_is_alone_is_not_warned(environ: dict[str, str]) -> None:
-    """Nor is a batch script on the first of several nodes."""
-    assert started_with_others(environ) is None
 
 
 # Of 2 + 2 + 1 ranks, or 2 + 2: launcher, rank of world size, local rank of local world size, node, master, one node.

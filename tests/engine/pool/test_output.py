@@ -1,0 +1,51 @@
+"""What workers print."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from nn_parallel import (
+    ParallelExecutor,
+    current_world,
+)
+
+
+def test_output_can_name_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """With prefix_output each line begins with the rank, on both streams."""
+    with ParallelExecutor(num_workers=2, devices="cpu", prefix_output=True) as pool:
+        pool.run(lambda: print("one\ntwo"))
+        pool.run(lambda: print("three", file=sys.stderr))
+    captured = capsys.readouterr()
+    assert sorted(captured.out.splitlines()) == ["[rank 0] one", "[rank 0] two", "[rank 1] one", "[rank 1] two"]
+    assert sorted(captured.err.splitlines()) == ["[rank 0] three", "[rank 1] three"]
+
+
+def test_what_workers_print_appears_here(own_executor2: ParallelExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole lines, in sys.stdout and sys.stderr as they are now, before the call returns."""
+
+    def talk() -> None:
+        rank = current_world().rank
+        print("out", rank)
+        print("err", rank, file=sys.stderr)
+        print("no newline", end="")
+
+    own_executor2.run(talk)
+    captured = capsys.readouterr()
+    assert captured.out.count("no newline") == 2
+    assert {"out 0", "out 1"} <= set(captured.out.replace("no newline", "").splitlines())
+    assert set(captured.err.splitlines()) == {"err 0", "err 1"}
+
+
+def test_an_endless_writer_does_not_hold_up_the_others(
+    own_executor2: ParallelExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A child of one worker floods its output: the other worker's answers still come."""
+    started = own_executor2.submit(lambda: subprocess.Popen(["yes", "x" * 1000]).pid).result()
+    assert [own_executor2.submit(len, [1]).result(10) for _ in range(20)] == [1] * 20
+    own_executor2.submit(os.kill, started, signal.SIGKILL).result(10)
+    capsys.readouterr()

@@ -1,0 +1,172 @@
+"""A worker is what a new process of the script would be."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+import sys
+import threading
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import nn_parallel._engine.devices
+from nn_parallel import (
+    ParallelExecutor,
+    RankError,
+    current_world,
+    initialize_ddp,
+    seed_everything,
+)
+
+
+def _pids(own_executor2: ParallelExecutor) -> list[int]:
+    return own_executor2.run(os.getpid)
+
+
+def test_the_environment_and_the_directory_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new pool has the environment, directory, import path and arguments of the moment, not the fork server's."""
+    (tmp_path / "local_module.py").write_text("VALUE = 7\ndef value(): return VALUE\n")
+    monkeypatch.setenv("SOME_VARIABLE", "here")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import local_module  # type: ignore[import-not-found]
+
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        assert pool.run(local_module.value) == [7]
+        assert pool.run(lambda: os.environ.get("SOME_VARIABLE")) == ["here"]
+        assert pool.run(os.getcwd) == [str(tmp_path)]
+        assert pool.run(lambda: sys.argv) == [sys.argv]
+
+
+def test_threads_are_shared_out() -> None:
+    """Each CPU worker computes with its share of the cores, and matrix products work in a forked worker."""
+    cores = nn_parallel._engine.devices.cpu_count()
+    with ParallelExecutor(num_workers=2 * cores, devices="cpu") as pool:
+        assert set(pool.run(torch.get_num_threads)) == {1}
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        assert pool.run(torch.get_num_threads) == [cores]
+        assert pool.run(lambda: float((torch.ones(500, 500) @ torch.ones(500, 500)).sum())) == [500.0**3]
+
+
+def _draw() -> tuple[float, ...]:
+    """A number of each generator; numpy's is made here, and so is not in what the workers were forked from."""
+    import random
+
+    import numpy
+
+    return random.random(), float(numpy.random.random()), torch.rand(1).item()
+
+
+def test_random_numbers_differ_between_workers() -> None:
+    """As ranks, in tasks, in a worker that replaces another one, and in pools one after another."""
+    draws = list[tuple[float, ...]]()
+    for _ in range(2):
+        with ParallelExecutor(num_workers=3, devices="cpu") as pool:
+            draws += [*pool.run(_draw), *pool.map(lambda _: _draw(), range(3)), pool.submit(_draw).result()]
+            with pytest.raises(RankError):
+                pool.run(lambda: current_world().rank or os._exit(1))
+            draws += pool.run(_draw)
+    for numbers in zip(*draws, strict=True):
+        assert len(set(numbers)) == 2 * (3 + 3 + 1 + 3)
+
+
+def test_seeded_random_numbers_are_the_same_again(own_executor2: ParallelExecutor) -> None:
+    """`seed_everything` decides them, another seed on every rank."""
+
+    def draw() -> Any:
+        return seed_everything(3), _draw()
+
+    first, second = own_executor2.run(draw)
+    assert (first[0], second[0]) == (3, 4)
+    assert all(one != other for one, other in zip(first[1], second[1], strict=True))
+    assert own_executor2.run(draw) == [first, second]
+
+
+def test_the_key_of_multiprocessing_is_the_script_s(own_executor2: ParallelExecutor) -> None:
+    """A worker can use the proxies of a manager, and whatever else asks for the key."""
+
+    def connect(address: Any) -> None:
+        with Client(address, authkey=multiprocessing.current_process().authkey) as there:
+            there.send("hello")
+
+    with Listener(("127.0.0.1", 0), authkey=multiprocessing.current_process().authkey) as listener:
+        future = own_executor2.submit(connect, listener.address)
+        with listener.accept() as here:
+            assert here.recv() == "hello"
+        assert future.result() is None
+
+
+def _fork(body: Any) -> int:
+    """The exit status of a child that has come out of the task with ``body()``."""
+    if (pid := os.fork()) == 0:
+        return body()  # type: ignore[no-any-return]
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        (int, 0, ""),
+        (threading.Lock, 0, ""),  # a result that could not be sent
+        (lambda: sys.exit(), 0, ""),
+        (lambda: sys.exit(3), 3, ""),
+        (lambda: sys.exit("too late"), 1, "too late\n"),
+        (lambda: 1 / 0, 1, "ZeroDivisionError: division by zero\n"),
+        (lambda: os._exit(5), 5, ""),
+        (lambda: print("printed", end="", file=sys.stderr), 0, "printed"),
+    ],
+)
+def test_a_child_that_a_task_forks_ends_by_itself(
+    own_executor2: ParallelExecutor, capfd: pytest.CaptureFixture[str], body: Any, status: int, told: str
+) -> None:
+    """As a script would when it comes out of the task. It is not the worker, and answers nobody."""
+    pids = _pids(own_executor2)
+    assert own_executor2.run(_fork, body) == [status] * 2
+    assert own_executor2.submit(_fork, body).result() == status
+    assert list(own_executor2.map(_fork, [body] * 4)) == [status] * 4
+    assert _pids(own_executor2) == pids
+    err = capfd.readouterr().err
+    assert err.count(told) == 7 if told else not err
+
+
+def test_a_forked_child_that_fails_harms_no_group(own_executor2: ParallelExecutor) -> None:
+    """The connections of its rank, which it has too, are not closed."""
+
+    def body() -> float:
+        initialize_ddp()
+        assert _fork(lambda: sys.exit(7)) == 7
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item()
+
+    assert own_executor2.run(body) == [2.0, 2.0]
+    assert own_executor2.run(body) == [2.0, 2.0]
+
+
+def test_an_initializer_may_fork() -> None:
+    """Its child does not tell that the worker is set up."""
+    with ParallelExecutor(num_workers=2, devices="cpu", initializer=_fork, initargs=(int,)) as pool:
+        assert pool.run(lambda: os.getpid() == os.getpgid(0)) == [True, True]  # as a worker is, and no child of it
+
+
+def test_tasks_may_use_processes_of_multiprocessing(own_executor2: ParallelExecutor) -> None:
+    """Those that it forks end as it has them end."""
+
+    def body() -> Any:
+        fork = multiprocessing.get_context("fork")
+        with fork.Pool(2) as pool:
+            mapped = pool.map(abs, [-1, -2])
+        process = fork.Process(target=sys.exit, args=(3,))
+        process.start()
+        process.join()
+        with concurrent.futures.ProcessPoolExecutor(1, fork) as executor:
+            return mapped, process.exitcode, executor.submit(abs, -4).result()
+
+    assert own_executor2.run(body) == [([1, 2], 3, 4)] * 2
+    assert own_executor2.run(int) == [0, 0]

@@ -1,0 +1,167 @@
+"""One worker, as the parent sees it: its time limit, its cancellation, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nn_parallel import (
+    ParallelExecutor,
+    RankError,
+    RankTimeoutError,
+    current_world,
+)
+from nn_parallel._engine.pool.pool import Pool
+from nn_parallel._engine.pool.processes import Processes
+from nn_parallel._engine.pool.started_workers import StartedWorkers
+from nn_parallel._engine.pool.tasks import Task
+
+
+def pool_of(executor: ParallelExecutor) -> Pool:
+    """What is behind an executor that no launcher has started."""
+    assert isinstance(executor._backend, StartedWorkers)
+    return executor._backend.pool
+
+
+def test_a_timeout_holds_the_stack_of_the_silent_worker_only() -> None:
+    """Rank 1 hangs, rank 0 has answered: the error names rank 1 and where it stands, and nobody is killed."""
+    with ParallelExecutor(num_workers=2, devices="cpu", timeout=0.5) as pool:
+        pids = pool.run(os.getpid)
+
+        def hang() -> None:
+            if current_world().rank == 1:
+                time.sleep(3600)
+
+        with pytest.raises(RankTimeoutError) as caught:
+            pool.run(hang)
+        assert caught.value.ranks == [1]
+        assert re.findall(r"line \d+ in (\w+)", caught.value.stacks[1]) == ["hang"]
+        assert f"Worker 1 (pid {pids[1]}, cpu):" in str(caught.value)
+        assert pool.run(os.getpid) == pids
+        with pytest.raises(TimeoutError, match=r"hang\(\) did not end within timeout=0.5 s"):
+            pool.run(hang)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pool: pool.run(time.sleep, 60),
+        lambda pool: list(pool.map(time.sleep, [60])),
+    ],
+    ids=["run", "map"],
+)
+def test_who_answers_a_cancellation_at_once_has_run_out_of_time(
+    call: Callable[[ParallelExecutor], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may read its answer: by the time it is cancelled it is settled what the call ends with."""
+    cancel, settled = Processes.cancel, list[bool]()
+
+    def look(self: Processes, task: Task) -> None:
+        settled.append(task.is_over())
+        cancel(self, task)
+
+    monkeypatch.setattr(Processes, "cancel", look)
+    with ParallelExecutor(num_workers=1, devices="cpu", timeout=0.2) as pool:
+        with pytest.raises(RankTimeoutError, match="did not end within timeout=0.2 s"):
+            call(pool)
+        pool.run(int)
+    assert settled
+    assert all(settled)
+
+
+def test_a_process_id_that_is_told_late_starts_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may be ready before the fork server has told its number; its time is not running then."""
+    is_told, hear = threading.Event(), Pool._hear
+    monkeypatch.setattr(Pool, "_hear", lambda self: is_told.wait(20) and hear(self))
+    with ParallelExecutor(num_workers=2, devices="cpu", timeout=5) as executor:
+        assert executor.run(int) == [0, 0]
+        workers, lock = pool_of(executor)._workers, pool_of(executor)._lock
+        assert [worker.pid for worker in workers] == [0, 0]
+        is_told.set()
+        while not all(worker.pid for worker in workers):
+            time.sleep(0.001)
+        with lock:
+            assert [worker.deadline for worker in workers] == [None, None]
+        assert executor.run(os.getpid) == [worker.pid for worker in workers]
+
+
+def test_cancelled_tasks_leave_the_workers_as_they_were(executor2: ParallelExecutor) -> None:
+    """A run that fails on one rank ends the others by an interruption: sleeps, loops and locks; same processes."""
+
+    def body(how: str) -> None:
+        if current_world().rank == 1:
+            raise ValueError
+        if how == "sleep":
+            time.sleep(3600)
+        if how == "lock":
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+        while True:
+            pass
+
+    pids = executor2.run(os.getpid)
+    for how in ("sleep", "lock", "loop"):
+        with pytest.raises(RankError) as caught:
+            executor2.run(body, how)
+        assert list(caught.value.failures) == [1]
+    assert executor2.run(os.getpid) == pids
+
+
+def test_a_task_that_swallows_its_interruption_is_killed(executor2: ParallelExecutor, tmp_path: Path) -> None:
+    """`except BaseException` does not keep a worker."""
+    swallows = tmp_path / "swallows"
+
+    def body() -> None:
+        while current_world().rank == 0:
+            with contextlib.suppress(BaseException):
+                swallows.touch()
+                while True:  # within the other loop, in which an interruption may hit what is not guarded
+                    with contextlib.suppress(BaseException):
+                        time.sleep(3600)
+        while not swallows.exists():
+            time.sleep(0.001)
+        raise ValueError
+
+    pids = executor2.run(os.getpid)
+    with pytest.raises(RankError, match="rank 1 of 2: ValueError"):
+        executor2.run(body)
+    after = executor2.run(os.getpid)
+    assert after[1] == pids[1]
+    assert after[0] != pids[0]
+
+
+def test_interruptions_race_with_the_ends_of_tasks(executor2: ParallelExecutor) -> None:
+    """A failure at a random moment around the end of the other rank's task: never a wrong answer, never a lost one."""
+
+    def body(failing: int, delay: float) -> int:
+        end = time.perf_counter() + (delay if current_world().rank == failing else 0.0005)
+        while time.perf_counter() < end:
+            pass
+        if current_world().rank == failing:
+            raise ValueError(failing)
+        return 7
+
+    pids, rng = executor2.run(os.getpid), random.Random(0)
+    for _ in range(300):
+        failing = rng.randrange(2)
+        with pytest.raises(RankError) as caught:
+            executor2.run(body, failing, rng.random() * 0.002)
+        assert {rank: str(error) for rank, error in caught.value.failures.items()} == {failing: str(failing)}
+        assert executor2.run(abs, -3) == [3, 3]
+    assert executor2.run(os.getpid) == pids
+
+
+def test_a_timeout_of_years_is_no_error() -> None:
+    """The kernel waits for some days at most; the pool, for as long as it is told."""
+    with ParallelExecutor(num_workers=1, devices="cpu", timeout=1e9) as pool:
+        assert pool.run(lambda: time.sleep(0.1)) == [None]
+        assert list(pool.map(abs, [-1], timeout=1e9)) == [1]

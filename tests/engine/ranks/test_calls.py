@@ -1,0 +1,257 @@
+"""Calls that one rank runs: their outcomes in the store."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from nn_parallel import (
+    ParallelError,
+    RankError,
+    current_world,
+    initialize_ddp,
+    on_rank,
+)
+from nn_parallel._engine.ranks.blocks import blocks_of
+from nn_parallel._engine.ranks.context import rank_context
+from nn_parallel._engine.ranks.outcomes import FAILURES_KEPT
+from tests.support.ranks import AnyRanks
+
+
+def test_a_rank_that_lags_behind_learns_which_calls_failed(any_ranks: AnyRanks) -> None:
+    """One rank is many calls ahead: the other still learns, call by call, which failed and how."""
+
+    def scenario() -> Any:
+        me = initialize_ddp().rank
+
+        @on_rank(0)
+        def work(turn: int) -> None:
+            if turn % 3 == 1:
+                raise ValueError(f"turn {turn}")
+
+        dist.barrier()
+        if me == 0:
+            failed = _failed_turns(work)
+            dist.barrier()
+        else:
+            dist.barrier()  # rank 0 has made all its calls before this rank makes its first
+            failed = _failed_turns(work)
+        return failed
+
+    def _failed_turns(work: Any) -> list[int]:
+        failed = []
+        for turn in range(100):
+            try:
+                work(turn)
+            except RankError as error:
+                assert str(error.failures[0]) == f"turn {turn}"
+                failed.append(turn)
+        return failed
+
+    expected = [turn for turn in range(100) if turn % 3 == 1]
+    assert len(expected) < FAILURES_KEPT
+    assert all(failed == expected for failed in any_ranks.run(scenario))
+
+
+def test_a_rank_too_far_behind_is_told_that_it_cannot_know(any_ranks: AnyRanks) -> None:
+    """Beyond the failures that are kept, a lagging rank gets an error that says so, never a false success."""
+
+    def scenario() -> Any:
+        me = initialize_ddp().rank
+
+        @on_rank(0)
+        def fail() -> None:
+            raise ValueError
+
+        outcomes = []
+        if me != 0:
+            dist.barrier()
+        for _ in range(FAILURES_KEPT + 10):
+            try:
+                fail()
+            except RankError:
+                outcomes.append("failed")
+            except ParallelError:
+                outcomes.append("unknown")
+        if me == 0:
+            dist.barrier()
+        return outcomes
+
+    results = any_ranks.run(scenario)
+    assert results[0] == ["failed"] * (FAILURES_KEPT + 10)
+    for outcomes in results[1:]:
+        assert outcomes == ["unknown"] * 10 + ["failed"] * FAILURES_KEPT
+
+
+@pytest.mark.slow
+def test_the_store_stays_bounded(any_ranks: AnyRanks) -> None:
+    """100 000 calls, one rank far ahead, failures and lists of ranks: the number of keys does not grow."""
+
+    def scenario() -> Any:
+        initialize_ddp()
+        here = blocks_of(rank_context())
+        assert here is not None
+
+        def keys() -> int:
+            store = here.connection.store
+            while isinstance(store, dist.PrefixStore):
+                store = store.underlying_store
+            return len(store.list_keys())
+
+        @on_rank(0)
+        def cheap() -> None: ...
+
+        @on_rank([0, 1])
+        def both(fail: bool) -> None:
+            if fail:
+                raise ValueError
+
+        @on_rank(0)
+        def failing() -> None:
+            raise ValueError
+
+        def round_of_calls(count: int) -> None:
+            for _ in range(count):
+                cheap()
+            for fail in (False, True):
+                try:
+                    both(fail)
+                except RankError:
+                    initialize_ddp()
+            for _ in range(3):
+                with pytest.raises(RankError):
+                    failing()
+
+        round_of_calls(10)
+        dist.barrier()
+        before = keys()
+        dist.barrier()
+        round_of_calls(100_000)
+        round_of_calls(10)
+        dist.barrier()
+        return before, keys()
+
+    counts = any_ranks.run(scenario)
+    for before, after in counts:
+        assert after <= before + len(counts)  # each rank may have come to say what it waits for
+
+
+def test_a_hostile_value_in_the_store_is_an_error_and_never_runs(any_ranks: AnyRanks, tmp_path: Path) -> None:
+    """What stands under our keys is read as data: a pickle there is reported, not executed."""
+
+    def scenario(trap: str) -> Any:
+        import pickle
+
+        class Trap:
+            def __reduce__(self) -> Any:
+                return os.mkdir, (trap,)
+
+        here = blocks_of(rank_context())
+        assert here is not None
+        me = here.rank
+        initialize_ddp()
+        dist.barrier()
+        if me == 0:
+            here.connection.store.set("report/0", pickle.dumps(Trap()))
+        dist.barrier()
+        text = ""
+        if me != 0:
+
+            @on_rank(0)
+            def never() -> None: ...
+
+            with pytest.raises(ParallelError) as caught:
+                never()
+            text = str(caught.value)
+            here._number -= 1
+        dist.barrier()
+        if me == 0:
+            here._post(here._phase)
+        dist.barrier()
+        return text
+
+    for text in any_ranks.run(scenario, str(tmp_path / "trap"))[1:]:
+        assert "'report/0'" in text
+    assert not (tmp_path / "trap").exists()
+
+
+def test_a_late_failure_does_not_put_the_ranks_out_of_step(any_ranks: AnyRanks) -> None:
+    """Rank 0 failed in a call that nobody waited for: the others take part in the next one, its broadcast too."""
+
+    def scenario() -> tuple[str, str, int]:
+        initialize_ddp()
+        told = []
+
+        def fail() -> None:
+            raise ValueError("log")
+
+        for call in (on_rank(0, wait=False)(fail), on_rank(0, broadcast=True)(lambda: 5)):
+            try:
+                told.append(str(call()))
+            except RankError as error:
+                told.append(str(error))
+            dist.barrier()  # what rank 0 tells of its failure is there
+        return told[0], told[1], on_rank(0, broadcast=True)(lambda: 6)()
+
+    first, *others = any_ranks.run(scenario)
+    assert "ValueError: log" in first[0]
+    assert first[1:] == ("5", 6)
+    for answer in others:
+        assert answer[0] == "None"
+        assert "for which nobody waited, failed on rank 0" in answer[1]
+        assert answer[2] == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_known_before", [True, False])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_late_failure_is_told_as_that_of_its_own_call(
+    any_ranks: AnyRanks, is_known_before: bool, together: bool
+) -> None:
+    """Not of a later call that nobody waits for, nor of one that all wait for: that one's own failure comes first."""
+
+    def scenario() -> list[list[str]]:
+        initialize_ddp()
+
+        def log_a() -> None:
+            if not is_known_before:
+                time.sleep(0.3)  # the others are in save() by then; if not, this is the other case
+            raise OSError("log")
+
+        def log_b() -> None:
+            pass
+
+        def save(fails: bool) -> None:
+            if fails and current_world().rank == 1:
+                raise ValueError("save")
+
+        def told_of(call: Callable[[], Any]) -> str:
+            try:
+                call()
+            except RankError as error:
+                return str(error)
+            return ""
+
+        waited, found = on_rank([0, 1] if together else 1)(save), list[list[str]]()
+        for fails in (False, True):
+            told_of(on_rank(1, wait=False)(log_a))
+            told = [told_of(on_rank(1, wait=False)(log_b))]
+            if is_known_before:
+                dist.barrier()
+            found.append([*told, told_of(functools.partial(waited, fails)), told_of(on_rank(0)(int))])
+        return found
+
+    for rank, (fine, failed) in enumerate(any_ranks.run(scenario)):
+        for told in (fine, failed):
+            late = [text for text in told if "log_a(), for which nobody waited, failed on rank 1 of" in text]
+            assert len(late) == (rank != 1)
+            others = [text for text in told if text and text not in late]
+            assert len(others) == (told is failed)
+            assert all("save() failed on rank 1 of" in text and "ValueError: save" in text for text in others)

@@ -1,0 +1,87 @@
+"""The process group: its backend, its addresses, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from nn_parallel import (
+    initialize_ddp,
+)
+from nn_parallel._engine.ranks import nccl
+from nn_parallel._engine.ranks.environment import detect_launch
+from nn_parallel._engine.ranks.group import Group
+from nn_parallel._engine.ranks.rendezvous import join_launch
+from tests.support.ranks import launched
+
+
+@pytest.mark.parametrize("gpus", [2, 3])
+def test_ranks_that_share_a_gpu_talk_by_gloo(gpus: int) -> None:
+    """NCCL would refuse it: rank 0 says so, in one line. With a GPU for each rank they talk by NCCL.
+
+    The GPUs are made up, behind `hardware_id`: this machine may have none. The choice is made before torch is asked.
+    """
+
+    def body() -> tuple[str, str]:
+        rank = int(os.environ["RANK"])
+        context = join_launch(detect_launch(os.environ), None, timedelta(seconds=20))
+        group = Group(context.world._replace(device=torch.device("cuda", rank)), None)
+        with (
+            mock.patch("nn_parallel._engine.ranks.group.hardware_id", return_value=f"0000:00:0{rank % gpus}"),
+            mock.patch("torch.distributed.init_process_group", side_effect=ValueError("no GPU")) as init,
+            mock.patch("nn_parallel._engine.ranks.group.logger.warning") as warn,
+            contextlib.suppress(ValueError),
+        ):
+            group.make(context.store, None, timedelta(seconds=20))
+        settings = {name: os.environ.get(name) for name in nccl.SETTINGS}
+        group.release()
+        context.leave()
+        assert settings == nccl.SETTINGS
+        assert not nccl.SETTINGS.keys() & os.environ.keys()
+        return init.call_args.args[0], str(warn.call_args and warn.call_args.args[1])
+
+    with launched(3) as ranks:
+        (backend, told), *others = ranks.run(body)
+        assert others == [(backend, "None")] * 2
+        if gpus == 2:
+            assert (backend, told) == ("gloo", "Ranks 0 and 2 share the accelerator at 0000:00:00")
+        else:
+            assert (backend, told) == ("cpu:gloo,cuda:nccl", "None")
+
+
+@pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": socket.gethostname(), "GROUP_WORLD_SIZE": "1"}])
+def test_groups_of_one_node_listen_on_the_loopback_only(environ: dict[str, str]) -> None:
+    """The store and gloo of ranks on one node, whatever its name: no socket of ours listens outside the loopback."""
+
+    def scenario() -> list[str]:
+        initialize_ddp()
+        return _listening_addresses()
+
+    with launched(2, **environ) as ranks:
+        for addresses in ranks.run(scenario):
+            assert addresses
+            assert all(address in ("0100007F", "0000000000000000FFFF00000100007F") for address in addresses)
+
+
+def _listening_addresses() -> list[str]:
+    """The local addresses, as the kernel writes them, on which this process listens."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").rstrip("]"))
+        except FileNotFoundError:
+            continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append(fields[1].split(":")[0])
+    return found
