@@ -1,7 +1,7 @@
-"""Run functions on every device and every rank; a failure on one rank is an exception on all, never a hang.
+"""Run functions on every device and every rank; a rank that fails in a block is an exception on all of them.
 
-The public names are functions, decorators and two context managers. Each file at this level, and in `training`, holds a
-few of them with their documentation:
+The public names are functions, decorators and context managers. Each file at this level, and in `training`, holds a few
+of them with their documentation:
 
     ddp, ranks               the world of this process; code for one rank or for all in turn
     executor, data_parallel  functions on every device, in worker processes or in threads

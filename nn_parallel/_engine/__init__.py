@@ -1,8 +1,8 @@
 """The engine beneath the public functions. Nothing here is public; any release may change it.
 
-The map: every file, from the bottom up. A file imports only files above it in this list, and of the shelf only the
-vocabulary: `nn_parallel.errors`, `nn_parallel.world` and the version. A room may appear twice where another room lies
-between its parts::
+The map: every file, from the bottom up. A file imports only files that stand before it in this list, and of the public
+files only the vocabulary: `nn_parallel.errors`, `nn_parallel.world` and the version. A folder may appear twice,
+where another folder lies between its parts::
 
     shared
         garbage_collection  Python's collector, kept out of an import
@@ -86,9 +86,10 @@ The invariants, which every change keeps:
 - All ranks go through the same blocks in the same order, and each block has failed on all ranks or on none.
 - A failing rank closes no more than it must. A call of one rank closes no group. A failing block closes the group;
   `initialize_ddp` makes it again on the kept store, named by its generation.
-- No rule that depends on time declares a rank dead or stuck. Only the user's ``timeout`` does.
+- No rule that depends on time declares a rank stuck; only the user's ``timeout`` does. A node counts as lost when its
+  kernel has answered nothing for a minute.
 - A worker that is lost costs its task only. The pool is whole again afterwards.
-- No process, thread, descriptor, variable or file of ours outlives what it was made for.
+- Nothing outlives what it was made for: no process, thread, descriptor, variable or file.
 
 The words:
 

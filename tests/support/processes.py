@@ -30,3 +30,20 @@ def wait_for_state(pid: int, state: str) -> None:
 
     while any(map(differs, Path(f"/proc/{pid}/task").glob("*/stat"))):
         time.sleep(0.001)
+
+
+def listening_addresses() -> list[str]:
+    """The local addresses, as the kernel writes them, on which this process listens."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").rstrip("]"))
+        except FileNotFoundError:
+            continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append(fields[1].split(":")[0])
+    return found

@@ -17,6 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
 from ..._version import __version__
 from ...errors import LaunchError, ParallelError, WorkerDiedError
 from ..by_value.modules import user_sys_path
@@ -25,13 +29,6 @@ from ..failures import rank_names, summary
 from ..ranks.stop_signals import SIGNALS
 from .messages import Told, received
 from .node import RayNode
-
-try:
-    import ray
-    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-except ImportError as error:
-    raise ImportError('engine="ray" needs Ray: pip install "nn_parallel[ray]"') from error
 
 REACHED_WITHIN_S = 10.0  # the address of a cluster
 WARN_AFTER_S = 5.0  # of waiting for room

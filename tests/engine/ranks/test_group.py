@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,6 +18,7 @@ from nn_parallel._engine.ranks import nccl
 from nn_parallel._engine.ranks.environment import detect_launch
 from nn_parallel._engine.ranks.group import Group
 from nn_parallel._engine.ranks.rendezvous import join_launch
+from tests.support.processes import listening_addresses
 from tests.support.ranks import launched
 
 
@@ -62,26 +62,9 @@ def test_groups_of_one_node_listen_on_the_loopback_only(environ: dict[str, str])
 
     def scenario() -> list[str]:
         initialize_ddp()
-        return _listening_addresses()
+        return listening_addresses()
 
     with launched(2, **environ) as ranks:
         for addresses in ranks.run(scenario):
             assert addresses
             assert all(address in ("0100007F", "0000000000000000FFFF00000100007F") for address in addresses)
-
-
-def _listening_addresses() -> list[str]:
-    """The local addresses, as the kernel writes them, on which this process listens."""
-    inodes = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            inodes.add(os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").rstrip("]"))
-        except FileNotFoundError:
-            continue
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                found.append(fields[1].split(":")[0])
-    return found

@@ -15,6 +15,8 @@ from nn_parallel import (
 )
 from tests.support.launchers import finish
 
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of Ray's own
+
 
 @pytest.mark.parametrize(
     ("before", "told"),
