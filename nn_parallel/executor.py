@@ -13,7 +13,7 @@ import torch
 
 from ._engine.by_value.packer import CallOptions
 from ._engine.devices import count
-from ._engine.pool.backend import Workers, make_backend, shared_backend
+from ._engine.pool.backend import PoolOptions, make_backend, shared_backend
 from ._engine.pool.progress import Progress
 from ._engine.ranks.membership import as_seconds
 from ._engine.ranks.records import call_name
@@ -91,8 +91,7 @@ class ParallelExecutor(Executor):
             meant = [MEANT[name] for name in unknown if name in MEANT]
             hint = f": perhaps {', '.join(meant)}" if meant else ""
             raise TypeError(f"ParallelExecutor() has no parameter {', '.join(map(repr, unknown))}{hint}.")
-        self._options = CallOptions(pass_device, as_seconds(timeout))
-        workers = Workers(
+        workers = PoolOptions(
             num_gpus=num_gpus,
             devices=devices,
             num_workers=num_workers,
@@ -102,8 +101,9 @@ class ParallelExecutor(Executor):
             engine=engine,
             resources_per_worker=resources_per_worker,
             placement=placement,
-            wait_for_resources_s=as_seconds(wait_for_resources) or 0.0,
+            wait_for_resources=wait_for_resources,
         )
+        self._options = CallOptions(pass_device, as_seconds(timeout))
         self._backend = make_backend(workers, self._options)
 
     def run(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> list[R]:
@@ -233,7 +233,6 @@ class ParallelExecutor(Executor):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        __tracebackhide__ = True
         self._backend.__exit__(kind, error, traceback)
 
     def __repr__(self) -> str:
@@ -287,8 +286,8 @@ def parallelize_on_gpus(
         @functools.wraps(fn)
         def call_on_all(*args: Any, **kwargs: Any) -> list[R]:
             __tracebackhide__ = True
+            workers = PoolOptions(num_gpus=num_gpus, devices=devices, engine=engine)
             options = CallOptions(pass_device, as_seconds(timeout))
-            workers = Workers(num_gpus=num_gpus, devices=devices, engine=engine)
             while True:
                 try:
                     return shared_backend(workers, options).run(fn, args, kwargs, options)

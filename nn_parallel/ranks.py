@@ -10,7 +10,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 from ._engine.ranks import run_on_ranks
 from ._engine.ranks.blocks import blocks_of
 from ._engine.ranks.membership import as_seconds, join_launched_world
-from ._engine.ranks.rank_choice import choice
+from ._engine.ranks.rank_choice import make_chooser
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,7 +75,7 @@ def on_rank(
 
         save(model, "model.pt")  # on every rank; when it returns, the file is there
     """
-    return run_on_ranks.decorator(choice("on_rank", rank), barrier, broadcast, wait, as_seconds(timeout))
+    return run_on_ranks.make_decorator(make_chooser("on_rank", rank), barrier, broadcast, wait, as_seconds(timeout))
 
 
 @overload
@@ -114,14 +114,14 @@ def on_local_rank(
         def download():
             ...  # to a disk that each node has for itself
     """
-    return run_on_ranks.decorator(
-        choice("on_local_rank", (rank,), local=True), barrier, broadcast, wait, as_seconds(timeout)
+    return run_on_ranks.make_decorator(
+        make_chooser("on_local_rank", (rank,), local=True), barrier, broadcast, wait, as_seconds(timeout)
     )
 
 
 def rank_first(
     rank: int = 0, *, local: bool = False, timeout: timedelta | float | None = None
-) -> contextlib.AbstractContextManager[None]:
+) -> contextlib._GeneratorContextManager[None]:  # also a decorator
     """A block that ``rank`` runs first, for instance to fill a cache that the others then read.
 
     If it raises there, the others do not run it: every rank raises `RankError`. What another rank raises in it stays
@@ -140,7 +140,7 @@ def rank_first(
         with rank_first():
             dataset = load_dataset("data")  # rank 0 downloads it, the others find it there
     """
-    return run_on_ranks.rank_first(choice("rank_first", (rank,), local), as_seconds(timeout))
+    return run_on_ranks.rank_first(make_chooser("rank_first", (rank,), local), as_seconds(timeout))
 
 
 def barrier(*, timeout: timedelta | float | None = None) -> None:
@@ -180,7 +180,7 @@ def broadcast(obj: T, src: int = 0) -> T:
 
         name = broadcast(time.strftime("run-%H%M%S"))  # one name for all
     """
-    received: T = run_on_ranks.decorator(choice("broadcast", src), False, True, True, None)(_same)(obj)  # type: ignore[assignment]
+    received: T = run_on_ranks.make_decorator(make_chooser("broadcast", src), False, True, True, None)(_same)(obj)  # type: ignore[assignment]
     return received
 
 

@@ -12,7 +12,6 @@ where another folder lies between its parts::
         tracebacks          tracebacks without frames of this package
         failures            an exception as plain data; the `RankError` of several ranks
         devices             the devices that exist; the parameter ``device`` of a function
-        gpus                NVML, and the locks of selected GPUs
         diagnostics         the part of an object that cannot be pickled
         pickling            objects to bytes and back, tensors by their storage
         stack_dump          the stacks of the processes of a job, for ``nn-parallel stacks``

@@ -1,9 +1,9 @@
 """Tracebacks as users see them: without frames of this package.
 
 Whoever reads a traceback looks for a line of their own, and the last frame is always that of the function that raises,
-which is one of ours. There is no way to raise without it. So the frame is left out where tracebacks are shown: IPython
-and pytest skip frames that have a local variable ``__tracebackhide__``; for a script, `hide_own_frames` wraps
-`sys.excepthook`.
+which is one of ours. There is no way to raise without it. So the frame is left out where a traceback is shown: pytest
+skips frames that have a local variable ``__tracebackhide__``; for the main thread of a script, `hide_own_frames` wraps
+`sys.excepthook`. A notebook shows the frame: IPython prints exception groups as Python does.
 """
 
 from __future__ import annotations
@@ -38,29 +38,40 @@ def user_frames(error: BaseException) -> TracebackType | None:
 
 @functools.cache  # once for a process
 def hide_own_frames() -> None:
-    """Have `sys.excepthook` print errors of this package without frames of this package, from now on."""
+    """Have `sys.excepthook` print errors of this package without frames of this package, from now on.
+
+    The errors themselves stay whole: a debugger, and `traceback.print_exception`, show every frame.
+    """
     before = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        if not isinstance(error, ParallelError):
-            before(kind, error, frames)
-            return
-        whole = {each: each.__traceback__ for each in _with_leaves(error)}
+        whole = [(own, own.__traceback__) for own in _own_errors(error)]
         try:
-            for each, own in whole.items():
-                each.__traceback__ = _without_own_frames(own)
+            for own, traceback_ in whole:
+                own.__traceback__ = _without_own_frames(traceback_)
             before(kind, error, error.__traceback__)
         finally:
-            for each, own in whole.items():  # a debugger wants all of it
-                each.__traceback__ = own
+            for own, traceback_ in whole:
+                own.__traceback__ = traceback_
 
     sys.excepthook = excepthook
 
 
-def _with_leaves(error: BaseException) -> list[BaseException]:
-    """Return an error, and all that is in it if it is a group."""
-    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    return [error, *(each for part in inner for each in _with_leaves(part))]
+def _own_errors(error: BaseException) -> list[BaseException]:
+    """Return the errors of this package among ``error``, its causes and its contexts, each with its leaves."""
+    found, seen, waiting = list[BaseException](), set[int](), [(error, False)]
+    while waiting:
+        each, is_leaf = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        is_own = is_leaf or isinstance(each, ParallelError)
+        if is_own:
+            found.append(each)
+        if isinstance(each, BaseExceptionGroup):
+            waiting += [(leaf, is_own) for leaf in each.exceptions]
+        waiting += [(other, False) for other in (each.__cause__, each.__context__) if other is not None]
+    return found
 
 
 def _without_own_frames(frames: TracebackType | None) -> TracebackType | None:

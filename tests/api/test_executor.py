@@ -45,8 +45,8 @@ def _printed(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def _pids(own_executor2: ParallelExecutor) -> list[int]:
-    return own_executor2.run(os.getpid)
+def _pids(executor: ParallelExecutor) -> list[int]:
+    return executor.run(os.getpid)
 
 
 def test_run_calls_every_worker_once_and_binds_the_device(own_executor2: ParallelExecutor) -> None:

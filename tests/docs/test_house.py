@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import graphlib
 import importlib
 import inspect
 import os
@@ -93,16 +92,36 @@ def test_each_module_has_a_file_of_tests(module: str) -> None:
     assert there, f"no {' nor '.join(map(str, wanted))}"
 
 
+def test_what_has_its_tests_elsewhere_is_there() -> None:
+    """A module that has gone, or has got a file of its own, is taken out of the list."""
+    modules = {name.removeprefix("_engine.").replace("._", ".") for name in MODULES}
+    assert ELSEWHERE.keys() <= modules
+
+
 def test_each_folder_of_tests_is_a_package() -> None:
     """Else pytest puts the folder on the path, where its names hide those of others."""
     folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
-def test_no_imports_go_in_a_circle() -> None:
-    """Those of the shelf have an order too."""
-    graph = {module: _imported(module) for module in MODULES if module}
-    graphlib.TopologicalSorter(graph).prepare()
+PUBLIC = [  # files outside the engine, from the bottom up
+    *("_version", "errors", "world", "devices", "gpus", "ddp", "ranks", "data_parallel", "executor"),
+    *("training.collectives", "training._random_numbers", "training.model", "training.logs", "training._to_device"),
+    *("training._draws", "training._shares", "training.preemption", "training._loader_workers", "training.data"),
+    *("training.batch_size", "training._shards", "training._checkpoint_file", "training._states", "training._saving"),
+    *("training.checkpoint", "training.profiling", "training", "doctor", "testing", "", "__main__"),
+]
+
+
+def test_every_public_file_has_a_place() -> None:
+    """A new one must say where it stands."""
+    assert sorted(PUBLIC) == sorted(name for name in MODULES if not name.startswith("_engine"))
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_each_public_file_knows_only_those_before_it(module: str) -> None:
+    """And the engine."""
+    assert {name for name in _imported(module) if not name.startswith("_engine")} <= {*PUBLIC[: PUBLIC.index(module)]}
 
 
 def test_no_file_is_called_as_a_public_name() -> None:

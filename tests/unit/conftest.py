@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from nn_parallel._engine.pool import forkserver_client
+from nn_parallel._engine.pool.pool import Pool
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -15,7 +13,8 @@ def _fork_server() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_worker_is_started() -> Iterator[None]:
-    before = forkserver_client.fork_server_pid()
-    yield
-    assert forkserver_client.fork_server_pid() == before
+def _no_worker_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("a test in tests/unit starts no workers: move it to tests/engine or tests/api")
+
+    monkeypatch.setattr(Pool, "__init__", start)

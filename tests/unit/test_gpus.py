@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from nn_parallel import GPU, LaunchError, list_gpus, parse_gpu_selection, select_gpus
-from nn_parallel._engine import gpus
+from nn_parallel import GPU, LaunchError, gpus, list_gpus, parse_gpu_selection, select_gpus
 from tests.support import fake_nvml
 
 

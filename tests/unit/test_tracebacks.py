@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import traceback
 
 import pytest
 
 from nn_parallel._engine.devices import call_on_device
-from nn_parallel._engine.failures import Failure
+from nn_parallel._engine.failures import Failure, rank_error
 from nn_parallel._engine.ranks.environment import detect_launch
 from nn_parallel._engine.tracebacks import MAX_TRACEBACK_CHARS, format_traceback, hide_own_frames
 from nn_parallel.errors import (
@@ -94,3 +95,32 @@ def test_an_uncaught_error_of_the_user_is_shown_whole(monkeypatch: pytest.Monkey
     except ZeroDivisionError as error:
         sys.excepthook(type(error), error, error.__traceback__)
     assert shown == [["test_an_uncaught_error_of_the_user_is_shown_whole", "call_on_device"]]
+
+
+@dataclasses.dataclass
+class Unhashable(Exception):
+    """Equal to others of its value, and therefore without a hash."""
+
+    value: int
+
+
+def test_errors_of_any_kind_are_in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as cannot be hashed; the group may be the cause of an error of the user, whose frames all stay."""
+    shown = list[str]()
+    monkeypatch.setattr(sys, "excepthook", lambda *error: shown.append("".join(traceback.format_exception(*error))))
+    hide_own_frames.__wrapped__()
+
+    def fail() -> None:
+        raise Unhashable(1)
+
+    try:
+        call_on_device(fail, (), {}, None)
+    except Unhashable as leaf:
+        group = rank_error("fail()", 2, {0: leaf, 1: Unhashable(1)})
+    try:
+        raise KeyError("user") from group
+    except KeyError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    assert "in fail\n" in shown[0]
+    assert "in call_on_device" not in shown[0]
+    assert "in test_errors_of_any_kind_are_in_a_group" in shown[0]

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,20 +16,21 @@ import torch
 from ...errors import ParallelError
 from ..by_value.packer import CallOptions, Packer
 from ..devices import choose_devices, count, cpu_count
-from ..ranks.membership import join_launched_world
+from ..ranks.membership import as_seconds, join_launched_world
 from ..tracebacks import hide_own_frames
 from .launched_ranks import LaunchedRanks
 from .pool import Pool
 from .processes import Settings
 from .started_workers import StartedWorkers
 
+UNINTERRUPTED = True  # see interrupts
 Backend = LaunchedRanks | StartedWorkers
 SHARED_IDLE_LIMIT_S = 60.0  # after which the workers of a shared backend end
 logger = logging.getLogger("nn_parallel")
 
 
-@dataclass(frozen=True)
-class Workers:
+@dataclass(frozen=True, eq=False)
+class PoolOptions:
     """The workers that a user asks for: the parameters of `ParallelExecutor` that choose them."""
 
     num_gpus: int | None = None
@@ -40,7 +42,7 @@ class Workers:
     engine: str = "local"
     resources_per_worker: Mapping[str, float] | None = None
     placement: str = "pack"
-    wait_for_resources_s: float = 300.0
+    wait_for_resources: timedelta | float = 300.0
     idle_limit_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -54,7 +56,7 @@ class Workers:
             raise ValueError('resources_per_worker applies to engine="ray" only.')
 
 
-def make_backend(workers: Workers, options: CallOptions) -> Backend:
+def make_backend(wanted: PoolOptions, options: CallOptions) -> Backend:
     """Take the ranks of a launcher, or else start workers.
 
     Raises:
@@ -63,70 +65,68 @@ def make_backend(workers: Workers, options: CallOptions) -> Backend:
     context = join_launched_world()
     if context is not None:
         ranks = LaunchedRanks(context, options.timeout_s)
-        ranks.check_choice(workers.num_gpus, workers.devices, workers.num_workers, workers.engine)
-        if workers.initializer is not None:
-            workers.initializer(*workers.initargs)
+        ranks.check_choice(wanted.num_gpus, wanted.devices, wanted.num_workers, wanted.engine)
+        if wanted.initializer is not None:
+            wanted.initializer(*wanted.initargs)
         return ranks
     hide_own_frames()
     if sys.platform != "linux":
         raise ParallelError("ParallelExecutor starts worker processes on Linux only: use WSL, Linux or torchrun.")
-    return _start_on_ray(workers, options) if workers.engine == "ray" else _start_here(workers, options)
+    return _start_on_ray(wanted, options) if wanted.engine == "ray" else _start_here(wanted, options)
 
 
-def _start_here(workers: Workers, options: CallOptions) -> StartedWorkers:
-    devices_for = functools.partial(choose_devices, workers.num_gpus, workers.devices)
-    chosen = devices_for(workers.num_workers)
-    if workers.devices is None and chosen[0].type == "cpu":
+def _start_here(wanted: PoolOptions, options: CallOptions) -> StartedWorkers:
+    devices_for = functools.partial(choose_devices, wanted.num_gpus, wanted.devices)
+    chosen = devices_for(wanted.num_workers)
+    if wanted.devices is None and chosen[0].type == "cpu":
         n = len(chosen)
         logger.info("No accelerator: %d CPU workers, %d threads each.", n, max(1, cpu_count() // n))
     settings = Settings(
         devices=chosen,
-        pack_initializer=_initializer_packer(workers, options),
-        idle_limit_s=workers.idle_limit_s,
-        prefix_output=workers.prefix_output,
+        pack_initializer=_initializer_packer(wanted, options),
+        idle_limit_s=wanted.idle_limit_s,
+        prefix_output=wanted.prefix_output,
     )
     return StartedWorkers(devices_for, Pool(settings))
 
 
-def _start_on_ray(workers: Workers, options: CallOptions) -> StartedWorkers:
+def _start_on_ray(wanted: PoolOptions, options: CallOptions) -> StartedWorkers:
     from ..ray.pool import RayPool
     from ..ray.room import Wanted, resources_for
 
-    resources, number = resources_for(
-        workers.num_gpus, workers.devices, workers.num_workers, workers.resources_per_worker
-    )
-    wanted = Wanted(resources, workers.placement, workers.wait_for_resources_s, workers.prefix_output)
-    pool = RayPool(number, wanted, _initializer_packer(workers, options), workers.idle_limit_s)
+    resources, number = resources_for(wanted.num_gpus, wanted.devices, wanted.num_workers, wanted.resources_per_worker)
+    placed = Wanted(resources, wanted.placement, as_seconds(wanted.wait_for_resources) or 0.0, wanted.prefix_output)
+    pool = RayPool(number, placed, _initializer_packer(wanted, options), wanted.idle_limit_s)
     return StartedWorkers(lambda number: [torch.device("cpu")] * count("num_workers", number), pool)
 
 
-def _initializer_packer(workers: Workers, options: CallOptions) -> Callable[..., Any] | None:
-    if workers.initializer is None:
+def _initializer_packer(wanted: PoolOptions, options: CallOptions) -> Callable[..., Any] | None:
+    if wanted.initializer is None:
         return None
     return functools.partial(
         Packer.pack,
-        fn=workers.initializer,
-        args=workers.initargs,
+        fn=wanted.initializer,
+        args=wanted.initargs,
         kwargs={},
         options=options._replace(pass_device=False),
     )
 
 
-def shared_backend(workers: Workers, options: CallOptions) -> Backend:
+def shared_backend(wanted: PoolOptions, options: CallOptions) -> Backend:
     """Return the backend that all calls with the same engine and devices share; it ends after an idle minute.
 
     Under a launcher there is nothing to start or to keep: each call gets the ranks.
     """
     if join_launched_world() is not None:
-        return make_backend(workers, options)
-    if workers.engine == "local":
-        which: tuple[Any, ...] = tuple(choose_devices(workers.num_gpus, workers.devices))
+        return make_backend(wanted, options)
+    if wanted.engine == "local":
+        which: tuple[Any, ...] = tuple(choose_devices(wanted.num_gpus, wanted.devices))
     else:
-        which = workers.num_gpus, str(workers.devices)
-    key = workers.engine, *which
+        which = wanted.num_gpus, str(wanted.devices)
+    key = wanted.engine, *which
     with _shared_lock:
         if key not in _shared or _shared[key].has_ended:
-            _shared[key] = make_backend(replace(workers, idle_limit_s=SHARED_IDLE_LIMIT_S), options)
+            _shared[key] = make_backend(replace(wanted, idle_limit_s=SHARED_IDLE_LIMIT_S), options)
         return _shared[key]
 
 

@@ -45,6 +45,7 @@ def initialize(
     fallback: bool = False,
 ) -> World:
     """Join the ranks that were started together, as `nn_parallel.initialize_ddp` does."""
+    hide_own_frames()  # before `share_uncaught`, whose hook is taken away again when this rank leaves
     context = rank_context()
     limit = None if timeout_s is None else timedelta(seconds=timeout_s)
     try:
@@ -65,7 +66,6 @@ def initialize(
                 return world_of(launch, named_device(device))
             context = join_launch(launch, named_device(device), limit or DEFAULT_TIMEOUT)
             join(context)
-            hide_own_frames()  # before the next hook, which is taken away again when this rank leaves
             share_uncaught(context)
             os.environ[TAKEN] = f"{os.getpid()} {_place(launch)}"
             atexit.register(_leave_at_exit)

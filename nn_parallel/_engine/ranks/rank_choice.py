@@ -10,7 +10,7 @@ from .blocks import Blocks
 from .liveness import local_places
 
 
-def choice(caller: str, rank: Any, local: bool = False) -> Callable[[Blocks], tuple[int, ...]]:
+def make_chooser(caller: str, rank: Any, local: bool = False) -> Callable[[Blocks], tuple[int, ...]]:
     """Return a function that gives the ranks of a world that ``rank`` names: of each node, if it is ``local``.
 
     Raises:

@@ -20,7 +20,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def decorator(
+def make_decorator(
     choose: Callable[[Blocks], tuple[int, ...]],
     barrier: bool,
     broadcast: bool,

@@ -25,8 +25,8 @@ from nn_parallel import (
 )
 
 
-def _pids(own_executor2: ParallelExecutor) -> list[int]:
-    return own_executor2.run(os.getpid)
+def _pids(executor: ParallelExecutor) -> list[int]:
+    return executor.run(os.getpid)
 
 
 def test_the_environment_and_the_directory_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
