@@ -126,7 +126,7 @@ def test_a_timeout_tells_where_everybody_stands() -> None:
         for told in ranks.run(scenario):
             assert told[0].endswith("Where the ranks stand:")
             assert re.fullmatch(r"ranks 0, 2-3: in all_reduce\(\) at .*test_watchdog\.py:\d+", told[1])
-            assert re.fullmatch(r"rank 1: in sleep_long\(\) at .*faults\.py:\d+", told[2])
+            assert re.fullmatch(r"rank 1: in sleep_long\(\) at .*fault_table\.py:\d+", told[2])
             assert told[3:4] == [""]
 
 
