@@ -81,7 +81,7 @@ def cleanup_ddp() -> None:
 
 
 def current_world() -> World:
-    """Who this process is now.
+    """Return who this process is now.
 
     Asks and starts nothing: in a process that a launcher started, before `initialize_ddp`, it tells what the launcher
     said, with ``distributed`` False.

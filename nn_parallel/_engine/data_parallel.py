@@ -58,7 +58,7 @@ def _is_batch(leaf: Any) -> bool:
 
 
 def _over_devices(leaf: Any, devices: list[torch.device]) -> list[Any]:
-    """What each device gets of one argument."""
+    """Return the part of one argument for each device."""
     if _is_batch(leaf):
         pieces = torch.tensor_split(leaf, len(devices))
         return [piece.to(device) for piece, device in zip(pieces, devices, strict=True)]

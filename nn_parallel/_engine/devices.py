@@ -67,7 +67,7 @@ def hardware_id(device: torch.device) -> str | None:
 
 
 def device_properties(device: torch.device) -> object:
-    """What the driver of an accelerator tells of it, as ``name`` and ``uuid``; None where torch does not ask (MPS)."""
+    """Return what the driver says of an accelerator, as ``name`` and ``uuid``; None where torch cannot ask (MPS)."""
     ask = getattr(torch.get_device_module(device), "get_device_properties", None)
     return ask(device) if ask else None
 

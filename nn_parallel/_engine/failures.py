@@ -104,7 +104,7 @@ def qualified_name(kind: type) -> str:
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Whether ``error`` is what a rank sees when a peer of its process group goes away.
+    """Return whether ``error`` is what a rank sees when a peer of its process group goes away.
 
     Gloo raises plain `RuntimeError`, so its own source file in the message is the only mark there is. NCCL's errors are
     of one type, whatever they tell.
@@ -146,7 +146,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def _is_short(value: Any) -> bool:
-    """Whether it is an integer that can be written down: Python refuses those of thousands of digits."""
+    """Return whether ``value`` is an integer that Python writes as text: it refuses thousands of digits."""
     return isinstance(value, int) and value.bit_length() <= 10_000
 
 

@@ -10,31 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command_line import clean_environment, run_command
 from tests.support.paths import ROOT
 from tests.support.ranks import free_port
-
-
-def _command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "nn_parallel", *arguments],
-        env=_clean() | environ,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        stdin=subprocess.DEVNULL,
-    )
-
-
-def _clean() -> dict[str, str]:
-    hidden = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE")
-    clean = {name: value for name, value in os.environ.items() if name not in hidden}
-    return clean | {"PYTHONPATH": str(ROOT)}
 
 
 @pytest.mark.slow
 def test_the_doctor_alone() -> None:
     """A line for each part, all of them good here, and status 0."""
-    done = _command("doctor")
+    done = run_command("doctor")
     assert done.returncode == 0, done.stdout + done.stderr
     parts = [re.match(r"(\w+) +(\S.*?)  ", line) for line in done.stdout.splitlines() if not line.startswith(" ")]
     found = {part[2]: part[1] for part in parts if part}
@@ -48,10 +32,10 @@ def test_the_doctor_alone() -> None:
 @pytest.mark.slow
 def test_the_doctor_says_what_is_wrong() -> None:
     """A broken launch environment, and an interface that does not exist: failed, what it is, and status 1."""
-    broken = _command("doctor", WORLD_SIZE="2")
+    broken = run_command("doctor", WORLD_SIZE="2")
     assert broken.returncode == 1
     assert re.match(r"failed +launch +WORLD_SIZE=2 is set, RANK, MASTER_ADDR and MASTER_PORT are not", broken.stdout)
-    wrong = _command("doctor", GLOO_SOCKET_IFNAME="nowhere0")
+    wrong = run_command("doctor", GLOO_SOCKET_IFNAME="nowhere0")
     assert wrong.returncode == 1
     assert re.search(r"^failed +workers on cpu .*", wrong.stdout, re.MULTILINE)
 
@@ -70,7 +54,7 @@ torch.accelerator.current_accelerator = refuse
 def test_the_doctor_of_an_old_torch(tmp_path: Path) -> None:
     """It says which one is needed, and tries nothing with it; a stand-in for 2.7 where there is no accelerator."""
     (tmp_path / "sitecustomize.py").write_text(OLD_TORCH)
-    done = _command("doctor", PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    done = run_command("doctor", PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
     assert (done.returncode, done.stderr) == (1, "")
     launch, software, advice = done.stdout.splitlines()
     assert launch.startswith("ok ")
@@ -81,7 +65,12 @@ def test_the_doctor_of_an_old_torch(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_doctor_says_for_whom_it_waits() -> None:
     """Each line is there as soon as it is known, also where the other rank never comes."""
-    env = _clean() | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    env = clean_environment() | {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+    }
     with subprocess.Popen(
         [sys.executable, "-m", "nn_parallel", "doctor"], env=env, stdout=subprocess.PIPE, text=True
     ) as doctor:
@@ -99,7 +88,7 @@ def test_the_doctor_under_a_launcher() -> None:
     """Each rank takes part, one of them prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     done = subprocess.run(
-        [*command, "-m", "nn_parallel", "doctor"], env=_clean(), capture_output=True, text=True, timeout=100
+        [*command, "-m", "nn_parallel", "doctor"], env=clean_environment(), capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"^ok +rendezvous +2 ranks in", done.stdout, re.MULTILINE)) == 1

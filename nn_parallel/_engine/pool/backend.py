@@ -1,4 +1,4 @@
-"""What carries out the calls of a `ParallelExecutor`: the ranks of a launcher, or worker processes here or on Ray."""
+"""The backend of a `ParallelExecutor`: the ranks of a launcher, or worker processes here or on Ray."""
 
 from __future__ import annotations
 

@@ -323,7 +323,7 @@ class Calls:
         return [rank for rank in ranks if self._report_of(rank).progress < until]
 
     def _where(self, rank: int) -> str:
-        """Where another rank stands: as its watchdog tells, or else as far as it has told itself."""
+        """Return the state of another rank, from its watchdog, or else from its own last report."""
         standing = self.connection.read(standing_key(rank), Standing)
         where = standing.where if standing else self._report_of(rank).describe()
         return f"is stopped by a signal, and {where}" if self._liveness.is_stopped(rank) else where

@@ -69,9 +69,10 @@ def initialize(
             share_uncaught(context)
             os.environ[TAKEN] = f"{os.getpid()} {_place(launch)}"
             atexit.register(_leave_at_exit)
-            world, told_by = context.world, ", ".join(launch.told_by)
+            world = context.world
             place = world.rank, world.world_size, world.device
-            logger.info("Rank %d of %d on %s, started by %s (%s).", *place, world.launcher, told_by)
+            variables = ", ".join(launch.told_by)
+            logger.info("Rank %d of %d on %s, started by %s (%s).", *place, world.launcher, variables)
         elif context.world.launcher == "none" and device is not None:
             return _alone(device)
         if context.group.cannot_end:
@@ -129,7 +130,7 @@ def _warn_of_others() -> None:
 
 
 def _is_started_by_rank(launch: Launch) -> bool:
-    """Whether this process is no rank, but has inherited the variables of the rank that started it."""
+    """Return whether this process is no rank, but has inherited the variables of the rank that started it."""
     pid, _, place = os.environ.get(TAKEN, "").partition(" ")
     return get_worker_info() is not None or (place == _place(launch) and pid != str(os.getpid()))
 

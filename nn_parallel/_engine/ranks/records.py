@@ -1,4 +1,4 @@
-"""What ranks tell each other of calls and blocks. Under which keys: see `store`."""
+"""The records by which ranks tell each other of calls and blocks; `store` has their keys."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Entered(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """Where a rank stands, as its watchdog tells: it waits in a call, is stuck in collectives, or goes on."""
+    """The state of a rank, as its watchdog writes it: it waits in a call, is stuck in collectives, or goes on."""
 
     where: str  # for a person to read
     entered: dict[str, int]  # by process group, the most collectives that it can have entered

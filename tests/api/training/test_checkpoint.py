@@ -32,23 +32,11 @@ from nn_parallel import (
     unwrap_model,
 )
 from nn_parallel.training import _checkpoint_file as checkpoint_file
+from tests.support.networks import Net, equal
 from tests.support.ranks import AnyRanks
 
 KILLS = 8
 NEVER, NOBODY = 1_000_000, (-1, 0, 0)
-
-
-class Net(nn.Module):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2))
-        self.drop, self.head = nn.Dropout(0.2), nn.Linear(width, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        out: torch.Tensor = self.head(self.drop(x))
-        return out
 
 
 class Training:
@@ -105,10 +93,6 @@ class Training:
             values |= {f"optimizer.{number}.{k}": v for k, v in state.items()}
         values["lr"] = torch.tensor(self.scheduler.get_last_lr())
         return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone() for k, v in values.items()}
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
 
 
 @pytest.mark.slow
