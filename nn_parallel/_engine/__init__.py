@@ -14,6 +14,7 @@ where another folder lies between its parts::
         devices             the devices that exist; the parameter ``device`` of a function
         diagnostics         the part of an object that cannot be pickled
         pickling            objects to bytes and back, tensors by their storage
+        process_environment  environment, directory and import path of the script
         stack_dump          the stacks of the processes of a job, for ``nn-parallel stacks``
     ranks: how the processes of a world find each other, talk, and fail together
         environment         a launcher's variables -> rank, world size, address
@@ -43,12 +44,8 @@ where another folder lies between its parts::
         memory_files        shared memory for large payloads
         channel             messages between the parent and a worker
     by_value: functions, classes and globals of a script, as they reach a worker
-        namespaces          the script's modules, in a worker
-        fingerprints        recognize a function without pickling it
-        modules             modules that a worker imports, and the environment of the process
-        reducer             pickle functions and classes that no import finds
-        script              globals of the script, and when they are sent again
-        function_cache      the functions that workers keep
+        globals             the script's functions, classes and globals in a worker
+        reducer             pickle by name, by key or by value
         packer              pack a call
     pool: worker processes, and the calls of `ParallelExecutor`
         messages            what a worker is told of a task

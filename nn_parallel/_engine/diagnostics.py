@@ -9,22 +9,28 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+LEVELS = 20  # of a path at most: what is nested deeper is told by what it is in
+
 
 def find_unpicklable(parts: Mapping[str, Any], can_be_pickled: Callable[[Any], bool]) -> tuple[str, Any]:
     """The path to the innermost thing that cannot be pickled, and that thing.
 
     ``parts`` are objects by their paths. If every part can be pickled by itself, it is the first.
     """
-    return _search(parts, can_be_pickled, set()) or next(iter(parts.items()))
+    return _search(parts, can_be_pickled, set(), LEVELS) or next(iter(parts.items()))
 
 
-def _search(parts: Mapping[str, Any], can_be_pickled: Callable[[Any], bool], seen: set[int]) -> tuple[str, Any] | None:
+def _search(
+    parts: Mapping[str, Any], can_be_pickled: Callable[[Any], bool], seen: set[int], levels: int
+) -> tuple[str, Any] | None:
     for path, part in parts.items():
         if id(part) in seen or can_be_pickled(part):
             continue
+        if not levels:
+            return path, part
         seen.add(id(part))
         inner = dict(_parts(part, path))
-        found = _search(inner, can_be_pickled, seen)
+        found = _search(inner, can_be_pickled, seen, levels - 1)
         # Where all inner parts that fail lead back to where we came from, it is not a part of this one that fails.
         if found or not any(id(value) in seen for value in inner.values()):
             return found or (path, part)

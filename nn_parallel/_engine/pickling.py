@@ -12,12 +12,14 @@ import bisect
 import ctypes
 import functools
 import io
+import linecache
 import operator
+import os
 import pickle
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -29,7 +31,7 @@ from .failures import qualified_name
 Buffer = bytearray | memoryview | pickle.PickleBuffer
 _Parts = list[tuple[int, torch.UntypedStorage]]  # of a storage: where they begin, ascending, in bytes
 LARGE_BYTES = 1 << 15  # what is smaller stays in the pickle
-ATOMS: set[type] = {type(None), bool, int, float}  # and what reduces itself to such
+_ATOMS: set[type] = {type(None), bool, int, float}
 _ALIGNMENT = 64  # of the parts of a storage: what torch gives a storage itself
 
 
@@ -45,43 +47,19 @@ class Packed(NamedTuple):
     shared: Sequence[torch.UntypedStorage] = ()
     is_plain: bool = False  # nothing in it needs `loads`: ``pickle.loads`` does, in a tenth of the time
 
-
-class ByValue(Protocol):
-    """How functions and classes are pickled that no import finds."""
-
-    def reduce(self, obj: Any, pickler: cloudpickle.Pickler) -> Any:
-        """As `pickle.Pickler.reducer_override`; None: in the usual way."""
-
-    def saw(self, pickler: cloudpickle.Pickler, storages: Sequence[torch.UntypedStorage]) -> None:
-        """All is pickled: the memo of ``pickler``, and these, are what was met on the way."""
+    def after(self, first: Packed) -> Packed:
+        """Return this pickle with another one before it, which is read first and whose object is dropped."""
+        return self._replace(pickle=first.pickle + self.pickle, is_plain=False)
 
 
-def dumps(
-    obj: Any,
-    parts: Callable[[], Mapping[str, Any]] | None = None,
-    *,
-    share: bool = False,
-    by_value: ByValue | None = None,
-) -> Packed:
-    """Pickle ``obj``.
+def dumps(obj: Any, parts: Callable[[], Mapping[str, Any]] | None = None) -> Packed:
+    """Pickle ``obj`` for a process that has run the same script; see `Pickler.pack`."""
+    return dump_atoms(obj) or Pickler().pack(obj, parts)
 
-    The buffers are views of the memory of ``obj``: use them before anything writes to it. ``parts()`` names what
-    ``obj`` is made of, for the error; ``{"the object": obj}`` if None. With ``share`` tensors in shared memory stay
-    shared: for another process of this machine. Without ``by_value`` functions take their globals along.
 
-    Raises:
-        TransferError: it cannot be pickled; the message gives the path to the part that cannot.
-    """
-    try:
-        if _is_atomic(obj):
-            return Packed(pickle.dumps(obj, protocol=5), is_plain=True)
-        return _dumps(obj, share, by_value)
-    except Exception as error:
-        path, part = find_unpicklable(parts() if parts else {"the object": obj}, _can_be_pickled)
-        raise TransferError(
-            f"{path[0].upper()}{path[1:]} is a {qualified_name(type(part))} and cannot be sent to another process: "
-            f"{error}"
-        ) from error
+def dump_atoms(obj: Any) -> Packed | None:
+    """Pickle numbers, short texts and the like, and short tuples of them, in a tenth of the time; None for all else."""
+    return Packed(pickle.dumps(obj, protocol=5), is_plain=True) if _is_atomic(obj) else None
 
 
 def loads(
@@ -100,14 +78,26 @@ def loads(
         parts: dict[int, list[tuple[int, Buffer]]] = {}
         for number, start, part in zip(places[::2], places[1::2], others, strict=False):
             parts.setdefault(number, []).append((start, part))
-        unpickler = _Unpickler(io.BytesIO(packed), buffers=others[len(places) // 2 :])
-        unpickler._device, unpickler._shared, unpickler._parts = device, shared, parts
-        return unpickler.load()
+        file = io.BytesIO(packed)
+        inline = iter(others[len(places) // 2 :])
+        while True:  # several pickles may follow one another: the last one is the object
+            unpickler = _Unpickler(file, buffers=inline)
+            unpickler._device, unpickler._shared, unpickler._parts = device, shared, parts
+            result = unpickler.load()
+            if file.tell() == file.getbuffer().nbytes:
+                return result
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    def __init__(self, share: bool, by_value: ByValue | None) -> None:
-        self.file, self._share, self._by_value = io.BytesIO(), share, by_value
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    """Pickles one object for a process that has run the same script.
+
+    Functions and classes go by name where their module has them, ``__main__`` too; else cloudpickle takes them apart.
+    """
+
+    def __init__(self, share: bool = False) -> None:
+        """``share``: tensors in shared memory stay shared, so this is for another process of this machine."""
+        self.file = io.BytesIO()
+        self._share = share
         self._storages: dict[int, _Storage] = {}
         self.shared: list[torch.UntypedStorage] = []  # memory that is to be the same in the other process
         self.large: list[_Storage] = []  # by the numbers by which the pickle names them
@@ -122,6 +112,48 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
             return False
 
         super().__init__(self.file, protocol=5, buffer_callback=stays)
+
+    def pack(self, obj: Any, parts: Callable[[], Mapping[str, Any]] | None = None) -> Packed:
+        """Pickle ``obj``. A pickler does so once.
+
+        Args:
+            obj: the object. The buffers are views of its memory: use them before anything writes to it.
+            parts: returns what ``obj`` is made of, by names for the error; None: ``{"the object": obj}``.
+
+        Raises:
+            TransferError: it cannot be pickled; the message gives the path to the part that cannot.
+        """
+        try:
+            return self._pack(obj)
+        except TransferError:
+            raise
+        except Exception as error:
+            path, part = find_unpicklable(parts() if parts else {"the object": obj}, self._can_pickle)
+            raise TransferError(
+                f"{path[0].upper()}{path[1:]} is a {qualified_name(type(part))} and cannot be sent to another process: "
+                f"{error}"
+            ) from error
+
+    def another(self) -> Pickler:
+        """Return a new pickler like this one."""
+        return Pickler()
+
+    def _pack(self, obj: Any) -> Packed:
+        self.dump(obj)
+        parts = [(number, *part) for number, storage in enumerate(self.large) for part in storage.parts()]
+        buffers = [memoryview(self.large[number].bytes(start, end)).cast("B") for number, start, end in parts]
+        buffers += self.buffers
+        if buffers:
+            places = array.array("Q", (each for number, start, _ in parts for each in (number, start)))
+            buffers.insert(0, memoryview(places).cast("B"))
+        return Packed(self.file.getvalue(), buffers, self.shared)
+
+    def _can_pickle(self, obj: Any) -> bool:
+        try:
+            self.another()._pack(obj)
+        except Exception:
+            return False
+        return True
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -145,23 +177,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
             storage.used.append((0, storage.size))
             return _whole, (storage,)
         if kind is types.CodeType:  # cloudpickle from 3.1.3 on leaves the name of the file out, and tracebacks need it
-            return _code_of_file, (*self.dispatch_table[types.CodeType](obj), obj.co_filename)
-        if kind is types.FunctionType and obj.__module__ == __name__:  # by name, without any looking
-            return NotImplemented
-        if self._by_value is not None and (reduced := self._by_value.reduce(obj, self)) is not None:
-            return reduced
-        if kind is functools._lru_cache_wrapper and cloudpickle.cloudpickle._lookup_module_and_qualname(obj) is None:
-            return _cached, (obj.__wrapped__, obj.cache_parameters(), obj.__dict__)
+            make, args, *_ = self.dispatch_table[types.CodeType](obj)
+            return _code_of_file, (make, args, obj.co_filename, _lines_of(obj.co_filename))
+        if kind in _NAMED or issubclass(kind, type):
+            if module_with(obj) is not None:
+                return NotImplemented
+            if kind is functools._lru_cache_wrapper:
+                return make_cached, (obj.__wrapped__, obj.cache_parameters(), obj.__dict__)
         return super().reducer_override(obj)
-
-    def seen(self) -> list[torch.UntypedStorage]:
-        """The storages of all tensors."""
-        return [storage.storage for storage in self._storages.values()]
 
     def _noted(self, storage: torch.UntypedStorage) -> _Storage:
         """The same for every tensor in it."""
         if storage._cdata not in self._storages:
-            self._storages[storage._cdata] = _Storage(storage, self._share and _has_descriptor(storage))
+            stays_shared = self._share and storage.device.type == "cpu" and storage.is_shared()
+            self._storages[storage._cdata] = _Storage(storage, stays_shared)
         return self._storages[storage._cdata]
 
 
@@ -182,11 +211,9 @@ class _Unpickler(pickle.Unpickler):
                 parts.get(number, _NONE_USED), on_accelerator, device
             )
         if found is _shared_storage:
-            return lambda index, size: _rebuild_storage([(0, memoryview(shared[index])[:size])])
+            return lambda index, size: _rebuild_storage([(0, _last(memoryview(shared[index]), size))])
         if module == "torch._utils" and name == "_rebuild_tensor_v3":
             return _rebuild_tensor_of_any_dtype
-        if module == "cloudpickle.cloudpickle" and name == "_make_skeleton_class":
-            return lambda *args: _adopt(found(*args))
         return found
 
 
@@ -241,7 +268,7 @@ def memory_of(storage: torch.UntypedStorage, start: int = 0, end: int | None = N
 def _is_atomic(obj: Any) -> bool:
     """Whether this is a number, a text or the like, or a short tuple of such."""
     kind = type(obj)
-    if kind in ATOMS:
+    if kind in _ATOMS:
         return True
     if kind is tuple:
         return len(obj) <= _FEW and all(map(_is_atomic, obj))
@@ -250,27 +277,13 @@ def _is_atomic(obj: Any) -> bool:
     return kind is dict and not obj
 
 
-def _dumps(obj: Any, share: bool, by_value: ByValue | None = None) -> Packed:
-    pickler = _Pickler(share, by_value)
-    pickler.dump(obj)
-    if by_value is not None:
-        by_value.saw(pickler, pickler.seen())
-    pickler._by_value = None  # which may refer to the pickler: all that it met would live in a cycle
-    parts = [(number, *part) for number, storage in enumerate(pickler.large) for part in storage.parts()]
-    buffers = [memoryview(pickler.large[number].bytes(start, end)).cast("B") for number, start, end in parts]
-    buffers += pickler.buffers
-    if buffers:
-        places = array.array("Q", (each for number, start, _ in parts for each in (number, start)))
-        buffers.insert(0, memoryview(places).cast("B"))
-    return Packed(pickler.file.getvalue(), buffers, pickler.shared)
-
-
-def _can_be_pickled(obj: Any) -> bool:
-    try:
-        _dumps(obj, share=False)
-    except Exception:
-        return False
-    return True
+def module_with(obj: Any) -> types.ModuleType | None:
+    """Return the module that has ``obj`` under the names in ``__module__`` and ``__qualname__``, or None."""
+    module = sys.modules.get(getattr(obj, "__module__", None) or "")
+    found: Any = module
+    for name in (getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or "").split("."):
+        found = getattr(found, name, None)
+    return module if found is obj else None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -316,12 +329,6 @@ def _rebuild_tensor_of_any_dtype(
     return tensor
 
 
-def _has_descriptor(storage: torch.UntypedStorage) -> bool:
-    """Whether it is memory that other processes can map as well."""
-    by_descriptor = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
-    return by_descriptor and storage.device.type == "cpu" and storage.is_shared()
-
-
 def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
@@ -334,6 +341,11 @@ def _large_storage(number: int, on_accelerator: bool) -> Any: ...
 
 
 def _shared_storage(index: int, size: int) -> Any: ...
+
+
+def _last(memory: memoryview, size: int) -> memoryview:
+    """Return the memory of a shared storage: with the strategy ``file_system``, torch has a header before it."""
+    return memory[memory.nbytes - size :]
 
 
 def _rebuild_storage(
@@ -362,27 +374,28 @@ def _whole(parts: _Parts) -> torch.UntypedStorage:
     return parts[0][1]
 
 
-def _code_of_file(make: Callable[..., types.CodeType], args: tuple[Any, ...], file_name: str) -> types.CodeType:
-    """Return the code that ``make`` makes of ``args``, as that of a file."""
+def _code_of_file(
+    make: Callable[..., types.CodeType], args: tuple[Any, ...], file_name: str, lines: list[str] | None
+) -> types.CodeType:
+    """Return the code that ``make`` makes of ``args``, as that of a file; ``lines``: the source, if no file has it."""
+    if lines is not None:
+        linecache.cache[file_name] = len("".join(lines)), None, lines, file_name
     return make(*args).replace(co_filename=file_name)
 
 
-def _cached(fn: Callable[..., Any], parameters: dict[str, Any], attributes: dict[str, Any]) -> Any:
+def _lines_of(file_name: str) -> list[str] | None:
+    """Return the source that only this process has, such as that of the cell of a notebook."""
+    entry = linecache.cache.get(file_name, ())
+    return entry[2] if len(entry) == 4 and not os.path.exists(file_name) else None
+
+
+def make_cached(fn: Callable[..., Any], parameters: dict[str, Any], attributes: dict[str, Any]) -> Any:
     """What `functools.cache` makes of ``fn``; it has cached nothing yet."""
     made: Any = functools.lru_cache(**parameters)(fn)
     made.__dict__.update(attributes)
     return made
 
 
-def _adopt(cls: Any) -> Any:
-    """Make a class that came by value findable where it says it lives, so that `torch.save` of one works."""
-    main = sys.modules["__main__"]
-    if cls.__module__ == "__main__" and "." not in cls.__qualname__:
-        there = getattr(main, cls.__name__, None)
-        if there is None or (isinstance(there, type) and there.__module__ == "__main__"):  # an earlier definition
-            setattr(main, cls.__name__, cls)
-    return cls
-
-
+_NAMED = {types.FunctionType, functools._lru_cache_wrapper}
 _FEW = 8
 _NONE_USED: list[tuple[int, Buffer]] = [(0, bytearray())]

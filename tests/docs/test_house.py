@@ -65,12 +65,6 @@ ELSEWHERE = {  # the tests of a module that has no file of its name, and why
     "pool.forkserver_boot": "engine/pool/test_forkserver.py",  # its first lines
     "pool.messages": "engine/pool/test_worker.py",  # records
     "ray.messages": "engine/ray/test_pool.py",
-    "by_value.namespaces": "engine/by_value/test_by_value.py",  # what all of them do together
-    "by_value.modules": "engine/by_value/test_by_value.py",
-    "by_value.script": "engine/by_value/test_by_value.py",
-    "by_value.reducer": "engine/by_value/test_by_value.py",
-    "by_value.packer": "engine/by_value/test_by_value.py",
-    "by_value.function_cache": "unit/by_value/test_fingerprints.py",
     "training.shares": "api/training/test_data.py",
 }
 

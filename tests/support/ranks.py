@@ -97,7 +97,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.CodeType:
-            return _code_of_file, (*self.dispatch_table[types.CodeType](obj), obj.co_filename)
+            return _code_of_file, (*self.dispatch_table[types.CodeType](obj), obj.co_filename, None)
         return super().reducer_override(obj)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nn_parallel._engine.pickling import dumps
+from nn_parallel._engine.pickling import Pickler, dumps
 from nn_parallel._engine.pool.channel import Channel, Payload
 from nn_parallel._engine.pool.memory_files import Files
 
@@ -24,7 +24,7 @@ class Ends:
 
     def send(self, obj: Any) -> Any:
         """``obj`` as the receiver gets it."""
-        self.sender.send((7,), Payload(dumps(obj, share=True), self.files))
+        self.sender.send((7,), Payload(Pickler(share=True).pack(obj), self.files))
         header, unpack = next(self._arriving)
         assert header == [7]
         return unpack()

@@ -1,22 +1,38 @@
-"""What a pool sends: calls, and the objects that workers keep because many calls need them."""
+"""The sending side: calls, and what workers keep because many calls need it."""
 
 from __future__ import annotations
 
+import abc
+import datetime
 import functools
+import itertools
+import logging
+import operator
+import pathlib
+import re
+import threading
+import types
+import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
-from ..pickling import ATOMS, Packed, dumps
+import torch
+
+from ..pickling import Packed, dump_atoms, dumps
 from ..pool.channel import Payload
 from ..pool.memory_files import Files
+from ..process_environment import ProcessEnvironment
 from ..ranks.records import call_name
-from .function_cache import FunctionCache
-from .reducer import Handle, Reducer, met
-from .script import Along, Script
+from . import globals as receiving
+from . import reducer
+from .globals import KeptFunction, Missing, Needed, Space, keys
+from .reducer import Binding, Imported, Reducer, contents_of, goes_by_name, is_definition
 
-ATOMS.add(Handle)
+FUNCTIONS_KEPT = 128
+NAMESAKES_KEPT = 8  # definitions of one name
+GlobalName = tuple[Space, str, bool]  # the globals, the name, and whether code binds it
 
 
 class CallOptions(NamedTuple):
@@ -26,21 +42,43 @@ class CallOptions(NamedTuple):
     timeout_s: float | None  # that one may take on a worker, from when it begins there
 
 
+class Handle:
+    """Stands for an object that `ParallelExecutor.put` keeps in the workers; a task receives the object itself.
+
+    The workers let go of the object when the last reference to its handle is gone.
+    """
+
+    def __init__(self, payload: Payload, what: str, owner: object, number: int | None = None) -> None:
+        """``number``: that of the handle in another process which this one stands for."""
+        self.number = next(_numbers) if number is None else number
+        self.payload = payload
+        self._what = what
+        self.owner = owner
+        # What the object refers to is brought up to date by each call that this goes with.
+        self.definitions: Sequence[Any] = ()
+        self.names: Sequence[GlobalName] = ()
+        self.parameters: Mapping[int, weakref.ref[Any]] = {}  # of the object, by their identity
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("a handle is good for the calls of the executor that made it, and for nothing else")
+
+    def __repr__(self) -> str:
+        return f"<Handle of a {self._what}>"
+
+
 class PackedCall:
-    """A function and its arguments, packed, and the handles of what workers keep of it; they live as long as it."""
+    """A packed function and its arguments, and the handles of what workers need to have before; these live as long."""
 
     def __init__(
-        self,
-        name: str,
-        options: CallOptions,
-        payload: Payload,
-        handles: list[Handle],
-        function: int = 0,
-        classes: Iterable[type] = (),
+        self, name: str, options: CallOptions, payload: Payload, handles: list[Handle], function: int = 0
     ) -> None:
-        """``function`` is the number under which the workers keep it, ``classes`` what results may be instances of."""
-        self.name, self.options, self.payload, self.handles = name, options, payload, handles
-        self.function, self._classes = function, classes
+        """``function`` is the number under which the workers keep it; 0: it is in the payload."""
+        self.name = name
+        self.options = options
+        self.payload = payload
+        self.handles = handles
+        self.function = function
+        self.alive: Sequence[Any] = ()  # definitions and globals that a result may refer to
 
     @classmethod
     def unsent(cls, name: str, options: CallOptions) -> PackedCall:
@@ -52,11 +90,188 @@ class PackedCall:
         self.handles, self.payload = [], _NOTHING
 
 
-def _parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a call is made of, by name."""
-    named = {"the function": fn}
-    named |= {f"argument {index}": value for index, value in enumerate(args)}
-    return named | {f"argument {name!r}": value for name, value in kwargs.items()}
+class Definition:
+    """A class or function of the script, as the workers have been sent it."""
+
+    def __init__(
+        self, obj: Any, key: str, parts: list[Any], packed: _DefinitionReducer, first: Sequence[Any], handle: Handle
+    ) -> None:
+        self.obj = obj
+        self.key = key
+        self.parts = parts
+        self.first = first  # must be there before it can be made
+        self.definitions = [*packed.definitions.values(), *first]
+        self.names = [*packed.names, *filter(None, [reducer.name_of(obj)])]
+        self.users_modules = packed.users_modules
+        self.handle = handle
+
+    def is_current(self) -> bool:
+        """Return whether nothing has been bound anew in it since it was sent."""
+        parts = _parts(self.obj)
+        return len(parts) == len(self.parts) and all(map(operator.is_, parts, self.parts))
+
+
+class _DefinitionReducer(Reducer):
+    """Pickles one definition, or an object that workers keep; notes the other definitions and the globals in it."""
+
+    def __init__(self, *defined: Any) -> None:
+        super().__init__()
+        self._defined = defined
+        self.by_value.update(map(id, defined))
+        self.definitions: dict[int, Any] = {}
+        self.names: dict[GlobalName, None] = {}
+
+    def another(self) -> _DefinitionReducer:
+        return _DefinitionReducer(*self._defined)
+
+    def refer_to(self, obj: Any) -> Any:
+        self.definitions[id(obj)] = obj
+        return receiving.definition, (keys.of(obj) or keys.add(obj),)
+
+    def globals_read(self, names: Sequence[GlobalName]) -> None:
+        self.names.update(dict.fromkeys(names))
+
+
+class _CallReducer(Reducer):
+    """Pickles a call; collects the definitions that it needs, and binds the globals that are data as they are met."""
+
+    def __init__(self, packer: Packer) -> None:
+        super().__init__()
+        self._packer = packer
+        self.needed: dict[int, Definition] = {}  # by the identity of what they define
+        self.met: dict[tuple[Space, str], Any] = {}  # the globals that the call refers to, and their values
+        self.constants: list[tuple[Space, str, int, Any]] = []
+        # By the identity of definitions: the globals that are bound to them.
+        self.bound: dict[int, list[tuple[Space, str, int]]] = {}
+        self.handles: list[Handle] = []
+        self.has_data = False  # some of the globals are data
+
+    def another(self) -> _CallReducer:
+        return _CallReducer(self._packer)
+
+    def refer_to(self, obj: Any) -> Any:
+        bindings = self._reach([obj], [])
+        reference = receiving.definition, (keys.of(obj),)
+        return (*reference, bindings, None, None, reducer.nothing) if bindings else reference
+
+    def globals_read(self, names: Sequence[GlobalName]) -> list[Binding]:
+        return self._reach([], names)
+
+    def _reduce_handle(self, handle: Handle) -> Any:
+        if handle.owner is not self._packer:
+            return NotImplemented
+        self.handles.append(handle)
+        bindings = self._reach(handle.definitions, handle.names)
+        return receiving.stored_object, (handle.number,), bindings, None, None, reducer.nothing
+
+    REDUCERS: ClassVar = {**Reducer.REDUCERS, Handle: _reduce_handle}
+
+    def _reach(self, definitions: Iterable[Any], names: Iterable[GlobalName]) -> list[Binding]:
+        """Note all definitions and globals that these refer to, and these to in turn; return the bindings of data."""
+        data: list[Binding] = []
+        pending = list(definitions)
+        pending_names = list(names)
+        with self._packer.lock:
+            while pending or pending_names:
+                for obj in pending:
+                    if id(obj) not in self.needed:
+                        record = self.needed[id(obj)] = self._packer.definition(obj)
+                        pending += record.definitions
+                        pending_names += record.names
+                        self.users_modules.update(record.users_modules)
+                pending = []
+                if pending_names:
+                    pending += self._resolve(*pending_names.pop(), data)
+        return data
+
+    def _resolve(self, space: Space, name: str, is_bound_by_code: bool, data: list[Binding]) -> list[Any]:
+        """Note what a global stands for: a constant, a definition, which is returned, or data."""
+        if (space, name) in self.met or name == "__builtins__":
+            return []
+        value = self.met[space, name] = space.names.get(name, Missing)
+        if value is Missing and not is_bound_by_code and name not in space.sent:
+            return []
+        number = _number_of_binding(space, name, value)
+        if is_constant(value):
+            self.constants.append((space, name, number, value))
+            if isinstance(value, types.ModuleType):
+                self.note_module(value)
+            return []
+        if is_definition(value, is_global=True):
+            self.bound.setdefault(id(value), []).append((space, name, number))
+            return [value]
+        self.has_data = True
+        data.append(Binding(space, name, number, self._as_imported(space, name, number, value)))
+        return []
+
+    def _as_imported(self, space: Space, name: str, number: int, value: Any) -> Any:
+        """Return ``value``, or what stands for it in the pickle if the script has imported it under this name."""
+        if space.imported.get(name, (0,))[0] != number:  # to look takes long, and is done once for a binding
+            module = reducer.module_that_holds(name, value)
+            space.imported[name] = number, module, module is not None and self._can_pickle(value)
+        _, module, is_picklable = space.imported[name]
+        return value if module is None else Imported(module, name, value if is_picklable else Missing)
+
+    def alive(self) -> list[Any]:
+        """Return the definitions and globals that a result of the call may refer to."""
+        return [*(record.obj for record in self.needed.values()), *self.spaces, *{space for space, _ in self.met}]
+
+    def prepare_arguments(self, environment: Handle | None = None) -> tuple[Any, ...]:
+        """Return the arguments with which a worker calls `prepare` before the call."""
+        records = sorted(self.needed.items(), key=_order)
+        needed = [] if environment is None else [Needed(ENVIRONMENT, environment.number, (), ())]
+        for identity, record in records:
+            first = [keys.of(other) or "" for other in record.first]
+            needed.append(Needed(record.key, record.handle.number, first, self.bound.get(identity, ())))
+        return self.constants, needed
+
+
+class _Prepare:
+    """Calls `prepare` as its pickle is read."""
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self._arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return receiving.prepare, self._arguments
+
+
+class _Kept:
+    """A function that workers keep, and all that it referred to when they got it."""
+
+    def __init__(self, fn: Any, call: _CallReducer, handles: Sequence[Handle], environment: Handle | None) -> None:
+        """``handles``: that of the function comes first."""
+        self.handle = handles[0]
+        self.handles = list(handles)
+        self._environment = environment
+        self._records = list(call.needed.values())
+        self.alive = call.alive()
+        self._function = fn
+        self._is_definition = id(fn) in call.needed
+        self._parts = _parts(fn)
+        values: dict[int, tuple[dict[str, Any], list[str], list[Any]]] = {}
+        watched = [(space.names, name, value) for (space, name), value in call.met.items()]
+        watched += [(vars(module), "__spec__", module.__spec__) for module in call.users_modules.values()]
+        for names, name, value in watched:
+            _, its_names, its_values = values.setdefault(id(names), (names, [], []))
+            its_names.append(name)
+            its_values.append(value)
+        self._values = list(values.values())
+
+    def is_current(self, fn: Any, environment: Handle | None) -> bool:
+        """Return whether ``fn`` does what this function does, and nothing that it refers to has been bound anew."""
+        if environment is not self._environment:
+            return False
+        if fn is not self._function:
+            if self._is_definition or fn.__globals__ is not self._function.__globals__:
+                return False
+            parts = _parts(fn)
+            if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
+                return False
+        for names, its_names, its_values in self._values:
+            if not all(map(operator.is_, map(names.get, its_names, _MISSING), its_values)):
+                return False
+        return all(record.is_current() for record in self._records)
 
 
 class Packer:
@@ -70,8 +285,13 @@ class Packer:
         self.files = Files()
         self.forgotten = deque[int]()  # the numbers of handles that are gone: workers may forget their objects
         self._on_forgotten = on_forgotten
-        self._script = Script(self._keep, is_elsewhere)
-        self._functions = FunctionCache(self._script, self._keep)
+        self._process_environment = ProcessEnvironment(is_elsewhere)
+        self._environment: Handle | None = None  # of the environment, once it has changed
+        self._definitions: dict[int, Definition] = {}  # by the identity of what they define
+        self._namesakes: dict[tuple[Any, Any], dict[int, None]] = {}  # those of one name, the oldest first
+        self._functions = OrderedDict[int, _Kept | str]()  # by the identity of their code; the one used last at the end
+        self._specs: dict[str, Any] = {}  # of the user's modules, as they were when the workers first needed them
+        self.lock = threading.RLock()  # user code may call functions while it is pickled, and so may the collector
 
     def pack(
         self,
@@ -81,58 +301,236 @@ class Packer:
         options: CallOptions,
         name: str = "",
     ) -> PackedCall:
-        """The call as it is sent: the function by a handle, if the workers can keep it; ``name`` is told in errors."""
+        """Return the call as it is sent; ``name`` is told in errors.
+
+        Raises:
+            TransferError: it cannot be pickled.
+        """
         name = name or call_name(fn)
-        kept, surroundings = self._functions.kept(fn), self._script.surroundings()
-        if kept and not args and not kwargs and surroundings is None:
-            return PackedCall(name, options, _NO_ARGUMENTS, kept.handles, kept.number)
-        names, sent = Reducer(), (None if kept else fn, args, kwargs)
-        parts = functools.partial(_parts, fn, args, kwargs)
-        handles: list[Handle] = []
-        met.owner, met.handles = self, handles
-        try:
-            packed = dumps(sent, parts, share=True, by_value=names)
-            for handle in handles:
-                names.update(handle.names)
-            if names or surroundings is not None:
-                settled = self._script.settle(names)
-                if settled.along:
-                    along = Reducer(part.key for part in settled.along)
-                    packed = dumps((Along(settled.along), *sent), parts, share=True, by_value=along)
-                packed = settled.before(packed, surroundings)
-                handles += [] if surroundings is None else [surroundings]
-                handles += (unit.handle for unit in settled.units)
-        finally:
-            met.owner = met.handles = None
-        payload, classes = Payload(packed, self.files), list(names.classes)
-        if kept is None:
-            return PackedCall(name, options, payload, handles, classes=classes)
-        return PackedCall(
-            name, options, payload, [*kept.handles, *handles] if handles else kept.handles, kept.number, classes
-        )
+        with self.lock:
+            if self._process_environment.changed():
+                self._environment = self._keep(dumps((self._process_environment,)), "process environment")
+            environment = self._environment
+            kept = self._kept(fn)
+        if kept and (atoms := dump_atoms((None, args, kwargs)) if args or kwargs else _NO_ARGUMENTS):
+            made = PackedCall(name, options, Payload(atoms, self.files), kept.handles, kept.handle.number)
+            made.alive = kept.alive
+            return made
+        call = _CallReducer(self)
+        packed = call.pack((None if kept else fn, args, kwargs), functools.partial(_call_parts, fn, args, kwargs))
+        handles = [*call.handles, *_handles_of(call, environment)]
+        if handles or call.constants:
+            packed = packed.after(_DefinitionReducer().pack(_Prepare(call.prepare_arguments(environment))))
+        self._warn_of_reloads(call.users_modules)
+        _warn_of_copied_parameters(call)
+        if kept:
+            handles += kept.handles
+        made = PackedCall(name, options, Payload(packed, self.files), handles, kept.handle.number if kept else 0)
+        made.alive = call.alive()
+        return made
 
     def put(self, obj: Any) -> Handle:
         """Pack ``obj`` for the workers to keep as long as its handle lives."""
-        names = Reducer()
-        handle = self._keep(dumps(obj, share=True, by_value=names), type(obj).__qualname__)
-        handle.names.update(names)
+        packer = _DefinitionReducer()
+        handle = self._keep(packer.pack(obj), type(obj).__qualname__)
+        handle.definitions = list(packer.definitions.values())
+        handle.names = list(packer.names)
+        handle.parameters = packer.parameters
         return handle
+
+    def definition(self, obj: Any) -> Definition:
+        """Return the record of a definition, packed anew if it has changed."""
+        record = self._definitions.get(id(obj))
+        if record is None or not record.is_current():
+            record = self._definitions[id(obj)] = self._define(obj)
+            self._forget_old_ones(obj)
+        return record
+
+    def _forget_old_ones(self, obj: Any) -> None:
+        """Let go of definitions that a newer one of the same name has replaced, as in a notebook or a loop.
+
+        One that is still in use is only sent again. Without this they would live as long as the pool, since a record of
+        what is in a class keeps the class alive.
+        """
+        name = getattr(obj, "__qualname__", None) or id(obj)
+        namesakes = self._namesakes.setdefault((getattr(obj, "__module__", None), name), {})
+        namesakes.pop(id(obj), None)
+        namesakes[id(obj)] = None
+        if len(namesakes) > NAMESAKES_KEPT:
+            oldest = next(iter(namesakes))
+            del namesakes[oldest]
+            self._definitions.pop(oldest, None)
 
     def close(self) -> None:
         """The pool has ended."""
         self.files.close()
         self._functions.clear()
-        self._script.clear()
-
-    def _keep(self, packed: Packed, what: str) -> Handle:
-        handle = Handle(Payload(packed, self.files), what, self)
-        weakref.finalize(handle, self.forget, handle.number).atexit = False
-        return handle
+        self._definitions.clear()
+        self._namesakes.clear()
 
     def forget(self, number: int) -> None:
         """The handle of this number is gone."""
         self.forgotten.append(number)
         self._on_forgotten()
 
+    def _define(self, obj: Any) -> Definition:
+        key = keys.of(obj) or keys.add(obj)
+        first: list[Any] = []
+        if isinstance(obj, type):
+            first = [each for each in (*obj.__bases__, type(obj)) if not goes_by_name(each) and is_definition(each)]
+        parts = _parts(obj)
+        packer = _DefinitionReducer(obj)
+        packed = packer.pack(obj, lambda: {_described(obj): obj})
+        return Definition(obj, key, parts, packer, first, self._keep(packed, "definition"))
 
-_NOTHING, _NO_ARGUMENTS = Payload(Packed(b""), Files()), Payload(dumps((None, (), {})), Files())
+    def _keep(self, packed: Packed, what: str) -> Handle:
+        handle = Handle(Payload(packed, self.files), what, self)
+        weakref.finalize(handle, self.forget, handle.number).atexit = False
+        return handle
+
+    def _kept(self, fn: Any) -> _Kept | None:
+        """Return the function that the workers keep for ``fn``: from its second call on, if it refers to no data."""
+        identity = id(getattr(fn, "__code__", fn))
+        kept = self._functions.get(identity)
+        if kept is _CALLED_ONCE:
+            kept = self._keep_function(fn)
+        elif kept is not _NOT_KEPT and not (isinstance(kept, _Kept) and kept.is_current(fn, self._environment)):
+            kept = _CALLED_ONCE
+        self._functions[identity] = kept
+        self._functions.move_to_end(identity)
+        if len(self._functions) > FUNCTIONS_KEPT:
+            self._functions.popitem(last=False)
+        return kept if isinstance(kept, _Kept) else None
+
+    def _keep_function(self, fn: Any) -> _Kept | str:
+        call = _CallReducer(self)
+        packed = call.pack(fn, lambda: {"the function": fn})
+        can_stay = id(fn) in call.needed or is_constant(fn) or _is_plain_function(fn)
+        if not can_stay or call.has_data or call.handles or packed.buffers or packed.shared:
+            return _NOT_KEPT
+        before = _DefinitionReducer().pack(call.prepare_arguments(self._environment))
+        handle = self._keep(dumps(KeptFunction(before.pickle, packed.pickle)), "function")
+        return _Kept(fn, call, [handle, *_handles_of(call, self._environment)], self._environment)
+
+    def _warn_of_reloads(self, modules: Mapping[str, types.ModuleType]) -> None:
+        for name, module in modules.items():
+            spec = self._specs.setdefault(name, module.__spec__)
+            if spec is not module.__spec__:
+                self._specs[name] = module.__spec__
+                warnings.warn(
+                    f"Module {name} was reloaded in this process, but workers keep what they have imported. Make a new "
+                    f"executor, or send the module by value: cloudpickle.register_pickle_by_value({name}).",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+
+def _handles_of(call: _CallReducer, environment: Handle | None) -> list[Handle]:
+    """Return the handles of what a worker needs to prepare for the call."""
+    handles = [record.handle for record in call.needed.values()]
+    return handles if environment is None else [*handles, environment]
+
+
+def _warn_of_copied_parameters(call: _CallReducer) -> None:
+    """Tell of a model that was `put` and whose parameters also come with the call, as those of an optimizer."""
+    for handle in call.handles:
+        both = handle.parameters.keys() & call.parameters.keys()
+        if any(handle.parameters[each]() is call.parameters[each]() is not None for each in both):
+            warnings.warn(
+                f"The call has parameters of {handle!r} also from elsewhere, such as an optimizer in a global. In a "
+                f"worker these are copies, which training does not tie to the object. Put both together: "
+                f"put((model, optimizer)).",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether ``value`` stays what it is as long as it is the same object, and is easily sent."""
+    kind = type(value)
+    if kind in _IMMUTABLE or value is Missing:
+        return True
+    if kind is tuple or kind is frozenset:
+        return all(map(is_constant, value))
+    if issubclass(kind, type) or kind in _FOUND_BY_NAME:
+        return goes_by_name(value)
+    if kind is types.BuiltinFunctionType:
+        owner = value.__self__
+        return owner is None or isinstance(owner, types.ModuleType) or (isinstance(owner, type) and goes_by_name(owner))
+    return reducer.name_of_sentinel(value) is not None
+
+
+def _is_plain_function(fn: Any) -> bool:
+    """Return whether a function without a name could be called twice in one worker as if it came anew."""
+    if type(fn) is not types.FunctionType or fn.__closure__ or vars(fn):
+        return False
+    return all(map(is_constant, (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())))
+
+
+def _parts(obj: Any) -> list[Any]:
+    """Return what a definition is made of: it has changed when one of these is another object."""
+    if type(obj) is types.FunctionType:
+        parts = [obj.__code__, *(obj.__defaults__ or ()), *map(contents_of, obj.__closure__ or ())]
+        held = [obj.__kwdefaults__ or {}, vars(obj)]
+        if isinstance(registry := vars(obj).get("registry"), types.MappingProxyType):  # `functools.singledispatch`
+            held.append(dict(registry))
+    elif isinstance(obj, type):
+        parts, held = list(obj.__bases__), [dict(vars(obj))]
+        if isinstance(obj, abc.ABCMeta):
+            parts += reducer.virtual_subclasses(obj)
+    else:
+        parts, held = [], [getattr(obj, "__dict__", {})]
+    for names in held:
+        for name, value in list(names.items()):
+            # To read the annotations of a class may add an empty dict to it.
+            if name not in reducer.NOT_COPIED and (value or name != "__annotations__"):
+                parts += name, value
+    return parts
+
+
+def _number_of_binding(space: Space, name: str, value: Any) -> int:
+    """Return the number of a binding: another one after the name has been bound to another object."""
+    number, last = space.sent.get(name, (0, None))
+    if number and (last() if type(last) is weakref.ref else last) is value and value is not None:
+        return number
+    if number and value is None and last is None:
+        return number
+    number = next(_numbers)
+    try:  # what the script has let go of is not to be kept here
+        space.sent[name] = number, weakref.ref(value)
+    except TypeError:
+        space.sent[name] = number, value
+    return number
+
+
+def _order(item: tuple[int, Definition]) -> int:
+    """Order definitions: functions first, as they may be needed to rebuild what classes hold."""
+    obj = item[1].obj
+    return 0 if isinstance(obj, types.FunctionType) else 1 if isinstance(obj, type) else 2
+
+
+def _described(obj: Any) -> str:
+    kind = "class" if isinstance(obj, type) else "function" if isinstance(obj, types.FunctionType) else "object"
+    return f"{kind} {getattr(obj, '__qualname__', type(obj).__qualname__)!r}"
+
+
+def _call_parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return what a call is made of, by name."""
+    named = {"the function": fn}
+    named |= {f"argument {index}": value for index, value in enumerate(args)}
+    return named | {f"argument {name!r}": value for name, value in kwargs.items()}
+
+
+_CALLED_ONCE = "called once"
+_NOT_KEPT = "not kept, as it refers to data"
+ENVIRONMENT = "environment"  # the key of the process environment among the definitions
+_MISSING = itertools.repeat(Missing)
+_numbers = itertools.count(1)
+_NOTHING, _NO_ARGUMENTS = Payload(Packed(b""), Files()), dumps((None, (), {}))
+_FOUND_BY_NAME = {types.FunctionType, types.ModuleType, *reducer.FOUND_BY_NAME}
+_IMMUTABLE = {
+    *(type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, types.CodeType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    *(datetime.date, datetime.datetime, datetime.timedelta, pathlib.PosixPath, re.Pattern),
+    logging.Logger,  # found by its name
+}

@@ -1,195 +1,611 @@
-"""How functions and classes are pickled that no import finds: by what they are, without what they refer to by names."""
+"""Pickles for another process of the same program: by name, by key or by value."""
 
 from __future__ import annotations
 
+import abc
+import dis
+import enum
 import functools
+import importlib
 import itertools
-import logging
+import multiprocessing.connection
+import os
+import re
 import sys
-import threading
 import types
+import typing
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
+import cloudpickle
+import numpy
 import torch
-from cloudpickle import cloudpickle
 
-from ..pool.channel import Payload
-from . import namespaces
-from .namespaces import Key
+from ..pickling import Pickler, make_cached, module_with
+from ..process_environment import INSTALLED
+from . import globals as receiving
+from .globals import Space, keys, spaces
 
-Globals = dict[str, Any]
-Origin = tuple[Globals, str] | weakref.ref[type]  # the globals in which a name is found, and who reads it; or a class
-
-
-class Reducer:
-    """Pickles by value what no import finds, and collects what that refers to: the globals by names, the classes."""
-
-    def __init__(self, defined: Iterable[Key] = ()) -> None:
-        """Of what is ``defined`` here the definition is pickled, and not the name."""
-        self.globals: dict[tuple[str, str], tuple[Globals, str]] = {}  # where to find each, and who reads it
-        self.classes: dict[type, None] = {}  # in this order
-        self._pickler: cloudpickle.Pickler | None = None
-        self._storages: Sequence[torch.UntypedStorage] = ()
-        self._defined = set(defined)
-        self._spaces: dict[int, _Space] = {}
-        self._by_value: list[Any] = []
-
-    def __bool__(self) -> bool:
-        """Whether it refers to anything."""
-        return bool(self.globals or self.classes)
-
-    def update(self, other: Reducer) -> None:
-        """Refer to what ``other`` refers to as well."""
-        self.globals.update(other.globals)
-        self.classes.update(other.classes)
-
-    def origins(self) -> Iterable[tuple[Key, Origin]]:
-        """What it refers to, and where to find that."""
-        yield from self.globals.items()
-        yield from ((cloudpickle._get_or_create_tracker_id(cls), weakref.ref(cls)) for cls in self.classes)
-
-    def refers_to(self, keys: set[Key]) -> bool:
-        """Whether it refers to one of these."""
-        return any(key in keys for key, _ in self.origins())
-
-    def reduce(self, obj: Any, pickler: cloudpickle.Pickler) -> Any:
-        """As `pickle.Pickler.reducer_override`; None: in the usual way."""
-        if isinstance(obj, type):
-            return self._reduce_class(obj) if _is_sent(obj) else None
-        kind = type(obj)
-        if kind is types.MethodType:
-            return _reduce_method(obj)
-        if kind is types.FunctionType:
-            if cloudpickle._should_pickle_by_reference(obj):
-                return None
-            cls = _class_with(obj)
-            if cls is not None and cloudpickle._get_or_create_tracker_id(cls) not in self._defined:
-                return namespaces.function_of, (cls, obj.__name__)
-        elif kind is not _Cached or cloudpickle._lookup_module_and_qualname(obj) is not None:
-            return None
-        key, space = _name_of(obj)
-        if key is not None and key not in self._defined:
-            self.globals.setdefault(key, (space, key[1]))
-            return namespaces.global_of, key
-        return self._reduce_function(obj, key, pickler) if kind is types.FunctionType else None
-
-    def saw(self, pickler: cloudpickle.Pickler, storages: Sequence[torch.UntypedStorage]) -> None:
-        """All is pickled: the memo of ``pickler``, and these, are what was met on the way."""
-        self._pickler, self._storages = pickler, storages
-
-    @functools.cached_property
-    def objects(self) -> set[int]:
-        """What was pickled, as far as it could change, by its identity: good as long as this lives."""
-        if self._pickler is None:
-            return set()
-        memo: dict[int, tuple[int, Any]] = self._pickler.memo.copy()
-        met = {key for key, (_, obj) in memo.items() if _has_identity(obj)}
-        return met.union(map(id, self._by_value), (-storage._cdata for storage in self._storages))
-
-    def _reduce_class(self, cls: type) -> Any:
-        key = cloudpickle._get_or_create_tracker_id(cls)
-        if key not in self._defined:
-            self.classes[cls] = None
-            return namespaces.class_of, (key,)
-        make, args, state, *_ = cloudpickle._dynamic_class_reduce(cls)
-        return namespaces.define_class, (make, *args), state, None, None, namespaces.set_class
-
-    def _reduce_function(
-        self, fn: types.FunctionType, key: tuple[str, str] | None, pickler: cloudpickle.Pickler
-    ) -> Any:
-        self._by_value.append(fn)
-        make, (code, basics, *rest), (attributes, held), *how = pickler._dynamic_function_reduce(fn)
-        space = self._spaces.setdefault(id(fn.__globals__), _Space(_module_of(fn.__globals__), basics))
-        for name in cloudpickle._extract_code_globals(code):
-            self.globals.setdefault((space.module, name), (fn.__globals__, f"{fn.__qualname__}()"))
-        args = (code, space, *rest)
-        if key is not None:
-            which = _functions.setdefault(fn, next(_numbers))
-            make, args = namespaces.define_function, (key, which, *args)
-        return make, args, (attributes, held | {"__globals__": {}}), *how
+# What a fresh interpreter would import
 
 
-def _reduce_method(method: types.MethodType) -> Any:
-    """By its name, where its function would be pickled by value: that is its class's."""
-    owner, name = method.__self__, method.__func__.__name__
-    cls = owner if isinstance(owner, type) else type(owner)
-    if _is_sent(cls) and getattr(owner, name, None) == method:
-        return getattr, (owner, name)
+def is_importable(name: str) -> bool:
+    """Return whether a fresh interpreter with this import path would import the module that is loaded under ``name``.
+
+    A glance at `sys.modules` does not tell: modules that were made by hand, from a file that is not on the path, or by
+    a test runner are there as well. So for a file that is not part of an installation the finders are asked which file
+    an import of this name would load.
+    """
+    global _looked_up_on
+    path = [*sys.path, os.getcwd() if "" in sys.path else ""]
+    if path != _looked_up_on:
+        _importable.clear()
+        _looked_up_on = path
+    return _is_importable(name)
+
+
+def _is_importable(name: str) -> bool:
+    module = sys.modules.get(name)
+    if module is None or _goes_by_value(name):
+        return False
+    known, answer = _importable.get(name, (None, False))
+    if known is not module:
+        answer = _would_be_imported(name, module)
+        _importable[name] = module, answer
+    return answer
+
+
+def _would_be_imported(name: str, module: types.ModuleType) -> bool:
+    spec = getattr(module, "__spec__", None)
+    origin = getattr(module, "__file__", None) or getattr(spec, "origin", None)
+    if name in ("__main__", "__mp_main__"):
+        return False
+    if origin in ("built-in", "frozen") or (origin or "").startswith(INSTALLED):
+        return True
+    parent, _, last = name.rpartition(".")
+    if parent and not _is_importable(parent):
+        return False
+    found = _find_spec(name, getattr(sys.modules.get(parent), "__path__", None))
+    if found is not None:
+        return found.origin == origin or _is_same_file(found.origin, origin)
+    return bool(parent) and getattr(sys.modules[parent], last, None) is module  # made by its package, as `torch.ops`
+
+
+def _find_spec(name: str, path: Any) -> Any:
+    for finder in sys.meta_path:
+        try:
+            spec = finder.find_spec(name, path)
+        except Exception:  # somebody else's finder
+            continue
+        if spec is not None:
+            return spec
     return None
 
 
-def _class_with(fn: types.FunctionType) -> type | None:
-    """The class whose method ``fn`` is, if it is found by its name and is sent."""
-    path, _, name = fn.__qualname__.rpartition(".")
-    found: Any = fn.__globals__.get(path)
-    if not isinstance(found, type) or not _is_sent(found):
-        return None
-    held = vars(found).get(name)
-    return found if fn in (held, getattr(held, "__func__", None)) else None
+def _is_same_file(one: str | None, other: str | None) -> bool:
+    try:
+        return bool(one and other) and os.path.samefile(one, other)  # type: ignore[arg-type]
+    except OSError:
+        return False
 
 
-class _Space(NamedTuple):
-    """Stands in a pickle for the globals of a module."""
+def _goes_by_value(name: str | None) -> bool:
+    registered = cloudpickle.list_registry_pickle_by_value()
+    return bool(registered) and any(f"{name}.".startswith(f"{each}.") for each in registered)
 
-    module: str
-    basics: Globals
+
+def goes_by_name(obj: Any) -> bool:
+    """Return whether a fresh interpreter finds this function, class or module by importing it."""
+    if isinstance(obj, types.ModuleType):
+        return sys.modules.get(obj.__name__) is obj and is_importable(obj.__name__)
+    return module_with(obj) is not None and is_importable(obj.__module__)
+
+
+def is_users(module: types.ModuleType) -> bool:
+    """Return whether a module may be edited while the program runs: it is neither installed nor part of Python."""
+    file = getattr(module, "__file__", None)
+    return bool(file) and not str(file).startswith(INSTALLED)
+
+
+_importable: dict[str, tuple[types.ModuleType, bool]] = {}
+_looked_up_on: list[str] = []
+
+
+# What code refers to
+
+
+class CodeNames(NamedTuple):
+    """The names in the code of a function, and of the functions and classes inside it."""
+
+    reads: Sequence[str]  # globals
+    binds: Sequence[str]  # globals
+    attributes: frozenset[str]
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> CodeNames:
+    """Return the names that ``code`` refers to."""
+    reads: dict[str, None] = {}
+    binds: dict[str, None] = {}
+    attributes = set[str]()
+    pending = [code]
+    while pending:
+        inner = pending.pop()
+        pending += (const for const in inner.co_consts if isinstance(const, types.CodeType))
+        attributes.update(inner.co_names)
+        for instruction in dis.get_instructions(inner):
+            if instruction.opname in _READING:
+                reads[instruction.argval] = None
+            elif instruction.opname in _BINDING:
+                binds[instruction.argval] = None
+    return CodeNames(tuple(reads), tuple(binds), frozenset(attributes))
+
+
+_READING = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}  # a class body reads by LOAD_NAME
+_BINDING = {"STORE_GLOBAL", "DELETE_GLOBAL"}
+
+
+def _words_in(annotations: dict[str, Any]) -> set[str]:
+    """Return the words in annotations that are texts: `typing.get_type_hints` looks them up among the globals."""
+    texts = (str(each) for each in annotations.values() if not isinstance(each, type))
+    return {word for text in texts for word in re.findall(r"[^\W\d]\w*", text)}
+
+
+def _submodules(packages: Iterable[str], attributes: frozenset[str]) -> list[str]:
+    """Return modules that code reaches by ``package.module``, and that an import of the package may not import."""
+    found: list[str] = []
+    pending = list(packages)
+    while pending:
+        package = pending.pop()
+        inner = [name for each in attributes if (name := f"{package}.{each}") in sys.modules and is_importable(name)]
+        pending += inner
+        found += inner
+    return found
+
+
+def space_of(names: dict[str, Any], module: types.ModuleType | None = None) -> Space:
+    """Return the space of a dict of globals."""
+    space = spaces.get(id(names))
+    if space is None:
+        own_module = sys.modules.get(str(names.get("__name__")))
+        if own_module is not None and vars(own_module) is names:
+            module = own_module
+        space = spaces[id(names)] = Space(module, names)
+        keys.add(space)
+    return space
+
+
+# What is a definition
+
+
+def is_definition(obj: Any, is_global: bool = False) -> bool:
+    """Return whether ``obj`` is sent once and then named by its key.
+
+    Args:
+        obj: any object that does not go by name.
+        is_global: a global of the script is bound to it.
+    """
+    kind = type(obj)
+    if issubclass(kind, type):
+        return bool(obj.__flags__ & HEAP_TYPE)  # the others are made in C
+    if kind in IDENTITIES:
+        return True
+    if kind is types.FunctionType:
+        return _is_named(obj) and not _holds_tensors(obj)
+    if kind is Space or issubclass(kind, types.ModuleType):
+        return False
+    if keys.of(obj) is not None:
+        return True
+    if is_stateless(obj) and (is_global or _name_in_module_of_type(obj)):
+        return True
+    if not callable(obj) or "__wrapped__" not in getattr(obj, "__dict__", ()):
+        return False
+    return is_global or module_with(obj) is not None
+
+
+def _is_named(fn: types.FunctionType) -> bool:
+    """Return whether a global has the function under the function's own name: no lambda, and no function's function."""
+    return fn.__globals__.get(fn.__qualname__) is fn or module_with(fn) is not None
+
+
+def _holds_tensors(fn: types.FunctionType) -> bool:
+    """Return whether a default or closure variable is a tensor, model or optimizer.
+
+    They change in place all the time, so such a function is sent with each call.
+    """
+    held = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values(), *map(contents_of, fn.__closure__ or ())]
+    return any(isinstance(each, _CHANGES_IN_PLACE) for each in held)
+
+
+def is_stateless(obj: Any) -> bool:
+    """Return whether ``obj`` is good for nothing but its identity: an instance of a class that keeps nothing in it."""
+    kind = type(obj)
+    if getattr(obj, "__dict__", None) or not kind.__flags__ & HEAP_TYPE:
+        return False
+    if any(getattr(kind, name) is not getattr(object, name) for name in ("__reduce_ex__", "__reduce__")):
+        return False
+    try:
+        return obj.__reduce_ex__(4)[1:] == ((kind,), None, None, None)  # type: ignore[no-any-return]
+    except Exception:
+        return False
+
+
+def contents_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return receiving.Missing
+
+
+IDENTITIES: set[type] = {object, typing.NewType, typing.ParamSpec, typing.TypeVar, typing.TypeVarTuple}
+_CHANGES_IN_PLACE = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, numpy.ndarray)
+HEAP_TYPE = 1 << 9
+
+
+# The pickler
+
+
+class Binding:
+    """A global and its value, in a pickle: it is bound as the pickle is read."""
+
+    def __init__(self, space: Space, name: str, number: int, value: Any) -> None:
+        self.space = space
+        self.name = name
+        self.number = number
+        self.value = value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return namespaces.space_of, tuple(self)
+        return receiving.bind, (self.space, self.name, self.number, self.value)
 
 
-class Handle:
-    """Stands for an object that `ParallelExecutor.put` keeps in the workers; a task receives the object itself.
+class Imported:
+    """An object that the script has imported, in a pickle: the receiver takes the module's own, or a copy."""
 
-    The workers let go of the object when the last reference to its handle is gone.
+    def __init__(self, module: str, name: str, value: Any) -> None:
+        self._arguments = module, name, value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return receiving.imported, self._arguments
+
+
+def module_that_holds(name: str, value: Any) -> str | None:
+    """Return a module that holds ``value`` under ``name``, and that a fresh interpreter would import."""
+    for module_name, module in list(sys.modules.items()):
+        if getattr(module, "__dict__", {}).get(name) is value and is_importable(module_name):
+            return module_name
+    return None
+
+
+class _Attributes:
+    """Some attributes of a class, in the pickle of that class: they are set as the pickle is read."""
+
+    def __init__(self, cls: type, attributes: dict[str, Any]) -> None:
+        self._cls = cls
+        self._attributes = attributes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return receiving.set_attributes, (self._cls, self._attributes)
+
+
+class Reducer(Pickler):
+    """Pickles functions, classes and modules: by name what an import finds, by key a definition, by value the rest.
+
+    A subclass says what is to become of a definition, and of the globals that functions read.
     """
 
-    def __init__(self, payload: Payload, what: str, owner: object, number: int | None = None) -> None:
-        """``number``: that of the handle in another process which this one stands for."""
-        self.number = next(_numbers) if number is None else number
-        self.payload, self._what, self._owner = payload, what, owner
-        self.names = Reducer()  # what the object refers to: it is brought up to date by each call that this goes with
+    def __init__(self, share: bool = True) -> None:
+        super().__init__(share)
+        self.by_value = set[int]()  # the classes and functions that this pickle defines, by their identity
+        self.users_modules: dict[str, types.ModuleType] = {}  # of the user's own, of what goes by name
+        self.spaces = list[Space]()
+        self.parameters: dict[int, weakref.ref[torch.nn.Parameter]] = {}  # all that were met, by their identity
+        self._cell_owners: dict[int, tuple[types.FunctionType, int]] = {}
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        if getattr(met, "owner", None) is not self._owner:
-            raise TypeError("a handle is good for the calls of the executor that made it, and for nothing else")
-        met.handles.append(self)
-        return namespaces.stored_object, (self.number,)
+    def refer_to(self, obj: Any) -> Any:
+        """Reduce a definition that is not made in this pickle; None: it goes by value."""
+        raise NotImplementedError
 
-    def __repr__(self) -> str:
-        return f"<Handle of a {self._what}>"
+    def globals_read(self, names: Sequence[tuple[Space, str, bool]]) -> Any:
+        """Note globals to which code in this pickle refers; return what is to be pickled with the code.
+
+        Args:
+            names: the globals, their names, and whether the code binds them.
+        """
+        raise NotImplementedError
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce one object; see `pickle.Pickler.reducer_override`."""
+        kind = type(obj)
+        if kind is torch.Tensor or kind is types.CodeType:
+            return super().reducer_override(obj)
+        if issubclass(kind, type):  # not `isinstance`, which a mock may deceive
+            return self._reduce_class(obj)
+        reduce = self.REDUCERS.get(kind)
+        if reduce is not None:
+            return reduce(self, obj)
+        if kind is torch.nn.Parameter:
+            self.parameters[id(obj)] = weakref.ref(obj)
+            return super().reducer_override(obj)
+        if issubclass(kind, enum.Enum):
+            return self._reduce_member(obj)
+        if id(obj) not in self.by_value:
+            if kind in FOUND_BY_NAME and goes_by_name(obj):
+                return NotImplemented
+            if (name := name_of_sentinel(obj)) is not None:
+                return name
+            if is_definition(obj):
+                return self.refer_to(obj) or self._reduce_other(obj)
+        return self._reduce_other(obj)
+
+    def _reduce_other(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is _Cached:
+            return make_cached, (obj.__wrapped__, obj.cache_parameters(), obj.__dict__)
+        if kind is typing.NewType:
+            return typing.NewType, (obj.__name__, obj.__supertype__), {"__module__": obj.__module__}
+        if kind in (typing.ParamSpec, typing.TypeVarTuple):
+            return kind, (obj.__name__,)
+        if issubclass(kind, types.ModuleType):
+            return self._reduce_module(obj)
+        return super().reducer_override(obj)
+
+    # Functions
+
+    def _reduce_function(self, fn: types.FunctionType) -> Any:
+        module = module_with(fn)
+        if module is not None and is_importable(fn.__module__):
+            self.note_module(module)
+            return NotImplemented
+        if id(fn) in self.by_value:
+            return self._function(fn, keys.of(fn) or keys.add(fn))
+        method = self._method_of_class(fn)
+        if method is not None:
+            return receiving.method_of, method
+        if is_definition(fn):
+            reduced = self.refer_to(fn)
+            if reduced is not None:
+                return reduced
+        return self._function(fn, None)
+
+    def _function(self, fn: types.FunctionType, key: str | None) -> Any:
+        cells: list[types.CellType | None] = []
+        contents: dict[int, Any] = {}
+        for index, cell in enumerate(fn.__closure__ or ()):
+            owner = self._cell_owners.setdefault(id(cell), (fn, index))
+            if owner[0] is fn:
+                cells.append(None)
+                if (value := contents_of(cell)) is not receiving.Missing:
+                    contents[index] = value
+            else:
+                cells.append(cell)
+        attributes = {name: value for name in _ATTRIBUTES if (value := getattr(fn, name, None)) is not None}
+        names, submodules = self._refers_to(fn)
+        state = attributes, dict(vars(fn)), contents, submodules, self.globals_read(names)
+        args = key, fn.__code__, space_of(fn.__globals__), fn.__name__, cells
+        return receiving.make_function, args, state, None, None, receiving.complete_function
+
+    def _refers_to(self, fn: types.FunctionType) -> tuple[list[tuple[Space, str, bool]], list[str]]:
+        """Return the globals that a function refers to, and the submodules that it reaches through them."""
+        space = space_of(fn.__globals__)
+        reads, binds, attributes = names_in(fn.__code__)
+        words = _words_in(fn.__annotations__) & space.names.keys()
+        modules = {id(value): value for name in reads if isinstance(value := space.names.get(name), types.ModuleType)}
+        imported = [module.__name__ for module in modules.values() if goes_by_name(module)]
+        submodules = _submodules(imported, attributes)
+        if _is_imported(space):
+            return [], submodules
+        names = [(space, name, name in binds) for name in {**dict.fromkeys(reads), **dict.fromkeys([*binds, *words])}]
+        for module in modules.values():
+            if not goes_by_name(module):
+                names += _names_of_module(module, attributes)
+        return names, submodules
+
+    def _reduce_cell(self, cell: types.CellType) -> Any:
+        owner = self._cell_owners.get(id(cell))
+        return super().reducer_override(cell) if owner is None else (receiving.cell_of, owner)
+
+    def _method_of_class(self, fn: types.FunctionType) -> tuple[type, str] | None:
+        """Return the class of the script whose method ``fn`` is, and the method's name there."""
+        path, _, name = fn.__qualname__.rpartition(".")
+        found: Any = fn.__globals__.get(path.partition(".")[0]) if path else None
+        for part in path.split(".")[1:]:
+            found = getattr(found, part, None)
+        if not isinstance(found, type) or id(found) in self.by_value or goes_by_name(found):
+            return None
+        held = vars(found).get(name)
+        return (found, name) if fn is held or fn is getattr(held, "__func__", None) else None
+
+    def _reduce_method(self, method: types.MethodType) -> Any:
+        """Look it up by its name as usual, but where that would find another one, or none yet."""
+        owner, fn = method.__self__, method.__func__
+        if id(owner) not in self.by_value and getattr(owner, fn.__name__, None) == method:
+            return NotImplemented
+        return types.MethodType, (fn, owner)
+
+    # Classes
+
+    def _reduce_class(self, cls: type) -> Any:
+        module = module_with(cls)
+        if module is not None and is_importable(cls.__module__):
+            self.note_module(module)
+            return NotImplemented
+        if not cls.__flags__ & HEAP_TYPE:  # made in C, and in no module
+            return super().reducer_override(cls)
+        if id(cls) not in self.by_value:
+            reduced = self.refer_to(cls)
+            if reduced is not None:
+                return reduced
+        return self._class(cls)
+
+    def _class(self, cls: type) -> Any:
+        self.by_value.add(id(cls))
+        slots = [name for name, value in vars(cls).items() if type(value) is _Slot and value.__objclass__ is cls]
+        attributes = {name: value for name, value in vars(cls).items() if name not in NOT_COPIED}
+        attributes = {name: value for name, value in attributes.items() if not _is_slot(value, cls)}
+        body: dict[str, Any] = {"__module__": cls.__module__, **dict.fromkeys(attributes)}  # in their order
+        body["__qualname__"] = cls.__qualname__
+        if "__slots__" in vars(cls):
+            body["__slots__"] = (*slots, *(vars(cls).keys() & {"__dict__", "__weakref__"}))
+        annotations = attributes.get("__annotations__") or {}
+        module = sys.modules.get(cls.__module__)
+        if annotations and module is not None and not is_importable(cls.__module__):
+            space = space_of(vars(module))
+            self.globals_read([(space, word, False) for word in _words_in(annotations) & space.names.keys()])
+        # Functions first: what else is there may be an instance of the class, which its functions rebuild.
+        functions = {name: value for name, value in attributes.items() if isinstance(value, _FUNCTION_KINDS)}
+        others = {name: value for name, value in attributes.items() if name not in functions}
+        virtual = virtual_subclasses(cls) if isinstance(cls, abc.ABCMeta) else []
+        state = (_Attributes(cls, functions), _Attributes(cls, others)), list(attributes), virtual
+        args = keys.of(cls) or keys.add(cls), type(cls), cls.__name__, cls.__bases__, body
+        return receiving.make_class, args, state, None, None, receiving.complete_class
+
+    def _reduce_member(self, member: enum.Enum) -> Any:
+        """Reduce a member of an enum: by its name, but within its class by what it is made of."""
+        cls: Any = type(member)
+        if id(cls) not in self.by_value:
+            name = member._name_
+            if goes_by_name(cls) or name is None or cls._member_map_.get(name) is not member:
+                return NotImplemented
+            return receiving.member_of, (cls, name)
+        data_type = cls._member_type_
+        args = () if data_type is object else _arguments_of(member, data_type)
+        return receiving.make_member, (cls, member._name_, data_type, args), dict(vars(member))
+
+    # Modules
+
+    def _reduce_module(self, module: types.ModuleType) -> Any:
+        if goes_by_name(module):
+            self.note_module(module)
+            return importlib.import_module, (module.__name__,)
+        space = space_of(vars(module), module)
+        state = self.globals_read(_names_of_module(module, vars(module).keys()))
+        return receiving.module_of, (space,), state, None, None, nothing
+
+    def note_module(self, module: types.ModuleType) -> None:
+        """Note a module by which something goes by name, if it is the user's: it may be reloaded."""
+        if is_users(module):
+            self.users_modules[module.__name__] = module
+
+    # The rest
+
+    def _reduce_space(self, space: Space) -> Any:
+        if _is_imported(space):
+            return receiving.space_of_module, (space.names["__name__"],)
+        self.spaces.append(space)
+        name = str(space.names.get("__name__", "globals"))
+        is_only_here = space.module is not None and sys.modules.get(name) is space.module and not _goes_by_value(name)
+        basics = {each: space.names[each] for each in _BASICS if isinstance(space.names.get(each), str | list)}
+        return receiving.space_of, (keys.of(space), name, is_only_here, basics)
+
+    def _reduce_cached_property(self, obj: Any) -> Any:
+        """Reduce a `functools.cached_property`, without the lock that it holds before Python 3.12."""
+        return type(obj), (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}
+
+    def _reduce_weak_dict(self, obj: Any) -> Any:
+        return type(obj), (dict(obj),)
+
+    def _refuse_connection(self, obj: Any) -> NoReturn:
+        raise TypeError("it belongs to the process that opened it; a queue of a multiprocessing.Manager() can be sent")
+
+    REDUCERS: ClassVar[dict[type, Callable[[Any, Any], Any]]] = {
+        types.FunctionType: _reduce_function,
+        types.MethodType: _reduce_method,
+        types.ModuleType: _reduce_module,
+        types.CellType: _reduce_cell,
+        Space: _reduce_space,
+        functools.cached_property: _reduce_cached_property,
+        weakref.WeakKeyDictionary: _reduce_weak_dict,
+        weakref.WeakValueDictionary: _reduce_weak_dict,
+        multiprocessing.connection.Connection: _refuse_connection,
+    }
 
 
-def _name_of(obj: Any) -> tuple[tuple[str, str] | None, Globals]:
-    """The module and the name under which a function that is sent is found, and in which globals; None if it is not."""
-    module, name = obj.__module__, obj.__qualname__
-    space: Globals = getattr(obj, "__globals__", {})
-    if _module_of(space) != module:  # a decorator's: what it returns goes for what was decorated
-        space = getattr(sys.modules.get(module), "__dict__", {})
-    return ((module, name), space) if space.get(name) is obj else (None, space)
+class AnswerReducer(Reducer):
+    """Pickles what goes back to the process that sent the call: it has the definitions and the globals that it sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bound = set[tuple[Space, str]]()
+
+    def another(self) -> AnswerReducer:
+        """Return a new one."""
+        return AnswerReducer()
+
+    def refer_to(self, obj: Any) -> Any:
+        """Refer to what came from there by its key; what a task has made goes by value."""
+        key = keys.of(obj)
+        return (receiving.definition, (key,)) if receiving.is_known_to_sender(key) else None
+
+    def globals_read(self, names: Sequence[tuple[Space, str, bool]]) -> list[Binding]:
+        """Send the values of globals in a dict that a task has made."""
+        own = {(space, name) for space, name, _ in names if keys.is_own(space) and name in space.names} - self._bound
+        self._bound |= own
+        return [Binding(space, name, next(_numbers), space.names[name]) for space, name in own]
 
 
-def _module_of(space: Globals) -> str:
-    return str(space.get("__name__", ""))
+def _is_imported(space: Space) -> bool:
+    """Return whether the globals are those of a module that each process imports by itself."""
+    return space.module is not None and vars(space.module) is space.names and goes_by_name(space.module)
 
 
-def _is_sent(cls: type) -> bool:
-    """Whether no import finds it."""
-    if cls in cloudpickle._BUILTIN_TYPE_NAMES or cls in (type(None), type(...), type(NotImplemented)):
-        return False
-    return not cloudpickle._should_pickle_by_reference(cls)
+def _names_of_module(module: types.ModuleType, attributes: Iterable[str]) -> list[tuple[Space, str, bool]]:
+    space = space_of(vars(module), module)
+    return [(space, name, False) for name in attributes if name in space.names and not name.startswith("__")]
 
 
-def _has_identity(obj: Any) -> bool:
-    """Whether it matters which of several equal objects this is: it can change."""
-    kind: Any = type(obj)
-    return kind.__hash__ in (None, object.__hash__) and kind not in _WITHOUT_IDENTITY and not isinstance(obj, type)
+def name_of_sentinel(obj: Any) -> str | None:
+    """Return the name of an object without a state, such as `dataclasses.MISSING`, in the module of its type."""
+    return _name_in_module_of_type(obj) if is_stateless(obj) and is_importable(type(obj).__module__) else None
 
 
-met = threading.local()  # while something is packed in a thread: for whom, and the handles that are met
-_numbers = itertools.count(1)
-_functions = weakref.WeakKeyDictionary[types.FunctionType, int]()  # those that were sent by a name, numbered
+def _name_in_module_of_type(obj: Any) -> str | None:
+    names = getattr(sys.modules.get(type(obj).__module__), "__dict__", {})
+    return next((name for name, value in list(names.items()) if value is obj), None)
+
+
+def name_of(obj: Any) -> tuple[Space, str, bool] | None:
+    """Return the global through which `pickle` finds a class or function by its name, if it does."""
+    module = module_with(obj)
+    name = str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", ""))
+    return None if module is None else (space_of(vars(module)), name.partition(".")[0], False)
+
+
+def virtual_subclasses(cls: abc.ABCMeta) -> list[type]:
+    """Return the classes that were registered with an abstract class."""
+    subclasses = (ref() for ref in abc._get_dump(cls)[0])  # type: ignore[attr-defined]
+    return [each for each in subclasses if each is not None]
+
+
+def _is_slot(value: Any, cls: type) -> bool:
+    return type(value) in (_Slot, types.GetSetDescriptorType) and value.__objclass__ is cls
+
+
+def _arguments_of(member: Any, data_type: Any) -> tuple[Any, ...]:
+    """Return the arguments of ``data_type.__new__`` for an equal value."""
+    make, args, *_ = data_type.__reduce_ex__(member, 2)
+    return tuple(args[1:] if make.__name__ == "__newobj__" else args)
+
+
+def nothing(obj: Any, state: Any) -> None:
+    """Let the state of a pickle do its work by being read."""
+
+
 _Cached = functools._lru_cache_wrapper
-_WITHOUT_IDENTITY = {types.FunctionType, types.BuiltinFunctionType, types.ModuleType, logging.Logger, Handle, _Cached}
+_Slot = types.MemberDescriptorType
+FOUND_BY_NAME = {_Cached, *IDENTITIES} - {object}
+_ANNOTATIONS = "__annotate__" if sys.version_info >= (3, 14) else "__annotations__"
+_ATTRIBUTES = (
+    "__qualname__",
+    "__module__",
+    "__doc__",
+    "__defaults__",
+    "__kwdefaults__",
+    "__type_params__",
+    _ANNOTATIONS,
+)
+_BASICS = ("__name__", "__package__", "__file__", "__path__")
+# Of a class: what `type` makes, and what Python adds by itself as the class is used.
+NOT_COPIED = {"__dict__", "__weakref__", "__module__", "_abc_impl", "__slotnames__", "__annotations_cache__"}
+_FUNCTION_KINDS = (types.FunctionType, classmethod, staticmethod, property)
+_numbers = itertools.count(1)

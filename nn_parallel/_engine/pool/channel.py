@@ -28,7 +28,7 @@ import torch
 from ...errors import TransferError
 from ..pickling import Buffer, Packed, loads
 from ..polling import Spin
-from .memory_files import Files, FilledFile, join, map_shared, read_file, split
+from .memory_files import Files, FilledFile, join, map_shared, read_file, shared_descriptor, split
 
 # Before the header: is it plain; how many files are given back; how many descriptors come along; how many buffers the
 # payload holds, 0 if it is a pickle alone; number and size of the file that holds the payload. After the header: the
@@ -99,15 +99,6 @@ class Payload:
         """The memory file; None if the object is small. Raises as the constructor."""
         return self._file or (_filled(FilledFile.once, self._copies) if self._copies else None)
 
-    def holds(self, packed: Packed) -> bool:
-        """Whether it would be the same if it were made of ``packed``."""
-        if [storage._cdata for storage in packed.shared] != [storage._cdata for storage in self.shared]:
-            return False
-        if self.inline is not None:
-            return _small_payload(packed) == (self.inline, self.buffer_count)
-        held, buffers = self._file.buffers() if self._file is not None else self._copies, _buffers(packed)
-        return len(held) == len(buffers) and all(map(_is_equal, held, buffers))
-
 
 class Channel:
     """One end of a connection."""
@@ -141,7 +132,8 @@ class Channel:
             self.sock.send(head + payload.inline)
             return
         file, number, size = payload.file(), 0, 0
-        fds = [storage._share_fd_cpu_()[0] for storage in payload.shared]
+        opened: list[int] = []
+        fds = [shared_descriptor(storage, opened) for storage in payload.shared]
         if file is not None:
             number, size = file.number, file.size
             fds.append(file.fd)
@@ -161,6 +153,9 @@ class Channel:
             self._lent.pop(number, None)
             self._returned.extend(returned)
             raise
+        finally:
+            for fd in opened:
+                os.close(fd)
 
     def receive(self, *, wait: bool = True) -> Message | None:
         """The next message; None if there is none yet and this need not ``wait`` for it.
@@ -304,13 +299,6 @@ def _filled(
     except OSError as error:
         why = str(error)  # and no more of it: its traceback would keep the file
     raise TransferError(f"There is no memory file to be had for what is large: {why}.")
-
-
-def _is_equal(held: memoryview, buffer: memoryview) -> bool:
-    if held.readonly or buffer.readonly or not held.nbytes:
-        return held == buffer
-    here, there = (torch.frombuffer(each, dtype=torch.uint8) for each in (held, buffer))
-    return torch.equal(here, there)  # in a tenth of the time
 
 
 def _raise(*args: Any) -> NoReturn:

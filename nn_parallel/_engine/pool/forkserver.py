@@ -153,7 +153,9 @@ class _Server:
             code = work(sock, control)
             atexit._run_exitfuncs()  # what user code has registered, and modules that the server has imported
             flush_output()
-            resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]  # it removes what is left, and ends
+            tracker = vars(resource_tracker)["_resource_tracker"]
+            if tracker._pid is not None:  # the worker's own, and not that of the script
+                tracker._stop()  # it removes what is left, and ends
             _kill(descendants_of(os.getpid()))
         except BaseException:
             traceback.print_exc()

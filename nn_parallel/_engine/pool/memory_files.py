@@ -163,6 +163,15 @@ def read_file(fd: int, number: int, size: int, returned: deque[int]) -> memoryvi
         os.close(fd)
 
 
+def shared_descriptor(storage: torch.UntypedStorage, opened: list[int]) -> int:
+    """Return a descriptor of shared memory. It is the storage's, or a new one, which is added to ``opened``."""
+    if torch.multiprocessing.get_sharing_strategy() == "file_descriptor":  # type: ignore[no-untyped-call]
+        return int(storage._share_fd_cpu_()[0])
+    name: bytes = storage._share_filename_cpu_()[1]  # as `torch.multiprocessing` does
+    opened.append(os.open(f"/dev/shm{name.decode()}", os.O_RDWR | os.O_CLOEXEC))
+    return opened[-1]
+
+
 def map_shared(fd: int) -> memoryview:
     """All of the file ``fd``, which is closed."""
     try:

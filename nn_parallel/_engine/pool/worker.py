@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from ...errors import RemoteError, TransferError
 from ...world import World
-from ..by_value.namespaces import Answered, forget, keep, stored_object, use_main
+from ..by_value.globals import forget, keep, stored_object
+from ..by_value.reducer import AnswerReducer
 from ..devices import call_on_device, synchronize, synchronize_in_thread
 from ..failures import Failure, qualified_name
 from ..interrupts import CancelScope, Interrupted, keep_handler
@@ -213,7 +214,7 @@ class _Worker:
 
     def _call(self, task: TaskHeader, unpack: Unpack) -> Packed:
         result = in_this_process(self._result, task, unpack)
-        return dumps(result, lambda: {"the result": result}, share=True, by_value=_ANSWERED)
+        return AnswerReducer().pack(result, lambda: {"the result": result})
 
     def _result(self, task: TaskHeader, unpack: Unpack) -> Any:
         try:
@@ -369,7 +370,6 @@ def _become_like_the_parent(setup: WorkerSetup) -> None:
     if setup.main_file:
         main.__file__ = setup.main_file
     sys.modules["__main__"] = main
-    use_main(main)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     multiprocessing.current_process().authkey = setup.authkey
     _reseed()
@@ -391,7 +391,7 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
     failure = Failure.of(error, where)
     if isinstance(error, Exception):
         with contextlib.suppress(Exception):
-            packed = dumps((error, failure), by_value=_ANSWERED)
+            packed = AnswerReducer().pack((error, failure))
             rebuilt, _ = loads(packed.pickle, [bytearray(buffer) for buffer in packed.buffers])
             if type(rebuilt) is type(error):
                 return packed
@@ -399,5 +399,4 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
 
 
 _is_spent = False  # no task can succeed in this process any more
-_ANSWERED = Answered()
 _NOTHING = dumps(None)

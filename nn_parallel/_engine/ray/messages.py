@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import RankTimeoutError
-from ..by_value.packer import CallOptions, PackedCall
-from ..by_value.reducer import Handle
+from ..by_value.packer import CallOptions, Handle, PackedCall
 from ..pickling import Packed, memory_of
 from ..pool.channel import Payload, Received
 from ..pool.messages import Ranks

@@ -20,9 +20,7 @@ import torch
 
 from ..._version import __version__
 from ...errors import LaunchError, WorkerDiedError
-from ..by_value.namespaces import set_process_environment
-from ..by_value.packer import PackedCall, Packer
-from ..by_value.reducer import Handle
+from ..by_value.packer import Handle, PackedCall, Packer
 from ..devices import accelerators
 from ..failures import rank_names
 from ..pool.channel import Payload, Received
@@ -32,6 +30,7 @@ from ..pool.pool_store import PoolStore
 from ..pool.processes import Settings
 from ..pool.tasks import Answer, Item, Mapped, Run
 from ..pool.worker import CANCELLED, FAILED
+from ..process_environment import AdoptedEnvironment
 from ..ranks.stop_signals import ask_to_stop
 from ..tracebacks import format_traceback
 from .messages import Call, Told, arrived, ending, received, to_send
@@ -75,7 +74,7 @@ class RayNode:
         """
         import ray
 
-        set_process_environment({}, directory, path, is_elsewhere=True)
+        AdoptedEnvironment({}, directory, path, is_elsewhere=True)
         sys.argv[:] = argv
         devices = [torch.device("cpu")] * len(ranks)
         if gpus:

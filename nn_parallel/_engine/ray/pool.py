@@ -21,8 +21,7 @@ from typing import Any
 import ray
 
 from ...errors import ParallelError, TransferError
-from ..by_value.packer import PackedCall, Packer
-from ..by_value.reducer import Handle
+from ..by_value.packer import Handle, PackedCall, Packer
 from ..interrupts import Condition, DeferredSignals
 from ..pool.forkserver_client import close_at_exit, close_pools
 from ..pool.messages import Places, Ranks

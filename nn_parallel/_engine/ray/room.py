@@ -23,9 +23,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..._version import __version__
 from ...errors import LaunchError, ParallelError, WorkerDiedError
-from ..by_value.modules import user_sys_path
 from ..devices import count
 from ..failures import rank_names, summary
+from ..process_environment import user_sys_path
 from ..ranks.stop_signals import SIGNALS
 from .messages import Told, received
 from .node import RayNode

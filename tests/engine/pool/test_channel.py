@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from nn_parallel import ParallelExecutor, TransferError, current_world
-from nn_parallel._engine.pickling import dumps
+from nn_parallel._engine.pickling import Pickler, dumps
 from nn_parallel._engine.pool import channel as connection
 from nn_parallel._engine.pool import memory_files as memfd
 from nn_parallel._engine.pool.channel import Payload
@@ -175,7 +175,9 @@ def test_descriptors_of_a_message_that_was_not_sent_are_not_those_of_the_next(
         with pytest.raises(TransferError):
             ends.send(unsent)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ends.sender.send((7,), Payload(dumps([torch.zeros(4).share_memory_() for _ in range(3)], share=True), ends.files))
+    ends.sender.send(
+        (7,), Payload(Pickler(share=True).pack([torch.zeros(4).share_memory_() for _ in range(3)]), ends.files)
+    )
     assert len(list(descriptors())) == before
     highest = before + 500 + 1
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest, limit[1]))  # of the three only one can be opened

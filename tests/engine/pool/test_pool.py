@@ -31,7 +31,7 @@ from nn_parallel import (
     current_world,
 )
 from nn_parallel._engine import interrupts as signals
-from nn_parallel._engine.by_value import namespaces
+from nn_parallel._engine.by_value import globals as received
 from nn_parallel._engine.pool import forkserver_client, worker
 from nn_parallel._engine.pool.pool import Pool
 from nn_parallel._engine.pool.started_workers import StartedWorkers
@@ -78,7 +78,7 @@ def test_workers_forget_with_the_last_reference(executor2: ParallelExecutor) -> 
     deadline = time.monotonic() + 10
     del futures
     gc.collect()
-    while any(executor2.run(lambda: number in namespaces.stored)):
+    while any(executor2.run(lambda: number in received.stored)):
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -204,11 +204,11 @@ def test_an_object_that_is_forgotten_on_its_way_is_not_kept(forgets: tuple[bool,
     """The object and the order to forget it come over two connections, so one may overtake the other."""
     for forget in forgets:
         if forget:
-            namespaces.forget(-7)
+            received.forget(-7)
         else:
-            namespaces.keep(-7, list)
-    assert -7 not in namespaces.stored
-    assert not namespaces._forgotten_before
+            received.keep(-7, list)
+    assert -7 not in received.stored
+    assert not received._forgotten_before
 
 
 def test_a_resize_that_waits_takes_no_processor_time(executor2: ParallelExecutor) -> None:

@@ -1,0 +1,436 @@
+"""The receiving side: the definitions and the globals of another process, as they live in this one.
+
+A *definition* (a class, a function with a name) has a key, the same in every process. A call lists the definitions that
+it needs and the version of each. `prepare` makes what is missing and changes what is old, and `definition` finds it. A
+*space* is one dict of globals. It has a key, too: functions that share their globals there share them here, and `bind`
+is how a value gets into them.
+
+What this process has defined itself is found by its key and never changed by what arrives. So nothing is ever written
+into the user's script: what comes back to it refers to the script's own classes and globals.
+"""
+
+from __future__ import annotations
+
+import abc
+import builtins
+import contextlib
+import functools
+import importlib
+import sys
+import threading
+import types
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ..pickling import loads
+
+Unpack = Callable[[], Any]  # the object that has arrived; raises whatever unpickling raises
+
+
+class Missing:
+    """Stands for the value of a name that is not bound."""
+
+
+class Keys:
+    """The keys of definitions and spaces, in both directions, as long as these live."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Callable[[], Any]] = {}
+        self._keys: dict[int, str] = {}  # by the identity of the object
+        self._own = set[str]()
+
+    def add(self, obj: Any, key: str | None = None) -> str:
+        """Give ``obj`` a key: a new one, which makes it an object of this process, or the one that it came with."""
+        if key is None:
+            key = uuid.uuid4().hex
+            self._own.add(key)
+        try:
+            self._objects[key] = weakref.ref(obj)
+            weakref.finalize(obj, self._remove, key, id(obj)).atexit = False
+        except TypeError:  # it takes no weak references, as `object()`
+            self._objects[key] = lambda: obj
+        self._keys[id(obj)] = key
+        return key
+
+    def of(self, obj: Any) -> str | None:
+        """Return the key of ``obj``, or None."""
+        return self._keys.get(id(obj))
+
+    def find(self, key: str | None) -> Any:
+        """Return the object of this key, or None."""
+        find = self._objects.get(key) if key else None
+        return find and find()
+
+    def is_own(self, obj: Any) -> bool:
+        """Return whether ``obj`` got its key in this process."""
+        return self._keys.get(id(obj)) in self._own
+
+    def _remove(self, key: str, identity: int) -> None:
+        self._objects.pop(key, None)
+        self._keys.pop(identity, None)
+        self._own.discard(key)
+
+
+class Space:
+    """One dict of globals.
+
+    In a receiving process it is that of a module, so that `pickle` and `typing.get_type_hints` find there what they
+    find in the script.
+    """
+
+    def __init__(self, module: types.ModuleType | None, names: dict[str, Any]) -> None:
+        self.module = module
+        self.names = names
+        self.sent: dict[str, tuple[int, Any]] = {}  # the last binding of each name: its number, and the value
+        self.imported: dict[str, tuple[int, str | None, bool]] = {}  # see `Binding`
+        self.received: dict[str, tuple[int, Any]] = {}
+
+
+class Needed(NamedTuple):
+    """A definition that a call needs."""
+
+    key: str
+    number: int  # of the version: under this number the worker was sent the pickle
+    first: Sequence[str]  # definitions that must be there before this one can be made, such as the bases of a class
+    names: Sequence[tuple[Space, str, int]]  # the globals that are bound to it, and the numbers of these bindings
+
+
+class Stored:
+    """What was sent beside the calls. It is rebuilt for the first call that needs it."""
+
+    def __init__(self, unpack: Unpack) -> None:
+        self.unpack = unpack
+        self.definition: Any = None  # kept alive as long as this is stored
+
+    @functools.cached_property
+    def object(self) -> Any:
+        """The object of a handle."""
+        rebuilt = self.unpack()
+        del self.unpack  # it holds the memory of the message
+        return rebuilt
+
+
+class KeptFunction:
+    """A function that stays in the worker, for calls that bring their arguments only."""
+
+    def __init__(self, globals_before: bytes, function: bytes) -> None:
+        """Both are pickles: the arguments of `prepare`, and the function."""
+        self._globals_before = globals_before
+        self._pickled = function
+        self._prepare: tuple[Any, ...] = ()
+        self._function: Callable[..., Any] | None = None
+
+    def function(self) -> Callable[..., Any]:
+        """Return the function, once all that it refers to is as this call needs it."""
+        self._prepare = self._prepare or loads(self._globals_before, ())
+        prepare(*self._prepare)
+        if self._function is None:
+            self._function = loads(self._pickled, ())
+        return self._function
+
+
+# What arrives beside the calls, and what each call begins with
+
+
+def keep(number: int, unpack: Unpack) -> None:
+    """Store the object that has arrived under ``number``."""
+    stored[number] = Stored(unpack)
+    if number in _forgotten_before:
+        forget(number)
+
+
+def forget(number: int) -> None:
+    """Let go of a stored object. The order to do so may arrive before the object."""
+    _forgotten_before.add(number)
+    if stored.pop(number, None) is not None:
+        _forgotten_before.discard(number)
+
+
+def stored_object(number: int) -> Any:
+    """Return the object that a handle stands for. The pickle of a call refers to it by this function."""
+    return stored[number].object
+
+
+def prepare(constants: Iterable[tuple[Space, str, int, Any]], needed: Sequence[Needed]) -> None:
+    """Bring the globals and definitions to the state that a call was made with.
+
+    Constants come first: to rebuild a definition may run code of the user's, which reads them.
+    """
+    for constant in constants:
+        bind(*constant)
+    _awaited.clear()
+    _awaited.update((each.key, each) for each in needed if _versions.get(each.key) != each.number)
+    for each in needed:
+        _bind_definition(each, definition(each.key))
+
+
+def definition(key: str) -> Any:
+    """Return the definition of this key. If the call has brought a new version, make that first."""
+    if key in _awaited:
+        for other in _awaited[key].first:
+            definition(other)
+    needed = _awaited.pop(key, None)
+    if needed is not None:  # what must be there first may have made this one, too
+        store = stored[needed.number]
+        store.definition = made = store.unpack()
+        if keys.of(made) is None:
+            keys.add(made, key)
+        _versions[key] = needed.number
+        _bind_definition(needed, made)
+    found = keys.find(key)
+    if found is None:
+        raise LookupError("a class or function of the other process is gone in this one")
+    return found
+
+
+def _bind_definition(needed: Needed, made: Any) -> None:
+    for space, name, number in needed.names:
+        bind(space, name, number, made)
+
+
+def is_known_to_sender(key: str | None) -> bool:
+    """Return whether the process that sends the calls has sent this definition."""
+    return key in _versions
+
+
+# Functions
+
+
+def make_function(
+    key: str | None, code: types.CodeType, space: Space, name: str, cells: Sequence[types.CellType | None]
+) -> types.FunctionType:
+    """Return the function of this key with this code. `complete_function` adds the rest.
+
+    ``cells`` has a cell where another function has brought it, and None where it is the function's own.
+    """
+    known: types.FunctionType | None = keys.find(key)
+    if known is not None:
+        if not keys.is_own(known):
+            known.__code__ = code
+        return known
+    closure = tuple(types.CellType() if cell is None else cell for cell in cells)
+    made = types.FunctionType(code, space.names, name, None, closure or None)
+    if key is not None:
+        keys.add(made, key)
+    return made
+
+
+def complete_function(
+    fn: types.FunctionType, state: tuple[dict[str, Any], dict[str, Any], dict[int, Any], Sequence[str], Any]
+) -> None:
+    """Set attributes of the function, its own dict and the contents of cells; import the submodules that it names."""
+    if keys.is_own(fn):
+        return
+    attributes, own_dict, contents, submodules, _ = state
+    for submodule in submodules:
+        importlib.import_module(submodule)
+    for name, value in attributes.items():
+        setattr(fn, name, value)
+    vars(fn).clear()
+    vars(fn).update(own_dict)
+    for index, value in contents.items():
+        cell_of(fn, index).cell_contents = value
+
+
+def cell_of(fn: types.FunctionType, index: int) -> types.CellType:
+    """Return a cell of a function, for another function that shares it."""
+    return fn.__closure__[index]  # type: ignore[index]
+
+
+def method_of(cls: type, name: str) -> Any:
+    """Return the function of a method."""
+    held = vars(cls)[name]
+    return getattr(held, "__func__", held)
+
+
+# Classes
+#
+# A class statement runs code: the body, the metaclass, `__set_name__` of what is in the body, `__init_subclass__` of
+# the bases. All that has run in the script, and what it has done to the class is in the class. To run it again would
+# need the body as it was, and keyword arguments that nobody knows any more; and it would do a second time what hooks do
+# elsewhere, such as to enter the class into a registry. So a class is copied: a bare type of the same layout is made,
+# and its attributes are set past the metaclass. The bare type comes first, as the attributes may refer to it.
+
+
+def make_class(key: str, metaclass: type, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:
+    """Return the class of this key, without its attributes. `set_attributes` and `complete_class` add these."""
+    known: type | None = keys.find(key)
+    if known is not None:
+        if known.__bases__ != bases and not keys.is_own(known):
+            _native(metaclass, "__setattr__")(known, "__bases__", bases)
+        return known
+    with _no_init_subclass(bases):
+        made: type = _native(metaclass, "__new__")(metaclass, name, bases, body)
+    keys.add(made, key)
+    return made
+
+
+def set_attributes(cls: type, attributes: dict[str, Any]) -> None:
+    """Set attributes of a class, past a metaclass that guards or interprets them."""
+    if not keys.is_own(cls):
+        set_natively = _native(type(cls), "__setattr__")
+        for name, value in attributes.items():
+            set_natively(cls, name, value)
+
+
+def complete_class(cls: type, state: tuple[Any, Sequence[str], Sequence[type]]) -> None:
+    """Remove attributes that the class has no more, and register the virtual subclasses of an abstract class."""
+    if keys.is_own(cls):
+        return
+    _, names, virtual_subclasses = state
+    key = keys.of(cls) or ""
+    for name in _attribute_names.get(key, set()).difference(names):
+        if name in vars(cls):
+            type.__delattr__(cls, name)
+    _attribute_names[key] = set(names)
+    for subclass in virtual_subclasses:
+        abc.ABCMeta.register(cls, subclass)  # type: ignore[arg-type]
+
+
+def make_member(cls: type, name: str, data_type: type, args: tuple[Any, ...]) -> Any:
+    """Return a member of an enum that is being made, or made anew; its attributes are the state of its pickle."""
+    known = (vars(cls).get("_member_map_") or {}).get(name)
+    return data_type.__new__(cls, *args) if known is None else known
+
+
+def member_of(cls: Any, name: str) -> Any:
+    """Return a member of an enum."""
+    return cls._member_map_[name]
+
+
+def _native(metaclass: type, method: str) -> Callable[..., Any]:
+    """Return ``__new__`` or ``__setattr__`` of a metaclass, past what is written in Python but for `abc.ABCMeta`."""
+    for base in metaclass.__mro__:
+        found = vars(base).get(method)
+        if isinstance(found, types.BuiltinFunctionType | types.WrapperDescriptorType):
+            return found
+        if found is not None and base is abc.ABCMeta:
+            return getattr(base, method)  # type: ignore[no-any-return]
+    raise AssertionError("`type` has both")
+
+
+@contextlib.contextmanager
+def _no_init_subclass(bases: tuple[type, ...]) -> Iterator[None]:
+    """Keep ``__init_subclass__`` of the bases from running; Python has no way to make a type without it.
+
+    Each class that has the method gets another one meanwhile, which does nothing in this thread.
+    """
+    owners = {base for each in bases for base in each.__mro__ if "__init_subclass__" in vars(base)} - {object}
+    thread = threading.get_ident()
+    with _making_classes:
+        originals = {owner: vars(owner)["__init_subclass__"] for owner in owners}
+        for owner, original in originals.items():
+
+            def init_subclass(cls: type, original: Any = original, /, **kwargs: Any) -> None:
+                if threading.get_ident() != thread:
+                    original.__get__(None, cls)(**kwargs)
+
+            type.__setattr__(owner, "__init_subclass__", classmethod(init_subclass))
+        try:
+            yield
+        finally:
+            for owner, original in originals.items():
+                type.__setattr__(owner, "__init_subclass__", original)
+
+
+# Globals
+
+
+def space_of(key: str, name: str, is_only_here: bool, basics: dict[str, Any]) -> Space:
+    """Return the space of this key.
+
+    Args:
+        key: the key.
+        name: the name of the module.
+        is_only_here: the module is in `sys.modules` of the sending process, and no import finds it: so it is put into
+            `sys.modules` of this process. The globals of ``__main__`` become those of this ``__main__``.
+        basics: ``__package__``, ``__file__`` and the like.
+    """
+    found: Space | None = keys.find(key)
+    if found is None:
+        module = types.ModuleType(name)
+        if is_only_here:
+            module = sys.modules["__main__"] if name == "__main__" else sys.modules.setdefault(name, module)
+        found = Space(module, vars(module))
+        found.names.update(basics, __builtins__=builtins)
+        _spaces.append(found)
+        keys.add(found, key)
+        spaces[id(found.names)] = found
+    return found
+
+
+def space_of_module(name: str) -> Space:
+    """Return the globals of a module that each process imports by itself."""
+    module = importlib.import_module(name)
+    return Space(module, vars(module))
+
+
+def module_of(space: Space) -> types.ModuleType | None:
+    """Return the module whose globals these are."""
+    return space.module
+
+
+def imported(module: str, name: str, copy: Any = Missing) -> Any:
+    """Return what a module holds under a name, as long as the script has not changed its own; else the script's copy.
+
+    So a registry that the script imports is here the one that its module uses, and a configuration that the script
+    imports and then fills is the filled one.
+    """
+    found = getattr(importlib.import_module(module), name)
+    if copy is Missing:
+        return found
+    unchanged = _unchanged.get((module, name), found)
+    if not _is_like(unchanged, copy):
+        return copy
+    _unchanged.setdefault((module, name), copy)  # tasks may change the module's own
+    return found
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    try:
+        if vars(object)["__eq__"] is type(one).__eq__:
+            return bool(vars(one) == vars(other))
+        return bool(one == other)
+    except Exception:  # of a comparison of the user's, or of tensors
+        return False
+
+
+def bind(space: Space, name: str, number: int, value: Any) -> None:
+    """Bind a name in a space, unless a task has bound it since the script did.
+
+    Args:
+        space: the globals.
+        name: the name.
+        number: of the binding in the script. It is another one after the script has bound the name anew.
+        value: a copy of the script's value, or `Missing`.
+    """
+    if keys.is_own(space):
+        return
+    names = space.names
+    last_number, last_value = space.received.get(name, (None, Missing))
+    if last_number == number and names.get(name, Missing) is not last_value:
+        return
+    if last_number is None and name in names:  # a task has bound it, and not by a ``global`` statement
+        value = _BOUND_BY_A_TASK
+    elif value is Missing:
+        names.pop(name, None)
+    else:
+        names[name] = value
+    space.received[name] = number, value
+
+
+keys = Keys()
+spaces = weakref.WeakValueDictionary[int, Space]()  # by the identity of their dicts, which they keep alive
+stored: dict[int, Stored] = {}  # by the numbers of handles
+_forgotten_before = set[int]()  # the numbers of objects that were to be forgotten before they had arrived
+_spaces: list[Space] = []  # of other processes: functions refer to the dict only, and the space is to live as long
+_versions: dict[str, int] = {}  # by the keys of definitions: the number of the version that is here
+_awaited: dict[str, Needed] = {}  # what is to be made before the call begins
+_attribute_names: dict[str, set[str]] = {}  # by the keys of classes: those that came with the class
+_unchanged: dict[tuple[str, str], Any] = {}  # copies of imported objects as they were when they first came
+_making_classes = threading.RLock()
+_BOUND_BY_A_TASK = object()

@@ -1,0 +1,99 @@
+"""The environment, working directory, import path and resource tracker of the script, and how a worker follows them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import sysconfig
+from multiprocessing import resource_tracker
+from typing import Any
+
+
+class ProcessEnvironment:
+    """The environment, working directory, import path and resource tracker of this process."""
+
+    def __init__(self, is_elsewhere: bool = False) -> None:
+        """``is_elsewhere``: the workers are on other machines, which have import paths of their own."""
+        self._is_elsewhere = is_elsewhere
+        self._environ = _environ().copy()
+        self._directory = _directory()
+        self._path = list(sys.path)
+        self._tracker: int | None = None  # a descriptor of this process
+        self._changes: dict[bytes, bytes | None] = {}  # since this was made
+
+    def changed(self) -> bool:
+        """Return whether they are other than the last time."""
+        directory = _directory()
+        tracker = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]  # `getfd` would start one
+        is_same = _environ() == self._environ and directory == self._directory and sys.path == self._path
+        if is_same and tracker == self._tracker:
+            return False
+        environ = _environ().copy()
+        for name in environ.keys() | self._environ.keys():
+            if environ.get(name) != self._environ.get(name):
+                self._changes[name] = environ.get(name)
+        self._environ = environ
+        self._directory = directory
+        self._path = list(sys.path)
+        self._tracker = tracker
+        return True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        path = user_sys_path() if self._is_elsewhere else self._path
+        tracker = None if self._is_elsewhere or self._tracker is None else (os.getpid(), self._tracker)
+        return AdoptedEnvironment, (self._changes, self._directory, path, tracker, self._is_elsewhere)
+
+
+class AdoptedEnvironment:
+    """The environment of the script in another process: made, it is in force."""
+
+    def __init__(
+        self,
+        environ: dict[bytes, bytes | None],
+        directory: str,
+        path: list[str],
+        tracker: tuple[int, int] | None = None,
+        is_elsewhere: bool = False,
+    ) -> None:
+        """Change the environment, the working directory, the import path and the resource tracker.
+
+        Args:
+            environ: the variables that have changed in the script; None: one that is gone.
+            directory: the working directory.
+            path: the import path.
+            tracker: the script's process and its descriptor of the tracker of `multiprocessing`. A tracker of the
+                worker's own would remove the script's shared memory when the worker ends.
+            is_elsewhere: the script is on another machine, so the rest of the import path stays that of this one.
+        """
+        for name, value in environ.items():
+            if value is None:
+                os.environb.pop(name, None)
+            else:
+                os.environb[name] = value
+        with contextlib.suppress(OSError):  # it was removed
+            os.chdir(directory)
+        if tracker is not None:
+            with contextlib.suppress(OSError):  # not on this machine, or another user's
+                fd = os.open("/proc/{}/fd/{}".format(*tracker), os.O_WRONLY | os.O_CLOEXEC)
+                resource_tracker._resource_tracker._fd = fd  # type: ignore[attr-defined]  # as `multiprocessing` does
+        sys.path[:] = [*path, *(each for each in sys.path if is_elsewhere and each not in path)]
+
+
+def user_sys_path() -> list[str]:
+    """Return the import path without what is installed with Python, which another machine may have elsewhere."""
+    return [each for each in sys.path if not f"{each}{os.sep}".startswith(INSTALLED)]
+
+
+def _environ() -> dict[bytes, bytes]:
+    data: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]  # a copy takes twenty times as long
+    return data
+
+
+def _directory() -> str:
+    with contextlib.suppress(OSError):  # it was removed
+        return os.getcwd()
+    return ""
+
+
+INSTALLED = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib", "purelib", "platlib"))

@@ -1,0 +1,247 @@
+"""What goes by name, since an import finds it, and what cannot be sent."""
+
+from __future__ import annotations
+
+import importlib.util
+import linecache
+import multiprocessing
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import cloudpickle
+import pytest
+import torch
+
+from nn_parallel import ParallelExecutor, TransferError
+from nn_parallel._engine.by_value.reducer import is_importable
+from tests.support.scripts import run_script, values
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the import path; its modules are gone after the test."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def _load(name: str, file: Path) -> types.ModuleType:
+    """Import a file under a name, as Python's documentation says."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["os", "os.path", "posixpath", "builtins", "_thread", "torch", "torch.nn.functional", "torch.ops", "torch._C"],
+)
+def test_modules_of_python_and_torch_are_importable(name: str) -> None:
+    """Frozen, built in, with a file, or made by their package."""
+    importlib.import_module(name)
+    module = sys.modules[name]
+    assert is_importable(name) or is_importable(module.__name__)
+
+
+def test_modules_are_importable_from_the_path(files: Path) -> None:
+    """Packages, folders without an ``__init__``, and no longer once the path has changed."""
+    for folder in ("package", "namespace"):
+        (files / folder).mkdir()
+        (files / folder / "inner.py").touch()
+    (files / "package" / "__init__.py").touch()
+    for name in ("package", "package.inner", "namespace", "namespace.inner"):
+        importlib.import_module(name)
+        assert is_importable(name)
+    sys.path.remove(str(files))
+    assert not any(map(is_importable, ("package", "package.inner", "namespace", "namespace.inner")))
+    for name in ("namespace", "namespace.inner"):
+        del sys.modules[name]
+
+
+def test_modules_that_no_import_finds(files: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """In `sys.modules` they are all the same."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "plug.py"
+    elsewhere.touch()
+    (files / "taken.py").touch()
+    made = types.ModuleType("made_by_hand")
+    sys.modules["made_by_hand"] = made
+    try:
+        _load("plug_of_test", elsewhere)
+        _load("taken", elsewhere)  # an import would find another file
+        assert not any(map(is_importable, ("made_by_hand", "plug_of_test", "taken", "__main__", "not_there")))
+    finally:
+        for name in ("made_by_hand", "plug_of_test", "taken"):
+            sys.modules.pop(name, None)
+
+
+def test_a_module_loaded_from_a_file(main: dict[str, Any], tmp_path: Path) -> None:
+    """Its functions and classes go by value, by themselves and as attributes of the module."""
+    (tmp_path / "plug.py").write_text(
+        "K = 2\ndef apply(x): return x * K\nclass Item:\n def __init__(self, x): self.x = apply(x)\n"
+    )
+    main["plug"] = _load("plug_of_test", tmp_path / "plug.py")
+    lines = [
+        *("call(plug.apply, 3)", "call(lambda: plug.apply(4))", "call(plug.Item, 1).x", "call(lambda: plug.Item(5).x)"),
+        *("! plug.K = 3", "call(plug.apply, 3)", "call(lambda m: m.apply(2), plug)", "call(lambda: plug) is plug"),
+    ]
+    try:
+        assert values(main, "", lines) == "6 8 2 10 9 6 True"
+    finally:
+        del sys.modules["plug_of_test"]
+
+
+def test_a_script_that_runpy_runs(tmp_path: Path) -> None:
+    """Its names are a dict that belongs to no module afterwards."""
+    (tmp_path / "other.py").write_text("K = 2\ndef apply(x): return x * K\ndef twice(x): return apply(apply(x))\n")
+    code = """
+import runpy
+one, two = runpy.run_path("other.py"), runpy.run_path("other.py")
+two["K"] = two["apply"].__globals__["K"] = 5
+with ParallelExecutor(num_workers=1, devices="cpu") as ex: print(ex.run(one["twice"], 3), ex.run(two["twice"], 3))
+"""
+    assert run_script(code, tmp_path) == ["[12] [75]"]
+
+
+SHARED = """
+import threading
+REGISTRY, CONFIG, LOCK = {}, {"lr": 1}, threading.Lock()
+class Registry:
+    def __init__(self): self.known = {}
+registry = Registry()
+MISSING = type("Missing", (), {"__module__": __name__})()
+def look_up(x): return REGISTRY.get(x), registry.known.get(x)
+"""
+
+
+def test_objects_of_an_imported_module(main: dict[str, Any], files: Path) -> None:
+    """They are the module's own in a worker, until the script changes its own: then they are copies of that."""
+    (files / "shared_of_test.py").write_text(SHARED)
+    definitions = """
+import shared_of_test
+from shared_of_test import *
+def put(x):
+    REGISTRY[x] = registry.known[x] = x
+    return look_up(x)
+def same(): return REGISTRY is shared_of_test.REGISTRY, registry is shared_of_test.registry, LOCK is shared_of_test.LOCK
+def lr(): return CONFIG["lr"], CONFIG is shared_of_test.CONFIG
+def mark(x=MISSING): return x is shared_of_test.MISSING is MISSING
+"""
+    lines = [
+        *("call(put, 'a')", "call(put, 'b')", "call(same)", "call(mark)", "call(mark, MISSING)"),
+        *("call(lr)", "! CONFIG['lr'] = 2", "call(lr)", "! CONFIG['lr'] = 1", "call(lr)"),
+    ]
+    assert values(main, definitions, lines) == (
+        "('a', 'a') ('b', 'b') (True, True, True) True True (1, True) (2, False) (1, True)"
+    )
+
+
+def test_what_a_library_makes_uses_the_library_s_own_globals(main: dict[str, Any], files: Path) -> None:
+    """A closure of an imported module: its globals are not copied."""
+    (files / "maker_of_test.py").write_text(
+        "import threading\nLOCK, COUNT = threading.Lock(), [0]\ndef count(): return COUNT[0]\n"
+        "def make(k):\n def f(x):\n  with LOCK: COUNT[0] += 1\n  return k * x\n return f\n"
+    )
+    lines = ["call(f, 3)", "call(lambda: (f(4), maker_of_test.count()))"]
+    assert values(main, "import maker_of_test\nf = maker_of_test.make(2)", lines) == "6 (8, 2)"
+
+
+def test_a_module_registered_with_cloudpickle(main: dict[str, Any], files: Path) -> None:
+    """It goes by value, and an import of it in a worker is still that of the file."""
+    (files / "mine_of_test.py").write_text(
+        "K = 1\ndef f(): return K\ndef g():\n import mine_of_test\n return mine_of_test.K\n"
+    )
+    definitions = "import cloudpickle, mine_of_test\ncloudpickle.register_pickle_by_value(mine_of_test)"
+    try:
+        lines = ["call(mine_of_test.f)", "! mine_of_test.K = 2", "call(mine_of_test.f)", "call(mine_of_test.g)"]
+        assert values(main, definitions, lines) == "1 2 1"
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules["mine_of_test"])
+
+
+def test_the_source_of_a_notebook_s_cell(main: dict[str, Any]) -> None:
+    """`inspect.getsource` and tracebacks show it in a worker, which has no such file."""
+    source = "def cell(x):\n    return x + 1  # here\n"
+    linecache.cache["<cell 1>"] = len(source), None, source.splitlines(True), "<cell 1>"
+    try:
+        exec(compile(source, "<cell 1>", "exec"), main)
+        definitions = "import inspect\ndef look(): return inspect.getsource(cell)"
+        assert values(main, definitions, ["call(look) == inspect.getsource(cell)"]) == "True"
+    finally:
+        del linecache.cache["<cell 1>"]
+
+
+class _Node:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+def _chain(length: int) -> Any:
+    chain = None
+    for _ in range(length):
+        chain = _Node(chain)
+    return chain
+
+
+def test_what_is_nested_too_deeply_is_told(executor2: ParallelExecutor) -> None:
+    """Instead of a RecursionError from somewhere."""
+    with pytest.raises(TransferError, match=r"^Argument 0(\.inner){20} is a .*_Node and cannot .*deep recursion"):
+        executor2.run(type, _chain(5000))
+
+
+def test_a_mock_travels(executor2: ParallelExecutor) -> None:
+    """It has every attribute that one asks for."""
+    mock = MagicMock(return_value=3)
+    assert executor2.submit(lambda m: m(), mock).result() == 3
+
+
+def test_a_connection_is_refused(executor2: ParallelExecutor) -> None:
+    """As a bare number it would be another file in the worker."""
+    here, there = multiprocessing.Pipe()
+    with (
+        here,
+        there,
+        pytest.raises(TransferError, match="Argument 0 is a multiprocessing.connection.Connection .*Manager"),
+    ):
+        executor2.submit(print, there).result()
+
+
+@pytest.mark.slow
+def test_shared_memory_under_the_other_strategy(tmp_path: Path) -> None:
+    """``file_system``, which is what one sets against too many open files."""
+    code = """
+torch.multiprocessing.set_sharing_strategy("file_system")
+t = torch.zeros(1000).share_memory_()
+def bump(t): t += 1
+with ParallelExecutor(num_workers=2, devices="cpu") as ex:
+    ex.run(bump, t)
+    ex.submit(bump, t[5:7]).result()
+print(t[4].item(), t[6].item())
+"""
+    assert run_script(code, tmp_path) == ["2.0 3.0"]
+
+
+def test_a_model_that_was_put_and_its_optimizer_are_told(executor2: ParallelExecutor) -> None:
+    """They are not tied in a worker, and steps would change nothing."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handle = executor2.put(model)
+    with pytest.warns(RuntimeWarning, match="parameters of <Handle of a Linear> also from elsewhere"):
+        executor2.submit(lambda model, optimizer: None, handle, optimizer).result()
+    both = executor2.put((model, optimizer))
+
+    def is_tied(both: Any) -> bool:
+        return both[1].param_groups[0]["params"][0] is both[0].weight
+
+    assert executor2.submit(is_tied, both).result()
