@@ -42,7 +42,8 @@ ROWS = {
     ),
     "a function of your script": ("def f(): return 1\ndef g(): return f", ["call(g) is f", "call(f)"], "True 1"),
     "a class of your script, and its instances": (
-        "class A: pass\nheld = None\ndef keep(a):\n global held\n held = a\n return a\ndef look(): return type(held) is A",
+        "class A: pass\nheld = None\ndef look(): return type(held) is A\n"
+        "def keep(a):\n global held\n held = a\n return a",
         ["type(call(keep, A())) is A", "call(look)", "call(lambda a: isinstance(a, A), A())"],
         "True True True",
     ),
@@ -123,7 +124,7 @@ ROWS = {
         [
             *("! try: call(len, multiprocessing.Lock())\nexcept TransferError: print('refused')",),
             *("! try: call(len, multiprocessing.Pipe()[0])\nexcept TransferError: print('refused')",),
-            "! with multiprocessing.Manager() as manager: queue = manager.Queue(); call(queue.put, 3); print(queue.get())",
+            "! with multiprocessing.Manager() as manager: q = manager.Queue(); call(q.put, 3); print(q.get())",
         ],
         "refused refused 3",
     ),

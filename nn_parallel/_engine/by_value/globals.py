@@ -350,9 +350,11 @@ def space_of(key: str, name: str, is_only_here: bool, basics: dict[str, Any]) ->
     """
     found: Space | None = keys.find(key)
     if found is None:
-        module = types.ModuleType(name)
+        module = sys.modules.get(name) if name == "__main__" else None
+        if module is None or not is_only_here or id(vars(module)) in spaces:  # another one has been replaced by this
+            module = types.ModuleType(name)
         if is_only_here:
-            module = sys.modules["__main__"] if name == "__main__" else sys.modules.setdefault(name, module)
+            sys.modules[name] = module
         found = Space(module, vars(module))
         found.names.update(basics, __builtins__=builtins)
         _spaces.append(found)

@@ -102,6 +102,23 @@ def test_a_module_loaded_from_a_file(main: dict[str, Any], tmp_path: Path) -> No
         del sys.modules["plug_of_test"]
 
 
+def test_a_module_loaded_anew_under_the_same_name(main: dict[str, Any], tmp_path: Path) -> None:
+    """Its globals are another dict, and nothing of the earlier one is left in them."""
+    results = []
+    main["plugs"] = plugs = []
+    try:
+        for k in (1, 2):
+            (tmp_path / f"plug{k}.py").write_text(f"K = {k}\ndef apply(): return help()\ndef help(): return K\n")
+            plugs.append(_load("plug_of_test", tmp_path / f"plug{k}.py"))
+        with ParallelExecutor(num_workers=1, devices="cpu") as ex:
+            for plug in (*plugs, *plugs):
+                sys.modules["plug_of_test"] = plug
+                results.append(ex.submit(plug.apply).result())
+    finally:
+        del sys.modules["plug_of_test"]
+    assert results == [1, 2, 1, 2]
+
+
 def test_a_script_that_runpy_runs(tmp_path: Path) -> None:
     """Its names are a dict that belongs to no module afterwards."""
     (tmp_path / "other.py").write_text("K = 2\ndef apply(x): return x * K\ndef twice(x): return apply(apply(x))\n")
