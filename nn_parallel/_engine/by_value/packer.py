@@ -483,7 +483,7 @@ def _parts(obj: Any) -> list[Any]:
     for names in held:
         for name, value in list(names.items()):
             # To read the annotations of a class may add an empty dict to it.
-            if name not in reducer.NOT_COPIED and (value or name != "__annotations__"):
+            if name not in reducer.NOT_COPIED and (name != "__annotations__" or value):
                 parts += name, value
     return parts
 

@@ -181,6 +181,17 @@ def look():
     missing = [field.name for field in dataclasses.fields(Conf) if field.default is dataclasses.MISSING]
     return missing, Conf(1.0), dataclasses.asdict(Conf(2.0)), typing.get_type_hints(Conf)["inner"] is Lists.Inner
 """,
+    "attributes that have no truth value": """
+class A:
+    rows = torch.arange(3)
+    class Odd:
+        def __bool__(self): raise TypeError("neither")
+        def __eq__(self, other): raise TypeError("nor")
+        __hash__ = None
+    odd = Odd()
+def f(x=A.odd): return type(x) is A.Odd
+def look(): return A.rows.tolist(), type(A.odd) is A.Odd, f()
+""",
     "a class in a class": """
 import pickle
 class Outer:
