@@ -13,6 +13,7 @@ import functools
 import os
 import sys
 import traceback
+import warnings
 from types import TracebackType
 
 from ..errors import ParallelError
@@ -34,6 +35,16 @@ def user_frames(error: BaseException) -> TracebackType | None:
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
         frames = frames.tb_next
     return frames or error.__traceback__
+
+
+def warn_user(message: str) -> None:
+    """Warn of what the user's line has done that called into this package."""
+    level = 1
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, RuntimeWarning, stacklevel=level)
 
 
 @functools.cache  # once for a process

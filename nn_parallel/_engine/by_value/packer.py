@@ -12,7 +12,6 @@ import pathlib
 import re
 import threading
 import types
-import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ from ..pool.channel import Payload
 from ..pool.memory_files import Files
 from ..process_environment import ProcessEnvironment
 from ..ranks.records import call_name
+from ..tracebacks import warn_user
 from . import globals as receiving
 from . import reducer
 from .globals import KeptFunction, Missing, Needed, Space, keys
@@ -417,11 +417,9 @@ class Packer:
             spec = self._specs.setdefault(name, module.__spec__)
             if spec is not module.__spec__:
                 self._specs[name] = module.__spec__
-                warnings.warn(
+                warn_user(
                     f"Module {name} was reloaded in this process, but workers keep what they have imported. Make a new "
-                    f"executor, or send the module by value: cloudpickle.register_pickle_by_value({name}).",
-                    RuntimeWarning,
-                    stacklevel=2,
+                    f"executor, or send the module by value: cloudpickle.register_pickle_by_value({name})."
                 )
 
 
@@ -436,12 +434,10 @@ def _warn_of_copied_parameters(call: _CallReducer) -> None:
     for handle in call.handles:
         both = handle.parameters.keys() & call.parameters.keys()
         if any(handle.parameters[each]() is call.parameters[each]() is not None for each in both):
-            warnings.warn(
+            warn_user(
                 f"The call has parameters of {handle!r} also from elsewhere, such as an optimizer in a global. In a "
                 f"worker these are copies, which training does not tie to the object. Put both together: "
-                f"put((model, optimizer)).",
-                RuntimeWarning,
-                stacklevel=2,
+                f"put((model, optimizer))."
             )
 
 
