@@ -205,8 +205,9 @@ def is_definition(obj: Any, is_global: bool = False) -> bool:
 
 
 def _is_named(fn: types.FunctionType) -> bool:
-    """Return whether a global has the function under the function's own name: no lambda, and no function's function."""
-    return fn.__globals__.get(fn.__qualname__) is fn or module_with(fn) is not None
+    """Return whether a global has the function under the function's own name: no lambda, method or inner function."""
+    module = sys.modules.get(fn.__module__)
+    return any(names.get(fn.__qualname__) is fn for names in (fn.__globals__, getattr(module, "__dict__", {})))
 
 
 def _holds_tensors(fn: types.FunctionType) -> bool:
@@ -348,6 +349,8 @@ class Reducer(Pickler):
             return kind, (obj.__name__,)
         if issubclass(kind, types.ModuleType):
             return self._reduce_module(obj)
+        if isinstance(obj, types.FunctionType):  # a proxy that calls itself one: cloudpickle would send what is in it
+            return NotImplemented
         return super().reducer_override(obj)
 
     # Functions
@@ -359,7 +362,7 @@ class Reducer(Pickler):
             return NotImplemented
         if id(fn) in self.by_value:
             return self._function(fn, keys.of(fn) or keys.add(fn))
-        method = self._method_of_class(fn)
+        method = None if self.by_value else self._method_of_class(fn)  # a class that is being made may lack it yet
         if method is not None:
             return receiving.method_of, method
         if is_definition(fn):
@@ -407,11 +410,11 @@ class Reducer(Pickler):
 
     def _method_of_class(self, fn: types.FunctionType) -> tuple[type, str] | None:
         """Return the class of the script whose method ``fn`` is, and the method's name there."""
-        path, _, name = fn.__qualname__.rpartition(".")
-        found: Any = fn.__globals__.get(path.partition(".")[0]) if path else None
-        for part in path.split(".")[1:]:
+        *path, name = fn.__qualname__.split(".")
+        found: Any = sys.modules.get(fn.__module__)
+        for part in path:
             found = getattr(found, part, None)
-        if not isinstance(found, type) or id(found) in self.by_value or goes_by_name(found):
+        if not path or not issubclass(type(found), type) or goes_by_name(found):
             return None
         held = vars(found).get(name)
         return (found, name) if fn is held or fn is getattr(held, "__func__", None) else None
@@ -440,21 +443,22 @@ class Reducer(Pickler):
 
     def _class(self, cls: type) -> Any:
         self.by_value.add(id(cls))
-        slots = [name for name, value in vars(cls).items() if type(value) is _Slot and value.__objclass__ is cls]
-        attributes = {name: value for name, value in vars(cls).items() if name not in NOT_COPIED}
-        attributes = {name: value for name, value in attributes.items() if not _is_slot(value, cls)}
-        body: dict[str, Any] = {"__module__": cls.__module__, **dict.fromkeys(attributes)}  # in their order
-        body["__qualname__"] = cls.__qualname__
+        slots = [name for name, value in vars(cls).items() if _is_slot(value, cls)]
+        attributes = {name: value for name, value in vars(cls).items() if name not in (*NOT_COPIED, *slots)}
+        fixed = {name for name in attributes if _is_fixed(type(cls), name)}
+        body = {name: value for name, value in attributes.items() if name in fixed or type(value) in _PLAIN}
+        body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         if "__slots__" in vars(cls):
-            body["__slots__"] = (*slots, *(vars(cls).keys() & {"__dict__", "__weakref__"}))
+            body["__slots__"] = slots
         annotations = attributes.get("__annotations__") or {}
         module = sys.modules.get(cls.__module__)
         if annotations and module is not None and not is_importable(cls.__module__):
             space = space_of(vars(module))
             self.globals_read([(space, word, False) for word in _words_in(annotations) & space.names.keys()])
         # Functions first: what else is there may be an instance of the class, which its functions rebuild.
-        functions = {name: value for name, value in attributes.items() if isinstance(value, _FUNCTION_KINDS)}
-        others = {name: value for name, value in attributes.items() if name not in functions}
+        later = {name: value for name, value in attributes.items() if name not in fixed}
+        functions = {name: value for name, value in later.items() if isinstance(value, _FUNCTION_KINDS)}
+        others = {name: value for name, value in later.items() if name not in functions}
         virtual = virtual_subclasses(cls) if isinstance(cls, abc.ABCMeta) else []
         state = (_Attributes(cls, functions), _Attributes(cls, others)), list(attributes), virtual
         args = keys.of(cls) or keys.add(cls), type(cls), cls.__name__, cls.__bases__, body
@@ -578,7 +582,15 @@ def virtual_subclasses(cls: abc.ABCMeta) -> list[type]:
 
 
 def _is_slot(value: Any, cls: type) -> bool:
-    return type(value) in (_Slot, types.GetSetDescriptorType) and value.__objclass__ is cls
+    """Return whether an attribute is what `type` makes of a slot, ``__dict__`` and ``__weakref__`` included."""
+    return type(value) in (types.MemberDescriptorType, types.GetSetDescriptorType) and value.__objclass__ is cls
+
+
+def _is_fixed(metaclass: type, name: str) -> bool:
+    """Return whether an attribute of a class can only be set as the class is made."""
+    bases = metaclass.__mro__[: metaclass.__mro__.index(type)]
+    own = next((vars(base)[name] for base in bases if name in vars(base)), None)
+    return name == "__dict__" or hasattr(type(own), "__set__")
 
 
 def _arguments_of(member: Any, data_type: Any) -> tuple[Any, ...]:
@@ -592,7 +604,6 @@ def nothing(obj: Any, state: Any) -> None:
 
 
 _Cached = functools._lru_cache_wrapper
-_Slot = types.MemberDescriptorType
 FOUND_BY_NAME = {_Cached, *IDENTITIES} - {object}
 _ANNOTATIONS = "__annotate__" if sys.version_info >= (3, 14) else "__annotations__"
 _ATTRIBUTES = (
@@ -606,6 +617,7 @@ _ATTRIBUTES = (
 )
 _BASICS = ("__name__", "__package__", "__file__", "__path__")
 # Of a class: what `type` makes, and what Python adds by itself as the class is used.
-NOT_COPIED = {"__dict__", "__weakref__", "__module__", "_abc_impl", "__slotnames__", "__annotations_cache__"}
+NOT_COPIED = {"__module__", "_abc_impl", "__slotnames__", "__annotations_cache__"}
+_PLAIN = {type(None), bool, int, float, complex, str, bytes}
 _FUNCTION_KINDS = (types.FunctionType, classmethod, staticmethod, property)
 _numbers = itertools.count(1)

@@ -394,6 +394,7 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
             packed = AnswerReducer().pack((error, failure))
             rebuilt, _ = loads(packed.pickle, [bytearray(buffer) for buffer in packed.buffers])
             if type(rebuilt) is type(error):
+                str(rebuilt)  # it may need what has not come along
                 return packed
     return dumps((RemoteError(f"{qualified_name(type(error))}: {failure.message}"), failure))
 

@@ -181,6 +181,43 @@ def look():
     missing = [field.name for field in dataclasses.fields(Conf) if field.default is dataclasses.MISSING]
     return missing, Conf(1.0), dataclasses.asdict(Conf(2.0)), typing.get_type_hints(Conf)["inner"] is Lists.Inner
 """,
+    "methods that hold each other": """
+def with_hook(hook):
+    def decorate(fn):
+        @functools.wraps(fn)
+        def wrapper(self, *args): return hook(self), fn(self, *args)
+        return wrapper
+    return decorate
+class Net(torch.nn.Module):
+    def __init__(self): super().__init__()
+    def check(self): return "checked"
+    @with_hook(check)
+    def forward(self, x, other=check): return x, other(self)
+class Sub(Net):
+    def forward(self, x): return super().forward(x)
+def look(): return Net()(1), Sub()(2), Net.check(Net())
+""",
+    "constants that its instances need as they are rebuilt": """
+class A:
+    SEED = 3
+    names = {}
+    def __init__(self, x): self.x = x
+    def __hash__(self): return hash((self.x, self.SEED))
+    def __eq__(self, other): return type(other) is A and other.x == self.x
+    def __setstate__(self, state): self.x = state["x"] + 0 * self.SEED
+A.names[A(1)] = "one"
+def look(): return A.names.get(A(1)), A.names.get(A(2))
+""",
+    "attributes that cannot be set later": """
+class Meta(type):
+    @property
+    def count(cls): return 5
+class A(metaclass=Meta): count = 3
+class B:
+    @property
+    def __dict__(self): return {"x": 1}
+def look(): return A.count, A().count, vars(B())
+""",
     "attributes that have no truth value": """
 class A:
     rows = torch.arange(3)
