@@ -49,6 +49,8 @@ class Packed(NamedTuple):
 
     def after(self, first: Packed) -> Packed:
         """Return this pickle with another one before it, which is read first and whose object is dropped."""
+        assert not first.buffers
+        assert not first.shared
         return self._replace(pickle=first.pickle + self.pickle, is_plain=False)
 
 

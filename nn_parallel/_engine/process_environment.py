@@ -17,14 +17,14 @@ class ProcessEnvironment:
         """``is_elsewhere``: the workers are on other machines, which have import paths of their own."""
         self._is_elsewhere = is_elsewhere
         self._environ = _environ().copy()
-        self._directory = _directory()
+        self._directory = working_directory()
         self._path = list(sys.path)
         self._tracker: int | None = None  # a descriptor of this process
         self._changes: dict[bytes, bytes | None] = {}  # since this was made
 
     def changed(self) -> bool:
         """Return whether they are other than the last time."""
-        directory = _directory()
+        directory = working_directory()
         tracker = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]  # `getfd` would start one
         is_same = _environ() == self._environ and directory == self._directory and sys.path == self._path
         if is_same and tracker == self._tracker:
@@ -42,42 +42,38 @@ class ProcessEnvironment:
     def __reduce__(self) -> tuple[Any, ...]:
         path = user_sys_path() if self._is_elsewhere else self._path
         tracker = None if self._is_elsewhere or self._tracker is None else (os.getpid(), self._tracker)
-        return AdoptedEnvironment, (self._changes, self._directory, path, tracker, self._is_elsewhere)
+        return adopt, (self._changes, self._directory, path, tracker, self._is_elsewhere)
 
 
-class AdoptedEnvironment:
-    """The environment of the script in another process: made, it is in force."""
+def adopt(
+    environ: dict[bytes, bytes | None],
+    directory: str,
+    path: list[str],
+    tracker: tuple[int, int] | None = None,
+    is_elsewhere: bool = False,
+) -> None:
+    """Apply the environment of the script to this process.
 
-    def __init__(
-        self,
-        environ: dict[bytes, bytes | None],
-        directory: str,
-        path: list[str],
-        tracker: tuple[int, int] | None = None,
-        is_elsewhere: bool = False,
-    ) -> None:
-        """Change the environment, the working directory, the import path and the resource tracker.
-
-        Args:
-            environ: the variables that have changed in the script; None: one that is gone.
-            directory: the working directory.
-            path: the import path.
-            tracker: the script's process and its descriptor of the tracker of `multiprocessing`. A tracker of the
-                worker's own would remove the script's shared memory when the worker ends.
-            is_elsewhere: the script is on another machine, so the rest of the import path stays that of this one.
-        """
-        for name, value in environ.items():
-            if value is None:
-                os.environb.pop(name, None)
-            else:
-                os.environb[name] = value
-        with contextlib.suppress(OSError):  # it was removed
-            os.chdir(directory)
-        if tracker is not None:
-            with contextlib.suppress(OSError):  # not on this machine, or another user's
-                fd = os.open("/proc/{}/fd/{}".format(*tracker), os.O_WRONLY | os.O_CLOEXEC)
-                resource_tracker._resource_tracker._fd = fd  # type: ignore[attr-defined]  # as `multiprocessing` does
-        sys.path[:] = [*path, *(each for each in sys.path if is_elsewhere and each not in path)]
+    Args:
+        environ: the variables that have changed in the script; None: one that is gone.
+        directory: the working directory.
+        path: the import path.
+        tracker: the script's process and its descriptor of the tracker of `multiprocessing`. A tracker of the worker's
+            own would remove the script's shared memory when the worker ends.
+        is_elsewhere: the script is on another machine, so the rest of the import path stays that of this one.
+    """
+    for name, value in environ.items():
+        if value is None:
+            os.environb.pop(name, None)
+        else:
+            os.environb[name] = value
+    with contextlib.suppress(OSError):  # it was removed
+        os.chdir(directory)
+    if tracker is not None:
+        with contextlib.suppress(OSError):  # not on this machine, or another user's
+            fd = os.open("/proc/{}/fd/{}".format(*tracker), os.O_WRONLY | os.O_CLOEXEC)
+            resource_tracker._resource_tracker._fd = fd  # type: ignore[attr-defined]  # as `multiprocessing` does
+    sys.path[:] = [*path, *(each for each in sys.path if is_elsewhere and each not in path)]
 
 
 def user_sys_path() -> list[str]:
@@ -90,7 +86,8 @@ def _environ() -> dict[bytes, bytes]:
     return data
 
 
-def _directory() -> str:
+def working_directory() -> str:
+    """Return the working directory; an empty text if it was removed."""
     with contextlib.suppress(OSError):  # it was removed
         return os.getcwd()
     return ""

@@ -40,6 +40,7 @@ class Keys:
         self._objects: dict[str, Callable[[], Any]] = {}
         self._keys: dict[int, str] = {}  # by the identity of the object
         self._own = set[str]()
+        self.lock = threading.RLock()  # the collector may run `_remove` in any thread
 
     def add(self, obj: Any, key: str | None = None) -> str:
         """Give ``obj`` a key: a new one, which makes it an object of this process, or the one that it came with."""
@@ -53,6 +54,11 @@ class Keys:
             self._objects[key] = lambda: obj
         self._keys[id(obj)] = key
         return key
+
+    def of_or_add(self, obj: Any) -> str:
+        """Return the key of ``obj``; give it one if it has none."""
+        with self.lock:
+            return self._keys.get(id(obj)) or self.add(obj)
 
     def of(self, obj: Any) -> str | None:
         """Return the key of ``obj``, or None."""
@@ -68,9 +74,14 @@ class Keys:
         return self._keys.get(id(obj)) in self._own
 
     def _remove(self, key: str, identity: int) -> None:
-        self._objects.pop(key, None)
-        self._keys.pop(identity, None)
-        self._own.discard(key)
+        with self.lock:
+            if self._keys.get(identity) == key:
+                del self._keys[identity]
+            if self.find(key) is None:  # else another object of this process has it now
+                self._objects.pop(key, None)
+                self._own.discard(key)
+                _versions.pop(key, None)
+                _attribute_names.pop(key, None)
 
 
 class Space:
@@ -115,8 +126,9 @@ class Stored:
 class KeptFunction:
     """A function that stays in the worker, for calls that bring their arguments only."""
 
-    def __init__(self, globals_before: bytes, function: bytes) -> None:
-        """Both are pickles: the arguments of `prepare`, and the function."""
+    def __init__(self, environment: int, globals_before: bytes, function: bytes) -> None:
+        """``environment`` is for `adopt_environment`; the others are pickles: arguments of `prepare`, the function."""
+        self._environment = environment
         self._globals_before = globals_before
         self._pickled = function
         self._prepare: tuple[Any, ...] = ()
@@ -124,6 +136,7 @@ class KeptFunction:
 
     def function(self) -> Callable[..., Any]:
         """Return the function, once all that it refers to is as this call needs it."""
+        adopt_environment(self._environment)
         self._prepare = self._prepare or loads(self._globals_before, ())
         prepare(*self._prepare)
         if self._function is None:
@@ -151,6 +164,14 @@ def forget(number: int) -> None:
 def stored_object(number: int) -> Any:
     """Return the object that a handle stands for. The pickle of a call refers to it by this function."""
     return stored[number].object
+
+
+def adopt_environment(number: int) -> None:
+    """Have the environment of the script that was sent under ``number``; 0: that which the worker began with."""
+    global _environment
+    if number != _environment:
+        stored[number].unpack()
+        _environment = number
 
 
 def prepare(constants: Iterable[tuple[Space, str, int, Any]], needed: Sequence[Needed]) -> None:
@@ -321,14 +342,14 @@ def _no_init_subclass(bases: tuple[type, ...]) -> Iterator[None]:
     thread = threading.get_ident()
     with _making_classes:
         originals = {owner: vars(owner)["__init_subclass__"] for owner in owners}
-        for owner, original in originals.items():
-
-            def init_subclass(cls: type, original: Any = original, /, **kwargs: Any) -> None:
-                if threading.get_ident() != thread:
-                    original.__get__(None, cls)(**kwargs)
-
-            type.__setattr__(owner, "__init_subclass__", classmethod(init_subclass))
         try:
+            for owner, original in originals.items():
+
+                def init_subclass(cls: type, original: Any = original, /, **kwargs: Any) -> None:
+                    if threading.get_ident() != thread:
+                        original.__get__(None, cls)(**kwargs)
+
+                type.__setattr__(owner, "__init_subclass__", classmethod(init_subclass))
             yield
         finally:
             for owner, original in originals.items():
@@ -416,7 +437,8 @@ def bind(space: Space, name: str, number: int, value: Any) -> None:
     last_number, last_value = space.received.get(name, (None, Missing))
     if last_number == number and names.get(name, Missing) is not last_value:
         return
-    if last_number is None and name in names:  # a task has bound it, and not by a ``global`` statement
+    if last_number is None and name in names and not name.startswith("__"):
+        # A task has bound it, by `globals()` or `setattr`: a ``global`` statement is known to the script.
         value = _BOUND_BY_A_TASK
     elif value is Missing:
         names.pop(name, None)
@@ -435,4 +457,5 @@ _awaited: dict[str, Needed] = {}  # what is to be made before the call begins
 _attribute_names: dict[str, set[str]] = {}  # by the keys of classes: those that came with the class
 _unchanged: dict[tuple[str, str], Any] = {}  # copies of imported objects as they were when they first came
 _making_classes = threading.RLock()
+_environment = 0  # the number of the environment that this process has adopted
 _BOUND_BY_A_TASK = object()

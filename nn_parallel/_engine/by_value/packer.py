@@ -31,7 +31,7 @@ from .globals import KeptFunction, Missing, Needed, Space, keys
 from .reducer import Binding, Imported, Reducer, contents_of, goes_by_name, is_definition
 
 FUNCTIONS_KEPT = 128
-NAMESAKES_KEPT = 8  # definitions of one name
+NAMESAKES_KEPT = 64  # definitions of one name
 GlobalName = tuple[Space, str, bool]  # the globals, the name, and whether code binds it
 
 
@@ -126,7 +126,7 @@ class _DefinitionReducer(Reducer):
 
     def refer_to(self, obj: Any) -> Any:
         self.definitions[id(obj)] = obj
-        return receiving.definition, (keys.of(obj) or keys.add(obj),)
+        return receiving.definition, (keys.of_or_add(obj),)
 
     def globals_read(self, names: Sequence[GlobalName]) -> None:
         self.names.update(dict.fromkeys(names))
@@ -216,24 +216,24 @@ class _CallReducer(Reducer):
         """Return the definitions and globals that a result of the call may refer to."""
         return [*(record.obj for record in self.needed.values()), *self.spaces, *{space for space, _ in self.met}]
 
-    def prepare_arguments(self, environment: Handle | None = None) -> tuple[Any, ...]:
+    def prepare_arguments(self) -> tuple[Any, ...]:
         """Return the arguments with which a worker calls `prepare` before the call."""
         records = sorted(self.needed.items(), key=_order)
-        needed = [] if environment is None else [Needed(ENVIRONMENT, environment.number, (), ())]
+        needed = []
         for identity, record in records:
             first = [keys.of(other) or "" for other in record.first]
             needed.append(Needed(record.key, record.handle.number, first, self.bound.get(identity, ())))
         return self.constants, needed
 
 
-class _Prepare:
-    """Calls `prepare` as its pickle is read."""
+class _First:
+    """What a worker does before it reads the call: its pickle calls ``function(*arguments)``."""
 
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
-        self._arguments = arguments
+    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+        self._reduced = function, arguments
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return receiving.prepare, self._arguments
+        return self._reduced
 
 
 class _Kept:
@@ -247,6 +247,7 @@ class _Kept:
         self._records = list(call.needed.values())
         self.alive = call.alive()
         self._function = fn
+        self._globals = getattr(fn, "__globals__", None)
         self._is_definition = id(fn) in call.needed
         self._parts = _parts(fn)
         values: dict[int, tuple[dict[str, Any], list[str], list[Any]]] = {}
@@ -262,9 +263,12 @@ class _Kept:
         """Return whether ``fn`` does what this function does, and nothing that it refers to has been bound anew."""
         if environment is not self._environment:
             return False
-        if fn is not self._function:
-            if self._is_definition or fn.__globals__ is not self._function.__globals__:
+        if self._is_definition:
+            if fn is not self._function:
                 return False
+        elif fn is not self._function and getattr(fn, "__globals__", None) is not self._globals:
+            return False
+        else:
             parts = _parts(fn)
             if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
                 return False
@@ -309,7 +313,7 @@ class Packer:
         name = name or call_name(fn)
         with self.lock:
             if self._process_environment.changed():
-                self._environment = self._keep(dumps((self._process_environment,)), "process environment")
+                self._environment = self._keep(dumps(self._process_environment), "process environment")
             environment = self._environment
             kept = self._kept(fn)
         if kept and (atoms := dump_atoms((None, args, kwargs)) if args or kwargs else _NO_ARGUMENTS):
@@ -319,8 +323,10 @@ class Packer:
         call = _CallReducer(self)
         packed = call.pack((None if kept else fn, args, kwargs), functools.partial(_call_parts, fn, args, kwargs))
         handles = [*call.handles, *_handles_of(call, environment)]
-        if handles or call.constants:
-            packed = packed.after(_DefinitionReducer().pack(_Prepare(call.prepare_arguments(environment))))
+        if call.needed or call.constants:
+            packed = packed.after(_DefinitionReducer().pack(_First(receiving.prepare, *call.prepare_arguments())))
+        if environment is not None:
+            packed = packed.after(dumps(_First(receiving.adopt_environment, environment.number)))
         self._warn_of_reloads(call.users_modules)
         _warn_of_copied_parameters(call)
         if kept:
@@ -365,6 +371,7 @@ class Packer:
         """The pool has ended."""
         self.files.close()
         self._functions.clear()
+        self._environment = None
         self._definitions.clear()
         self._namesakes.clear()
 
@@ -374,7 +381,7 @@ class Packer:
         self._on_forgotten()
 
     def _define(self, obj: Any) -> Definition:
-        key = keys.of(obj) or keys.add(obj)
+        key = keys.of_or_add(obj)
         first: list[Any] = []
         if isinstance(obj, type):
             first = [each for each in (*obj.__bases__, type(obj)) if not goes_by_name(each) and is_definition(each)]
@@ -408,8 +415,9 @@ class Packer:
         can_stay = id(fn) in call.needed or is_constant(fn) or _is_plain_function(fn)
         if not can_stay or call.has_data or call.handles or packed.buffers or packed.shared:
             return _NOT_KEPT
-        before = _DefinitionReducer().pack(call.prepare_arguments(self._environment))
-        handle = self._keep(dumps(KeptFunction(before.pickle, packed.pickle)), "function")
+        before = _DefinitionReducer().pack(call.prepare_arguments())
+        environment = self._environment.number if self._environment else 0
+        handle = self._keep(dumps(KeptFunction(environment, before.pickle, packed.pickle)), "function")
         return _Kept(fn, call, [handle, *_handles_of(call, self._environment)], self._environment)
 
     def _warn_of_reloads(self, modules: Mapping[str, types.ModuleType]) -> None:
@@ -519,7 +527,6 @@ def _call_parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 _CALLED_ONCE = "called once"
 _NOT_KEPT = "not kept, as it refers to data"
-ENVIRONMENT = "environment"  # the key of the process environment among the definitions
 _MISSING = itertools.repeat(Missing)
 _numbers = itertools.count(1)
 _NOTHING, _NO_ARGUMENTS = Payload(Packed(b""), Files()), dumps((None, (), {}))

@@ -23,7 +23,7 @@ import numpy
 import torch
 
 from ..pickling import Pickler, make_cached, module_with
-from ..process_environment import INSTALLED
+from ..process_environment import INSTALLED, working_directory
 from . import globals as receiving
 from .globals import Space, keys, spaces
 
@@ -38,7 +38,7 @@ def is_importable(name: str) -> bool:
     an import of this name would load.
     """
     global _looked_up_on
-    path = [*sys.path, os.getcwd() if "" in sys.path else ""]
+    path = [*sys.path, working_directory() if "" in sys.path else ""]
     if path != _looked_up_on:
         _importable.clear()
         _looked_up_on = path
@@ -165,15 +165,17 @@ def _submodules(packages: Iterable[str], attributes: frozenset[str]) -> list[str
 
 
 def space_of(names: dict[str, Any], module: types.ModuleType | None = None) -> Space:
-    """Return the space of a dict of globals."""
-    space = spaces.get(id(names))
-    if space is None:
-        own_module = sys.modules.get(str(names.get("__name__")))
-        if own_module is not None and vars(own_module) is names:
-            module = own_module
-        space = spaces[id(names)] = Space(module, names)
-        keys.add(space)
-    return space
+    """Return the space of a dict of globals. That of a module of `sys.modules` lives on."""
+    with keys.lock:
+        space = spaces.get(id(names))
+        if space is None:
+            own_module = sys.modules.get(str(names.get("__name__")))
+            is_modules = own_module is not None and vars(own_module) is names
+            space = spaces[id(names)] = Space(own_module if is_modules else module, names)
+            keys.add(space)
+            if is_modules:
+                _spaces_of_modules.append(space)
+        return space
 
 
 # What is a definition
@@ -222,6 +224,8 @@ def _holds_tensors(fn: types.FunctionType) -> bool:
 def is_stateless(obj: Any) -> bool:
     """Return whether ``obj`` is good for nothing but its identity: an instance of a class that keeps nothing in it."""
     kind = type(obj)
+    if kind is object:
+        return True
     if getattr(obj, "__dict__", None) or not kind.__flags__ & HEAP_TYPE:
         return False
     if any(getattr(kind, name) is not getattr(object, name) for name in ("__reduce_ex__", "__reduce__")):
@@ -239,7 +243,7 @@ def contents_of(cell: types.CellType) -> Any:
         return receiving.Missing
 
 
-IDENTITIES: set[type] = {object, typing.NewType, typing.ParamSpec, typing.TypeVar, typing.TypeVarTuple}
+IDENTITIES: set[type] = {typing.NewType, typing.ParamSpec, typing.TypeVar, typing.TypeVarTuple}
 _CHANGES_IN_PLACE = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, numpy.ndarray)
 HEAP_TYPE = 1 << 9
 
@@ -292,8 +296,11 @@ class _Attributes:
 class Reducer(Pickler):
     """Pickles functions, classes and modules: by name what an import finds, by key a definition, by value the rest.
 
-    A subclass says what is to become of a definition, and of the globals that functions read.
+    A subclass says what is to become of a definition, and of the globals that functions read: `AnswerReducer`, and in
+    `packer` that of a call and that of a definition.
     """
+
+    is_call = True  # it goes to a worker
 
     def __init__(self, share: bool = True) -> None:
         super().__init__(share)
@@ -335,7 +342,7 @@ class Reducer(Pickler):
                 return NotImplemented
             if (name := name_of_sentinel(obj)) is not None:
                 return name
-            if is_definition(obj):
+            if is_definition(obj, is_global=kind is object and bool(self.by_value)):
                 return self.refer_to(obj) or self._reduce_other(obj)
         return self._reduce_other(obj)
 
@@ -361,7 +368,7 @@ class Reducer(Pickler):
             self.note_module(module)
             return NotImplemented
         if id(fn) in self.by_value:
-            return self._function(fn, keys.of(fn) or keys.add(fn))
+            return self._function(fn, keys.of_or_add(fn))
         method = None if self.by_value else self._method_of_class(fn)  # a class that is being made may lack it yet
         if method is not None:
             return receiving.method_of, method
@@ -443,12 +450,13 @@ class Reducer(Pickler):
 
     def _class(self, cls: type) -> Any:
         self.by_value.add(id(cls))
-        slots = [name for name, value in vars(cls).items() if _is_slot(value, cls)]
-        attributes = {name: value for name, value in vars(cls).items() if name not in (*NOT_COPIED, *slots)}
+        own = dict(vars(cls))
+        slots = [name for name, value in own.items() if _is_slot(value, cls)]
+        attributes = {name: value for name, value in own.items() if name not in (*NOT_COPIED, *slots)}
         fixed = {name for name in attributes if _is_fixed(type(cls), name)}
         body = {name: value for name, value in attributes.items() if name in fixed or type(value) in _PLAIN}
         body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        if "__slots__" in vars(cls):
+        if "__slots__" in own:
             body["__slots__"] = slots
         annotations = attributes.get("__annotations__") or {}
         module = sys.modules.get(cls.__module__)
@@ -461,7 +469,7 @@ class Reducer(Pickler):
         others = {name: value for name, value in later.items() if name not in functions}
         virtual = virtual_subclasses(cls) if isinstance(cls, abc.ABCMeta) else []
         state = (_Attributes(cls, functions), _Attributes(cls, others)), list(attributes), virtual
-        args = keys.of(cls) or keys.add(cls), type(cls), cls.__name__, cls.__bases__, body
+        args = keys.of_or_add(cls), type(cls), cls.__name__, cls.__bases__, body
         return receiving.make_class, args, state, None, None, receiving.complete_class
 
     def _reduce_member(self, member: enum.Enum) -> Any:
@@ -498,7 +506,7 @@ class Reducer(Pickler):
             return receiving.space_of_module, (space.names["__name__"],)
         self.spaces.append(space)
         name = str(space.names.get("__name__", "globals"))
-        is_only_here = space.module is not None and sys.modules.get(name) is space.module and not _goes_by_value(name)
+        is_only_here = self.is_call and sys.modules.get(name) is space.module is not None and not _goes_by_value(name)
         basics = {each: space.names[each] for each in _BASICS if isinstance(space.names.get(each), str | list)}
         return receiving.space_of, (keys.of(space), name, is_only_here, basics)
 
@@ -527,6 +535,8 @@ class Reducer(Pickler):
 
 class AnswerReducer(Reducer):
     """Pickles what goes back to the process that sent the call: it has the definitions and the globals that it sent."""
+
+    is_call = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -604,7 +614,7 @@ def nothing(obj: Any, state: Any) -> None:
 
 
 _Cached = functools._lru_cache_wrapper
-FOUND_BY_NAME = {_Cached, *IDENTITIES} - {object}
+FOUND_BY_NAME = {_Cached, *IDENTITIES}
 _ANNOTATIONS = "__annotate__" if sys.version_info >= (3, 14) else "__annotations__"
 _ATTRIBUTES = (
     "__qualname__",
@@ -621,3 +631,4 @@ NOT_COPIED = {"__module__", "_abc_impl", "__slotnames__", "__annotations_cache__
 _PLAIN = {type(None), bool, int, float, complex, str, bytes}
 _FUNCTION_KINDS = (types.FunctionType, classmethod, staticmethod, property)
 _numbers = itertools.count(1)
+_spaces_of_modules: list[Space] = []

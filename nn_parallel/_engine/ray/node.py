@@ -30,7 +30,7 @@ from ..pool.pool_store import PoolStore
 from ..pool.processes import Settings
 from ..pool.tasks import Answer, Item, Mapped, Run
 from ..pool.worker import CANCELLED, FAILED
-from ..process_environment import AdoptedEnvironment
+from ..process_environment import adopt
 from ..ranks.stop_signals import ask_to_stop
 from ..tracebacks import format_traceback
 from .messages import Call, Told, arrived, ending, received, to_send
@@ -74,7 +74,7 @@ class RayNode:
         """
         import ray
 
-        AdoptedEnvironment({}, directory, path, is_elsewhere=True)
+        adopt({}, directory, path, is_elsewhere=True)
         sys.argv[:] = argv
         devices = [torch.device("cpu")] * len(ranks)
         if gpus:

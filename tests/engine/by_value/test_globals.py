@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -438,6 +439,25 @@ def test_what_comes_back(what: str, main: dict[str, Any]) -> None:
     """It refers to what the script has, and changes nothing there."""
     definitions, lines, printed = RETURNS[what]
     assert values(main, definitions, lines) == printed
+
+
+def test_an_answer_replaces_no_module_of_the_script(main: dict[str, Any]) -> None:
+    """A task makes a module of a name that the script has, too."""
+    definitions = """
+import types
+plugin_of_test = types.ModuleType("plugin_of_test")
+sys.modules["plugin_of_test"] = plugin_of_test
+def make():
+    module = types.ModuleType("plugin_of_test")
+    sys.modules["plugin_of_test"] = module
+    exec("class Item: pass\\ndef f(): return Item()", vars(module))
+    return module.f
+"""
+    lines = ["type(call(make)()).__name__", "sys.modules['plugin_of_test'] is plugin_of_test"]
+    try:
+        assert values(main, definitions, lines) == "Item True"
+    finally:
+        del sys.modules["plugin_of_test"]
 
 
 def test_classes_of_packages(main: dict[str, Any]) -> None:

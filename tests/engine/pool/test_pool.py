@@ -256,6 +256,7 @@ def interrupter() -> Iterator[Callable[[float], None]]:
 @pytest.fixture
 def _no_collector_callbacks() -> Iterator[None]:
     """An exception in one is lost, Ctrl-C too, and hypothesis has one."""
+    gc.collect()  # nor is there garbage of earlier tests, whose weak references have callbacks
     callbacks = gc.callbacks[:]
     gc.callbacks.clear()
     yield
