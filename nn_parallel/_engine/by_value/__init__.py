@@ -12,27 +12,39 @@ things do not work then:
 - *Hooks.* A class is made by its metaclass and then filled. ``__init_subclass__`` and the metaclass run a second
   time, on an empty class and without their arguments.
 
-What does not work either is to make that good by guesses: to know a namespace by its name (each class of attrs has
-one without), a class by its qualified name (`def f(): class A` has many), or a change by comparing pickles. So there
-is one rule, and everything in this package serves it:
+Three guesses do not repair this: to know a namespace by its name (each class of attrs has one without), a class by
+its qualified name (one function may make many), and a change by comparing pickles. So there is one rule, and
+everything in this package serves it:
 
     *What a fresh interpreter would import is sent by name. Definitions of the script are sent once, and again after
     the script has bound something in them anew. All else is data, and comes with each call.*
 
 How it is done:
 
-- `reducer` decides. By name goes what an import is known to find: the finders of `sys.meta_path` are asked, and must
-  name the file that the script has. A class, a function that a global has under the function's own name, and the like
-  are *definitions*. Each has a key, the same in all processes, in both directions.
+- `reducer` decides. A function, class or module is sent by name only if the finders of `sys.meta_path` lead to the
+  file that the script has, or if it is installed with Python. A class, a function that a global has under the
+  function's own name, and the like are *definitions*. Each has a key, the same in all processes, in both directions.
 - `packer` has a record of each definition that was sent: what it was made of, the definitions that it refers to, and
-  the globals that its code reads (by its bytecode: `reducer.names_in`). It is current as long as all that it was made
-  of are the same objects. A call walks from its function along these records: so it knows which definitions it needs,
-  and which globals. Those that cannot change without being bound anew (numbers, modules, definitions) go into a
-  header. Data goes into the pickle of the arguments, so that what is one object stays one.
-- `globals` is the worker's side. A dict of globals of the script is a *space*, and has a key too, so identity is that
-  of the dict. A definition that comes again is the same object, changed. A binding has a number, which is another one
-  after the script has bound the name anew: as long as the number is the same, what a task binds stays.
+  the globals that its code reads (by its bytecode: `reducer.names_in`). The record is current as long as all of these
+  are the same objects.
+- `globals` is the worker's side. A dict of globals of the script is a *space*, and has a key too: so identity is that
+  of the dict. A definition that comes again is the same object, changed. Each binding of a global has a number, which
+  changes when the script binds the name anew. While it is the same, the worker keeps what a task has bound.
 
-A function that refers to no data is kept by the workers, ready to be called. Whether it still is what it was takes
-one comparison by ``is`` for each thing that it refers to, and no pickling.
+One call, from the script to the worker:
+
+1. `Packer.pack(fn, args, kwargs)`. If the workers keep ``fn``, and all globals and attributes that it reaches are
+   still the same objects, only its number and the arguments are sent.
+2. Else `_CallReducer` pickles ``(fn, args, kwargs)``. Where it meets a definition or a function, it walks from there
+   along the records, and packs definitions that are new or have changed (`Packer.definition`). Each becomes a
+   `Handle`, whose pickle is sent to each worker once, before the first call that needs it.
+3. Of the globals that are reached, those that cannot change without being bound anew (numbers, modules, definitions)
+   go into a pickle before that of the call: `prepare`. Data goes into the pickle of the call itself, as a `Binding`,
+   so that what is one object stays one.
+4. In the worker `keep` stores the pickles of definitions as they arrive. As the call is read, `prepare` binds the
+   constants, makes or changes the definitions and binds these; then the rest is read, which binds the data.
+5. `AnswerReducer` pickles the result. What came from the script goes by its key, so the script finds its own object.
+
+A record keeps its definition alive in the parent, and its handle the copy in the workers. `PackedCall.alive` holds
+what a result may refer to until that has been rebuilt.
 """

@@ -95,7 +95,7 @@ class Space:
         self.module = module
         self.names = names
         self.sent: dict[str, tuple[int, Any]] = {}  # the last binding of each name: its number, and the value
-        self.imported: dict[str, tuple[int, str | None, bool]] = {}  # see `Binding`
+        self.imported: dict[str, tuple[int, str | None, bool]] = {}  # see `_CallReducer._as_imported`
         self.received: dict[str, tuple[int, Any]] = {}
 
 
@@ -103,7 +103,7 @@ class Needed(NamedTuple):
     """A definition that a call needs."""
 
     key: str
-    number: int  # of the version: under this number the worker was sent the pickle
+    number: int  # the version: the number of the handle whose pickle makes it
     first: Sequence[str]  # definitions that must be there before this one can be made, such as the bases of a class
     names: Sequence[tuple[Space, str, int]]  # the globals that are bound to it, and the numbers of these bindings
 
@@ -177,6 +177,8 @@ def adopt_environment(number: int) -> None:
 def prepare(constants: Iterable[tuple[Space, str, int, Any]], needed: Sequence[Needed]) -> None:
     """Bring the globals and definitions to the state that a call was made with.
 
+    The first pickle of a call calls this as it is read, before the arguments are; for a function that is kept it is
+    called before the function is. All definitions of which the worker lacks the version have been stored by `keep`.
     Constants come first: to rebuild a definition may run code of the user's, which reads them.
     """
     for constant in constants:
@@ -188,7 +190,11 @@ def prepare(constants: Iterable[tuple[Space, str, int, Any]], needed: Sequence[N
 
 
 def definition(key: str) -> Any:
-    """Return the definition of this key. If the call has brought a new version, make that first."""
+    """Return the definition of this key. If the call has brought a new version, make that first.
+
+    The bases of a class are made before its own pickle is read. They may refer to it, as a base does that keeps a list
+    of its subclasses: then they have made it, and it is no longer awaited.
+    """
     if key in _awaited:
         for other in _awaited[key].first:
             definition(other)

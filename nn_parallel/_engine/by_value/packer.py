@@ -28,7 +28,7 @@ from ..tracebacks import warn_user
 from . import globals as receiving
 from . import reducer
 from .globals import KeptFunction, Missing, Needed, Space, keys
-from .reducer import Binding, Imported, Reducer, contents_of, goes_by_name, is_definition
+from .reducer import Deferred, Reducer, contents_of, goes_by_name, is_definition
 
 FUNCTIONS_KEPT = 128
 NAMESAKES_KEPT = 64  # definitions of one name
@@ -36,10 +36,10 @@ GlobalName = tuple[Space, str, bool]  # the globals, the name, and whether code 
 
 
 class CallOptions(NamedTuple):
-    """How calls are made, whatever they are."""
+    """Options of all calls of one executor."""
 
     pass_device: bool
-    timeout_s: float | None  # that one may take on a worker, from when it begins there
+    timeout_s: float | None  # seconds that a call may take on a worker, from when it begins there
 
 
 class Handle:
@@ -86,7 +86,7 @@ class PackedCall:
         return cls(name, options, _NOTHING, [])
 
     def release(self) -> None:
-        """It is over: what was sent with it is not needed any more, but for the classes of a result not yet rebuilt."""
+        """Drop what only the workers needed; `alive` stays for a result that has not been rebuilt yet."""
         self.handles, self.payload = [], _NOTHING
 
 
@@ -154,7 +154,7 @@ class _CallReducer(Reducer):
         reference = receiving.definition, (keys.of(obj),)
         return (*reference, bindings, None, None, reducer.nothing) if bindings else reference
 
-    def globals_read(self, names: Sequence[GlobalName]) -> list[Binding]:
+    def globals_read(self, names: Sequence[GlobalName]) -> list[Deferred]:
         return self._reach([], names)
 
     def _reduce_handle(self, handle: Handle) -> Any:
@@ -166,9 +166,12 @@ class _CallReducer(Reducer):
 
     REDUCERS: ClassVar = {**Reducer.REDUCERS, Handle: _reduce_handle}
 
-    def _reach(self, definitions: Iterable[Any], names: Iterable[GlobalName]) -> list[Binding]:
-        """Note all definitions and globals that these refer to, and these to in turn; return the bindings of data."""
-        data: list[Binding] = []
+    def _reach(self, definitions: Iterable[Any], names: Iterable[GlobalName]) -> list[Deferred]:
+        """Note all definitions and globals that these refer to, and these to in turn; return the bindings of data.
+
+        Data is returned as it goes into the pickle of the call; constants and definitions go into the one before.
+        """
+        data: list[Deferred] = []
         pending = list(definitions)
         pending_names = list(names)
         with self._packer.lock:
@@ -184,7 +187,7 @@ class _CallReducer(Reducer):
                     pending += self._resolve(*pending_names.pop(), data)
         return data
 
-    def _resolve(self, space: Space, name: str, is_bound_by_code: bool, data: list[Binding]) -> list[Any]:
+    def _resolve(self, space: Space, name: str, is_bound_by_code: bool, data: list[Deferred]) -> list[Any]:
         """Note what a global stands for: a constant, a definition, which is returned, or data."""
         if (space, name) in self.met or name == "__builtins__":
             return []
@@ -201,7 +204,8 @@ class _CallReducer(Reducer):
             self.bound.setdefault(id(value), []).append((space, name, number))
             return [value]
         self.has_data = True
-        data.append(Binding(space, name, number, self._as_imported(space, name, number, value)))
+        value = self._as_imported(space, name, number, value)
+        data.append(Deferred(receiving.bind, space, name, number, value))
         return []
 
     def _as_imported(self, space: Space, name: str, number: int, value: Any) -> Any:
@@ -210,7 +214,9 @@ class _CallReducer(Reducer):
             module = reducer.module_that_holds(name, value)
             space.imported[name] = number, module, module is not None and self._can_pickle(value)
         _, module, is_picklable = space.imported[name]
-        return value if module is None else Imported(module, name, value if is_picklable else Missing)
+        if module is None:
+            return value
+        return Deferred(receiving.imported, module, name, value if is_picklable else Missing)
 
     def alive(self) -> list[Any]:
         """Return the definitions and globals that a result of the call may refer to."""
@@ -224,16 +230,6 @@ class _CallReducer(Reducer):
             first = [keys.of(other) or "" for other in record.first]
             needed.append(Needed(record.key, record.handle.number, first, self.bound.get(identity, ())))
         return self.constants, needed
-
-
-class _First:
-    """What a worker does before it reads the call: its pickle calls ``function(*arguments)``."""
-
-    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
-        self._reduced = function, arguments
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._reduced
 
 
 class _Kept:
@@ -307,6 +303,10 @@ class Packer:
     ) -> PackedCall:
         """Return the call as it is sent; ``name`` is told in errors.
 
+        It is several pickles in one message: of `adopt_environment` if that has changed, of `prepare`, and of
+        ``(fn, args, kwargs)``, where ``fn`` is None if the workers keep it. What the handles of the call stand for is
+        sent before.
+
         Raises:
             TransferError: it cannot be pickled.
         """
@@ -324,9 +324,9 @@ class Packer:
         packed = call.pack((None if kept else fn, args, kwargs), functools.partial(_call_parts, fn, args, kwargs))
         handles = [*call.handles, *_handles_of(call, environment)]
         if call.needed or call.constants:
-            packed = packed.after(_DefinitionReducer().pack(_First(receiving.prepare, *call.prepare_arguments())))
+            packed = packed.after(_DefinitionReducer().pack(Deferred(receiving.prepare, *call.prepare_arguments())))
         if environment is not None:
-            packed = packed.after(dumps(_First(receiving.adopt_environment, environment.number)))
+            packed = packed.after(dumps(Deferred(receiving.adopt_environment, environment.number)))
         self._warn_of_reloads(call.users_modules)
         _warn_of_copied_parameters(call)
         if kept:
@@ -508,7 +508,7 @@ def _number_of_binding(space: Space, name: str, value: Any) -> int:
 
 
 def _order(item: tuple[int, Definition]) -> int:
-    """Order definitions: functions first, as they may be needed to rebuild what classes hold."""
+    """Order definitions: functions first, as what classes hold may be rebuilt by them and finds them bound."""
     obj = item[1].obj
     return 0 if isinstance(obj, types.FunctionType) else 1 if isinstance(obj, type) else 2
 

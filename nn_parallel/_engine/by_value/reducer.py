@@ -222,7 +222,7 @@ def _holds_tensors(fn: types.FunctionType) -> bool:
 
 
 def is_stateless(obj: Any) -> bool:
-    """Return whether ``obj`` is good for nothing but its identity: an instance of a class that keeps nothing in it."""
+    """Return whether ``obj`` carries no state, so that only its identity matters."""
     kind = type(obj)
     if kind is object:
         return True
@@ -251,27 +251,14 @@ HEAP_TYPE = 1 << 9
 # The pickler
 
 
-class Binding:
-    """A global and its value, in a pickle: it is bound as the pickle is read."""
+class Deferred:
+    """A call in a pickle. It is made as the pickle is read, and what it returns stands in the place of this object."""
 
-    def __init__(self, space: Space, name: str, number: int, value: Any) -> None:
-        self.space = space
-        self.name = name
-        self.number = number
-        self.value = value
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._reduced = function, arguments
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return receiving.bind, (self.space, self.name, self.number, self.value)
-
-
-class Imported:
-    """An object that the script has imported, in a pickle: the receiver takes the module's own, or a copy."""
-
-    def __init__(self, module: str, name: str, value: Any) -> None:
-        self._arguments = module, name, value
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return receiving.imported, self._arguments
+        return self._reduced
 
 
 def module_that_holds(name: str, value: Any) -> str | None:
@@ -280,17 +267,6 @@ def module_that_holds(name: str, value: Any) -> str | None:
         if getattr(module, "__dict__", {}).get(name) is value and is_importable(module_name):
             return module_name
     return None
-
-
-class _Attributes:
-    """Some attributes of a class, in the pickle of that class: they are set as the pickle is read."""
-
-    def __init__(self, cls: type, attributes: dict[str, Any]) -> None:
-        self._cls = cls
-        self._attributes = attributes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return receiving.set_attributes, (self._cls, self._attributes)
 
 
 class Reducer(Pickler):
@@ -468,7 +444,8 @@ class Reducer(Pickler):
         functions = {name: value for name, value in later.items() if isinstance(value, _FUNCTION_KINDS)}
         others = {name: value for name, value in later.items() if name not in functions}
         virtual = virtual_subclasses(cls) if isinstance(cls, abc.ABCMeta) else []
-        state = (_Attributes(cls, functions), _Attributes(cls, others)), list(attributes), virtual
+        parts = [Deferred(receiving.set_attributes, cls, part) for part in (functions, others)]
+        state = parts, list(attributes), virtual
         args = keys.of_or_add(cls), type(cls), cls.__name__, cls.__bases__, body
         return receiving.make_class, args, state, None, None, receiving.complete_class
 
@@ -551,11 +528,11 @@ class AnswerReducer(Reducer):
         key = keys.of(obj)
         return (receiving.definition, (key,)) if receiving.is_known_to_sender(key) else None
 
-    def globals_read(self, names: Sequence[tuple[Space, str, bool]]) -> list[Binding]:
+    def globals_read(self, names: Sequence[tuple[Space, str, bool]]) -> list[Deferred]:
         """Send the values of globals in a dict that a task has made."""
         own = {(space, name) for space, name, _ in names if keys.is_own(space) and name in space.names} - self._bound
         self._bound |= own
-        return [Binding(space, name, next(_numbers), space.names[name]) for space, name in own]
+        return [Deferred(receiving.bind, space, name, next(_numbers), space.names[name]) for space, name in own]
 
 
 def _is_imported(space: Space) -> bool:
