@@ -529,12 +529,12 @@ def test_a_notebook_s_newest_definition_counts() -> None:
         "print(ex.run(f), ex.run(lambda a: isinstance(a, A), A()))",
         "def g(): return 3",
         "print(ex.run(f))",
-        "seen = []",
+        "seen = [0]",
         "print(ex.run(f))",
         "ex.shutdown()",
     ]
     printed = [text.strip() for text, error in run_cells(*cells) if error is None]
-    assert printed == ["", "", "[(1, 1)] [(1, 2)]", "", "[(2, 3)] [True]", "", "[(3, 4)]", "", "[(3, 1)]", ""]
+    assert printed == ["", "", "[(1, 1)] [(1, 1)]", "", "[(2, 1)] [True]", "", "[(3, 1)]", "", "[(3, 2)]", ""]
 
 
 def test_a_module_that_is_sent_by_value(main: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
