@@ -6,8 +6,10 @@ import gc
 import json
 import os
 import signal
+import sys
 import threading
 import time
+import types
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -28,6 +30,7 @@ from tests.support import laboratory
 from tests.support.laboratory import Node
 from tests.support.processes import abandoned_in_shared_memory
 from tests.support.ranks import AnyRanks, Ranks, launched, trim
+from tests.support.scripts import HEADER
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -82,6 +85,16 @@ def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[object], request
 SETTLE_WITHIN_S = 5.0
 SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # the latter with torch's first optimizer
 SHARED = pytest.StashKey[dict[str, object]]()  # the values of fixtures that outlive a test, by their name
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Yield the names of a new ``__main__``, so that no script of its own has to be started for each test."""
+    module = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    exec(HEADER, vars(module))
+    yield vars(module)
+    vars(module).clear()  # pytest holds the dict longer, and what it refers to may hold files
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-LEVELS = 20  # of a path at most: what is nested deeper is told by what it is in
+LEVELS = 20  # The search goes no deeper, and names the object at this depth.
 
 
 def find_unpicklable(parts: Mapping[str, Any], can_be_pickled: Callable[[Any], bool]) -> tuple[str, Any]:

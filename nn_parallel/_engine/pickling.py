@@ -84,7 +84,9 @@ def loads(
         inline = iter(others[len(places) // 2 :])
         while True:  # several pickles may follow one another: the last one is the object
             unpickler = _Unpickler(file, buffers=inline)
-            unpickler._device, unpickler._shared, unpickler._parts = device, shared, parts
+            unpickler._device = device
+            unpickler._shared = shared
+            unpickler._parts = parts
             result = unpickler.load()
             if file.tell() == file.getbuffer().nbytes:
                 return result

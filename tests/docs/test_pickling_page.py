@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.scripts import HEADER, values
+from tests.support.scripts import values
 
 STEP = """
 def step(m):
@@ -146,18 +145,15 @@ def test_each_row_has_its_test() -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.filterwarnings("ignore:The call has parameters")
-def test_the_row_is_true(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_row_is_true(row: str, main: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines print what the row says."""
-    module: Any = types.ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", module)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "beside_of_test.py").write_text(
         "K, CONFIG, REGISTRY = 1, {'lr': 1}, {}\ndef f(): return K\ndef look_up(x): return REGISTRY.get(x)\n"
     )
-    exec(HEADER, vars(module))
     definitions, lines, printed = ROWS[row]
     try:
-        assert values(vars(module), definitions, lines) == printed
+        assert values(main, definitions, lines) == printed
     finally:
         sys.modules.pop("beside_of_test", None)
 

@@ -1,30 +1,20 @@
-"""What a worker has of the script's process: environment, directory, import path, resource tracker."""
+"""Environment, directory, import path and resource tracker of the script reach its workers."""
 
 from __future__ import annotations
 
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.scripts import HEADER, run_script, values
-
-
-@pytest.fixture
-def main(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the names of a new ``__main__``."""
-    module = types.ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", module)
-    exec(HEADER, vars(module))
-    return vars(module)
+from tests.support.scripts import run_script, values
 
 
 def test_the_environment_the_directory_and_the_path_are_brought_up_to_date(
     main: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the parent changes, and no more: a variable that a task has set stays."""
+    """Only changes of the parent are taken over: a variable that a task has set stays."""
     monkeypatch.chdir(Path.cwd())
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("BY_VALUE_A", "1")

@@ -109,7 +109,7 @@ class Needed(NamedTuple):
 
 
 class Stored:
-    """What was sent beside the calls. It is rebuilt for the first call that needs it."""
+    """An object that was sent beside the calls. It is rebuilt for the first call that needs it."""
 
     def __init__(self, unpack: Unpack) -> None:
         self.unpack = unpack

@@ -70,15 +70,30 @@ class PackedCall:
     """A packed function and its arguments, and the handles of what workers need to have before; these live as long."""
 
     def __init__(
-        self, name: str, options: CallOptions, payload: Payload, handles: list[Handle], function: int = 0
+        self,
+        name: str,
+        options: CallOptions,
+        payload: Payload,
+        handles: list[Handle],
+        function: int = 0,
+        alive: Sequence[Any] = (),
     ) -> None:
-        """``function`` is the number under which the workers keep it; 0: it is in the payload."""
+        """Hold what is sent.
+
+        Args:
+            name: the name of the function, for errors.
+            options: those of the executor.
+            payload: the pickle.
+            handles: what the workers need to have before.
+            function: the number under which the workers keep the function; 0: it is in the payload.
+            alive: definitions and globals that a result may refer to.
+        """
         self.name = name
         self.options = options
         self.payload = payload
         self.handles = handles
         self.function = function
-        self.alive: Sequence[Any] = ()  # definitions and globals that a result may refer to
+        self.alive = alive
 
     @classmethod
     def unsent(cls, name: str, options: CallOptions) -> PackedCall:
@@ -94,21 +109,20 @@ class Definition:
     """A class or function of the script, as the workers have been sent it."""
 
     def __init__(
-        self, obj: Any, key: str, parts: list[Any], packed: _DefinitionReducer, first: Sequence[Any], handle: Handle
+        self, obj: Any, key: str, parts: list[Any], pickler: _DefinitionReducer, first: Sequence[Any], handle: Handle
     ) -> None:
         self.obj = obj
         self.key = key
         self.parts = parts
         self.first = first  # must be there before it can be made
-        self.definitions = [*packed.definitions.values(), *first]
-        self.names = [*packed.names, *filter(None, [reducer.name_of(obj)])]
-        self.users_modules = packed.users_modules
+        self.definitions = [*pickler.definitions.values(), *first]
+        self.names = [*pickler.names, *filter(None, [reducer.name_of(obj)])]
+        self.users_modules = pickler.users_modules
         self.handle = handle
 
     def is_current(self) -> bool:
         """Return whether nothing has been bound anew in it since it was sent."""
-        parts = _parts(self.obj)
-        return len(parts) == len(self.parts) and all(map(operator.is_, parts, self.parts))
+        return _is_made_of(self.obj, self.parts)
 
 
 class _DefinitionReducer(Reducer):
@@ -259,15 +273,10 @@ class _Kept:
         """Return whether ``fn`` does what this function does, and nothing that it refers to has been bound anew."""
         if environment is not self._environment:
             return False
-        if self._is_definition:
-            if fn is not self._function:
-                return False
-        elif fn is not self._function and getattr(fn, "__globals__", None) is not self._globals:
+        if fn is not self._function and (self._is_definition or getattr(fn, "__globals__", None) is not self._globals):
             return False
-        else:
-            parts = _parts(fn)
-            if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
-                return False
+        if not self._is_definition and not _is_made_of(fn, self._parts):
+            return False
         for names, its_names, its_values in self._values:
             if not all(map(operator.is_, map(names.get, its_names, _MISSING), its_values)):
                 return False
@@ -317,9 +326,8 @@ class Packer:
             environment = self._environment
             kept = self._kept(fn)
         if kept and (atoms := dump_atoms((None, args, kwargs)) if args or kwargs else _NO_ARGUMENTS):
-            made = PackedCall(name, options, Payload(atoms, self.files), kept.handles, kept.handle.number)
-            made.alive = kept.alive
-            return made
+            payload = Payload(atoms, self.files)
+            return PackedCall(name, options, payload, kept.handles, kept.handle.number, kept.alive)
         call = _CallReducer(self)
         packed = call.pack((None if kept else fn, args, kwargs), functools.partial(_call_parts, fn, args, kwargs))
         handles = [*call.handles, *_handles_of(call, environment)]
@@ -331,17 +339,16 @@ class Packer:
         _warn_of_copied_parameters(call)
         if kept:
             handles += kept.handles
-        made = PackedCall(name, options, Payload(packed, self.files), handles, kept.handle.number if kept else 0)
-        made.alive = call.alive()
-        return made
+        number = kept.handle.number if kept else 0
+        return PackedCall(name, options, Payload(packed, self.files), handles, number, call.alive())
 
     def put(self, obj: Any) -> Handle:
         """Pack ``obj`` for the workers to keep as long as its handle lives."""
-        packer = _DefinitionReducer()
-        handle = self._keep(packer.pack(obj), type(obj).__qualname__)
-        handle.definitions = list(packer.definitions.values())
-        handle.names = list(packer.names)
-        handle.parameters = packer.parameters
+        pickler = _DefinitionReducer()
+        handle = self._keep(pickler.pack(obj), type(obj).__qualname__)
+        handle.definitions = list(pickler.definitions.values())
+        handle.names = list(pickler.names)
+        handle.parameters = pickler.parameters
         return handle
 
     def definition(self, obj: Any) -> Definition:
@@ -386,9 +393,9 @@ class Packer:
         if isinstance(obj, type):
             first = [each for each in (*obj.__bases__, type(obj)) if not goes_by_name(each) and is_definition(each)]
         parts = _parts(obj)
-        packer = _DefinitionReducer(obj)
-        packed = packer.pack(obj, lambda: {_described(obj): obj})
-        return Definition(obj, key, parts, packer, first, self._keep(packed, "definition"))
+        pickler = _DefinitionReducer(obj)
+        packed = pickler.pack(obj, lambda: {_described(obj): obj})
+        return Definition(obj, key, parts, pickler, first, self._keep(packed, "definition"))
 
     def _keep(self, packed: Packed, what: str) -> Handle:
         handle = Handle(Payload(packed, self.files), what, self)
@@ -479,11 +486,13 @@ def _parts(obj: Any) -> list[Any]:
         if isinstance(registry := vars(obj).get("registry"), types.MappingProxyType):  # `functools.singledispatch`
             held.append(dict(registry))
     elif isinstance(obj, type):
-        parts, held = list(obj.__bases__), [dict(vars(obj))]
+        parts = list(obj.__bases__)
+        held = [dict(vars(obj))]
         if isinstance(obj, abc.ABCMeta):
             parts += reducer.virtual_subclasses(obj)
     else:
-        parts, held = [], [getattr(obj, "__dict__", {})]
+        parts = []
+        held = [getattr(obj, "__dict__", {})]
     for names in held:
         for name, value in list(names.items()):
             # To read the annotations of a class may add an empty dict to it.
@@ -492,12 +501,18 @@ def _parts(obj: Any) -> list[Any]:
     return parts
 
 
+def _is_made_of(obj: Any, parts: list[Any]) -> bool:
+    """Return whether the parts of a definition are still these objects."""
+    now = _parts(obj)
+    return len(now) == len(parts) and all(map(operator.is_, now, parts))
+
+
 def _number_of_binding(space: Space, name: str, value: Any) -> int:
     """Return the number of a binding: another one after the name has been bound to another object."""
     number, last = space.sent.get(name, (0, None))
-    if number and (last() if type(last) is weakref.ref else last) is value and value is not None:
-        return number
-    if number and value is None and last is None:
+    held = last() if type(last) is weakref.ref else last
+    is_gone = held is None and last is not None
+    if number and held is value and not is_gone:
         return number
     number = next(_numbers)
     try:  # what the script has let go of is not to be kept here

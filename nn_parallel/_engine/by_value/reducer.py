@@ -404,7 +404,8 @@ class Reducer(Pickler):
 
     def _reduce_method(self, method: types.MethodType) -> Any:
         """Look it up by its name as usual, but where that would find another one, or none yet."""
-        owner, fn = method.__self__, method.__func__
+        owner = method.__self__
+        fn = method.__func__
         if id(owner) not in self.by_value and getattr(owner, fn.__name__, None) == method:
             return NotImplemented
         return types.MethodType, (fn, owner)

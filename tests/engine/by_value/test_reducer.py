@@ -1,4 +1,4 @@
-"""What goes by name, since an import finds it, and what cannot be sent."""
+"""Objects that an import finds go by name; objects that cannot be sent are named in the error."""
 
 from __future__ import annotations
 
