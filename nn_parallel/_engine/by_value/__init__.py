@@ -27,9 +27,9 @@ How it is done:
 - `packer` has a record of each definition that was sent: what it was made of, the definitions that it refers to, and
   the globals that its code reads (by its bytecode: `reducer.names_in`). The record is current as long as all of these
   are the same objects.
-- `globals` is the worker's side. A dict of globals of the script is a *space*, and has a key too: so identity is that
-  of the dict. A definition that comes again is the same object, changed. Each binding of a global has a number, which
-  changes when the script binds the name anew. While it is the same, the worker keeps what a task has bound.
+- `globals` is the worker's side. A dict of globals of the script is a *namespace*, and has a key too: so identity is
+  that of the dict. A definition that comes again is the same object, changed. Each binding of a global has a number,
+  which changes when the script binds the name anew. While it is the same, the worker keeps what a task has bound.
 
 One call, from the script to the worker:
 

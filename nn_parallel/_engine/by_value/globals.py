@@ -1,9 +1,9 @@
 """The receiving side: the definitions and the globals of another process, as they live in this one.
 
 A *definition* (a class, a function with a name) has a key, the same in every process. A call lists the definitions that
-it needs and the version of each. `prepare` makes what is missing and changes what is old, and `definition` finds it. A
-*space* is one dict of globals. It has a key, too: functions that share their globals there share them here, and `bind`
-is how a value gets into them.
+it needs and the version of each. `prepare` makes what is missing and changes what is old, and `find_definition` finds
+it. A *namespace* is one dict of globals. It has a key, too: functions that share their globals there share them here,
+and `bind` is how a value gets into them.
 
 What this process has defined itself is found by its key and never changed by what arrives. So nothing is ever written
 into the user's script: what comes back to it refers to the script's own classes and globals.
@@ -34,7 +34,7 @@ class Missing:
 
 
 class Keys:
-    """The keys of definitions and spaces, in both directions, as long as these live."""
+    """The keys of definitions and namespaces, in both directions, as long as these live."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Callable[[], Any]] = {}
@@ -84,16 +84,16 @@ class Keys:
                 _attribute_names.pop(key, None)
 
 
-class Space:
+class Namespace:
     """One dict of globals.
 
     In a receiving process it is that of a module, so that `pickle` and `typing.get_type_hints` find there what they
     find in the script.
     """
 
-    def __init__(self, module: types.ModuleType | None, names: dict[str, Any]) -> None:
+    def __init__(self, module: types.ModuleType | None, variables: dict[str, Any]) -> None:
         self.module = module
-        self.names = names
+        self.variables = variables
         self.sent: dict[str, tuple[int, Any]] = {}  # the last binding of each name: its number, and the value
         self.imported: dict[str, tuple[int, str | None, bool]] = {}  # see `_CallReducer._as_imported`
         self.received: dict[str, tuple[int, Any]] = {}
@@ -103,9 +103,9 @@ class Needed(NamedTuple):
     """A definition that a call needs."""
 
     key: str
-    number: int  # the version: the number of the handle whose pickle makes it
-    first: Sequence[str]  # definitions that must be there before this one can be made, such as the bases of a class
-    names: Sequence[tuple[Space, str, int]]  # the globals that are bound to it, and the numbers of these bindings
+    version: int  # the number of the handle whose pickle makes it
+    made_before: Sequence[str]  # the keys of what must be there before it can be made, such as the bases of a class
+    bindings: Sequence[tuple[Namespace, str, int]]  # the globals that are bound to it, and the numbers of the bindings
 
 
 class Stored:
@@ -174,7 +174,7 @@ def adopt_environment(number: int) -> None:
         _environment = number
 
 
-def prepare(constants: Iterable[tuple[Space, str, int, Any]], needed: Sequence[Needed]) -> None:
+def prepare(constants: Iterable[tuple[Namespace, str, int, Any]], needed: Sequence[Needed]) -> None:
     """Bring the globals and definitions to the state that a call was made with.
 
     The first pickle of a call calls this as it is read, before the arguments are; for a function that is kept it is
@@ -184,37 +184,37 @@ def prepare(constants: Iterable[tuple[Space, str, int, Any]], needed: Sequence[N
     for constant in constants:
         bind(*constant)
     _awaited.clear()
-    _awaited.update((each.key, each) for each in needed if _versions.get(each.key) != each.number)
-    for each in needed:
-        _bind_definition(each, definition(each.key))
+    _awaited.update((each.key, each) for each in needed if _versions.get(each.key) != each.version)
+    for one in needed:
+        _bind_definition(one, find_definition(one.key))
 
 
-def definition(key: str) -> Any:
+def find_definition(key: str) -> Any:
     """Return the definition of this key. If the call has brought a new version, make that first.
 
     The bases of a class are made before its own pickle is read. They may refer to it, as a base does that keeps a list
     of its subclasses: then they have made it, and it is no longer awaited.
     """
     if key in _awaited:
-        for other in _awaited[key].first:
-            definition(other)
+        for earlier in _awaited[key].made_before:
+            find_definition(earlier)
     needed = _awaited.pop(key, None)
     if needed is not None:  # what must be there first may have made this one, too
-        store = stored[needed.number]
+        store = stored[needed.version]
         store.definition = made = store.unpack()
         if keys.of(made) is None:
             keys.add(made, key)
-        _versions[key] = needed.number
+        _versions[key] = needed.version
         _bind_definition(needed, made)
-    found = keys.find(key)
-    if found is None:
+    definition = keys.find(key)
+    if definition is None:
         raise LookupError("a class or function of the other process is gone in this one")
-    return found
+    return definition
 
 
 def _bind_definition(needed: Needed, made: Any) -> None:
-    for space, name, number in needed.names:
-        bind(space, name, number, made)
+    for namespace, name, number in needed.bindings:
+        bind(namespace, name, number, made)
 
 
 def is_known_to_sender(key: str | None) -> bool:
@@ -226,7 +226,7 @@ def is_known_to_sender(key: str | None) -> bool:
 
 
 def make_function(
-    key: str | None, code: types.CodeType, space: Space, name: str, cells: Sequence[types.CellType | None]
+    key: str | None, code: types.CodeType, namespace: Namespace, name: str, cells: Sequence[types.CellType | None]
 ) -> types.FunctionType:
     """Return the function of this key with this code. `complete_function` adds the rest.
 
@@ -238,7 +238,7 @@ def make_function(
             known.__code__ = code
         return known
     closure = tuple(types.CellType() if cell is None else cell for cell in cells)
-    made = types.FunctionType(code, space.names, name, None, closure or None)
+    made = types.FunctionType(code, namespace.variables, name, None, closure or None)
     if key is not None:
         keys.add(made, key)
     return made
@@ -330,10 +330,10 @@ def member_of(cls: Any, name: str) -> Any:
 def _native(metaclass: type, method: str) -> Callable[..., Any]:
     """Return ``__new__`` or ``__setattr__`` of a metaclass, past what is written in Python but for `abc.ABCMeta`."""
     for base in metaclass.__mro__:
-        found = vars(base).get(method)
-        if isinstance(found, types.BuiltinFunctionType | types.WrapperDescriptorType):
-            return found
-        if found is not None and base is abc.ABCMeta:
+        function = vars(base).get(method)
+        if isinstance(function, types.BuiltinFunctionType | types.WrapperDescriptorType):
+            return function
+        if function is not None and base is abc.ABCMeta:
             return getattr(base, method)  # type: ignore[no-any-return]
     raise AssertionError("`type` has both")
 
@@ -365,40 +365,41 @@ def _no_init_subclass(bases: tuple[type, ...]) -> Iterator[None]:
 # Globals
 
 
-def space_of(key: str, name: str, is_only_here: bool, basics: dict[str, Any]) -> Space:
-    """Return the space of this key.
+def namespace_of(key: str, name: str, is_only_here: bool, module_attributes: dict[str, Any]) -> Namespace:
+    """Return the namespace of this key.
 
     Args:
         key: the key.
         name: the name of the module.
         is_only_here: the module is in `sys.modules` of the sending process, and no import finds it: so it is put into
             `sys.modules` of this process. The globals of ``__main__`` become those of this ``__main__``.
-        basics: ``__package__``, ``__file__`` and the like.
+        module_attributes: ``__package__``, ``__file__`` and the like.
     """
-    found: Space | None = keys.find(key)
-    if found is None:
+    namespace: Namespace | None = keys.find(key)
+    if namespace is None:
         module = sys.modules.get(name) if name == "__main__" else None
-        if module is None or not is_only_here or id(vars(module)) in spaces:  # another one has been replaced by this
+        was_received = module is not None and id(vars(module)) in namespaces  # it is of a module that this one replaces
+        if module is None or was_received or not is_only_here:
             module = types.ModuleType(name)
         if is_only_here:
             sys.modules[name] = module
-        found = Space(module, vars(module))
-        found.names.update(basics, __builtins__=builtins)
-        _spaces.append(found)
-        keys.add(found, key)
-        spaces[id(found.names)] = found
-    return found
+        namespace = Namespace(module, vars(module))
+        namespace.variables.update(module_attributes, __builtins__=builtins)
+        _received_namespaces.append(namespace)
+        keys.add(namespace, key)
+        namespaces[id(namespace.variables)] = namespace
+    return namespace
 
 
-def space_of_module(name: str) -> Space:
+def namespace_of_module(name: str) -> Namespace:
     """Return the globals of a module that each process imports by itself."""
     module = importlib.import_module(name)
-    return Space(module, vars(module))
+    return Namespace(module, vars(module))
 
 
-def module_of(space: Space) -> types.ModuleType | None:
+def module_of(namespace: Namespace) -> types.ModuleType | None:
     """Return the module whose globals these are."""
-    return space.module
+    return namespace.module
 
 
 def imported(module: str, name: str, copy: Any = Missing) -> Any:
@@ -407,14 +408,14 @@ def imported(module: str, name: str, copy: Any = Missing) -> Any:
     So a registry that the script imports is here the one that its module uses, and a configuration that the script
     imports and then fills is the filled one.
     """
-    found = getattr(importlib.import_module(module), name)
+    own = getattr(importlib.import_module(module), name)
     if copy is Missing:
-        return found
-    unchanged = _unchanged.get((module, name), found)
+        return own
+    unchanged = _unchanged.get((module, name), own)
     if not _is_like(unchanged, copy):
         return copy
     _unchanged.setdefault((module, name), copy)  # tasks may change the module's own
-    return found
+    return own
 
 
 def _is_like(one: Any, other: Any) -> bool:
@@ -428,36 +429,36 @@ def _is_like(one: Any, other: Any) -> bool:
         return False
 
 
-def bind(space: Space, name: str, number: int, value: Any) -> None:
-    """Bind a name in a space, unless a task has bound it since the script did.
+def bind(namespace: Namespace, name: str, number: int, value: Any) -> None:
+    """Bind a name in a namespace, unless a task has bound it since the script did.
 
     Args:
-        space: the globals.
+        namespace: the globals.
         name: the name.
         number: of the binding in the script. It is another one after the script has bound the name anew.
         value: a copy of the script's value, or `Missing`.
     """
-    if keys.is_own(space):
+    if keys.is_own(namespace):
         return
-    names = space.names
-    last_number, last_value = space.received.get(name, (None, Missing))
-    if last_number == number and names.get(name, Missing) is not last_value:
+    variables = namespace.variables
+    last_number, last_value = namespace.received.get(name, (None, Missing))
+    if last_number == number and variables.get(name, Missing) is not last_value:
         return
-    if last_number is None and name in names and not name.startswith("__"):
+    if last_number is None and name in variables and not name.startswith("__"):
         # A task has bound it, by `globals()` or `setattr`: a ``global`` statement is known to the script.
         value = _BOUND_BY_A_TASK
     elif value is Missing:
-        names.pop(name, None)
+        variables.pop(name, None)
     else:
-        names[name] = value
-    space.received[name] = number, value
+        variables[name] = value
+    namespace.received[name] = number, value
 
 
 keys = Keys()
-spaces = weakref.WeakValueDictionary[int, Space]()  # by the identity of their dicts, which they keep alive
+namespaces = weakref.WeakValueDictionary[int, Namespace]()  # by the identity of their dicts, which they keep alive
 stored: dict[int, Stored] = {}  # by the numbers of handles
 _forgotten_before = set[int]()  # the numbers of objects that were to be forgotten before they had arrived
-_spaces: list[Space] = []  # of other processes: functions refer to the dict only, and the space is to live as long
+_received_namespaces: list[Namespace] = []  # kept alive: functions refer to the dict only
 _versions: dict[str, int] = {}  # by the keys of definitions: the number of the version that is here
 _awaited: dict[str, Needed] = {}  # what is to be made before the call begins
 _attribute_names: dict[str, set[str]] = {}  # by the keys of classes: those that came with the class

@@ -27,12 +27,12 @@ from ..ranks.records import call_name
 from ..tracebacks import warn_user
 from . import globals as receiving
 from . import reducer
-from .globals import KeptFunction, Missing, Needed, Space, keys
+from .globals import KeptFunction, Missing, Namespace, Needed, keys
 from .reducer import Deferred, Reducer, contents_of, goes_by_name, is_definition
 
 FUNCTIONS_KEPT = 128
 NAMESAKES_KEPT = 64  # definitions of one name
-GlobalName = tuple[Space, str, bool]  # the globals, the name, and whether code binds it
+GlobalName = tuple[Namespace, str, bool]  # the globals, the name, and whether code binds it
 
 
 class CallOptions(NamedTuple):
@@ -56,7 +56,7 @@ class Handle:
         self.owner = owner
         # What the object refers to is brought up to date by each call that this goes with.
         self.definitions: Sequence[Any] = ()
-        self.names: Sequence[GlobalName] = ()
+        self.globals: Sequence[GlobalName] = ()
         self.parameters: Mapping[int, weakref.ref[Any]] = {}  # of the object, by their identity
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -109,14 +109,20 @@ class Definition:
     """A class or function of the script, as the workers have been sent it."""
 
     def __init__(
-        self, obj: Any, key: str, parts: list[Any], pickler: _DefinitionReducer, first: Sequence[Any], handle: Handle
+        self,
+        obj: Any,
+        key: str,
+        parts: list[Any],
+        pickler: _DefinitionReducer,
+        made_before: Sequence[Any],
+        handle: Handle,
     ) -> None:
         self.obj = obj
         self.key = key
         self.parts = parts
-        self.first = first  # must be there before it can be made
-        self.definitions = [*pickler.definitions.values(), *first]
-        self.names = [*pickler.names, *filter(None, [reducer.name_of(obj)])]
+        self.made_before = made_before  # must be there before it can be made
+        self.definitions = [*pickler.definitions.values(), *made_before]
+        self.globals = [*pickler.globals, *filter(None, [reducer.name_of(obj)])]
         self.users_modules = pickler.users_modules
         self.handle = handle
 
@@ -133,30 +139,30 @@ class _DefinitionReducer(Reducer):
         self._defined = defined
         self.by_value.update(map(id, defined))
         self.definitions: dict[int, Any] = {}
-        self.names: dict[GlobalName, None] = {}
+        self.globals: dict[GlobalName, None] = {}
 
     def another(self) -> _DefinitionReducer:
         return _DefinitionReducer(*self._defined)
 
     def refer_to(self, obj: Any) -> Any:
         self.definitions[id(obj)] = obj
-        return receiving.definition, (keys.of_or_add(obj),)
+        return receiving.find_definition, (keys.of_or_add(obj),)
 
-    def globals_read(self, names: Sequence[GlobalName]) -> None:
-        self.names.update(dict.fromkeys(names))
+    def note_globals(self, names: Sequence[GlobalName]) -> None:
+        self.globals.update(dict.fromkeys(names))
 
 
 class _CallReducer(Reducer):
-    """Pickles a call; collects the definitions that it needs, and binds the globals that are data as they are met."""
+    """Pickles a call; collects the definitions that it needs, and binds the globals that are data."""
 
     def __init__(self, packer: Packer) -> None:
         super().__init__()
         self._packer = packer
         self.needed: dict[int, Definition] = {}  # by the identity of what they define
-        self.met: dict[tuple[Space, str], Any] = {}  # the globals that the call refers to, and their values
-        self.constants: list[tuple[Space, str, int, Any]] = []
+        self.global_values: dict[tuple[Namespace, str], Any] = {}  # of the globals that the call refers to
+        self.constants: list[tuple[Namespace, str, int, Any]] = []
         # By the identity of definitions: the globals that are bound to them.
-        self.bound: dict[int, list[tuple[Space, str, int]]] = {}
+        self.bound: dict[int, list[tuple[Namespace, str, int]]] = {}
         self.handles: list[Handle] = []
         self.has_data = False  # some of the globals are data
 
@@ -164,23 +170,23 @@ class _CallReducer(Reducer):
         return _CallReducer(self._packer)
 
     def refer_to(self, obj: Any) -> Any:
-        bindings = self._reach([obj], [])
-        reference = receiving.definition, (keys.of(obj),)
-        return (*reference, bindings, None, None, reducer.nothing) if bindings else reference
+        bindings = self._collect_needed([obj], [])
+        reference = receiving.find_definition, (keys.of(obj),)
+        return (*reference, bindings, None, None, reducer.ignore_state) if bindings else reference
 
-    def globals_read(self, names: Sequence[GlobalName]) -> list[Deferred]:
-        return self._reach([], names)
+    def note_globals(self, names: Sequence[GlobalName]) -> list[Deferred]:
+        return self._collect_needed([], names)
 
     def _reduce_handle(self, handle: Handle) -> Any:
         if handle.owner is not self._packer:
             return NotImplemented
         self.handles.append(handle)
-        bindings = self._reach(handle.definitions, handle.names)
-        return receiving.stored_object, (handle.number,), bindings, None, None, reducer.nothing
+        bindings = self._collect_needed(handle.definitions, handle.globals)
+        return receiving.stored_object, (handle.number,), bindings, None, None, reducer.ignore_state
 
     REDUCERS: ClassVar = {**Reducer.REDUCERS, Handle: _reduce_handle}
 
-    def _reach(self, definitions: Iterable[Any], names: Iterable[GlobalName]) -> list[Deferred]:
+    def _collect_needed(self, definitions: Iterable[Any], names: Iterable[GlobalName]) -> list[Deferred]:
         """Note all definitions and globals that these refer to, and these to in turn; return the bindings of data.
 
         Data is returned as it goes into the pickle of the call; constants and definitions go into the one before.
@@ -194,55 +200,56 @@ class _CallReducer(Reducer):
                     if id(obj) not in self.needed:
                         record = self.needed[id(obj)] = self._packer.definition(obj)
                         pending += record.definitions
-                        pending_names += record.names
+                        pending_names += record.globals
                         self.users_modules.update(record.users_modules)
                 pending = []
                 if pending_names:
                     pending += self._resolve(*pending_names.pop(), data)
         return data
 
-    def _resolve(self, space: Space, name: str, is_bound_by_code: bool, data: list[Deferred]) -> list[Any]:
+    def _resolve(self, namespace: Namespace, name: str, is_bound_by_code: bool, data: list[Deferred]) -> list[Any]:
         """Note what a global stands for: a constant, a definition, which is returned, or data."""
-        if (space, name) in self.met or name == "__builtins__":
+        if (namespace, name) in self.global_values or name == "__builtins__":
             return []
-        value = self.met[space, name] = space.names.get(name, Missing)
-        if value is Missing and not is_bound_by_code and name not in space.sent:
+        value = self.global_values[namespace, name] = namespace.variables.get(name, Missing)
+        if value is Missing and not is_bound_by_code and name not in namespace.sent:
             return []
-        number = _number_of_binding(space, name, value)
+        number = _number_of_binding(namespace, name, value)
         if is_constant(value):
-            self.constants.append((space, name, number, value))
+            self.constants.append((namespace, name, number, value))
             if isinstance(value, types.ModuleType):
                 self.note_module(value)
             return []
         if is_definition(value, is_global=True):
-            self.bound.setdefault(id(value), []).append((space, name, number))
+            self.bound.setdefault(id(value), []).append((namespace, name, number))
             return [value]
         self.has_data = True
-        value = self._as_imported(space, name, number, value)
-        data.append(Deferred(receiving.bind, space, name, number, value))
+        value = self._as_imported(namespace, name, number, value)
+        data.append(Deferred(receiving.bind, namespace, name, number, value))
         return []
 
-    def _as_imported(self, space: Space, name: str, number: int, value: Any) -> Any:
+    def _as_imported(self, namespace: Namespace, name: str, number: int, value: Any) -> Any:
         """Return ``value``, or what stands for it in the pickle if the script has imported it under this name."""
-        if space.imported.get(name, (0,))[0] != number:  # to look takes long, and is done once for a binding
+        if namespace.imported.get(name, (0,))[0] != number:  # to look takes long, and is done once for a binding
             module = reducer.module_that_holds(name, value)
-            space.imported[name] = number, module, module is not None and self._can_pickle(value)
-        _, module, is_picklable = space.imported[name]
+            namespace.imported[name] = number, module, module is not None and self._can_pickle(value)
+        _, module, is_picklable = namespace.imported[name]
         if module is None:
             return value
         return Deferred(receiving.imported, module, name, value if is_picklable else Missing)
 
     def alive(self) -> list[Any]:
         """Return the definitions and globals that a result of the call may refer to."""
-        return [*(record.obj for record in self.needed.values()), *self.spaces, *{space for space, _ in self.met}]
+        definitions = [record.obj for record in self.needed.values()]
+        return [*definitions, *self.namespaces, *{namespace for namespace, _ in self.global_values}]
 
     def prepare_arguments(self) -> tuple[Any, ...]:
         """Return the arguments with which a worker calls `prepare` before the call."""
         records = sorted(self.needed.items(), key=_order)
         needed = []
         for identity, record in records:
-            first = [keys.of(other) or "" for other in record.first]
-            needed.append(Needed(record.key, record.handle.number, first, self.bound.get(identity, ())))
+            before = [keys.of(obj) or "" for obj in record.made_before]
+            needed.append(Needed(record.key, record.handle.number, before, self.bound.get(identity, ())))
         return self.constants, needed
 
 
@@ -261,7 +268,7 @@ class _Kept:
         self._is_definition = id(fn) in call.needed
         self._parts = _parts(fn)
         values: dict[int, tuple[dict[str, Any], list[str], list[Any]]] = {}
-        watched = [(space.names, name, value) for (space, name), value in call.met.items()]
+        watched = [(namespace.variables, name, value) for (namespace, name), value in call.global_values.items()]
         watched += [(vars(module), "__spec__", module.__spec__) for module in call.users_modules.values()]
         for names, name, value in watched:
             _, its_names, its_values = values.setdefault(id(names), (names, [], []))
@@ -347,7 +354,7 @@ class Packer:
         pickler = _DefinitionReducer()
         handle = self._keep(pickler.pack(obj), type(obj).__qualname__)
         handle.definitions = list(pickler.definitions.values())
-        handle.names = list(pickler.names)
+        handle.globals = list(pickler.globals)
         handle.parameters = pickler.parameters
         return handle
 
@@ -389,13 +396,14 @@ class Packer:
 
     def _define(self, obj: Any) -> Definition:
         key = keys.of_or_add(obj)
-        first: list[Any] = []
+        made_before: list[Any] = []
         if isinstance(obj, type):
-            first = [each for each in (*obj.__bases__, type(obj)) if not goes_by_name(each) and is_definition(each)]
+            others = (*obj.__bases__, type(obj))
+            made_before = [other for other in others if not goes_by_name(other) and is_definition(other)]
         parts = _parts(obj)
         pickler = _DefinitionReducer(obj)
         packed = pickler.pack(obj, lambda: {_described(obj): obj})
-        return Definition(obj, key, parts, pickler, first, self._keep(packed, "definition"))
+        return Definition(obj, key, parts, pickler, made_before, self._keep(packed, "definition"))
 
     def _keep(self, packed: Packed, what: str) -> Handle:
         handle = Handle(Payload(packed, self.files), what, self)
@@ -507,18 +515,18 @@ def _is_made_of(obj: Any, parts: list[Any]) -> bool:
     return len(now) == len(parts) and all(map(operator.is_, now, parts))
 
 
-def _number_of_binding(space: Space, name: str, value: Any) -> int:
+def _number_of_binding(namespace: Namespace, name: str, value: Any) -> int:
     """Return the number of a binding: another one after the name has been bound to another object."""
-    number, last = space.sent.get(name, (0, None))
+    number, last = namespace.sent.get(name, (0, None))
     held = last() if type(last) is weakref.ref else last
     is_gone = held is None and last is not None
     if number and held is value and not is_gone:
         return number
     number = next(_numbers)
     try:  # what the script has let go of is not to be kept here
-        space.sent[name] = number, weakref.ref(value)
+        namespace.sent[name] = number, weakref.ref(value)
     except TypeError:
-        space.sent[name] = number, value
+        namespace.sent[name] = number, value
     return number
 
 

@@ -25,7 +25,7 @@ import torch
 from ..pickling import Pickler, make_cached, module_with
 from ..process_environment import INSTALLED, working_directory
 from . import globals as receiving
-from .globals import Space, keys, spaces
+from .globals import Namespace, keys, namespaces
 
 # What a fresh interpreter would import
 
@@ -57,8 +57,7 @@ def _is_importable(name: str) -> bool:
 
 
 def _would_be_imported(name: str, module: types.ModuleType) -> bool:
-    spec = getattr(module, "__spec__", None)
-    origin = getattr(module, "__file__", None) or getattr(spec, "origin", None)
+    origin = getattr(module, "__file__", None) or getattr(getattr(module, "__spec__", None), "origin", None)
     if name in ("__main__", "__mp_main__"):
         return False
     if origin in ("built-in", "frozen") or (origin or "").startswith(INSTALLED):
@@ -66,9 +65,9 @@ def _would_be_imported(name: str, module: types.ModuleType) -> bool:
     parent, _, last = name.rpartition(".")
     if parent and not _is_importable(parent):
         return False
-    found = _find_spec(name, getattr(sys.modules.get(parent), "__path__", None))
-    if found is not None:
-        return found.origin == origin or _is_same_file(found.origin, origin)
+    spec = _find_spec(name, getattr(sys.modules.get(parent), "__path__", None))
+    if spec is not None:
+        return spec.origin == origin or _is_same_file(spec.origin, origin)
     return bool(parent) and getattr(sys.modules[parent], last, None) is module  # made by its package, as `torch.ops`
 
 
@@ -154,28 +153,28 @@ def _words_in(annotations: dict[str, Any]) -> set[str]:
 
 def _submodules(packages: Iterable[str], attributes: frozenset[str]) -> list[str]:
     """Return modules that code reaches by ``package.module``, and that an import of the package may not import."""
-    found: list[str] = []
+    submodules: list[str] = []
     pending = list(packages)
     while pending:
         package = pending.pop()
         inner = [name for each in attributes if (name := f"{package}.{each}") in sys.modules and is_importable(name)]
         pending += inner
-        found += inner
-    return found
+        submodules += inner
+    return submodules
 
 
-def space_of(names: dict[str, Any], module: types.ModuleType | None = None) -> Space:
-    """Return the space of a dict of globals. That of a module of `sys.modules` lives on."""
+def namespace_of(names: dict[str, Any], module: types.ModuleType | None = None) -> Namespace:
+    """Return the namespace of a dict of globals. That of a module of `sys.modules` lives on."""
     with keys.lock:
-        space = spaces.get(id(names))
-        if space is None:
+        namespace = namespaces.get(id(names))
+        if namespace is None:
             own_module = sys.modules.get(str(names.get("__name__")))
             is_modules = own_module is not None and vars(own_module) is names
-            space = spaces[id(names)] = Space(own_module if is_modules else module, names)
-            keys.add(space)
+            namespace = namespaces[id(names)] = Namespace(own_module if is_modules else module, names)
+            keys.add(namespace)
             if is_modules:
-                _spaces_of_modules.append(space)
-        return space
+                _namespaces_of_modules.append(namespace)
+        return namespace
 
 
 # What is a definition
@@ -195,7 +194,7 @@ def is_definition(obj: Any, is_global: bool = False) -> bool:
         return True
     if kind is types.FunctionType:
         return _is_named(obj) and not _holds_tensors(obj)
-    if kind is Space or issubclass(kind, types.ModuleType):
+    if kind is Namespace or issubclass(kind, types.ModuleType):
         return False
     if keys.of(obj) is not None:
         return True
@@ -282,15 +281,15 @@ class Reducer(Pickler):
         super().__init__(share)
         self.by_value = set[int]()  # the classes and functions that this pickle defines, by their identity
         self.users_modules: dict[str, types.ModuleType] = {}  # of the user's own, of what goes by name
-        self.spaces = list[Space]()
-        self.parameters: dict[int, weakref.ref[torch.nn.Parameter]] = {}  # all that were met, by their identity
+        self.namespaces = list[Namespace]()
+        self.parameters: dict[int, weakref.ref[torch.nn.Parameter]] = {}  # in this pickle, by their identity
         self._cell_owners: dict[int, tuple[types.FunctionType, int]] = {}
 
     def refer_to(self, obj: Any) -> Any:
         """Reduce a definition that is not made in this pickle; None: it goes by value."""
         raise NotImplementedError
 
-    def globals_read(self, names: Sequence[tuple[Space, str, bool]]) -> Any:
+    def note_globals(self, names: Sequence[tuple[Namespace, str, bool]]) -> Any:
         """Note globals to which code in this pickle refers; return what is to be pickled with the code.
 
         Args:
@@ -344,7 +343,7 @@ class Reducer(Pickler):
             self.note_module(module)
             return NotImplemented
         if id(fn) in self.by_value:
-            return self._function(fn, keys.of_or_add(fn))
+            return self._reduce_function_by_value(fn, keys.of_or_add(fn))
         method = None if self.by_value else self._method_of_class(fn)  # a class that is being made may lack it yet
         if method is not None:
             return receiving.method_of, method
@@ -352,9 +351,9 @@ class Reducer(Pickler):
             reduced = self.refer_to(fn)
             if reduced is not None:
                 return reduced
-        return self._function(fn, None)
+        return self._reduce_function_by_value(fn, None)
 
-    def _function(self, fn: types.FunctionType, key: str | None) -> Any:
+    def _reduce_function_by_value(self, fn: types.FunctionType, key: str | None) -> Any:
         cells: list[types.CellType | None] = []
         contents: dict[int, Any] = {}
         for index, cell in enumerate(fn.__closure__ or ()):
@@ -367,21 +366,23 @@ class Reducer(Pickler):
                 cells.append(cell)
         attributes = {name: value for name in _ATTRIBUTES if (value := getattr(fn, name, None)) is not None}
         names, submodules = self._refers_to(fn)
-        state = attributes, dict(vars(fn)), contents, submodules, self.globals_read(names)
-        args = key, fn.__code__, space_of(fn.__globals__), fn.__name__, cells
+        state = attributes, dict(vars(fn)), contents, submodules, self.note_globals(names)
+        args = key, fn.__code__, namespace_of(fn.__globals__), fn.__name__, cells
         return receiving.make_function, args, state, None, None, receiving.complete_function
 
-    def _refers_to(self, fn: types.FunctionType) -> tuple[list[tuple[Space, str, bool]], list[str]]:
+    def _refers_to(self, fn: types.FunctionType) -> tuple[list[tuple[Namespace, str, bool]], list[str]]:
         """Return the globals that a function refers to, and the submodules that it reaches through them."""
-        space = space_of(fn.__globals__)
+        namespace = namespace_of(fn.__globals__)
         reads, binds, attributes = names_in(fn.__code__)
-        words = _words_in(fn.__annotations__) & space.names.keys()
-        modules = {id(value): value for name in reads if isinstance(value := space.names.get(name), types.ModuleType)}
+        words = _words_in(fn.__annotations__) & namespace.variables.keys()
+        values = (namespace.variables.get(name) for name in reads)
+        modules = {id(value): value for value in values if isinstance(value, types.ModuleType)}
         imported = [module.__name__ for module in modules.values() if goes_by_name(module)]
         submodules = _submodules(imported, attributes)
-        if _is_imported(space):
+        if _is_imported(namespace):
             return [], submodules
-        names = [(space, name, name in binds) for name in {**dict.fromkeys(reads), **dict.fromkeys([*binds, *words])}]
+        in_code = dict.fromkeys([*reads, *binds, *words])
+        names = [(namespace, name, name in binds) for name in in_code]
         for module in modules.values():
             if not goes_by_name(module):
                 names += _names_of_module(module, attributes)
@@ -394,13 +395,13 @@ class Reducer(Pickler):
     def _method_of_class(self, fn: types.FunctionType) -> tuple[type, str] | None:
         """Return the class of the script whose method ``fn`` is, and the method's name there."""
         *path, name = fn.__qualname__.split(".")
-        found: Any = sys.modules.get(fn.__module__)
+        owner: Any = sys.modules.get(fn.__module__)
         for part in path:
-            found = getattr(found, part, None)
-        if not path or not issubclass(type(found), type) or goes_by_name(found):
+            owner = getattr(owner, part, None)
+        if not path or not issubclass(type(owner), type) or goes_by_name(owner):
             return None
-        held = vars(found).get(name)
-        return (found, name) if fn is held or fn is getattr(held, "__func__", None) else None
+        held = vars(owner).get(name)
+        return (owner, name) if fn is held or fn is getattr(held, "__func__", None) else None
 
     def _reduce_method(self, method: types.MethodType) -> Any:
         """Look it up by its name as usual, but where that would find another one, or none yet."""
@@ -423,9 +424,9 @@ class Reducer(Pickler):
             reduced = self.refer_to(cls)
             if reduced is not None:
                 return reduced
-        return self._class(cls)
+        return self._reduce_class_by_value(cls)
 
-    def _class(self, cls: type) -> Any:
+    def _reduce_class_by_value(self, cls: type) -> Any:
         self.by_value.add(id(cls))
         own = dict(vars(cls))
         slots = [name for name, value in own.items() if _is_slot(value, cls)]
@@ -438,8 +439,9 @@ class Reducer(Pickler):
         annotations = attributes.get("__annotations__") or {}
         module = sys.modules.get(cls.__module__)
         if annotations and module is not None and not is_importable(cls.__module__):
-            space = space_of(vars(module))
-            self.globals_read([(space, word, False) for word in _words_in(annotations) & space.names.keys()])
+            namespace = namespace_of(vars(module))
+            words = _words_in(annotations) & namespace.variables.keys()
+            self.note_globals([(namespace, word, False) for word in words])
         # Functions first: what else is there may be an instance of the class, which its functions rebuild.
         later = {name: value for name, value in attributes.items() if name not in fixed}
         functions = {name: value for name, value in later.items() if isinstance(value, _FUNCTION_KINDS)}
@@ -468,9 +470,9 @@ class Reducer(Pickler):
         if goes_by_name(module):
             self.note_module(module)
             return importlib.import_module, (module.__name__,)
-        space = space_of(vars(module), module)
-        state = self.globals_read(_names_of_module(module, vars(module).keys()))
-        return receiving.module_of, (space,), state, None, None, nothing
+        namespace = namespace_of(vars(module), module)
+        state = self.note_globals(_names_of_module(module, vars(module).keys()))
+        return receiving.module_of, (namespace,), state, None, None, ignore_state
 
     def note_module(self, module: types.ModuleType) -> None:
         """Note a module by which something goes by name, if it is the user's: it may be reloaded."""
@@ -479,14 +481,16 @@ class Reducer(Pickler):
 
     # The rest
 
-    def _reduce_space(self, space: Space) -> Any:
-        if _is_imported(space):
-            return receiving.space_of_module, (space.names["__name__"],)
-        self.spaces.append(space)
-        name = str(space.names.get("__name__", "globals"))
-        is_only_here = self.is_call and sys.modules.get(name) is space.module is not None and not _goes_by_value(name)
-        basics = {each: space.names[each] for each in _BASICS if isinstance(space.names.get(each), str | list)}
-        return receiving.space_of, (keys.of(space), name, is_only_here, basics)
+    def _reduce_namespace(self, namespace: Namespace) -> Any:
+        if _is_imported(namespace):
+            return receiving.namespace_of_module, (namespace.variables["__name__"],)
+        self.namespaces.append(namespace)
+        name = str(namespace.variables.get("__name__", "globals"))
+        is_module = namespace.module is not None and sys.modules.get(name) is namespace.module
+        is_only_here = self.is_call and is_module and not _goes_by_value(name)
+        values = {attribute: namespace.variables.get(attribute) for attribute in _MODULE_ATTRIBUTES}
+        module_attributes = {attribute: value for attribute, value in values.items() if isinstance(value, str | list)}
+        return receiving.namespace_of, (keys.of(namespace), name, is_only_here, module_attributes)
 
     def _reduce_cached_property(self, obj: Any) -> Any:
         """Reduce a `functools.cached_property`, without the lock that it holds before Python 3.12."""
@@ -503,7 +507,7 @@ class Reducer(Pickler):
         types.MethodType: _reduce_method,
         types.ModuleType: _reduce_module,
         types.CellType: _reduce_cell,
-        Space: _reduce_space,
+        Namespace: _reduce_namespace,
         functools.cached_property: _reduce_cached_property,
         weakref.WeakKeyDictionary: _reduce_weak_dict,
         weakref.WeakValueDictionary: _reduce_weak_dict,
@@ -518,7 +522,7 @@ class AnswerReducer(Reducer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._bound = set[tuple[Space, str]]()
+        self._bound = set[tuple[Namespace, str]]()
 
     def another(self) -> AnswerReducer:
         """Return a new one."""
@@ -527,23 +531,29 @@ class AnswerReducer(Reducer):
     def refer_to(self, obj: Any) -> Any:
         """Refer to what came from there by its key; what a task has made goes by value."""
         key = keys.of(obj)
-        return (receiving.definition, (key,)) if receiving.is_known_to_sender(key) else None
+        return (receiving.find_definition, (key,)) if receiving.is_known_to_sender(key) else None
 
-    def globals_read(self, names: Sequence[tuple[Space, str, bool]]) -> list[Deferred]:
+    def note_globals(self, names: Sequence[tuple[Namespace, str, bool]]) -> list[Deferred]:
         """Send the values of globals in a dict that a task has made."""
-        own = {(space, name) for space, name, _ in names if keys.is_own(space) and name in space.names} - self._bound
-        self._bound |= own
-        return [Deferred(receiving.bind, space, name, next(_numbers), space.names[name]) for space, name in own]
+        own = [(namespace, name) for namespace, name, _ in names if keys.is_own(namespace)]
+        unsent = [key for key in dict.fromkeys(own) if key not in self._bound and key[1] in key[0].variables]
+        self._bound.update(unsent)
+        return [
+            Deferred(receiving.bind, namespace, name, next(_numbers), namespace.variables[name])
+            for namespace, name in unsent
+        ]
 
 
-def _is_imported(space: Space) -> bool:
+def _is_imported(namespace: Namespace) -> bool:
     """Return whether the globals are those of a module that each process imports by itself."""
-    return space.module is not None and vars(space.module) is space.names and goes_by_name(space.module)
+    module = namespace.module
+    return module is not None and vars(module) is namespace.variables and goes_by_name(module)
 
 
-def _names_of_module(module: types.ModuleType, attributes: Iterable[str]) -> list[tuple[Space, str, bool]]:
-    space = space_of(vars(module), module)
-    return [(space, name, False) for name in attributes if name in space.names and not name.startswith("__")]
+def _names_of_module(module: types.ModuleType, attributes: Iterable[str]) -> list[tuple[Namespace, str, bool]]:
+    namespace = namespace_of(vars(module), module)
+    names = (name for name in attributes if name in namespace.variables)
+    return [(namespace, name, False) for name in names if not name.startswith("__")]
 
 
 def name_of_sentinel(obj: Any) -> str | None:
@@ -556,11 +566,11 @@ def _name_in_module_of_type(obj: Any) -> str | None:
     return next((name for name, value in list(names.items()) if value is obj), None)
 
 
-def name_of(obj: Any) -> tuple[Space, str, bool] | None:
+def name_of(obj: Any) -> tuple[Namespace, str, bool] | None:
     """Return the global through which `pickle` finds a class or function by its name, if it does."""
     module = module_with(obj)
     name = str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", ""))
-    return None if module is None else (space_of(vars(module)), name.partition(".")[0], False)
+    return None if module is None else (namespace_of(vars(module)), name.partition(".")[0], False)
 
 
 def virtual_subclasses(cls: abc.ABCMeta) -> list[type]:
@@ -587,7 +597,7 @@ def _arguments_of(member: Any, data_type: Any) -> tuple[Any, ...]:
     return tuple(args[1:] if make.__name__ == "__newobj__" else args)
 
 
-def nothing(obj: Any, state: Any) -> None:
+def ignore_state(obj: Any, state: Any) -> None:
     """Let the state of a pickle do its work by being read."""
 
 
@@ -603,10 +613,10 @@ _ATTRIBUTES = (
     "__type_params__",
     _ANNOTATIONS,
 )
-_BASICS = ("__name__", "__package__", "__file__", "__path__")
+_MODULE_ATTRIBUTES = ("__name__", "__package__", "__file__", "__path__")
 # Of a class: what `type` makes, and what Python adds by itself as the class is used.
 NOT_COPIED = {"__module__", "_abc_impl", "__slotnames__", "__annotations_cache__"}
 _PLAIN = {type(None), bool, int, float, complex, str, bytes}
 _FUNCTION_KINDS = (types.FunctionType, classmethod, staticmethod, property)
 _numbers = itertools.count(1)
-_spaces_of_modules: list[Space] = []
+_namespaces_of_modules: list[Namespace] = []

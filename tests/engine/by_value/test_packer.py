@@ -447,7 +447,7 @@ def test_calls_leave_nothing_in_a_worker(main: dict[str, Any]) -> None:
     definitions = """
 from nn_parallel._engine.by_value import globals as received
 data = bytes(1000)
-def count(): return len(received.stored), len(received.keys._objects), len(received._spaces)
+def count(): return len(received.stored), len(received.keys._objects), len(received._received_namespaces)
 """
     lines = [
         "! for _ in range(3): call(count)",
