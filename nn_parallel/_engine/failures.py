@@ -162,5 +162,6 @@ _LOST_CONNECTION_MARKS = (
     "Connection reset by peer",
     "NCCL communicator was aborted",
     "ncclRemoteError",
+    "Failed to recv, got 0 bytes",  # from the store, as it waits there for the others in `new_group`
     "Another rank failed while",  # our own, of a rank that waits for the others to make a group
 )

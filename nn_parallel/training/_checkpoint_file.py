@@ -68,7 +68,11 @@ def dump(states: dict[str, Any], file: IO[bytes]) -> None:
         with _read_on_the_cpu():
             torch.save(states, file)
         file.flush()
-        torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu", weights_only=True, mmap=True)
+        if isinstance(file, io.BytesIO):
+            file.seek(0)
+            torch.load(file, map_location="cpu", weights_only=True)
+        else:
+            torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
     except (TypeError, AttributeError, pickle.PickleError) as error:
         raise _unloadable(states, error) from error
     except RuntimeError as error:  # torch raises again as it closes its archive, and hides why
@@ -95,14 +99,10 @@ torch.serialization.register_package(7, _location, lambda storage, location: Non
 
 
 def dumped(states: dict[str, Any]) -> IO[bytes]:
-    """``states`` as such a file, in memory."""
-    file = open(os.memfd_create("checkpoint"), "w+b")  # noqa: SIM115  # whoever copies it closes it
-    try:
-        dump(states, file)
-        file.seek(0)
-    except BaseException:
-        file.close()
-        raise
+    """Return ``states`` as such a file, in memory."""
+    file = io.BytesIO()
+    dump(states, file)
+    file.seek(0)
     return file
 
 

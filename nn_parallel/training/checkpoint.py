@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import glob
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -175,10 +175,15 @@ def _problem_of(step: Callable[[], None]) -> Exception | None:
 
 
 def write_checkpoint(path: Path, write: Callable[[IO[bytes]], object], keep: int) -> None:
-    """Have the file at ``path``, and then no more shards than it and those before it need."""
+    """Write the file at ``path``, and remove the shards that neither it nor the checkpoints before it refer to."""
     replace_file(path, write, keep)
     if folder_of_all(path).exists():
-        remove_folders(path, _folders_in_use(path))
+        try:
+            folders = {_folder(file, read_checkpoint(file)[0]) for file in [path, *_files_before(path)]}
+        except (OSError, ValueError) as error:  # it may refer to any of them
+            logger.warning("Old shards of %s are kept: %s", path, error)
+        else:
+            remove_folders(path, folders)
 
 
 def _folder(path: Path, saved: dict[str, Any]) -> Path:
@@ -186,10 +191,10 @@ def _folder(path: Path, saved: dict[str, Any]) -> Path:
     return path.parent / str(saved.get(FOLDER, ""))
 
 
-def _folders_in_use(path: Path) -> set[Path]:
-    """Those of the checkpoint at ``path``, and of the ones before it."""
-    files = [path, *path.parent.glob(f"{glob.escape(path.stem)}.[0-9]*{glob.escape(path.suffix)}")]
-    return {_folder(file, read_checkpoint(file)[0]) for file in files}
+def _files_before(path: Path) -> list[Path]:
+    """Return the checkpoints that ``keep`` has kept beside the one at ``path``: last.1.pt, last.2.pt, ..."""
+    name = re.compile(rf"{re.escape(path.stem)}\.\d+{re.escape(path.suffix)}")
+    return [file for file in path.parent.iterdir() if name.fullmatch(file.name)]
 
 
 def _read_on_all(path: Path) -> dict[str, Any]:

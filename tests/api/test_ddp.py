@@ -26,15 +26,21 @@ from nn_parallel import (
     cleanup_ddp,
     current_world,
     initialize_ddp,
+    load_checkpoint,
     on_rank,
     prepare_model,
+    save_checkpoint,
     should_use_distributed,
 )
 from tests.support.ranks import AT_ONCE_S, AnyRanks, free_port, launched
 
 CPU = torch.device("cpu")
 ONLY_LINUX = """
-import os, select, signal, socket
+import os, select, signal, socket, sys
+def refuse(event, args):
+    if event == "open" and str(args[0]).startswith("/proc/self/fd"):
+        raise FileNotFoundError(args[0])
+sys.addaudithook(refuse)
 for module, names in (
     (os, "eventfd EFD_CLOEXEC EFD_NONBLOCK EFD_SEMAPHORE memfd_create pidfd_open sched_getaffinity sched_setaffinity"),
     (select, "epoll EPOLLIN"),
@@ -351,30 +357,34 @@ def test_a_rank_that_has_left_is_not_waited_for() -> None:
 
 
 @pytest.mark.slow
-def test_the_store_outlives_its_last_reader(tmp_path: Path) -> None:
-    """Rank 0 runs far ahead and ends; a rank that lags still learns the outcomes of all its calls."""
+@pytest.mark.parametrize("ends", ["done", "failed"])
+def test_the_store_outlives_its_last_reader(tmp_path: Path, ends: str) -> None:
+    """Rank 0 runs far ahead and ends; a rank that lags by seconds still learns the outcomes of all its calls."""
     script = tmp_path / "script.py"
     script.write_text(
         """
-import sys, time
+import sys
 from nn_parallel import initialize_ddp, on_rank
 rank = initialize_ddp(timeout=30).rank
 @on_rank(0)
-def work(): pass
+def work(i):
+    if i == 99 and sys.argv[1] == "failed": raise OSError("disk full")
 if rank == 1:
     sys.stdin.read()  # until the test has seen rank 0 arrive at its end
-for _ in range(100):
-    work()
-print("done", flush=True)
+try:
+    for i in range(100): work(i)
+    print("done", flush=True)
+except* OSError: print("failed", flush=True)
 """
     )
     shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, str(script)]
+    command = [sys.executable, str(script), ends]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen(command, env=shared | {"RANK": str(r)}, **pipes) for r in range(2)]  # type: ignore[call-overload]
-    assert ranks[0].stdout.readline() == "done\n"
-    assert ranks[0].poll() is None  # it lingers
-    assert ranks[1].communicate("", timeout=30)[0] == "done\n"
+    assert ranks[0].stdout.readline() == f"{ends}\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        ranks[0].wait(timeout=3)  # it lingers
+    assert ranks[1].communicate("", timeout=30)[0] == f"{ends}\n"
     ranks[0].communicate(timeout=30)
     assert [rank.returncode for rank in ranks] == [0, 0]
 
@@ -396,11 +406,14 @@ def test_import_starts_nothing() -> None:
 
 
 def test_launched_ranks_need_nothing_of_python_that_only_linux_has(tmp_path: Path) -> None:
-    """They start, and learn of results and failures, where such names are missing: a stand-in for macOS."""
+    """They start, learn of results and failures, and save, where such names are missing: a stand-in for macOS."""
     (tmp_path / "sitecustomize.py").write_text(ONLY_LINUX)
 
     def scenario() -> Any:
         world = initialize_ddp()
+        for epoch, asynchronous in enumerate((False, True)):
+            save_checkpoint(tmp_path / "last.pt", asynchronous=asynchronous, epoch=epoch)
+            assert load_checkpoint(tmp_path / "last.pt") == {"epoch": epoch}
 
         @on_rank(0, broadcast=True)
         def where() -> int:

@@ -209,6 +209,7 @@ def test_an_exit_code_in_words(exitcode: int, text: str) -> None:
         (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"), True),
         (RuntimeError("Read error: Connection reset by peer"), True),
         (torch.distributed.DistBackendError("NCCL: Connection closed by peer"), True),
+        (torch.distributed.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."), True),
         (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 12000ms for recv operation"), False),
         (RuntimeError("shape mismatch"), False),
         (WorkerDiedError("The node is gone, says Ray: RPC error: recvmsg:Connection reset by peer"), False),

@@ -155,7 +155,6 @@ class Blocks(Calls):
         late = self._call_failures.late(self._number, self._report_of)  # for the next call to raise
         self._earlier += range(self.generation + 1, generation + 1)
         self.begin_generation(generation + 1, late, blocks_entered=-failed.number)
-        self._last_failure_at = (self.generation, 0)
         self._post(WAITING)
 
     def _failures_of(self, block: Block, error: BaseException) -> dict[int, BaseException]:

@@ -49,7 +49,6 @@ from .watchdog import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, Block, Watchdog, cause
 CALLS_KEPT = 8
 TELL_AFTER_S = 0.05  # that this rank waits, and for whom
 LOOK_UP_PEER_AFTER_S = 0.01
-LINGER_AFTER_FAILURE_S = 1.0
 RANKS_NAMED = 8
 logger = logging.getLogger("nn_parallel")
 
@@ -80,7 +79,6 @@ class Calls:
         self._watchdog: Watchdog | None = None
         self._spin = Spin()
         self._own_failures = NONE_FAILED  # on this rank
-        self._last_failure_at = (0, 0)  # generation and call
         self._warned_of = set[Call]()
         self.begin_generation(context.generation)
         context.on_leave.callback(self._leave)
@@ -201,7 +199,6 @@ class Calls:
         described, earlier = self._described(failures), self._own_failures
         failed = FailedCall(self.generation, self._number, call.function, call.wait, described)
         self._own_failures = FailedCalls(earlier.made + 1, (*earlier.kept, failed)[-FAILURES_KEPT:])
-        self._last_failure_at = (self.generation, self._number)
         self.connection.write(failures_key(self.rank), self._own_failures)
         self._post(FINISHED)
         self._flush()
@@ -228,8 +225,6 @@ class Calls:
     def outlive_readers(self, deadline: float) -> None:
         """At the end of the process that holds the store: stay until the others have read what they wait for."""
         self.context.on_leave.close()
-        if self._last_failure_at == (self.generation, self._number):
-            deadline = min(deadline, time.monotonic() + LINGER_AFTER_FAILURE_S)
         for rank in range(self.world_size):
             with contextlib.suppress(RuntimeError):
                 while rank != self.rank and not self._liveness.is_dead(rank):

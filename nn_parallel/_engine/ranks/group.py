@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import os
+import re
 import socket
 import sys
 import threading
@@ -40,6 +41,7 @@ ONLY_OURS = 2  # references: of a list, and of the argument of `getrefcount`
 SHARED = "accelerator/shared"  # the key that says that two ranks have the same one
 LOOK_EVERY_S = 0.002  # whether collectives have ended
 logger = logging.getLogger("nn_parallel")
+_KEY_OF_GLOO = re.compile(r"(^|/)cpu//0/\d+$")
 _closed: list[dist.ProcessGroup] = []
 
 
@@ -123,7 +125,7 @@ class Group:
             if connect_within != timeout:
                 private = dist.distributed_c10d._set_pg_timeout  # before torch 2.14 there is no public way
                 getattr(dist, "set_timeout", private)(timeout)
-            self._sockets = connected_at(_gloo_addresses(dist.distributed_c10d._get_default_group()))
+            self._sockets = connected_at(_gloo_addresses(rendezvous))
         except (RuntimeError, ValueError) as error:
             self._store_sockets.clear()  # it may be in the middle of a request
             if isinstance(error, ValueError) and "backend" not in str(error).lower():
@@ -135,7 +137,7 @@ class Group:
             ) from error
         finally:
             sys.excepthook = hook  # each init chains one more
-        self._found = set(_groups().values())
+        self._found = set(_groups().values())  # of other groups there is none yet
         self.default = dist.group.WORLD
         _drop_closed_groups()
         self._barrier(own, timeout)  # or a rank that fails now would break another's init
@@ -220,16 +222,21 @@ class Group:
         """Return how far NCCL's collectives are; empty if none is under way, or there is no group."""
         return progress(self._first_nccl_id, "nccl") if dist.is_initialized() else ""
 
-    def find_connections(self) -> None:
+    def find_connections(self, store: dist.Store) -> bool:
         """Let `abort` end the connections of all process groups, whoever has made them.
 
-        This rank must not use the store of the groups meanwhile, which serves one request at a time.
+        Returns whether there were groups that it did not know yet.
+
+        Args:
+            store: the store of the groups, by a connection that no other thread uses: it serves one request at a time,
+                and the main thread may wait for the answer to one, as in `new_group`.
         """
-        for group, name in _groups().items():
-            if name not in self._found:
-                self._found.add(name)
-                with contextlib.suppress(RuntimeError):  # the connection to that store has been ended already
-                    self._sockets.update(connected_at(_gloo_addresses(group)))  # `close` may just have replaced them
+        names = set(_groups().values()) - self._found
+        if not names:
+            return False
+        self._sockets.update(connected_at(_gloo_addresses(store)))  # `close` may just have replaced them
+        self._found |= names
+        return True
 
     def raise_if_interrupted(self, where: str = "its process group") -> None:
         if self.interrupted:
@@ -334,20 +341,21 @@ def _drop_closed_groups() -> None:
             del _closed[index]
 
 
-def _gloo_addresses(group: dist.ProcessGroup) -> set[tuple[str, int]]:
-    """Where the ranks of a gloo group listen for each other, as gloo has written it into the store of the group.
+def _gloo_addresses(store: dist.Store) -> set[tuple[str, int]]:
+    """Return the addresses at which ranks listen for each other in gloo groups: gloo writes them into the store.
 
     Each value begins with the name of the host, headed by its length, and gloo's `transport::tcp::Address`, headed by
     its size, which begins with a C `sockaddr`.
     """
-    store, found = group.get_group_store(), set()
-    keys = [f"cpu//0/{rank}" for rank in range(group.size())]
-    for value in store.multi_get(keys) if store is not None and store.check(keys) else ():
+    whole = bottom(store)
+    keys = [key for key in whole.list_keys() if _KEY_OF_GLOO.search(key)]
+    addresses = set()
+    for value in whole.multi_get(keys) if keys else ():
         socket_address = value[16 + int.from_bytes(value[:8], sys.byteorder) :]
         family, port = int.from_bytes(socket_address[:2], sys.byteorder), int.from_bytes(socket_address[2:4], "big")
         host = socket_address[4:8] if family == socket.AF_INET else socket_address[8:24]
-        found.add((socket.inet_ntop(family, host), port))
-    return found
+        addresses.add((socket.inet_ntop(family, host), port))
+    return addresses
 
 
 def _delete_groups(store: dist.Store, names: list[str]) -> None:

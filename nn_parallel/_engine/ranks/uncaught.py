@@ -33,7 +33,7 @@ def share_uncaught(context: RankContext) -> None:
 
     def excepthook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         context.ends_by_exception = True
-        if not context.is_inherited and not isinstance(error, RankError):  # which every rank has
+        if not context.is_inherited:
             with contextlib.suppress(Exception):  # without a store there is nobody to tell, or to ask
                 _tell_or_show(context, error)
         before(kind, error, frames)

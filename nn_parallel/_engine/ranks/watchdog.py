@@ -177,13 +177,23 @@ class Watchdog:
 
         First comes the interrupt, and then the abort, after which a collective of an accelerator returns wrong numbers.
         """
-        with contextlib.suppress(Exception):  # whatever it is, this rank must be freed
-            self._find_connections()
+        self._end_body(block, reason)
+        if self._find_connections():
+            self._end_body(block, reason)
+
+    def _end_body(self, block: Block, reason: Exception | None) -> None:
         with self._changed:
             if block is self._innermost():
-                block.must_leave, block.reason = True, block.reason or reason
+                block.must_leave = True
+                block.reason = block.reason or reason
                 block.body.interrupt()
                 self._context.group.abort()
+
+    def _find_connections(self) -> bool:
+        """Find the connections of groups that the user has made; return whether `Group.abort` now knows more."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            return self._context.group.find_connections(self._connection.store)
+        return False
 
     def _innermost(self) -> Block | None:
         """The innermost block, if its body runs: what is around it fails with it, if nobody catches."""
@@ -264,13 +274,6 @@ class Watchdog:
         """Return whether a rank has left the others as it should, which closes its connections."""
         others = (rank for rank in range(self._context.world_size) if rank != self._context.rank)
         return any(has_left(self._connection, rank) for rank in others)
-
-    def _find_connections(self) -> None:
-        """Have `Group.abort` end those of all groups, in one of whose collectives the main thread may sit."""
-        stands = position()
-        uses_store = stands.makes_group or "group" in (stands.function or "")  # as new_group: it may wait there
-        if stands.may_wait and not uses_store:
-            self._context.group.find_connections()
 
     def _end_collective(self, reason: Exception) -> None:
         """Outside all blocks: gloo's collective raises, in torch's words, so the cause is told before.

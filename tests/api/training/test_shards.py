@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import select
 import signal
 import subprocess
@@ -148,6 +149,21 @@ def test_those_before_are_kept_with_their_shards(executors: dict[int, ParallelEx
         loaded, rest = load(tmp_path / name, "ddp")
         assert equal(loaded, wanted)
     assert rest == {"epoch": 1}
+
+
+def test_files_of_the_user_beside_it_do_not_matter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Shards to which a damaged ``last.1.pt`` may refer stay; a file with a name of its own is no such checkpoint."""
+    path = tmp_path / "last.pt"
+    (old := tmp_path / "last.pt.shards" / "old").mkdir(parents=True)
+    torch.save(torch.nn.Linear(1, 1), tmp_path / "last.0.5acc.pt")
+    (tmp_path / "last.1.pt").write_text("damaged")
+    save_checkpoint(path, epoch=1)
+    assert old.exists()
+    assert re.search("Old shards of .*last.pt are kept: .*last.1.pt is damaged", caplog.text)
+    (tmp_path / "last.1.pt").unlink()
+    save_checkpoint(path, epoch=2)
+    assert not old.exists()
+    assert load_checkpoint(path) == {"epoch": 2}
 
 
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])

@@ -108,6 +108,27 @@ def test_a_failure_in_the_block_is_raised_on_all_ranks(ranks2: Ranks, wait: Call
         assert told["total"] == 2
 
 
+def test_a_rank_is_freed_from_groups_that_the_user_makes(ranks2: Ranks) -> None:
+    """From a collective in such a group, and from making one, where it waits for the store."""
+
+    def make_and_wait(rank: int) -> None:
+        group = dist.new_group([0, 1])
+        if rank == 1:
+            raise ValueError("bad batch")
+        dist.all_reduce(torch.ones(1), group=group)
+
+    def wait_in_making(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("bad batch")
+        dist.new_group([0, 1])
+
+    for body in (make_and_wait, wait_in_making, make_and_wait):
+        for told in ranks2.run(outcome_of_a_block, body):
+            assert told["failures"] == {1: "ValueError: bad batch"}
+            assert told["seconds"] < AT_ONCE_S
+            assert told["total"] == 2
+
+
 @pytest.mark.slow
 def test_ranks_leave_the_block_together(ranks3: Ranks) -> None:
     """A slow rank is waited for; what follows the block begins on all ranks after its end."""

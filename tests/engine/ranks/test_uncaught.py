@@ -14,7 +14,7 @@ from tests.support.ranks import free_port
 
 SCRIPT = """
 import os, signal, torch, torch.distributed as dist
-from nn_parallel import initialize_ddp
+from nn_parallel import RankError, initialize_ddp
 here = initialize_ddp(timeout=30)
 dist.all_reduce(torch.ones(1))
 if here.rank == 1:
@@ -24,6 +24,7 @@ dist.all_reduce(torch.ones(1))
 ENDS = {
     "raise ValueError('a bad batch')": r"(?s)On rank 1:\n\nTraceback .*ValueError: a bad batch$",
     "os.kill(os.getpid(), signal.SIGKILL)": r"Rank 1 \(pid \d+ on ",
+    "raise RankError('save() failed', {1: OSError('disk full')})": r"(?s)On rank 1:\n\n.*OSError: disk full",
     "raise SystemExit": r"Rank 1 has left: it is at its end, or called cleanup_ddp\(\)\.$",
 }
 
