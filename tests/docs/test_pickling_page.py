@@ -68,7 +68,20 @@ ROWS = {
     ),
     '`Config.options["lr"] = 0.1`': (
         "class Config: options = {'lr': 1}\ndef f(): return Config.options['lr']",
-        ["call(f)", "! Config.options['lr'] = 2", "call(f)", "! Config.options = {'lr': 3}", "call(f)"],
+        ["call(f)", "! Config.options['lr'] = 2", "call(f)"],
+        "1 2",
+    ),
+    '`Config.options["sgd"]["lr"] = 0.1`': (
+        "class Config: options = {'sgd': {'lr': 1}}\ndef f(): return Config.options['sgd']['lr']",
+        *(
+            [
+                "call(f)",
+                "! Config.options['sgd']['lr'] = 2",
+                "call(f)",
+                "! Config.options = {'sgd': {'lr': 3}}",
+                "call(f)",
+            ],
+        ),
         "1 1 3",
     ),
     "a function or class that you define anew": (
@@ -97,21 +110,26 @@ ROWS = {
         "1.0 1.0",
     ),
     "a model from `put`, and": (STEP, ["call(step, ex.put(model))"], "0.0"),
-    "a function whose default": (
-        "model = torch.zeros(1)\ndef f(m=model): return m.item()",
-        ["call(f)", "! _ = model.add_(1)", "call(f)"],
-        "0.0 1.0",
+    "a function that holds data": (
+        "model, known = torch.zeros(1), []\ndef f(m=model, k=known):\n k.append(1)\n return m.item(), len(k)",
+        ["call(f)", "! _ = model.add_(1)", "call(f)", "! _ = known.append(0)", "call(f)"],
+        "(0.0, 1) (1.0, 1) (1.0, 2)",
+    ),
+    "a global `rng = random.Random(0)`": (
+        "import random\nrng = random.Random(0)\ndef f(): return rng.random()",
+        ["call(f) == call(f) == call(f)"],
+        "True",
     ),
     "`from settings import CONFIG`": (
         "from beside_of_test import CONFIG\ndef f(): return CONFIG['lr']",
         ["call(f)", "! CONFIG['lr'] = 0.1", "call(f)"],
         "1 0.1",
     ),
-    "`from library import REGISTRY`": (
-        "import beside_of_test\nfrom beside_of_test import REGISTRY\n"
-        "def f():\n REGISTRY['a'] = 1\n return beside_of_test.look_up('a')",
-        ["call(f)", "REGISTRY"],
-        "1 {}",
+    "`from random import random`": (
+        "import random as library\nfrom random import random\nfrom os import environ\n"
+        "def f():\n environ['ROW_OF_TEST'] = '1'\n return random.__self__ is library._inst, os.environ['ROW_OF_TEST']",
+        ["call(f)", "call(random) == call(random)", "'ROW_OF_TEST' in os.environ"],
+        "(True, '1') False False",
     ),
     "`MISSING = object()`": (
         "MISSING = object()\ndef f(x=MISSING): return x is MISSING",
@@ -148,9 +166,7 @@ def test_each_row_has_its_test() -> None:
 def test_the_row_is_true(row: str, main: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines print what the row says."""
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "beside_of_test.py").write_text(
-        "K, CONFIG, REGISTRY = 1, {'lr': 1}, {}\ndef f(): return K\ndef look_up(x): return REGISTRY.get(x)\n"
-    )
+    (tmp_path / "beside_of_test.py").write_text("K, CONFIG = 1, {'lr': 1}\ndef f(): return K\n")
     definitions, lines, printed = ROWS[row]
     try:
         assert values(main, definitions, lines) == printed

@@ -40,6 +40,7 @@ class Keys:
         self._objects: dict[str, Callable[[], Any]] = {}
         self._keys: dict[int, str] = {}  # by the identity of the object
         self._own = set[str]()
+        self._held: dict[str, Any] = {}  # those that take no weak references, as `object()`
         self.lock = threading.RLock()  # the collector may run `_remove` in any thread
 
     def add(self, obj: Any, key: str | None = None) -> str:
@@ -50,10 +51,18 @@ class Keys:
         try:
             self._objects[key] = weakref.ref(obj)
             weakref.finalize(obj, self._remove, key, id(obj)).atexit = False
-        except TypeError:  # it takes no weak references, as `object()`
-            self._objects[key] = lambda: obj
+        except TypeError:
+            self._held[key] = obj
+            self._objects[key] = functools.partial(self._held.get, key)
         self._keys[id(obj)] = key
         return key
+
+    def release(self, obj: Any) -> None:
+        """Hold ``obj`` no more, if it takes no weak references: it is no longer sent, or no longer stored."""
+        key = self._keys.get(id(obj))
+        if key in self._held:
+            del self._held[key]
+            self._remove(key, id(obj))
 
     def of_or_add(self, obj: Any) -> str:
         """Return the key of ``obj``; give it one if it has none."""
@@ -91,12 +100,18 @@ class Namespace:
     find in the script.
     """
 
-    def __init__(self, module: types.ModuleType | None, variables: dict[str, Any]) -> None:
-        self.module = module
+    def __init__(self, find_module: Callable[[], types.ModuleType | None], variables: dict[str, Any]) -> None:
+        """``find_module``: returns the module whose dict it is, if any. The namespace may outlive the module."""
+        self._find_module = find_module
         self.variables = variables
         self.sent: dict[str, tuple[int, Any]] = {}  # the last binding of each name: its number, and the value
-        self.imported: dict[str, tuple[int, str | None, bool]] = {}  # see `_CallReducer._as_imported`
+        self.imports: dict[str, tuple[int, str | None]] = {}  # see `_CallReducer._import_of`
         self.received: dict[str, tuple[int, Any]] = {}
+
+    @property
+    def module(self) -> types.ModuleType | None:
+        """The module whose globals these are, or None."""
+        return self._find_module()
 
 
 class Needed(NamedTuple):
@@ -157,8 +172,10 @@ def keep(number: int, unpack: Unpack) -> None:
 def forget(number: int) -> None:
     """Let go of a stored object. The order to do so may arrive before the object."""
     _forgotten_before.add(number)
-    if stored.pop(number, None) is not None:
+    store = stored.pop(number, None)
+    if store is not None:
         _forgotten_before.discard(number)
+        keys.release(store.definition)
 
 
 def stored_object(number: int) -> Any:
@@ -383,7 +400,7 @@ def namespace_of(key: str, name: str, is_only_here: bool, module_attributes: dic
             module = types.ModuleType(name)
         if is_only_here:
             sys.modules[name] = module
-        namespace = Namespace(module, vars(module))
+        namespace = Namespace(lambda: module, vars(module))
         namespace.variables.update(module_attributes, __builtins__=builtins)
         _received_namespaces.append(namespace)
         keys.add(namespace, key)
@@ -394,7 +411,7 @@ def namespace_of(key: str, name: str, is_only_here: bool, module_attributes: dic
 def namespace_of_module(name: str) -> Namespace:
     """Return the globals of a module that each process imports by itself."""
     module = importlib.import_module(name)
-    return Namespace(module, vars(module))
+    return Namespace(lambda: module, vars(module))
 
 
 def module_of(namespace: Namespace) -> types.ModuleType | None:
@@ -402,31 +419,19 @@ def module_of(namespace: Namespace) -> types.ModuleType | None:
     return namespace.module
 
 
-def imported(module: str, name: str, copy: Any = Missing) -> Any:
-    """Return what a module holds under a name, as long as the script has not changed its own; else the script's copy.
+def imported(module: str, name: str) -> Any:
+    """Return what a module holds under a name."""
+    return getattr(importlib.import_module(module), name)
 
-    So a registry that the script imports is here the one that its module uses, and a configuration that the script
-    imports and then fills is the filled one.
+
+def imported_sentinel(module: str, name: str, kind: type | None) -> Any:
+    """Return the object without a state that a module holds under a name.
+
+    If the script has bound the name in the module anew, this process has another object there: then make a new one.
+    ``kind``: its class, if an import finds that.
     """
-    own = getattr(importlib.import_module(module), name)
-    if copy is Missing:
-        return own
-    unchanged = _unchanged.get((module, name), own)
-    if not _is_like(unchanged, copy):
-        return copy
-    _unchanged.setdefault((module, name), copy)  # tasks may change the module's own
-    return own
-
-
-def _is_like(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    try:
-        if vars(object)["__eq__"] is type(one).__eq__:
-            return bool(vars(one) == vars(other))
-        return bool(one == other)
-    except Exception:  # of a comparison of the user's, or of tensors
-        return False
+    sentinel = getattr(importlib.import_module(module), name, None)
+    return sentinel if kind is None or type(sentinel) is kind else object.__new__(kind)
 
 
 def bind(namespace: Namespace, name: str, number: int, value: Any) -> None:
@@ -462,7 +467,6 @@ _received_namespaces: list[Namespace] = []  # kept alive: functions refer to the
 _versions: dict[str, int] = {}  # by the keys of definitions: the number of the version that is here
 _awaited: dict[str, Needed] = {}  # what is to be made before the call begins
 _attribute_names: dict[str, set[str]] = {}  # by the keys of classes: those that came with the class
-_unchanged: dict[tuple[str, str], Any] = {}  # copies of imported objects as they were when they first came
 _making_classes = threading.RLock()
 _environment = 0  # the number of the environment that this process has adopted
 _BOUND_BY_A_TASK = object()

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import abc
-import datetime
 import functools
 import itertools
-import logging
 import operator
-import pathlib
-import re
 import threading
 import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
-
-import torch
 
 from ..pickling import Packed, dump_atoms, dumps
 from ..pool.channel import Payload
@@ -28,10 +22,11 @@ from ..tracebacks import warn_user
 from . import globals as receiving
 from . import reducer
 from .globals import KeptFunction, Missing, Namespace, Needed, keys
-from .reducer import Deferred, Reducer, contents_of, goes_by_name, is_definition
+from .reducer import Deferred, Reducer, contents_of_function, goes_by_name, is_constant, is_definition
 
 FUNCTIONS_KEPT = 128
 NAMESAKES_KEPT = 64  # definitions of one name
+ELEMENTS_COMPARED = 1000  # of a container that is an attribute of a class
 GlobalName = tuple[Namespace, str, bool]  # the globals, the name, and whether code binds it
 
 
@@ -219,24 +214,28 @@ class _CallReducer(Reducer):
             self.constants.append((namespace, name, number, value))
             if isinstance(value, types.ModuleType):
                 self.note_module(value)
-            return []
-        if is_definition(value, is_global=True):
+        elif is_definition(value, is_global=True):
             self.bound.setdefault(id(value), []).append((namespace, name, number))
             return [value]
-        self.has_data = True
-        value = self._as_imported(namespace, name, number, value)
-        data.append(Deferred(receiving.bind, namespace, name, number, value))
+        elif (module := self._import_of(namespace, name, number, value)) is not None:
+            self.constants.append((namespace, name, number, Deferred(receiving.imported, module, name)))
+        else:
+            self.has_data = True
+            data.append(Deferred(receiving.bind, namespace, name, number, value))
         return []
 
-    def _as_imported(self, namespace: Namespace, name: str, number: int, value: Any) -> Any:
-        """Return ``value``, or what stands for it in the pickle if the script has imported it under this name."""
-        if namespace.imported.get(name, (0,))[0] != number:  # to look takes long, and is done once for a binding
+    def _import_of(self, namespace: Namespace, name: str, number: int, value: Any) -> str | None:
+        """Return the module from which a worker imports a global; None: it is data.
+
+        An object of a library is the library's own there, too. One of the user's modules, such as a configuration that
+        the script fills, is data, unless a copy of it would be of no use: a method, or what cannot be pickled.
+        """
+        if namespace.imports.get(name, (0,))[0] != number:  # to look takes long, and is done once for a binding
             module = reducer.module_that_holds(name, value)
-            namespace.imported[name] = number, module, module is not None and self._can_pickle(value)
-        _, module, is_picklable = namespace.imported[name]
-        if module is None:
-            return value
-        return Deferred(receiving.imported, module, name, value if is_picklable else Missing)
+            if module is not None and reducer.is_users(module) and not isinstance(value, _METHODS):
+                module = None if self._can_pickle(value) else module
+            namespace.imports[name] = number, None if module is None else module.__name__
+        return namespace.imports[name][1]
 
     def alive(self) -> list[Any]:
         """Return the definitions and globals that a result of the call may refer to."""
@@ -268,7 +267,11 @@ class _Kept:
         self._is_definition = id(fn) in call.needed
         self._parts = _parts(fn)
         values: dict[int, tuple[dict[str, Any], list[str], list[Any]]] = {}
-        watched = [(namespace.variables, name, value) for (namespace, name), value in call.global_values.items()]
+        watched: list[tuple[dict[str, Any], str, Any]] = []
+        for (namespace, name), value in call.global_values.items():
+            watched.append((namespace.variables, name, value))
+            if name in namespace.sent:  # another function may have told the worker of a later binding to this value
+                watched.append((namespace.sent, name, namespace.sent[name]))
         watched += [(vars(module), "__spec__", module.__spec__) for module in call.users_modules.values()]
         for names, name, value in watched:
             _, its_names, its_values = values.setdefault(id(names), (names, [], []))
@@ -372,14 +375,16 @@ class Packer:
         One that is still in use is only sent again. Without this they would live as long as the pool, since a record of
         what is in a class keeps the class alive.
         """
-        name = getattr(obj, "__qualname__", None) or id(obj)
+        name = getattr(obj, "__qualname__", None) or type(obj)
         namesakes = self._namesakes.setdefault((getattr(obj, "__module__", None), name), {})
         namesakes.pop(id(obj), None)
         namesakes[id(obj)] = None
         if len(namesakes) > NAMESAKES_KEPT:
             oldest = next(iter(namesakes))
             del namesakes[oldest]
-            self._definitions.pop(oldest, None)
+            record = self._definitions.pop(oldest, None)
+            if record is not None:
+                keys.release(record.obj)
 
     def close(self) -> None:
         """The pool has ended."""
@@ -464,49 +469,50 @@ def _warn_of_copied_parameters(call: _CallReducer) -> None:
             )
 
 
-def is_constant(value: Any) -> bool:
-    """Return whether ``value`` stays what it is as long as it is the same object, and is easily sent."""
-    kind = type(value)
-    if kind in _IMMUTABLE or value is Missing:
-        return True
-    if kind is tuple or kind is frozenset:
-        return all(map(is_constant, value))
-    if issubclass(kind, type) or kind in _FOUND_BY_NAME:
-        return goes_by_name(value)
-    if kind is types.BuiltinFunctionType:
-        owner = value.__self__
-        return owner is None or isinstance(owner, types.ModuleType) or (isinstance(owner, type) and goes_by_name(owner))
-    return reducer.name_of_sentinel(value) is not None
-
-
 def _is_plain_function(fn: Any) -> bool:
     """Return whether a function without a name could be called twice in one worker as if it came anew."""
-    if type(fn) is not types.FunctionType or fn.__closure__ or vars(fn):
-        return False
-    return all(map(is_constant, (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())))
+    return type(fn) is types.FunctionType and not fn.__closure__ and all(map(is_constant, contents_of_function(fn)))
 
 
 def _parts(obj: Any) -> list[Any]:
-    """Return what a definition is made of: it has changed when one of these is another object."""
-    if type(obj) is types.FunctionType:
-        parts = [obj.__code__, *(obj.__defaults__ or ()), *map(contents_of, obj.__closure__ or ())]
-        held = [obj.__kwdefaults__ or {}, vars(obj)]
-        if isinstance(registry := vars(obj).get("registry"), types.MappingProxyType):  # `functools.singledispatch`
-            held.append(dict(registry))
-    elif isinstance(obj, type):
-        parts = list(obj.__bases__)
-        held = [dict(vars(obj))]
-        if isinstance(obj, abc.ABCMeta):
-            parts += reducer.virtual_subclasses(obj)
-    else:
-        parts = []
-        held = [getattr(obj, "__dict__", {})]
-    for names in held:
-        for name, value in list(names.items()):
+    """Return what a definition is made of: it has changed when one of these is another object.
+
+    Of a class these are its attributes, what is in its functions, and the elements of lists, dicts and sets in these.
+    """
+    parts = list[Any]()
+    functions = [obj]
+    if isinstance(obj, type):
+        parts += obj.__bases__
+        for name, value in list(vars(obj).items()):
             # To read the annotations of a class may add an empty dict to it.
             if name not in reducer.NOT_COPIED and (name != "__annotations__" or value):
                 parts += name, value
+        functions = [function for value in parts for function in _functions_in(value)]
+        if isinstance(obj, abc.ABCMeta):
+            parts += reducer.virtual_subclasses(obj)
+    seen = set[int]()
+    while functions:
+        function = functions.pop()
+        if id(function) not in seen:
+            seen.add(id(function))
+            contents = contents_of_function(function)
+            parts.append(getattr(function, "__code__", None))
+            parts += contents
+            functions += [content for content in contents if type(content) is types.FunctionType]
+    if isinstance(obj, type):
+        containers = [value for value in parts if isinstance(value, _CONTAINERS) and len(value) <= ELEMENTS_COMPARED]
+        for container in containers:
+            parts += itertools.chain(*container.items()) if isinstance(container, dict) else container
     return parts
+
+
+def _functions_in(attribute: Any) -> list[Any]:
+    """Return the functions of a method or property."""
+    if type(attribute) is types.FunctionType:
+        return [attribute]
+    if type(attribute) is property:
+        return [function for function in (attribute.fget, attribute.fset, attribute.fdel) if function is not None]
+    return [attribute.__func__] if type(attribute) in (classmethod, staticmethod) else []
 
 
 def _is_made_of(obj: Any, parts: list[Any]) -> bool:
@@ -553,10 +559,5 @@ _NOT_KEPT = "not kept, as it refers to data"
 _MISSING = itertools.repeat(Missing)
 _numbers = itertools.count(1)
 _NOTHING, _NO_ARGUMENTS = Payload(Packed(b""), Files()), dumps((None, (), {}))
-_FOUND_BY_NAME = {types.FunctionType, types.ModuleType, *reducer.FOUND_BY_NAME}
-_IMMUTABLE = {
-    *(type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, types.CodeType),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-    *(datetime.date, datetime.datetime, datetime.timedelta, pathlib.PosixPath, re.Pattern),
-    logging.Logger,  # found by its name
-}
+_METHODS = (types.MethodType, types.BuiltinMethodType)
+_CONTAINERS = (dict, list, set, deque)

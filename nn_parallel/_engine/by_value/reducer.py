@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import abc
+import datetime
 import dis
 import enum
 import functools
 import importlib
 import itertools
+import logging
 import multiprocessing.connection
 import os
+import pathlib
 import re
 import sys
 import types
@@ -19,7 +22,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import cloudpickle
-import numpy
 import torch
 
 from ..pickling import Pickler, make_cached, module_with
@@ -60,9 +62,14 @@ def _would_be_imported(name: str, module: types.ModuleType) -> bool:
     origin = getattr(module, "__file__", None) or getattr(getattr(module, "__spec__", None), "origin", None)
     if name in ("__main__", "__mp_main__"):
         return False
-    if origin in ("built-in", "frozen") or (origin or "").startswith(INSTALLED):
-        return True
     parent, _, last = name.rpartition(".")
+    file = pathlib.PurePath(origin or "")
+    if origin in ("built-in", "frozen"):
+        return True
+    if file.name.partition(".")[0] in (last, "__init__") and str(file).startswith(
+        INSTALLED
+    ):  # else it has another name
+        return True
     if parent and not _is_importable(parent):
         return False
     spec = _find_spec(name, getattr(sys.modules.get(parent), "__path__", None))
@@ -164,16 +171,17 @@ def _submodules(packages: Iterable[str], attributes: frozenset[str]) -> list[str
 
 
 def namespace_of(names: dict[str, Any], module: types.ModuleType | None = None) -> Namespace:
-    """Return the namespace of a dict of globals. That of a module of `sys.modules` lives on."""
+    """Return the namespace of a dict of globals. That of a module in `sys.modules` lives as long as the module."""
     with keys.lock:
         namespace = namespaces.get(id(names))
         if namespace is None:
-            own_module = sys.modules.get(str(names.get("__name__")))
-            is_modules = own_module is not None and vars(own_module) is names
-            namespace = namespaces[id(names)] = Namespace(own_module if is_modules else module, names)
+            loaded = sys.modules.get(str(names.get("__name__")))
+            if loaded is not None and vars(loaded) is names:
+                namespace = _namespaces_of_modules[loaded] = Namespace(weakref.ref(loaded), names)
+            else:
+                namespace = Namespace(lambda: module, names)
+            namespaces[id(names)] = namespace
             keys.add(namespace)
-            if is_modules:
-                _namespaces_of_modules.append(namespace)
         return namespace
 
 
@@ -193,38 +201,67 @@ def is_definition(obj: Any, is_global: bool = False) -> bool:
     if kind in IDENTITIES:
         return True
     if kind is types.FunctionType:
-        return _is_named(obj) and not _holds_tensors(obj)
-    if kind is Namespace or issubclass(kind, types.ModuleType):
-        return False
-    if keys.of(obj) is not None:
-        return True
-    if is_stateless(obj) and (is_global or _name_in_module_of_type(obj)):
-        return True
+        return _is_own_global(obj) and holds_no_data(obj)
     if not callable(obj) or "__wrapped__" not in getattr(obj, "__dict__", ()):
         return False
-    return is_global or module_with(obj) is not None
+    is_named = is_global or keys.of(obj) is not None or module_with(obj) is not None
+    return is_named and (kind is _Cached or holds_no_data(obj))
 
 
-def _is_named(fn: types.FunctionType) -> bool:
+def _is_own_global(fn: types.FunctionType) -> bool:
     """Return whether a global has the function under the function's own name: no lambda, method or inner function."""
     module = sys.modules.get(fn.__module__)
     return any(names.get(fn.__qualname__) is fn for names in (fn.__globals__, getattr(module, "__dict__", {})))
 
 
-def _holds_tensors(fn: types.FunctionType) -> bool:
-    """Return whether a default or closure variable is a tensor, model or optimizer.
+def holds_no_data(obj: Any) -> bool:
+    """Return whether a function, or what wraps one, holds only constants, definitions and other such functions.
 
-    They change in place all the time, so such a function is sent with each call.
+    Data in a default, an attribute or a closure variable is the same object as elsewhere in the script, and may change
+    in place: a function that holds some is sent with each call, as all data is.
     """
-    held = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values(), *map(contents_of, fn.__closure__ or ())]
-    return any(isinstance(each, _CHANGES_IN_PLACE) for each in held)
+    seen = set[int]()
+    pending = [obj]
+    while pending:
+        inner = pending.pop()
+        seen.add(id(inner))
+        for content in contents_of_function(inner):
+            if id(content) in seen or is_constant(content):
+                continue
+            if type(content) is types.FunctionType:
+                pending.append(content)
+            elif not is_definition(content):
+                return False
+    return True
 
 
-def is_stateless(obj: Any) -> bool:
+def contents_of_function(fn: Any) -> list[Any]:
+    """Return the defaults, closure variables and attributes of a function, or the attributes of what wraps one."""
+    contents = list(getattr(fn, "__dict__", {}).values())
+    if type(fn) is types.FunctionType:
+        contents += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+        contents += map(contents_of, fn.__closure__ or ())
+    return contents
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether ``value`` stays what it is as long as it is the same object, and is easily sent."""
+    kind = type(value)
+    if kind in _IMMUTABLE or value is receiving.Missing:
+        return True
+    if kind is tuple or kind is frozenset:
+        return all(map(is_constant, value))
+    if issubclass(kind, type) or kind in (types.FunctionType, types.ModuleType) or kind in FOUND_BY_NAME:
+        return goes_by_name(value)
+    if kind is types.BuiltinFunctionType:
+        owner = value.__self__
+        return owner is None or isinstance(owner, types.ModuleType) or (isinstance(owner, type) and goes_by_name(owner))
+    return place_of_sentinel(value) is not None
+
+
+def _is_stateless(obj: Any) -> bool:
     """Return whether ``obj`` carries no state, so that only its identity matters."""
     kind = type(obj)
-    if kind is object:
-        return True
     if getattr(obj, "__dict__", None) or not kind.__flags__ & HEAP_TYPE:
         return False
     if any(getattr(kind, name) is not getattr(object, name) for name in ("__reduce_ex__", "__reduce__")):
@@ -242,8 +279,8 @@ def contents_of(cell: types.CellType) -> Any:
         return receiving.Missing
 
 
-IDENTITIES: set[type] = {typing.NewType, typing.ParamSpec, typing.TypeVar, typing.TypeVarTuple}
-_CHANGES_IN_PLACE = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, numpy.ndarray)
+TYPE_PARAMETERS = (typing.ParamSpec, typing.TypeVar, typing.TypeVarTuple)
+IDENTITIES: set[type] = {object, typing.NewType, *TYPE_PARAMETERS}
 HEAP_TYPE = 1 << 9
 
 
@@ -260,12 +297,18 @@ class Deferred:
         return self._reduced
 
 
-def module_that_holds(name: str, value: Any) -> str | None:
+def module_that_holds(name: str, value: Any) -> types.ModuleType | None:
     """Return a module that holds ``value`` under ``name``, and that a fresh interpreter would import."""
     for module_name, module in list(sys.modules.items()):
         if getattr(module, "__dict__", {}).get(name) is value and is_importable(module_name):
-            return module_name
+            return module
     return None
+
+
+def _library_of(method: Any) -> str | None:
+    """Return the installed module that has a bound method under its own name, as `random.random`."""
+    module = module_that_holds(method.__name__, method)
+    return None if module is None or is_users(module) else module.__name__
 
 
 class Reducer(Pickler):
@@ -315,9 +358,9 @@ class Reducer(Pickler):
         if id(obj) not in self.by_value:
             if kind in FOUND_BY_NAME and goes_by_name(obj):
                 return NotImplemented
-            if (name := name_of_sentinel(obj)) is not None:
-                return name
-            if is_definition(obj, is_global=kind is object and bool(self.by_value)):
+            if (place := place_of_sentinel(obj)) is not None:
+                return receiving.imported_sentinel, (*place, kind if goes_by_name(kind) else None)
+            if is_definition(obj):
                 return self.refer_to(obj) or self._reduce_other(obj)
         return self._reduce_other(obj)
 
@@ -406,10 +449,16 @@ class Reducer(Pickler):
     def _reduce_method(self, method: types.MethodType) -> Any:
         """Look it up by its name as usual, but where that would find another one, or none yet."""
         owner = method.__self__
+        if (module := _library_of(method)) is not None:
+            return receiving.imported, (module, method.__name__)
         fn = method.__func__
         if id(owner) not in self.by_value and getattr(owner, fn.__name__, None) == method:
             return NotImplemented
         return types.MethodType, (fn, owner)
+
+    def _reduce_builtin(self, function: types.BuiltinFunctionType) -> Any:
+        module = None if isinstance(function.__self__, types.ModuleType | type) else _library_of(function)
+        return NotImplemented if module is None else (receiving.imported, (module, function.__name__))
 
     # Classes
 
@@ -505,6 +554,7 @@ class Reducer(Pickler):
     REDUCERS: ClassVar[dict[type, Callable[[Any, Any], Any]]] = {
         types.FunctionType: _reduce_function,
         types.MethodType: _reduce_method,
+        types.BuiltinFunctionType: _reduce_builtin,
         types.ModuleType: _reduce_module,
         types.CellType: _reduce_cell,
         Namespace: _reduce_namespace,
@@ -556,13 +606,28 @@ def _names_of_module(module: types.ModuleType, attributes: Iterable[str]) -> lis
     return [(namespace, name, False) for name in names if not name.startswith("__")]
 
 
-def name_of_sentinel(obj: Any) -> str | None:
-    """Return the name of an object without a state, such as `dataclasses.MISSING`, in the module of its type."""
-    return _name_in_module_of_type(obj) if is_stateless(obj) and is_importable(type(obj).__module__) else None
+def place_of_sentinel(obj: Any) -> tuple[str, str] | None:
+    """Return the module and the name by which an import finds an object without a state, as `dataclasses.MISSING`."""
+    kind = type(obj)
+    if kind is object:
+        return _place_of_marker(obj)
+    if not is_importable(kind.__module__) or not _is_stateless(obj):
+        return None
+    name = _name_in(sys.modules[kind.__module__], obj)
+    return None if name is None else (kind.__module__, name)
 
 
-def _name_in_module_of_type(obj: Any) -> str | None:
-    names = getattr(sys.modules.get(type(obj).__module__), "__dict__", {})
+@functools.lru_cache(maxsize=1024)
+def _place_of_marker(marker: object) -> tuple[str, str] | None:
+    for module_name, module in list(sys.modules.items()):
+        name = _name_in(module, marker)
+        if name is not None and is_importable(module_name):
+            return module_name, name
+    return None
+
+
+def _name_in(module: Any, obj: Any) -> str | None:
+    names = getattr(module, "__dict__", {})
     return next((name for name, value in list(names.items()) if value is obj), None)
 
 
@@ -602,7 +667,13 @@ def ignore_state(obj: Any, state: Any) -> None:
 
 
 _Cached = functools._lru_cache_wrapper
-FOUND_BY_NAME = {_Cached, *IDENTITIES}
+FOUND_BY_NAME = {_Cached, typing.NewType, *TYPE_PARAMETERS}
+_IMMUTABLE = {
+    *(type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, types.CodeType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    *(datetime.date, datetime.timedelta, pathlib.PosixPath, re.Pattern),
+    logging.Logger,  # found by its name
+}
 _ANNOTATIONS = "__annotate__" if sys.version_info >= (3, 14) else "__annotations__"
 _ATTRIBUTES = (
     "__qualname__",
@@ -619,4 +690,4 @@ NOT_COPIED = {"__module__", "_abc_impl", "__slotnames__", "__annotations_cache__
 _PLAIN = {type(None), bool, int, float, complex, str, bytes}
 _FUNCTION_KINDS = (types.FunctionType, classmethod, staticmethod, property)
 _numbers = itertools.count(1)
-_namespaces_of_modules: list[Namespace] = []
+_namespaces_of_modules = weakref.WeakKeyDictionary[types.ModuleType, Namespace]()

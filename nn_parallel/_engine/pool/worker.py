@@ -390,7 +390,7 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
     """The exception and its description; a stand-in for one that does not survive the way to the parent and back."""
     failure = Failure.of(error, where)
     if isinstance(error, Exception):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, SystemExit):  # of its own `__reduce__`, or as it is rebuilt
             packed = AnswerReducer().pack((error, failure))
             rebuilt, _ = loads(packed.pickle, [bytearray(buffer) for buffer in packed.buffers])
             if type(rebuilt) is type(error):

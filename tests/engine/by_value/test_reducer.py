@@ -133,35 +133,97 @@ with ParallelExecutor(num_workers=1, devices="cpu") as ex: print(ex.run(one["twi
 
 SHARED = """
 import threading
-REGISTRY, CONFIG, LOCK = {}, {"lr": 1}, threading.Lock()
+REGISTRY, CONFIG, LOCK, UNSET = {}, {"lr": 1}, threading.Lock(), object()
 class Registry:
     def __init__(self): self.known = {}
+    def add(self, x): self.known[x] = x
 registry = Registry()
+add = registry.add
 MISSING = type("Missing", (), {"__module__": __name__})()
 def look_up(x): return REGISTRY.get(x), registry.known.get(x)
 """
 
 
 def test_objects_of_an_imported_module(main: dict[str, Any], files: Path) -> None:
-    """They are the module's own in a worker, until the script changes its own: then they are copies of that."""
+    """Those of the user's modules are data, but for what no copy would be of use: a lock, a mark, a method."""
     (files / "shared_of_test.py").write_text(SHARED)
     definitions = """
 import shared_of_test
 from shared_of_test import *
+shared_of_test.cfg = cfg = {"put": "there"}
 def put(x):
-    REGISTRY[x] = registry.known[x] = x
+    REGISTRY[x] = x
     return look_up(x)
-def same(): return REGISTRY is shared_of_test.REGISTRY, registry is shared_of_test.registry, LOCK is shared_of_test.LOCK
-def lr(): return CONFIG["lr"], CONFIG is shared_of_test.CONFIG
+def same(): return LOCK is shared_of_test.LOCK, add.__self__ is shared_of_test.registry, UNSET is shared_of_test.UNSET
+def lr(): return CONFIG["lr"], cfg
 def mark(x=MISSING): return x is shared_of_test.MISSING is MISSING
+def unset(xs): return xs[0] is shared_of_test.UNSET
 """
     lines = [
-        *("call(put, 'a')", "call(put, 'b')", "call(same)", "call(mark)", "call(mark, MISSING)"),
-        *("call(lr)", "! CONFIG['lr'] = 2", "call(lr)", "! CONFIG['lr'] = 1", "call(lr)"),
+        *("call(put, 'a')", "REGISTRY", "call(same)", "call(mark)", "call(mark, MISSING)", "call(unset, [UNSET])"),
+        *("call(lambda: UNSET) is UNSET", "call(lr)", "! CONFIG['lr'] = 2", "call(lr)"),
     ]
     assert values(main, definitions, lines) == (
-        "('a', 'a') ('b', 'b') (True, True, True) True True (1, True) (2, False) (1, True)"
+        "(None, None) {} (True, True, True) True True True True (1, {'put': 'there'}) (2, {'put': 'there'})"
     )
+
+
+def test_objects_of_a_library(main: dict[str, Any]) -> None:
+    """They are the library's own in a worker, also those with a state, and their methods."""
+    definitions = """
+import copyreg, os, random as library
+from copyreg import dispatch_table
+from os import environ
+from random import random
+def same(): return dispatch_table is copyreg.dispatch_table, environ is os.environ, random.__self__ is library._inst
+"""
+    lines = ["call(same)", "call(same)", "call(lambda: [random(), random()]) == call(lambda: [random(), random()])"]
+    assert values(main, definitions, lines) == "(True, True, True) (True, True, True) False"
+
+
+def test_an_object_that_the_script_puts_into_a_module(main: dict[str, Any], files: Path) -> None:
+    """Another instance without a state, under the name of one that an import would make: not mistaken for it."""
+    (files / "backend_of_test.py").write_text("class Slow: pass\nclass Fast: pass\nBACKEND = Slow()\n")
+    definitions = """
+import backend_of_test
+backend_of_test.BACKEND = backend = backend_of_test.Fast()
+def f(b): return type(b).__name__, type(backend).__name__
+"""
+    assert values(main, definitions, ["call(f, backend)"]) == "('Fast', 'Fast')"
+
+
+def test_a_mark_that_only_a_method_reads(main: dict[str, Any]) -> None:
+    """It is one object in the arguments and there, from the first call on."""
+    definitions = (
+        "MISSING = object()\nclass A:\n def check(self, x): return x is MISSING\ndef f(xs): return xs[1].check(xs[0])"
+    )
+    assert values(main, definitions, ["call(f, [MISSING, A()])", "call(f, [MISSING, A()])"]) == "True True"
+
+
+def test_a_module_of_an_installation_under_another_name(main: dict[str, Any]) -> None:
+    """No import finds it under that name."""
+    definitions = """
+import importlib.util, colorsys
+spec = importlib.util.spec_from_file_location("colors_of_test", colorsys.__file__)
+colors = sys.modules["colors_of_test"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(colors)
+"""
+    try:
+        assert values(main, definitions, ["call(colors.rgb_to_yiq, 0, 0, 0)"]) == "(0.0, 0.0, 0.0)"
+    finally:
+        sys.modules.pop("colors_of_test", None)
+
+
+def test_a_date_with_a_time_zone_of_the_script(main: dict[str, Any]) -> None:
+    """It is no constant: its class is a definition."""
+    definitions = """
+import datetime
+class Zone(datetime.tzinfo):
+    def utcoffset(self, when): return datetime.timedelta(hours=2)
+noon = datetime.datetime(2026, 1, 1, 12, tzinfo=Zone())
+def f(): return noon.utcoffset().seconds
+"""
+    assert values(main, definitions, ["call(f)", "call(f)"]) == "7200 7200"
 
 
 def test_what_a_library_makes_uses_the_library_s_own_globals(main: dict[str, Any], files: Path) -> None:
