@@ -41,6 +41,7 @@ def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
     """What ``obj`` is made of, as far as pickling it goes, each part with its path."""
     if isinstance(obj, types.MethodType):
         yield f"{path}.__self__", obj.__self__
+        yield f"{path}.__func__", obj.__func__
     elif isinstance(obj, functools.partial):
         yield f"{path}.func", obj.func
         yield from ((f"{path}.args[{index}]", value) for index, value in enumerate(obj.args))
@@ -66,6 +67,7 @@ def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
         slots = [name for kind in type(obj).__mro__ for name in _listed(getattr(kind, "__slots__", ()))]
         values = {name: getattr(obj, name) for name in slots if hasattr(obj, name)} | getattr(obj, "__dict__", {})
         yield from ((f"{path}.{name}", value) for name, value in values.items())
+        yield f"class {type(obj).__qualname__!r}", type(obj)
 
 
 def _refuses(obj: Any) -> bool:

@@ -139,9 +139,9 @@ ROWS = {
     "locks, events, queues": (
         "import multiprocessing\nfrom nn_parallel import TransferError",
         [
-            *("! try: call(len, multiprocessing.Lock())\nexcept TransferError: print('refused')",),
+            *("! try: call(len, multiprocessing.get_context('fork').Lock())\nexcept TransferError: print('refused')",),
             *("! try: call(len, multiprocessing.Pipe()[0])\nexcept TransferError: print('refused')",),
-            "! with multiprocessing.Manager() as manager: q = manager.Queue(); call(q.put, 3); print(q.get())",
+            "! with multiprocessing.get_context('fork').Manager() as m: q = m.Queue(); call(q.put, 3); print(q.get())",
         ],
         "refused refused 3",
     ),

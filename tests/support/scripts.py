@@ -31,7 +31,7 @@ def run_script(code: str, folder: Path) -> list[str]:
 
 def values(main: dict[str, Any], definitions: str, lines: list[str]) -> str:
     """Return the values of the lines, and what that prints. A line after ``!`` is run and has no value."""
-    exec(definitions, main)
+    exec(compile(definitions, "<string>", "exec", dont_inherit=True), main)  # this file has a `__future__` import
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), ParallelExecutor(num_workers=1, devices="cpu") as ex:
         main.update(ex=ex, call=lambda fn, *args: ex.run(fn, *args)[0])

@@ -91,6 +91,7 @@ class Keys:
                 self._own.discard(key)
                 _versions.pop(key, None)
                 _attribute_names.pop(key, None)
+                _values_of_aliases.pop(key, None)
 
 
 class Namespace:
@@ -344,6 +345,19 @@ def member_of(cls: Any, name: str) -> Any:
     return cls._member_map_[name]
 
 
+def make_type_alias(key: str, name: str, module: str) -> Any:
+    """Return a type alias whose value `complete_type_alias` sets: Python asks for it when it is first used."""
+    names: dict[str, Any] = {"__name__": module, "value": functools.partial(_values_of_aliases.get, key)}
+    exec(f"type {name} = value()", names)
+    keys.add(names[name], key)
+    return names[name]
+
+
+def complete_type_alias(alias: Any, value: Any) -> None:
+    """Set the value of a type alias."""
+    _values_of_aliases[keys.of(alias) or ""] = value
+
+
 def _native(metaclass: type, method: str) -> Callable[..., Any]:
     """Return ``__new__`` or ``__setattr__`` of a metaclass, past what is written in Python but for `abc.ABCMeta`."""
     for base in metaclass.__mro__:
@@ -466,6 +480,7 @@ _forgotten_before = set[int]()  # the numbers of objects that were to be forgott
 _received_namespaces: list[Namespace] = []  # kept alive: functions refer to the dict only
 _versions: dict[str, int] = {}  # by the keys of definitions: the number of the version that is here
 _awaited: dict[str, Needed] = {}  # what is to be made before the call begins
+_values_of_aliases: dict[str, Any] = {}  # by the keys of type aliases
 _attribute_names: dict[str, set[str]] = {}  # by the keys of classes: those that came with the class
 _making_classes = threading.RLock()
 _environment = 0  # the number of the environment that this process has adopted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import datetime
 import dis
 import enum
@@ -62,20 +63,19 @@ def _would_be_imported(name: str, module: types.ModuleType) -> bool:
     origin = getattr(module, "__file__", None) or getattr(getattr(module, "__spec__", None), "origin", None)
     if name in ("__main__", "__mp_main__"):
         return False
-    parent, _, last = name.rpartition(".")
-    file = pathlib.PurePath(origin or "")
     if origin in ("built-in", "frozen"):
         return True
-    if file.name.partition(".")[0] in (last, "__init__") and str(file).startswith(
-        INSTALLED
-    ):  # else it has another name
+    parent, _, last = name.rpartition(".")
+    is_in_package = bool(parent) and getattr(sys.modules.get(parent), last, None) is module
+    stem = os.path.basename(origin or "").partition(".")[0]
+    if (origin or "").startswith(INSTALLED) and (is_in_package or stem in (last, "__init__")):  # not by another name
         return True
     if parent and not _is_importable(parent):
         return False
     spec = _find_spec(name, getattr(sys.modules.get(parent), "__path__", None))
     if spec is not None:
         return spec.origin == origin or _is_same_file(spec.origin, origin)
-    return bool(parent) and getattr(sys.modules[parent], last, None) is module  # made by its package, as `torch.ops`
+    return is_in_package  # made by its package, as `torch.ops`
 
 
 def _find_spec(name: str, path: Any) -> Any:
@@ -152,10 +152,30 @@ _READING = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}  # a class 
 _BINDING = {"STORE_GLOBAL", "DELETE_GLOBAL"}
 
 
-def _words_in(annotations: dict[str, Any]) -> set[str]:
-    """Return the words in annotations that are texts: `typing.get_type_hints` looks them up among the globals."""
-    texts = (str(each) for each in annotations.values() if not isinstance(each, type))
-    return {word for text in texts for word in re.findall(r"[^\W\d]\w*", text)}
+def _annotations_of(obj: Any) -> dict[str, Any]:
+    """Return the annotations of a function or class; from Python 3.14 on as texts if they cannot be evaluated yet."""
+    if sys.version_info < (3, 14):
+        annotations = vars(obj).get("__annotations__") if isinstance(obj, type) else obj.__annotations__
+        return annotations or {}
+    import annotationlib  # type: ignore[import-not-found]
+
+    # To read the attribute `__annotations__` would evaluate them for good, in the script.
+    annotate = annotationlib.get_annotate_from_class_namespace(vars(obj)) if isinstance(obj, type) else obj.__annotate__
+    if annotate is None:
+        own = vars(obj) if isinstance(obj, type) else {"__annotations__": obj.__annotations__}
+        return dict(own.get("__annotations__") or own.get("__annotations_cache__") or {})
+    for annotation_format in (annotationlib.Format.VALUE, annotationlib.Format.STRING):
+        with contextlib.suppress(Exception):  # of the user's expression: a name that is not bound
+            return dict(annotationlib.call_annotate_function(annotate, annotation_format, owner=obj))
+    return {}
+
+
+def _types_in(annotations: dict[str, Any], namespace: Namespace) -> list[str]:
+    """Return the globals that annotations name in texts, if they are types: `typing.get_type_hints` looks them up."""
+    texts = (str(annotation) for annotation in annotations.values() if not isinstance(annotation, type))
+    words = {word for text in texts for word in re.findall(r"[^\W\d]\w*", text)}
+    values = {word: namespace.variables[word] for word in sorted(words & namespace.variables.keys())}
+    return [word for word, value in values.items() if isinstance(value, _TYPES) or type(value).__module__ == "typing"]
 
 
 def _submodules(packages: Iterable[str], attributes: frozenset[str]) -> list[str]:
@@ -280,7 +300,9 @@ def contents_of(cell: types.CellType) -> Any:
 
 
 TYPE_PARAMETERS = (typing.ParamSpec, typing.TypeVar, typing.TypeVarTuple)
-IDENTITIES: set[type] = {object, typing.NewType, *TYPE_PARAMETERS}
+_TypeAlias: Any = getattr(typing, "TypeAliasType", None)  # from Python 3.12 on
+_TYPES = (type, types.ModuleType, types.UnionType, types.GenericAlias)
+IDENTITIES: set[type] = {object, typing.NewType, *TYPE_PARAMETERS, *filter(None, [_TypeAlias])}
 HEAP_TYPE = 1 << 9
 
 
@@ -370,8 +392,10 @@ class Reducer(Pickler):
             return make_cached, (obj.__wrapped__, obj.cache_parameters(), obj.__dict__)
         if kind is typing.NewType:
             return typing.NewType, (obj.__name__, obj.__supertype__), {"__module__": obj.__module__}
-        if kind in (typing.ParamSpec, typing.TypeVarTuple):
-            return kind, (obj.__name__,)
+        if kind in TYPE_PARAMETERS:
+            return _reduce_type_parameter(obj)
+        if kind is _TypeAlias:
+            return self._reduce_type_alias(obj)
         if issubclass(kind, types.ModuleType):
             return self._reduce_module(obj)
         if isinstance(obj, types.FunctionType):  # a proxy that calls itself one: cloudpickle would send what is in it
@@ -408,6 +432,7 @@ class Reducer(Pickler):
             else:
                 cells.append(cell)
         attributes = {name: value for name in _ATTRIBUTES if (value := getattr(fn, name, None)) is not None}
+        attributes["__annotations__"] = _annotations_of(fn)
         names, submodules = self._refers_to(fn)
         state = attributes, dict(vars(fn)), contents, submodules, self.note_globals(names)
         args = key, fn.__code__, namespace_of(fn.__globals__), fn.__name__, cells
@@ -417,15 +442,15 @@ class Reducer(Pickler):
         """Return the globals that a function refers to, and the submodules that it reaches through them."""
         namespace = namespace_of(fn.__globals__)
         reads, binds, attributes = names_in(fn.__code__)
-        words = _words_in(fn.__annotations__) & namespace.variables.keys()
+        types_in_annotations = _types_in(_annotations_of(fn), namespace)
         values = (namespace.variables.get(name) for name in reads)
         modules = {id(value): value for value in values if isinstance(value, types.ModuleType)}
         imported = [module.__name__ for module in modules.values() if goes_by_name(module)]
         submodules = _submodules(imported, attributes)
         if _is_imported(namespace):
             return [], submodules
-        in_code = dict.fromkeys([*reads, *binds, *words])
-        names = [(namespace, name, name in binds) for name in in_code]
+        all_names = dict.fromkeys([*reads, *binds, *types_in_annotations])
+        names = [(namespace, name, name in binds) for name in all_names]
         for module in modules.values():
             if not goes_by_name(module):
                 names += _names_of_module(module, attributes)
@@ -485,12 +510,13 @@ class Reducer(Pickler):
         body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         if "__slots__" in own:
             body["__slots__"] = slots
-        annotations = attributes.get("__annotations__") or {}
+        annotations = _annotations_of(cls)
         module = sys.modules.get(cls.__module__)
+        if annotations:
+            attributes["__annotations__"] = annotations
         if annotations and module is not None and not is_importable(cls.__module__):
             namespace = namespace_of(vars(module))
-            words = _words_in(annotations) & namespace.variables.keys()
-            self.note_globals([(namespace, word, False) for word in words])
+            self.note_globals([(namespace, name, False) for name in _types_in(annotations, namespace)])
         # Functions first: what else is there may be an instance of the class, which its functions rebuild.
         later = {name: value for name, value in attributes.items() if name not in fixed}
         functions = {name: value for name, value in later.items() if isinstance(value, _FUNCTION_KINDS)}
@@ -545,6 +571,21 @@ class Reducer(Pickler):
         """Reduce a `functools.cached_property`, without the lock that it holds before Python 3.12."""
         return type(obj), (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}
 
+    def _reduce_partialmethod(self, obj: Any) -> Any:
+        """Reduce a `functools.partialmethod`: that of Python 3.14 cannot be pickled."""
+        return functools.partial(functools.partialmethod, **obj.keywords), (obj.func, *obj.args)
+
+    def _reduce_type_alias(self, alias: Any) -> Any:
+        """Reduce a statement ``type X = ...``: the value comes later, as it may refer to the alias."""
+        if alias.__type_params__:
+            return functools.partial(_TypeAlias, type_params=alias.__type_params__), (alias.__name__, alias.__value__)
+        args = keys.of_or_add(alias), alias.__name__, alias.__module__
+        return receiving.make_type_alias, args, alias.__value__, None, None, receiving.complete_type_alias
+
+    def _reduce_forward_reference(self, reference: Any) -> Any:
+        """Reduce a `typing.ForwardRef` without the globals that it holds from Python 3.14 on."""
+        return type(reference), (reference.__forward_arg__,)
+
     def _reduce_weak_dict(self, obj: Any) -> Any:
         return type(obj), (dict(obj),)
 
@@ -559,6 +600,8 @@ class Reducer(Pickler):
         types.CellType: _reduce_cell,
         Namespace: _reduce_namespace,
         functools.cached_property: _reduce_cached_property,
+        functools.partialmethod: _reduce_partialmethod,
+        typing.ForwardRef: _reduce_forward_reference,
         weakref.WeakKeyDictionary: _reduce_weak_dict,
         weakref.WeakValueDictionary: _reduce_weak_dict,
         multiprocessing.connection.Connection: _refuse_connection,
@@ -638,6 +681,19 @@ def name_of(obj: Any) -> tuple[Namespace, str, bool] | None:
     return None if module is None else (namespace_of(vars(module)), name.partition(".")[0], False)
 
 
+def _reduce_type_parameter(parameter: Any) -> tuple[Any, ...]:
+    """Reduce a type variable, with what newer versions of Python have added to it."""
+    kind: Any = type(parameter)
+    constraints = getattr(parameter, "__constraints__", ())
+    names = ("bound", "covariant", "contravariant", "infer_variance")
+    options = {name: getattr(parameter, f"__{name}__") for name in names if hasattr(parameter, f"__{name}__")}
+    if kind is typing.TypeVarTuple:
+        options = {}
+    if sys.version_info >= (3, 13) and parameter.has_default():
+        options["default"] = parameter.__default__
+    return functools.partial(kind, **options), (parameter.__name__, *constraints)
+
+
 def virtual_subclasses(cls: abc.ABCMeta) -> list[type]:
     """Return the classes that were registered with an abstract class."""
     subclasses = (ref() for ref in abc._get_dump(cls)[0])  # type: ignore[attr-defined]
@@ -667,14 +723,13 @@ def ignore_state(obj: Any, state: Any) -> None:
 
 
 _Cached = functools._lru_cache_wrapper
-FOUND_BY_NAME = {_Cached, typing.NewType, *TYPE_PARAMETERS}
+FOUND_BY_NAME = {_Cached, *IDENTITIES} - {object}
 _IMMUTABLE = {
     *(type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, types.CodeType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
     *(datetime.date, datetime.timedelta, pathlib.PosixPath, re.Pattern),
     logging.Logger,  # found by its name
 }
-_ANNOTATIONS = "__annotate__" if sys.version_info >= (3, 14) else "__annotations__"
 _ATTRIBUTES = (
     "__qualname__",
     "__module__",
@@ -682,11 +737,10 @@ _ATTRIBUTES = (
     "__defaults__",
     "__kwdefaults__",
     "__type_params__",
-    _ANNOTATIONS,
 )
 _MODULE_ATTRIBUTES = ("__name__", "__package__", "__file__", "__path__")
 # Of a class: what `type` makes, and what Python adds by itself as the class is used.
-NOT_COPIED = {"__module__", "_abc_impl", "__slotnames__", "__annotations_cache__"}
+NOT_COPIED = {"__module__", "_abc_impl", "__slotnames__", "__annotations_cache__", "__annotate_func__", "__annotate__"}
 _PLAIN = {type(None), bool, int, float, complex, str, bytes}
 _FUNCTION_KINDS = (types.FunctionType, classmethod, staticmethod, property)
 _numbers = itertools.count(1)

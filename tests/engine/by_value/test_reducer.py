@@ -276,7 +276,7 @@ def _chain(length: int) -> Any:
 def test_what_is_nested_too_deeply_is_told(executor2: ParallelExecutor) -> None:
     """Instead of a RecursionError from somewhere."""
     with pytest.raises(TransferError, match=r"^Argument 0(\.inner){20} is a .*_Node and cannot .*deep recursion"):
-        executor2.run(type, _chain(5000))
+        executor2.run(type, _chain(100_000))
 
 
 def test_a_mock_travels(executor2: ParallelExecutor) -> None:
@@ -325,3 +325,71 @@ def test_a_model_that_was_put_and_its_optimizer_are_told(executor2: ParallelExec
         return both[1].param_groups[0]["params"][0] is both[0].weight
 
     assert executor2.submit(is_tied, both).result()
+
+
+def test_annotations_send_types_only(main: dict[str, Any]) -> None:
+    """A word in a text may be the name of anything: a lock, which cannot be sent, or a name that is not there."""
+    definitions = """
+import threading, typing
+lock, Alias = threading.Lock(), list[int]
+class Later: pass
+def f(x: "how often the lock is taken", y: typing.Annotated[int, "guarded by lock"], z: "Undefined" = 1): return x
+def g(x: "Later | Alias"): return typing.get_type_hints(g)["x"] == Later | Alias
+"""
+    assert values(main, definitions, ["call(f, 1, 2)", "call(g, 1)"]) == "1 True"
+
+
+NEW_TYPES = {
+    "an alias": (
+        "type A = list[int] | str\ndef f(x: A): return A, str(A.__value__)",
+        ["call(f, 1)[1]", "call(f, 1)[0] is A"],
+        "list[int] | str True",
+    ),
+    "an alias that refers to itself": (
+        "type Json = dict[str, Json] | str\ndef f(): return Json.__value__.__args__[0].__args__[1] is Json",
+        ["call(f)"],
+        "True",
+    ),
+    "an alias with a parameter": ("type G[T] = list[T] | None\ndef f(): return str(G[int])", ["call(f)"], "G[int]"),
+    "a parameter with constraints": (
+        "class B[T: (int, str)]: pass\ndef f(t=B.__type_params__[0]): return t.__constraints__, t.__infer_variance__",
+        ["call(f)"],
+        "((<class 'int'>, <class 'str'>), True)",
+    ),
+}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="a syntax of Python 3.12")
+@pytest.mark.parametrize("case", NEW_TYPES)
+def test_types_of_python_3_12(main: dict[str, Any], case: str) -> None:
+    """They are the same objects in all calls, with all their parts."""
+    definitions, lines, printed = NEW_TYPES[case]
+    assert values(main, definitions, lines) == printed
+
+
+@pytest.mark.skipif(sys.version_info < (3, 13), reason="a syntax of Python 3.13")
+def test_a_default_of_a_type_parameter(main: dict[str, Any]) -> None:
+    """It arrives."""
+    definitions = "class B[T = int]: pass\ndef f(): return B.__type_params__[0].__default__"
+    assert values(main, definitions, ["call(f)"]) == "<class 'int'>"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are evaluated when they are read")
+def test_annotations_of_python_3_14(main: dict[str, Any]) -> None:
+    """A call does not evaluate them for good, and needs none that cannot be evaluated."""
+    definitions = """
+import abc, dataclasses
+class A(abc.ABC):
+    x: int = 3
+    def go(self, x: int): return x
+@dataclasses.dataclass
+class Node:
+    v: int
+    next: Node | None = None
+def f(x: Undefined) -> int: return x
+class Late: pass
+def g(x: Late): return g.__annotations__["x"] is Late
+"""
+    lines = ["call(lambda: (A().go(2), Node(1).v))", "call(f, 1)", "call(g, 1)"]
+    lines += ["! exec('class Late: pass', globals())", "g.__annotations__['x'] is Late"]
+    assert values(main, definitions, lines) == "(2, 1) 1 True True"
