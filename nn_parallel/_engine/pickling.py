@@ -184,7 +184,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
             make, args, *_ = self.dispatch_table[types.CodeType](obj)
             return _code_of_file, (make, args, obj.co_filename, _lines_of(obj.co_filename))
         if kind in _NAMED or issubclass(kind, type):
-            if module_with(obj) is not None:
+            if module_defining(obj) is not None:
                 return NotImplemented
             if kind is functools._lru_cache_wrapper:
                 return make_cached, (obj.__wrapped__, obj.cache_parameters(), obj.__dict__)
@@ -281,7 +281,7 @@ def _is_atomic(obj: Any) -> bool:
     return kind is dict and not obj
 
 
-def module_with(obj: Any) -> types.ModuleType | None:
+def module_defining(obj: Any) -> types.ModuleType | None:
     """Return the module that has ``obj`` under the names in ``__module__`` and ``__qualname__``, or None."""
     module = sys.modules.get(getattr(obj, "__module__", None) or "")
     found: Any = module

@@ -12,9 +12,13 @@ things do not work then:
 - *Hooks.* A class is made by its metaclass and then filled. ``__init_subclass__`` and the metaclass run a second
   time, on an empty class and without their arguments.
 
-Three guesses do not repair this: to know a namespace by its name (each class of attrs has one without), a class by
-its qualified name (one function may make many), and a change by comparing pickles. So there is one rule, and
-everything in this package serves it:
+Three simpler schemes fail:
+
+- To identify a namespace by its name: the methods that attrs makes have namespaces without a name, all alike.
+- To identify a class by its qualified name: one function may make many classes.
+- To find changes by comparing pickles: two pickles of equal objects may differ.
+
+So there is one rule, and everything in this package serves it:
 
     *What a fresh interpreter would import is sent by name. Definitions of the script are sent once, and again after
     the script has bound something in them anew. All else is data, and comes with each call.*
@@ -22,27 +26,32 @@ everything in this package serves it:
 How it is done:
 
 - `reducer` decides. A function, class or module is sent by name only if the finders of `sys.meta_path` lead to the
-  file that the script has, or if it is installed with Python. A class, a function that a global has under the
-  function's own name, and the like are *definitions*. Each has a key, the same in all processes, in both directions.
+  file that the script has, or if it is installed with Python. Definitions are classes; functions that a global has
+  under the function's own name, and that hold no data in defaults, attributes or closure variables; functions that
+  `functools.cache` or the like has wrapped; type variables and aliases; and `object()`, which has nothing but its
+  identity. Each definition has a key. The script and the workers use the same key, so a result refers by it to the
+  script's own object.
 - `packer` has a record of each definition that was sent: what it was made of, the definitions that it refers to, and
   the globals that its code reads (by its bytecode: `reducer.names_in`). The record is current as long as all of these
-  are the same objects.
-- `globals` is the worker's side. A dict of globals of the script is a *namespace*, and has a key too: so identity is
+  are the same objects. What is inside these is not compared, but for the functions of a class, and the elements of
+  its lists, dicts and sets.
+- `globals` is the receiving side. A dict of globals of the script is a *namespace*, and has a key too: so identity is
   that of the dict. A definition that comes again is the same object, changed. Each binding of a global has a number,
   which changes when the script binds the name anew. While it is the same, the worker keeps what a task has bound.
 
 One call, from the script to the worker:
 
-1. `Packer.pack(fn, args, kwargs)`. If the workers keep ``fn``, and all globals and attributes that it reaches are
+1. `Packer.pack(fn, args, kwargs)`. If the workers have ``fn``, and all globals and attributes that it reaches are
    still the same objects, only its number and the arguments are sent.
 2. Else `_CallReducer` pickles ``(fn, args, kwargs)``. Where it meets a definition or a function, it walks from there
-   along the records, and packs definitions that are new or have changed (`Packer.definition`). Each becomes a
-   `Handle`, whose pickle is sent to each worker once, before the first call that needs it.
+   along the records, and packs definitions that are new or have changed (`Packer.definition`). The workers store the
+   pickle of each under the number of a `Handle`, like an object from `put`. It is sent to each worker once, before the
+   first call that needs it.
 3. Of the globals that are reached, those that cannot change without being bound anew (numbers, modules, definitions)
-   go into a pickle before that of the call: `prepare`. Data goes into the pickle of the call itself, as a `Binding`,
-   so that what is one object stays one.
-4. In the worker `keep` stores the pickles of definitions as they arrive. As the call is read, `prepare` binds the
-   constants, makes or changes the definitions and binds these; then the rest is read, which binds the data.
+   go into a pickle before that of the call: `prepare`. Data goes into the pickle of the call itself, as a call of
+   `globals.bind`, so that what is one object stays one.
+4. In the worker `store_object` stores the pickles of definitions as they arrive. As the call is read, `prepare` binds
+   the constants, makes or changes the definitions and binds these; then the rest is read, which binds the data.
 5. `AnswerReducer` pickles the result. What came from the script goes by its key, so the script finds its own object.
 
 A record keeps its definition alive in the parent, and its handle the copy in the workers. `PackedCall.alive` holds

@@ -78,7 +78,7 @@ class Keys:
         find = self._objects.get(key) if key else None
         return find and find()
 
-    def is_own(self, obj: Any) -> bool:
+    def originates_here(self, obj: Any) -> bool:
         """Return whether ``obj`` got its key in this process."""
         return self._keys.get(id(obj)) in self._own
 
@@ -115,6 +115,14 @@ class Namespace:
         return self._find_module()
 
 
+class GlobalName(NamedTuple):
+    """A name in a namespace, to which code refers."""
+
+    namespace: Namespace
+    name: str
+    is_bound_by_code: bool = False
+
+
 class Needed(NamedTuple):
     """A definition that a call needs."""
 
@@ -139,7 +147,7 @@ class Stored:
         return rebuilt
 
 
-class KeptFunction:
+class CachedFunction:
     """A function that stays in the worker, for calls that bring their arguments only."""
 
     def __init__(self, environment: int, globals_before: bytes, function: bytes) -> None:
@@ -163,7 +171,7 @@ class KeptFunction:
 # What arrives beside the calls, and what each call begins with
 
 
-def keep(number: int, unpack: Unpack) -> None:
+def store_object(number: int, unpack: Unpack) -> None:
     """Store the object that has arrived under ``number``."""
     stored[number] = Stored(unpack)
     if number in _forgotten_before:
@@ -195,8 +203,8 @@ def adopt_environment(number: int) -> None:
 def prepare(constants: Iterable[tuple[Namespace, str, int, Any]], needed: Sequence[Needed]) -> None:
     """Bring the globals and definitions to the state that a call was made with.
 
-    The first pickle of a call calls this as it is read, before the arguments are; for a function that is kept it is
-    called before the function is. All definitions of which the worker lacks the version have been stored by `keep`.
+    The first pickle of a call calls this as it is read, before the arguments are; for a `CachedFunction` it is
+    called before the function is. `store_object` has stored all definitions of which the worker lacks the version.
     Constants come first: to rebuild a definition may run code of the user's, which reads them.
     """
     for constant in constants:
@@ -252,7 +260,7 @@ def make_function(
     """
     known: types.FunctionType | None = keys.find(key)
     if known is not None:
-        if not keys.is_own(known):
+        if not keys.originates_here(known):
             known.__code__ = code
         return known
     closure = tuple(types.CellType() if cell is None else cell for cell in cells)
@@ -266,7 +274,7 @@ def complete_function(
     fn: types.FunctionType, state: tuple[dict[str, Any], dict[str, Any], dict[int, Any], Sequence[str], Any]
 ) -> None:
     """Set attributes of the function, its own dict and the contents of cells; import the submodules that it names."""
-    if keys.is_own(fn):
+    if keys.originates_here(fn):
         return
     attributes, own_dict, contents, submodules, _ = state
     for submodule in submodules:
@@ -303,7 +311,7 @@ def make_class(key: str, metaclass: type, name: str, bases: tuple[type, ...], bo
     """Return the class of this key, without its attributes. `set_attributes` and `complete_class` add these."""
     known: type | None = keys.find(key)
     if known is not None:
-        if known.__bases__ != bases and not keys.is_own(known):
+        if known.__bases__ != bases and not keys.originates_here(known):
             _native(metaclass, "__setattr__")(known, "__bases__", bases)
         return known
     with _no_init_subclass(bases):
@@ -314,7 +322,7 @@ def make_class(key: str, metaclass: type, name: str, bases: tuple[type, ...], bo
 
 def set_attributes(cls: type, attributes: dict[str, Any]) -> None:
     """Set attributes of a class, past a metaclass that guards or interprets them."""
-    if not keys.is_own(cls):
+    if not keys.originates_here(cls):
         set_natively = _native(type(cls), "__setattr__")
         for name, value in attributes.items():
             set_natively(cls, name, value)
@@ -322,7 +330,7 @@ def set_attributes(cls: type, attributes: dict[str, Any]) -> None:
 
 def complete_class(cls: type, state: tuple[Any, Sequence[str], Sequence[type]]) -> None:
     """Remove attributes that the class has no more, and register the virtual subclasses of an abstract class."""
-    if keys.is_own(cls):
+    if keys.originates_here(cls):
         return
     _, names, virtual_subclasses = state
     key = keys.of(cls) or ""
@@ -396,23 +404,23 @@ def _no_init_subclass(bases: tuple[type, ...]) -> Iterator[None]:
 # Globals
 
 
-def namespace_of(key: str, name: str, is_only_here: bool, module_attributes: dict[str, Any]) -> Namespace:
+def namespace_of(key: str, name: str, goes_into_sys_modules: bool, module_attributes: dict[str, Any]) -> Namespace:
     """Return the namespace of this key.
 
     Args:
         key: the key.
         name: the name of the module.
-        is_only_here: the module is in `sys.modules` of the sending process, and no import finds it: so it is put into
-            `sys.modules` of this process. The globals of ``__main__`` become those of this ``__main__``.
+        goes_into_sys_modules: the module is in `sys.modules` of the sending process, and no import finds it: so it is
+            put into `sys.modules` of this process. The globals of ``__main__`` become those of this ``__main__``.
         module_attributes: ``__package__``, ``__file__`` and the like.
     """
     namespace: Namespace | None = keys.find(key)
     if namespace is None:
         module = sys.modules.get(name) if name == "__main__" else None
         was_received = module is not None and id(vars(module)) in namespaces  # it is of a module that this one replaces
-        if module is None or was_received or not is_only_here:
+        if module is None or was_received or not goes_into_sys_modules:
             module = types.ModuleType(name)
-        if is_only_here:
+        if goes_into_sys_modules:
             sys.modules[name] = module
         namespace = Namespace(lambda: module, vars(module))
         namespace.variables.update(module_attributes, __builtins__=builtins)
@@ -457,15 +465,16 @@ def bind(namespace: Namespace, name: str, number: int, value: Any) -> None:
         number: of the binding in the script. It is another one after the script has bound the name anew.
         value: a copy of the script's value, or `Missing`.
     """
-    if keys.is_own(namespace):
+    if keys.originates_here(namespace):
         return
     variables = namespace.variables
     last_number, last_value = namespace.received.get(name, (None, Missing))
     if last_number == number and variables.get(name, Missing) is not last_value:
         return
     if last_number is None and name in variables and not name.startswith("__"):
-        # A task has bound it, by `globals()` or `setattr`: a ``global`` statement is known to the script.
-        value = _BOUND_BY_A_TASK
+        # A task has bound it, by `globals()` or `setattr`: a ``global`` statement is known to the script. The value
+        # that is noted as received differs from any other, so the name counts as bound by a task from now on.
+        value = object()
     elif value is Missing:
         variables.pop(name, None)
     else:
@@ -484,4 +493,3 @@ _values_of_aliases: dict[str, Any] = {}  # by the keys of type aliases
 _attribute_names: dict[str, set[str]] = {}  # by the keys of classes: those that came with the class
 _making_classes = threading.RLock()
 _environment = 0  # the number of the environment that this process has adopted
-_BOUND_BY_A_TASK = object()

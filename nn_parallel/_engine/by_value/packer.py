@@ -21,13 +21,12 @@ from ..ranks.records import call_name
 from ..tracebacks import warn_user
 from . import globals as receiving
 from . import reducer
-from .globals import KeptFunction, Missing, Namespace, Needed, keys
+from .globals import CachedFunction, GlobalName, Missing, Namespace, Needed, keys
 from .reducer import Deferred, Reducer, contents_of_function, goes_by_name, is_constant, is_definition
 
 FUNCTIONS_KEPT = 128
 NAMESAKES_KEPT = 64  # definitions of one name
 ELEMENTS_COMPARED = 1000  # of a container that is an attribute of a class
-GlobalName = tuple[Namespace, str, bool]  # the globals, the name, and whether code binds it
 
 
 class CallOptions(NamedTuple):
@@ -62,7 +61,7 @@ class Handle:
 
 
 class PackedCall:
-    """A packed function and its arguments, and the handles of what workers need to have before; these live as long."""
+    """A packed function and its arguments, with the handles of what workers need before: it keeps these alive."""
 
     def __init__(
         self,
@@ -117,7 +116,7 @@ class Definition:
         self.parts = parts
         self.made_before = made_before  # must be there before it can be made
         self.definitions = [*pickler.definitions.values(), *made_before]
-        self.globals = [*pickler.globals, *filter(None, [reducer.name_of(obj)])]
+        self.globals = [*pickler.globals, *filter(None, [reducer.global_naming(obj)])]
         self.users_modules = pickler.users_modules
         self.handle = handle
 
@@ -252,7 +251,7 @@ class _CallReducer(Reducer):
         return self.constants, needed
 
 
-class _Kept:
+class _SentFunction:
     """A function that workers keep, and all that it referred to when they got it."""
 
     def __init__(self, fn: Any, call: _CallReducer, handles: Sequence[Handle], environment: Handle | None) -> None:
@@ -308,7 +307,8 @@ class Packer:
         self._environment: Handle | None = None  # of the environment, once it has changed
         self._definitions: dict[int, Definition] = {}  # by the identity of what they define
         self._namesakes: dict[tuple[Any, Any], dict[int, None]] = {}  # those of one name, the oldest first
-        self._functions = OrderedDict[int, _Kept | str]()  # by the identity of their code; the one used last at the end
+        # By the identity of their code, the one used last at the end.
+        self._functions = OrderedDict[int, _SentFunction | str]()
         self._specs: dict[str, Any] = {}  # of the user's modules, as they were when the workers first needed them
         self.lock = threading.RLock()  # user code may call functions while it is pickled, and so may the collector
 
@@ -332,14 +332,14 @@ class Packer:
         name = name or call_name(fn)
         with self.lock:
             if self._process_environment.changed():
-                self._environment = self._keep(dumps(self._process_environment), "process environment")
+                self._environment = self._make_handle(dumps(self._process_environment), "process environment")
             environment = self._environment
-            kept = self._kept(fn)
-        if kept and (atoms := dump_atoms((None, args, kwargs)) if args or kwargs else _NO_ARGUMENTS):
+            sent = self._sent_function(fn)
+        if sent and (atoms := dump_atoms((None, args, kwargs)) if args or kwargs else _NO_ARGUMENTS):
             payload = Payload(atoms, self.files)
-            return PackedCall(name, options, payload, kept.handles, kept.handle.number, kept.alive)
+            return PackedCall(name, options, payload, sent.handles, sent.handle.number, sent.alive)
         call = _CallReducer(self)
-        packed = call.pack((None if kept else fn, args, kwargs), functools.partial(_call_parts, fn, args, kwargs))
+        packed = call.pack((None if sent else fn, args, kwargs), functools.partial(_call_parts, fn, args, kwargs))
         handles = [*call.handles, *_handles_of(call, environment)]
         if call.needed or call.constants:
             packed = packed.after(_DefinitionReducer().pack(Deferred(receiving.prepare, *call.prepare_arguments())))
@@ -347,15 +347,15 @@ class Packer:
             packed = packed.after(dumps(Deferred(receiving.adopt_environment, environment.number)))
         self._warn_of_reloads(call.users_modules)
         _warn_of_copied_parameters(call)
-        if kept:
-            handles += kept.handles
-        number = kept.handle.number if kept else 0
+        if sent:
+            handles += sent.handles
+        number = sent.handle.number if sent else 0
         return PackedCall(name, options, Payload(packed, self.files), handles, number, call.alive())
 
     def put(self, obj: Any) -> Handle:
         """Pack ``obj`` for the workers to keep as long as its handle lives."""
         pickler = _DefinitionReducer()
-        handle = self._keep(pickler.pack(obj), type(obj).__qualname__)
+        handle = self._make_handle(pickler.pack(obj), type(obj).__qualname__)
         handle.definitions = list(pickler.definitions.values())
         handle.globals = list(pickler.globals)
         handle.parameters = pickler.parameters
@@ -408,37 +408,39 @@ class Packer:
         parts = _parts(obj)
         pickler = _DefinitionReducer(obj)
         packed = pickler.pack(obj, lambda: {_described(obj): obj})
-        return Definition(obj, key, parts, pickler, made_before, self._keep(packed, "definition"))
+        return Definition(obj, key, parts, pickler, made_before, self._make_handle(packed, "definition"))
 
-    def _keep(self, packed: Packed, what: str) -> Handle:
+    def _make_handle(self, packed: Packed, what: str) -> Handle:
         handle = Handle(Payload(packed, self.files), what, self)
         weakref.finalize(handle, self.forget, handle.number).atexit = False
         return handle
 
-    def _kept(self, fn: Any) -> _Kept | None:
+    def _sent_function(self, fn: Any) -> _SentFunction | None:
         """Return the function that the workers keep for ``fn``: from its second call on, if it refers to no data."""
         identity = id(getattr(fn, "__code__", fn))
-        kept = self._functions.get(identity)
-        if kept is _CALLED_ONCE:
-            kept = self._keep_function(fn)
-        elif kept is not _NOT_KEPT and not (isinstance(kept, _Kept) and kept.is_current(fn, self._environment)):
-            kept = _CALLED_ONCE
-        self._functions[identity] = kept
+        sent = self._functions.get(identity)
+        if sent is _CALLED_ONCE:
+            sent = self._send_function(fn)
+        elif sent is not _NEVER_SENT and not (
+            isinstance(sent, _SentFunction) and sent.is_current(fn, self._environment)
+        ):
+            sent = _CALLED_ONCE
+        self._functions[identity] = sent
         self._functions.move_to_end(identity)
         if len(self._functions) > FUNCTIONS_KEPT:
             self._functions.popitem(last=False)
-        return kept if isinstance(kept, _Kept) else None
+        return sent if isinstance(sent, _SentFunction) else None
 
-    def _keep_function(self, fn: Any) -> _Kept | str:
+    def _send_function(self, fn: Any) -> _SentFunction | str:
         call = _CallReducer(self)
         packed = call.pack(fn, lambda: {"the function": fn})
         can_stay = id(fn) in call.needed or is_constant(fn) or _is_plain_function(fn)
         if not can_stay or call.has_data or call.handles or packed.buffers or packed.shared:
-            return _NOT_KEPT
+            return _NEVER_SENT
         before = _DefinitionReducer().pack(call.prepare_arguments())
         environment = self._environment.number if self._environment else 0
-        handle = self._keep(dumps(KeptFunction(environment, before.pickle, packed.pickle)), "function")
-        return _Kept(fn, call, [handle, *_handles_of(call, self._environment)], self._environment)
+        handle = self._make_handle(dumps(CachedFunction(environment, before.pickle, packed.pickle)), "function")
+        return _SentFunction(fn, call, [handle, *_handles_of(call, self._environment)], self._environment)
 
     def _warn_of_reloads(self, modules: Mapping[str, types.ModuleType]) -> None:
         for name, module in modules.items():
@@ -470,7 +472,7 @@ def _warn_of_copied_parameters(call: _CallReducer) -> None:
 
 
 def _is_plain_function(fn: Any) -> bool:
-    """Return whether a function without a name could be called twice in one worker as if it came anew."""
+    """Return whether a function without a name carries no state, so that to use it again cannot be noticed."""
     return type(fn) is types.FunctionType and not fn.__closure__ and all(map(is_constant, contents_of_function(fn)))
 
 
@@ -529,7 +531,7 @@ def _number_of_binding(namespace: Namespace, name: str, value: Any) -> int:
     if number and held is value and not is_gone:
         return number
     number = next(_numbers)
-    try:  # what the script has let go of is not to be kept here
+    try:  # the script may let go of the value
         namespace.sent[name] = number, weakref.ref(value)
     except TypeError:
         namespace.sent[name] = number, value
@@ -537,7 +539,7 @@ def _number_of_binding(namespace: Namespace, name: str, value: Any) -> int:
 
 
 def _order(item: tuple[int, Definition]) -> int:
-    """Order definitions: functions first, as what classes hold may be rebuilt by them and finds them bound."""
+    """Order definitions: functions, then classes, then others. To rebuild an attribute of a class may call a function."""
     obj = item[1].obj
     return 0 if isinstance(obj, types.FunctionType) else 1 if isinstance(obj, type) else 2
 
@@ -555,7 +557,7 @@ def _call_parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 _CALLED_ONCE = "called once"
-_NOT_KEPT = "not kept, as it refers to data"
+_NEVER_SENT = "not sent by itself, as it refers to data"
 _MISSING = itertools.repeat(Missing)
 _numbers = itertools.count(1)
 _NOTHING, _NO_ARGUMENTS = Payload(Packed(b""), Files()), dumps((None, (), {}))

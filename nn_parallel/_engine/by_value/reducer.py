@@ -25,10 +25,10 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import cloudpickle
 import torch
 
-from ..pickling import Pickler, make_cached, module_with
+from ..pickling import Pickler, make_cached, module_defining
 from ..process_environment import INSTALLED, working_directory
 from . import globals as receiving
-from .globals import Namespace, keys, namespaces
+from .globals import GlobalName, Namespace, keys, namespaces
 
 # What a fresh interpreter would import
 
@@ -105,7 +105,7 @@ def goes_by_name(obj: Any) -> bool:
     """Return whether a fresh interpreter finds this function, class or module by importing it."""
     if isinstance(obj, types.ModuleType):
         return sys.modules.get(obj.__name__) is obj and is_importable(obj.__name__)
-    return module_with(obj) is not None and is_importable(obj.__module__)
+    return module_defining(obj) is not None and is_importable(obj.__module__)
 
 
 def is_users(module: types.ModuleType) -> bool:
@@ -224,7 +224,7 @@ def is_definition(obj: Any, is_global: bool = False) -> bool:
         return _is_own_global(obj) and holds_no_data(obj)
     if not callable(obj) or "__wrapped__" not in getattr(obj, "__dict__", ()):
         return False
-    is_named = is_global or keys.of(obj) is not None or module_with(obj) is not None
+    is_named = is_global or keys.of(obj) is not None or module_defining(obj) is not None
     return is_named and (kind is _Cached or holds_no_data(obj))
 
 
@@ -354,12 +354,8 @@ class Reducer(Pickler):
         """Reduce a definition that is not made in this pickle; None: it goes by value."""
         raise NotImplementedError
 
-    def note_globals(self, names: Sequence[tuple[Namespace, str, bool]]) -> Any:
-        """Note globals to which code in this pickle refers; return what is to be pickled with the code.
-
-        Args:
-            names: the globals, their names, and whether the code binds them.
-        """
+    def note_globals(self, names: Sequence[GlobalName]) -> Any:
+        """Note globals to which code in this pickle refers; return what is to be pickled with the code."""
         raise NotImplementedError
 
     def reducer_override(self, obj: Any) -> Any:
@@ -405,7 +401,7 @@ class Reducer(Pickler):
     # Functions
 
     def _reduce_function(self, fn: types.FunctionType) -> Any:
-        module = module_with(fn)
+        module = module_defining(fn)
         if module is not None and is_importable(fn.__module__):
             self.note_module(module)
             return NotImplemented
@@ -438,7 +434,7 @@ class Reducer(Pickler):
         args = key, fn.__code__, namespace_of(fn.__globals__), fn.__name__, cells
         return receiving.make_function, args, state, None, None, receiving.complete_function
 
-    def _refers_to(self, fn: types.FunctionType) -> tuple[list[tuple[Namespace, str, bool]], list[str]]:
+    def _refers_to(self, fn: types.FunctionType) -> tuple[list[GlobalName], list[str]]:
         """Return the globals that a function refers to, and the submodules that it reaches through them."""
         namespace = namespace_of(fn.__globals__)
         reads, binds, attributes = names_in(fn.__code__)
@@ -450,7 +446,7 @@ class Reducer(Pickler):
         if _is_imported(namespace):
             return [], submodules
         all_names = dict.fromkeys([*reads, *binds, *types_in_annotations])
-        names = [(namespace, name, name in binds) for name in all_names]
+        names = [GlobalName(namespace, name, name in binds) for name in all_names]
         for module in modules.values():
             if not goes_by_name(module):
                 names += _names_of_module(module, attributes)
@@ -488,7 +484,7 @@ class Reducer(Pickler):
     # Classes
 
     def _reduce_class(self, cls: type) -> Any:
-        module = module_with(cls)
+        module = module_defining(cls)
         if module is not None and is_importable(cls.__module__):
             self.note_module(module)
             return NotImplemented
@@ -516,8 +512,8 @@ class Reducer(Pickler):
             attributes["__annotations__"] = annotations
         if annotations and module is not None and not is_importable(cls.__module__):
             namespace = namespace_of(vars(module))
-            self.note_globals([(namespace, name, False) for name in _types_in(annotations, namespace)])
-        # Functions first: what else is there may be an instance of the class, which its functions rebuild.
+            self.note_globals([GlobalName(namespace, name) for name in _types_in(annotations, namespace)])
+        # Set functions first: to unpickle another attribute may make an instance of the class, which calls them.
         later = {name: value for name, value in attributes.items() if name not in fixed}
         functions = {name: value for name, value in later.items() if isinstance(value, _FUNCTION_KINDS)}
         others = {name: value for name, value in later.items() if name not in functions}
@@ -562,10 +558,10 @@ class Reducer(Pickler):
         self.namespaces.append(namespace)
         name = str(namespace.variables.get("__name__", "globals"))
         is_module = namespace.module is not None and sys.modules.get(name) is namespace.module
-        is_only_here = self.is_call and is_module and not _goes_by_value(name)
+        goes_into_sys_modules = self.is_call and is_module and not _goes_by_value(name)
         values = {attribute: namespace.variables.get(attribute) for attribute in _MODULE_ATTRIBUTES}
         module_attributes = {attribute: value for attribute, value in values.items() if isinstance(value, str | list)}
-        return receiving.namespace_of, (keys.of(namespace), name, is_only_here, module_attributes)
+        return receiving.namespace_of, (keys.of(namespace), name, goes_into_sys_modules, module_attributes)
 
     def _reduce_cached_property(self, obj: Any) -> Any:
         """Reduce a `functools.cached_property`, without the lock that it holds before Python 3.12."""
@@ -626,9 +622,9 @@ class AnswerReducer(Reducer):
         key = keys.of(obj)
         return (receiving.find_definition, (key,)) if receiving.is_known_to_sender(key) else None
 
-    def note_globals(self, names: Sequence[tuple[Namespace, str, bool]]) -> list[Deferred]:
+    def note_globals(self, names: Sequence[GlobalName]) -> list[Deferred]:
         """Send the values of globals in a dict that a task has made."""
-        own = [(namespace, name) for namespace, name, _ in names if keys.is_own(namespace)]
+        own = [(namespace, name) for namespace, name, _ in names if keys.originates_here(namespace)]
         unsent = [key for key in dict.fromkeys(own) if key not in self._bound and key[1] in key[0].variables]
         self._bound.update(unsent)
         return [
@@ -643,10 +639,10 @@ def _is_imported(namespace: Namespace) -> bool:
     return module is not None and vars(module) is namespace.variables and goes_by_name(module)
 
 
-def _names_of_module(module: types.ModuleType, attributes: Iterable[str]) -> list[tuple[Namespace, str, bool]]:
+def _names_of_module(module: types.ModuleType, attributes: Iterable[str]) -> list[GlobalName]:
     namespace = namespace_of(vars(module), module)
     names = (name for name in attributes if name in namespace.variables)
-    return [(namespace, name, False) for name in names if not name.startswith("__")]
+    return [GlobalName(namespace, name) for name in names if not name.startswith("__")]
 
 
 def place_of_sentinel(obj: Any) -> tuple[str, str] | None:
@@ -674,11 +670,11 @@ def _name_in(module: Any, obj: Any) -> str | None:
     return next((name for name, value in list(names.items()) if value is obj), None)
 
 
-def name_of(obj: Any) -> tuple[Namespace, str, bool] | None:
+def global_naming(obj: Any) -> GlobalName | None:
     """Return the global through which `pickle` finds a class or function by its name, if it does."""
-    module = module_with(obj)
+    module = module_defining(obj)
     name = str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", ""))
-    return None if module is None else (namespace_of(vars(module)), name.partition(".")[0], False)
+    return None if module is None else GlobalName(namespace_of(vars(module)), name.partition(".")[0])
 
 
 def _reduce_type_parameter(parameter: Any) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ...errors import RemoteError, TransferError
 from ...world import World
-from ..by_value.globals import forget, keep, stored_object
+from ..by_value.globals import forget, store_object, stored_object
 from ..by_value.reducer import AnswerReducer
 from ..devices import call_on_device, synchronize, synchronize_in_thread
 from ..failures import Failure, qualified_name
@@ -98,7 +98,7 @@ def work(sock: socket.socket, control: socket.socket) -> int:
         header, unpack = message
         task = TaskHeader(*header)
         if not task.is_call:
-            keep(task.number, unpack)
+            store_object(task.number, unpack)
             continue
         connection.spins = task.cores > 0
         outcome, failed_inside, packed = worker.perform(task, unpack)

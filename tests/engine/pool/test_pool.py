@@ -206,7 +206,7 @@ def test_an_object_that_is_forgotten_on_its_way_is_not_kept(forgets: tuple[bool,
         if forget:
             received.forget(-7)
         else:
-            received.keep(-7, list)
+            received.store_object(-7, list)
     assert -7 not in received.stored
     assert not received._forgotten_before
 
