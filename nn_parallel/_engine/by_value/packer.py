@@ -421,9 +421,7 @@ class Packer:
         sent = self._functions.get(identity)
         if sent is _CALLED_ONCE:
             sent = self._send_function(fn)
-        elif sent is not _NEVER_SENT and not (
-            isinstance(sent, _SentFunction) and sent.is_current(fn, self._environment)
-        ):
+        elif sent is None or (isinstance(sent, _SentFunction) and not sent.is_current(fn, self._environment)):
             sent = _CALLED_ONCE
         self._functions[identity] = sent
         self._functions.move_to_end(identity)
@@ -539,7 +537,7 @@ def _number_of_binding(namespace: Namespace, name: str, value: Any) -> int:
 
 
 def _order(item: tuple[int, Definition]) -> int:
-    """Order definitions: functions, then classes, then others. To rebuild an attribute of a class may call a function."""
+    """Order definitions: functions, classes, others. To rebuild an attribute of a class may call a function."""
     obj = item[1].obj
     return 0 if isinstance(obj, types.FunctionType) else 1 if isinstance(obj, type) else 2
 
