@@ -52,13 +52,14 @@ def on_rank(
 
     One rank that fails leaves the process group as it is. What *several* ranks run is a block: all ranks leave it
     together, and when one fails the group is closed, because another may sit in a collective; `initialize_ddp()` makes
-    it again. With ``wait=False`` nobody waits, and the group stays.
+    it again.
 
     Args:
         rank: the rank, or several; a negative one counts from the end.
         barrier: nobody goes on before all ranks have arrived.
         broadcast: return the result everywhere (that of the first named rank) instead of None. It must be picklable.
-        wait: False, for logging: the others do not wait, and raise an error of this call at their next one.
+        wait: False, for logging: a plain call on the named ranks. The others go on at once and are told nothing; if it
+            raises, it fails the block around it, or ends its rank, like any line of the program.
         timeout: how long a rank waits for the others before it raises `RankTimeoutError`; no limit if None. Where
             several ranks run, all raise it.
 

@@ -332,65 +332,53 @@ def test_two_ranks_that_wait_for_each_other_learn_so(any_ranks: AnyRanks) -> Non
         assert "second() on rank 1" in text
 
 
-def test_without_waiting_an_error_comes_at_the_next_call(any_ranks: AnyRanks) -> None:
-    """wait=False: the others go on at once and raise the error of that call at their next one."""
-
-    def scenario() -> Any:
-        me = initialize_ddp().rank
-
-        @on_rank(0, wait=False)
-        def log(text: str) -> None:
-            if text == "bad":
-                raise OSError(28, "No space left on device")
-
-        @on_rank(1)
-        def other() -> str:
-            return "ran"
-
-        log("good")
-        first = ""
-        try:
-            log("bad")
-        except RankError as error:
-            first = str(error)
-        dist.barrier()  # rank 0 has failed by now
-        second = ""
-        try:
-            other()
-        except RankError as error:
-            second = str(error.failures[0])
-        return me, first, second, other()
-
-    results = any_ranks.run(scenario)
-    assert "No space left" in results[0][1]
-    assert results[0][2] == ""
-    assert all(first == "" and "No space left" in second for _, first, second, _ in results[1:])
-    assert [r[3] for r in results] == [None, "ran"] + [None] * (len(results) - 2)
-
-
-def test_several_without_waiting_fail_alike_everywhere(any_ranks: AnyRanks) -> None:
-    """wait=False with several ranks: the named ones learn at a later call too, and the group goes on."""
+def test_without_waiting_it_is_a_plain_call(any_ranks: AnyRanks) -> None:
+    """wait=False: its exception is the named rank's own; the others are told nothing, and all stay in step."""
 
     def scenario() -> Any:
         me = initialize_ddp().rank
 
         @on_rank([0, 1], wait=False)
-        def log() -> None:
+        def log() -> Any:
             if me == 1:
                 raise OSError(28, "No space left on device")
+            return on_rank(0)(lambda: "ran")(), on_rank(0, barrier=True)(lambda: "at once")()
 
-        texts = []
-        for call in (log, on_rank(1)(int)):
-            try:
-                call()
-            except RankError as error:
-                texts.append(str(error.failures[1]))
+        told: Any = None
+        try:
+            told = log()
+        except OSError as error:
+            told = error.strerror
         total = torch.ones(1)
         dist.all_reduce(total)
-        return texts, total.item()
+        return told, total.item(), on_rank(0, broadcast=True)(lambda: "next")()
 
-    results = any_ranks.run(scenario)
-    assert results == [(["[Errno 28] No space left on device"], len(results))] * len(results)
+    world_size = len(results := any_ranks.run(scenario))
+    assert [told for told, *_ in results[:2]] == [("ran", "at once"), "No space left on device"]
+    assert all(told is None for told, *_ in results[2:])
+    assert {(total, after) for _, total, after in results} == {(world_size, "next")}
+
+
+def test_without_waiting_a_failure_fails_the_block_around_it(any_ranks: AnyRanks) -> None:
+    """As any line in the block does."""
+
+    def scenario() -> str:
+        initialize_ddp()
+
+        def log() -> None:
+            raise OSError(28, "No space left on device")
+
+        try:
+            with ParallelExecutor():
+                on_rank(1, wait=False)(log)()
+                dist.all_reduce(torch.ones(1))
+        except RankError as error:
+            return str(error.failures[1])
+        finally:
+            initialize_ddp()
+        return "passed"
+
+    assert set(any_ranks.run(scenario)) == {"[Errno 28] No space left on device"}
 
 
 def test_a_timeout_names_the_silent_rank_and_slow_is_not_dead(any_ranks: AnyRanks, tmp_path: Path) -> None:

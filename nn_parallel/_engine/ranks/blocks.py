@@ -13,14 +13,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ...errors import ParallelError
 from ..failures import rank_error
 from ..interrupts import DeferredSignals, Interrupted
 from .calls import Calls, Wait, exceptions_in, failures_in
 from .context import RankContext, rank_context
-from .records import WAITING, BlockOutcome, Call, FailedCall, call_site, rebuilt
+from .records import WAITING, BlockOutcome, Call, call_site, rebuilt
 from .store import LEFT_KEY, ended_key
 from .watchdog import Block, cause_of, is_consequence
 
@@ -39,10 +39,10 @@ class Blocks(Calls):
         self._earlier: list[int] = []  # generations of which there may still be a key in the store
         super().__init__(context)
 
-    def begin_generation(self, generation: int, late: Sequence[FailedCall] = (), blocks_entered: int = 0) -> None:
+    def begin_generation(self, generation: int, blocks_entered: int = 0) -> None:
         if self._blocks_entered:
             self._earlier.append(self.generation)
-        super().begin_generation(generation, late)
+        super().begin_generation(generation)
         self._blocks_entered = blocks_entered
         self.stop_calls = 0  # how often this rank has called `stop_requested`
 
@@ -152,9 +152,8 @@ class Blocks(Calls):
 
     def _go_on_after(self, generation: int, failed: BlockOutcome) -> None:
         """Begin the generation that follows ``generation``, which a block has ended."""
-        late = self._call_failures.late(self._number, self._report_of)  # for the next call to raise
         self._earlier += range(self.generation + 1, generation + 1)
-        self.begin_generation(generation + 1, late, blocks_entered=-failed.number)
+        self.begin_generation(generation + 1, blocks_entered=-failed.number)
         self._post(WAITING)
 
     def _failures_of(self, block: Block, error: BaseException) -> dict[int, BaseException]:

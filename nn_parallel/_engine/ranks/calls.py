@@ -83,21 +83,18 @@ class Calls:
         self.begin_generation(context.generation)
         context.on_leave.callback(self._leave)
 
-    def begin_generation(self, generation: int, late: Sequence[FailedCall] = ()) -> None:
-        """Forget the calls so far, but for ``late`` failures of them: all ranks count from one again."""
+    def begin_generation(self, generation: int) -> None:
+        """Forget the calls so far: all ranks count from one again."""
         if generation != self.context.generation:
             self.context.begin_generation(generation)
         self.generation = generation
         self._number, self._phase = 0, WAITING
         self._last_call: Call | None = None
         self._made, self._made_text = deque[str](maxlen=CALLS_KEPT), ""  # encoded
-        self._call_failures.begin_generation(late)
 
     @contextlib.contextmanager
     def call(self, call: Call, *, barrier: bool = False, timeout_s: float | None = None) -> Iterator[bool]:
         """A call that one rank runs while the others wait at its end. Every rank makes it.
-
-        Without ``call.wait`` nobody waits, and there may be several ranks that run it.
 
         Yields:
             Whether this rank runs it; the others must do nothing in the ``with`` block.
@@ -129,24 +126,10 @@ class Calls:
             yield False
         wait = Wait(call, deadline, "waits in" if timeout_s is None else "")
         for rank in call.ranks:
-            if rank == self.rank:
-                continue
-            if call.wait:
+            if rank != self.rank:
                 self._await_outcome(rank, wait)
-            else:
-                self._call_failures.do_not_await(rank, self._number)
         if barrier:
             self._barrier(wait)
-
-    def raise_late_failure(self) -> None:
-        """Raise the failure of an earlier call, for which this rank did not wait.
-
-        Only at the end of a call: a rank that raised before its part of it would be one call behind.
-        """
-        if late := self._call_failures.late(self._number - 1, self._report_of):
-            oldest = late.pop(0)
-            function = f"{oldest.function}, for which nobody waited,"
-            raise rank_error(function, self.world_size, rebuilt(oldest.failures))
 
     def watch(self) -> Watchdog:
         """From now on free this rank from collectives that cannot end, and tell others where it stands."""
@@ -197,7 +180,7 @@ class Calls:
     def _post_failure(self, call: Call, failures: Mapping[int, BaseException]) -> None:
         """Make the failure of a call known: first what it is, so that whoever sees the report finds it."""
         described, earlier = self._described(failures), self._own_failures
-        failed = FailedCall(self.generation, self._number, call.function, call.wait, described)
+        failed = FailedCall(self.generation, self._number, call.function, described)
         self._own_failures = FailedCalls(earlier.made + 1, (*earlier.kept, failed)[-FAILURES_KEPT:])
         self.connection.write(failures_key(self.rank), self._own_failures)
         self._post(FINISHED)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from ...errors import ParallelError
 from ..failures import Failure
 from .context import RankContext
-from .records import FINISHED, NONE_FAILED, BlockOutcome, FailedCall, FailedCalls, Position, RankStatus
+from .records import NONE_FAILED, BlockOutcome, FailedCalls, RankStatus
 from .store import StoreClient, decode, encode, ended_key, failures_key
 
 FAILURES_KEPT = 64  # of each rank, in the store
@@ -19,31 +17,6 @@ class CallFailures:
     def __init__(self, context: RankContext) -> None:
         self._context = context
         self._failed: dict[int, FailedCalls] = {}  # by rank, as read last
-        self.begin_generation()
-
-    def begin_generation(self, late: Sequence[FailedCall] = ()) -> None:
-        """Forget all but ``late``."""
-        self._not_awaited: dict[int, int] = {}  # by rank, the last call for whose end this rank did not wait
-        self._late = list(late)  # failures of such calls, each until this rank has raised it
-        self._last_late: dict[int, int] = {}  # by rank, the number of the last one
-
-    def do_not_await(self, rank: int, number: int) -> None:
-        """This rank goes on without waiting for the end of a call on ``rank``: a later call looks for its failure."""
-        self._not_awaited[rank] = number
-
-    def late(self, number: int, report_of: Callable[[int], RankStatus]) -> list[FailedCall]:
-        """Of the calls up to ``number`` that were not awaited: the failures known by now. Who raises one removes it."""
-        generation = self._context.generation
-        for rank, last in list(self._not_awaited.items()):
-            report = report_of(rank)
-            for each in self._read(rank, report).kept:
-                is_new = each.generation == generation and self._last_late.get(rank, 0) < each.number <= number
-                if is_new and not each.wait:
-                    self._late.append(each)
-                    self._last_late[rank] = each.number
-            if last <= number and report.progress >= Position(generation, last, FINISHED):
-                del self._not_awaited[rank]
-        return self._late
 
     def of(self, rank: int, report: RankStatus, number: int) -> dict[int, Failure]:
         """What ``rank`` reports of call ``number`` of this generation.

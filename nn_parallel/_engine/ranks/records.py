@@ -28,7 +28,6 @@ class Call(NamedTuple):
     function: str
     ranks: tuple[int, ...]  # those that run it
     site: str  # file:line
-    wait: bool = True
 
     def __str__(self) -> str:
         return f"{self.what} at {self.site}"
@@ -85,7 +84,6 @@ class FailedCall(NamedTuple):
     generation: int
     number: int
     function: str
-    wait: bool
     failures: dict[int, Failure]  # by rank
 
 

@@ -55,7 +55,12 @@ def make_decorator(
                         f"{listed(here.nested_in)}: it would run nowhere."
                     )
                 return fn(*args, **kwargs) if here.rank in ranks else None
-            call = Call(name, ranks, call_site(), wait)
+            if not wait:
+                if here.rank not in ranks:
+                    return None
+                with here.nested(ranks):
+                    return fn(*args, **kwargs)
+            call = Call(name, ranks, call_site())
             result: R | None = None
             packed: Packed | None = None
             try:
@@ -68,7 +73,6 @@ def make_decorator(
                     with block(name):  # a failure here frees all
                         received: R = broadcast_packed(packed, ranks[0])
                     result = received if packed is None else result
-                here.raise_late_failure()
             except ParallelError as error:
                 raise error.with_traceback(None) from error.__cause__  # without our own frames
             return result
@@ -89,7 +93,6 @@ def rank_first(choose: Callable[[Blocks], tuple[int, ...]], timeout_s: float | N
     with _together(here, call, False, timeout_s) as goes_first:
         if goes_first:
             yield
-    here.raise_late_failure()
     if not goes_first:
         with here.nested(range(here.world_size)):
             yield
@@ -99,7 +102,7 @@ def _together(
     here: Blocks, call: Call, barrier: bool, timeout_s: float | None
 ) -> contextlib.AbstractContextManager[bool]:
     """A call, or a block if several ranks run it: one may wait for another in a collective."""
-    if len(call.ranks) == 1 or not call.wait:
+    if len(call.ranks) == 1:
         return here.call(call, barrier=barrier, timeout_s=timeout_s)
     return _block_of_some(here, call, timeout_s)
 

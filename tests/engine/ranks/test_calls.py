@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ import torch.distributed as dist
 from nn_parallel import (
     ParallelError,
     RankError,
-    current_world,
     initialize_ddp,
     on_rank,
 )
@@ -180,78 +176,3 @@ def test_a_hostile_value_in_the_store_is_an_error_and_never_runs(any_ranks: AnyR
     for text in any_ranks.run(scenario, str(tmp_path / "trap"))[1:]:
         assert "'report/0'" in text
     assert not (tmp_path / "trap").exists()
-
-
-def test_a_late_failure_does_not_put_the_ranks_out_of_step(any_ranks: AnyRanks) -> None:
-    """Rank 0 failed in a call that nobody waited for: the others take part in the next one, its broadcast too."""
-
-    def scenario() -> tuple[str, str, int]:
-        initialize_ddp()
-        told = []
-
-        def fail() -> None:
-            raise ValueError("log")
-
-        for call in (on_rank(0, wait=False)(fail), on_rank(0, broadcast=True)(lambda: 5)):
-            try:
-                told.append(str(call()))
-            except RankError as error:
-                told.append(str(error))
-            dist.barrier()  # what rank 0 tells of its failure is there
-        return told[0], told[1], on_rank(0, broadcast=True)(lambda: 6)()
-
-    first, *others = any_ranks.run(scenario)
-    assert "ValueError: log" in first[0]
-    assert first[1:] == ("5", 6)
-    for answer in others:
-        assert answer[0] == "None"
-        assert "for which nobody waited, failed on rank 0" in answer[1]
-        assert answer[2] == 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_known_before", [True, False])
-@pytest.mark.parametrize("together", [False, True])
-def test_a_late_failure_is_told_as_that_of_its_own_call(
-    any_ranks: AnyRanks, is_known_before: bool, together: bool
-) -> None:
-    """Not of a later call that nobody waits for, nor of one that all wait for: that one's own failure comes first."""
-
-    def scenario() -> list[list[str]]:
-        initialize_ddp()
-
-        def log_a() -> None:
-            if not is_known_before:
-                time.sleep(0.3)  # the others are in save() by then; if not, this is the other case
-            raise OSError("log")
-
-        def log_b() -> None:
-            pass
-
-        def save(fails: bool) -> None:
-            if fails and current_world().rank == 1:
-                raise ValueError("save")
-
-        def told_of(call: Callable[[], Any]) -> str:
-            try:
-                call()
-            except RankError as error:
-                return str(error)
-            return ""
-
-        waited, found = on_rank([0, 1] if together else 1)(save), list[list[str]]()
-        for fails in (False, True):
-            told_of(on_rank(1, wait=False)(log_a))
-            told = [told_of(on_rank(1, wait=False)(log_b))]
-            if is_known_before:
-                dist.barrier()
-            found.append([*told, told_of(functools.partial(waited, fails)), told_of(on_rank(0)(int))])
-        return found
-
-    for rank, (fine, failed) in enumerate(any_ranks.run(scenario)):
-        for told in (fine, failed):
-            late = [text for text in told if "log_a(), for which nobody waited, failed on rank 1 of" in text]
-            assert len(late) == (rank != 1)
-            others = [text for text in told if text and text not in late]
-            assert len(others) == (told is failed)
-            assert all("save() failed on rank 1 of" in text and "ValueError: save" in text for text in others)
