@@ -26,7 +26,7 @@ from ..devices import accelerators, current_index, device_of_rank
 from .environment import Launch, detect_launch
 from .group import Group
 from .sockets import at_ports, bottom
-from .store import Member, RankZero, StoreClient, clone_store, host_identity, member_key
+from .store import Member, RankZero, StoreClient, StoreSilence, clone_store, host_identity, member_key
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 LOST_AFTER = timedelta(seconds=60)
@@ -47,10 +47,10 @@ class RankContext:
     one_node: bool = True
     on_deadlock: Callable[[Exception], None] | None = None  # takes the error of a collective outside of all blocks
     rank_0: RankZero = field(default_factory=RankZero)
+    silence: StoreSilence | None = None  # None: nothing limits how long the store may take to answer
     generation: int = 0
     ends_by_exception: bool = False  # this process, by one that nobody has caught
     on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    connections: list[StoreClient] = field(default_factory=list)  # to the store, of all threads
 
     def __post_init__(self) -> None:
         self.rank, self.world_size, self._pid = self.world.rank, self.world.world_size, os.getpid()
@@ -73,12 +73,16 @@ class RankContext:
 
     def connect(self) -> StoreClient:
         """Another connection to the store, for another thread."""
-        store, _ = clone_store(self.store, self.unanswered_s)
-        return self._connection(store)
+        store, sockets = clone_store(self.store, self.unanswered_s)
+        connection = self._connection(store)
+        if self.silence is not None:
+            connection.limit_requests(self.silence, sockets)
+        return connection
 
     def _connection(self, store: dist.Store) -> StoreClient:
-        self.connections.append(StoreClient(store, self.rank, self.world_size, self.store_host, self.rank_0))
-        return self.connections[-1]
+        connection = StoreClient(store, self.rank, self.world_size, self.store_host, self.rank_0)
+        self.on_leave.callback(connection.close)
+        return connection
 
     @property
     def is_inherited(self) -> bool:
@@ -104,7 +108,6 @@ class RankContext:
         """Close the process group, and for good all that was opened for this place among the ranks."""
         self.group.close(abort=abort, within_s=within_s)
         self.on_leave.close()
-        self.connections.clear()
         self.group.release()
 
     def current(self) -> World:

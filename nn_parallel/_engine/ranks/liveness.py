@@ -28,7 +28,6 @@ from .context import RankContext
 from .sockets import LISTEN_BACKLOG, connected_since, end_connections, end_if_unanswered
 from .store import LOST_KEY, SERVER_KEY, Member, StoreClient, host_identity, member_key
 
-GUARD_EVERY_S, ANSWER_MARGIN_S = 0.25, 0.5  # see `StoreGuard`
 ASK_EVERY_S = 0.1  # who is gone, or where one lives who has not said so
 HELLO_BYTES, WELCOME = 64, b"."
 STRANGERS = 64  # may be connected to rank 0 at once, beside the ranks
@@ -215,40 +214,6 @@ class LivenessLink:
         self._rank_0.how_lost, self._rank_0.loss = how, _death(0, self._member_0, how, self._lost_after_s)
         if how == OUT_OF_REACH:
             end_connections(connected_since({}, self._store))
-
-
-class StoreGuard:
-    """A thread that ends the connections to the store of rank 0 when a request is not answered in time.
-
-    That is when the process of rank 0 is stopped. A thread that waits for the answer hears no signal, and sees no
-    deadline; then it raises.
-    """
-
-    def __init__(self, context: RankContext) -> None:
-        self._context, self._member = context, context.connection.read(member_key(0), Member)
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="nn_parallel store", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closing.set()
-        self._thread.join()
-
-    def _loop(self) -> None:
-        timeout_s, asked = self._context.timeout.total_seconds(), None
-        while asked is None and not self._closing.wait(GUARD_EVERY_S):
-            now = time.monotonic()
-            for each in self._context.connections:
-                asked_at, answer_by = each.asked_at, each.answer_by
-                if asked_at is not None and now > max(asked_at, answer_by or asked_at + timeout_s) + ANSWER_MARGIN_S:
-                    asked = now - asked_at
-        if asked is not None:
-            member = self._member
-            who = f"Rank 0 (pid {member.pid} on {member.host_name}), which holds the store," if member else "Rank 0"
-            is_here = member is not None and member.host == host_identity()
-            why = ": it is stopped by a signal" if is_here and member and is_stopped(member.pid) else ""
-            self._context.rank_0.silence = f"{who} has not answered for {asked:.1f} s{why}."
-            end_connections(connected_since({}, self._context.store))
 
 
 class LivenessServer:

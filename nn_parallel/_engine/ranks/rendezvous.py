@@ -22,7 +22,7 @@ from ..polling import looks
 from ..stack_dump import offer_stack
 from .context import RankContext, world_of
 from .environment import Launch, is_loopback
-from .liveness import StoreGuard, connect_nodes
+from .liveness import connect_nodes
 from .sockets import (
     connected_since,
     connected_to,
@@ -31,7 +31,7 @@ from .sockets import (
     loopback,
     open_sockets,
 )
-from .store import REFUSAL_KEY, WARN_AFTER_S, limit_silence, store_barrier
+from .store import REFUSAL_KEY, WARN_AFTER_S, Member, StoreSilence, limit_silence, member_key, store_barrier
 
 ATTEMPTS = 0.1, 0.01, 1.0  # to connect, each of which may ask a name server: see `looks`
 ATTEMPT_MIN_S, ATTEMPT_MAX_S = 0.01, 1.0  # how long one waits for an answer
@@ -56,9 +56,10 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         world, refusal = world_of(launch, torch.device("cpu")), f"Rank {launch.rank} has no device: {error}"
     before, address = open_sockets(), (launch.master_addr, launch.master_port)
     if address not in _stores:  # kept for the life of the process: a second one could not listen on the same port
-        _stores[address] = _KeptStore(_open_store(launch, timeout, before))
+        opened = _open_store(launch, timeout, before)
+        _stores[address] = _KeptStore(opened, connected_since(before, opened))
     kept = _stores[address]
-    store, own_keys = kept.store, dist.PrefixStore(_prefix(launch, kept), kept.store)
+    own_keys = dist.PrefixStore(_prefix(launch, kept), kept.store)
     context = RankContext(
         world,
         lambda: own_keys,
@@ -67,7 +68,7 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         one_node=launch.one_node,
     )
     if not launch.one_node:
-        limit_silence(connected_since(before, store), context.unanswered_s)
+        limit_silence(kept.sockets, context.unanswered_s)
     if refusal:
         context.connection.swap(REFUSAL_KEY, "", refusal)
     check = context.group.raise_if_interrupted
@@ -80,8 +81,9 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         raise refused
     if not launch.one_node:
         connect_nodes(context, launch.master_addr)
-    if context.store_host == 0 and context.rank > 0:
-        context.on_leave.callback(StoreGuard(context).close)
+    host = None if context.store_host is None else context.connection.read(member_key(0), Member)
+    context.silence = StoreSilence(timeout.total_seconds(), host)
+    context.connection.limit_requests(context.silence, kept.sockets)
     return context
 
 
@@ -182,6 +184,7 @@ def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:
 @dataclass
 class _KeptStore:
     store: dist.Store
+    sockets: dict[int, int]  # the connection, by descriptor and inode
     joins: int = 0  # how often the ranks have met there
 
 

@@ -43,6 +43,7 @@ import logging
 import math
 import os
 import socket
+import struct
 import time
 import typing
 from collections.abc import Callable
@@ -56,14 +57,17 @@ import torch.distributed as dist
 
 from ...errors import LaunchError, ParallelError, RankTimeoutError, WorkerDiedError
 from ...world import World
+from ..descendants import is_stopped
 from ..failures import rank_error, summary
 from ..polling import looks
-from .sockets import bottom, connected_since, end_if_unanswered, open_sockets, still_open
+from .sockets import bottom, connected_since, end_connections, end_if_unanswered, open_sockets, still_open
 
 T = TypeVar("T")
 WARN_AFTER_S = 30.0  # of waiting for others
 CONNECTS_WITHIN = timedelta(seconds=10)  # once more, to a store that has answered before
 LOOKS = 0.2, 0.0001, 0.05  # at a key: see `looks`
+ANSWER_MARGIN_S = 0.5  # between the time that a wait may take, and giving up a request to the store in it
+SOCKET_TIMEOUT = "Socket Timeout"  # torch's words, where the receive timeout of a socket is over
 logger = logging.getLogger("nn_parallel")
 
 # The keys of the table above.
@@ -93,7 +97,39 @@ class RankZero:
     is_linked: bool = False  # else all ranks are on one node, or the link could not be made
     how_lost: str | None = None
     loss: WorkerDiedError | None = None
-    silence: str = ""  # what is told of it if the store in its process has not answered in time
+
+
+class StoreSilence:
+    """How long the store may take to answer this process, and the error once it has taken longer.
+
+    That is when the process that holds it is stopped. Its sockets stay open, so only a receive timeout ends the wait.
+    """
+
+    def __init__(self, timeout_s: float, host: Member | None) -> None:
+        """Hold the limit.
+
+        Args:
+            timeout_s: how long a request may take if the wait that it is for has no earlier deadline.
+            host: where the rank lives whose process holds the store; None: the launcher holds it.
+        """
+        self.timeout_s = timeout_s
+        self.host = host
+        self.error: RankTimeoutError | None = None
+
+    def note(self, store: dist.Store, waited_s: float) -> None:
+        """Make the error, and end all connections: a late answer would be taken for that to the next request.
+
+        Other threads that wait for an answer are freed by this.
+        """
+        who = "The launcher"
+        why = ""
+        if self.host is not None:
+            who = f"Rank 0 (pid {self.host.pid} on {self.host.host_name})"
+            is_here = self.host.host == host_identity()
+            why = ": it is stopped by a signal" if is_here and is_stopped(self.host.pid) else ""
+        text = f"{who}, which holds the store, has not answered for {waited_s:.1f} s{why}."
+        self.error = RankTimeoutError(text, ranks=[] if self.host is None else [0])
+        end_connections(connected_since({}, store))
 
 
 class StoreClient:
@@ -109,9 +145,25 @@ class StoreClient:
     ) -> None:
         """``host``: the rank whose process the store lives in, if it is one's."""
         self.store = store
-        self.asked_at: float | None = None  # when the request was made whose answer is awaited
-        self.answer_by: float | None = None  # when it is of no use any more
-        self._rank, self._world_size, self._host, self._rank_0 = rank, world_size, host, rank_0
+        self.answer_by: float | None = None  # when the answer to a request is of no use any more
+        self._rank = rank
+        self._world_size = world_size
+        self._host = host
+        self._rank_0 = rank_0
+        self._silence: StoreSilence | None = None
+        self._socket: socket.socket | None = None
+        self._limit_s: float | None = None  # the receive timeout of the socket
+
+    def limit_requests(self, silence: StoreSilence, sockets: dict[int, int]) -> None:
+        """Have each request fail that is not answered in time; ``sockets``: its connection, by descriptor and inode."""
+        self._silence = silence
+        self._socket = next(still_open(sockets), None)
+
+    def close(self) -> None:
+        """Close what this object has opened; the store stays connected."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     def get(self, key: str) -> str | None:
         """The text under ``key``, None if there is none: one round trip, where `get` of torch takes two and waits."""
@@ -157,20 +209,37 @@ class StoreClient:
 
     def _ask(self, request: Callable[..., T], *args: Any) -> T:
         """Raises ParallelError, or the RankError of the rank that holds the store, if that is gone or silent."""
-        self.asked_at = time.monotonic()
+        began = 0.0
+        if self._socket is not None:
+            began = self._set_receive_timeout()
         try:
             return request(*args)
         except RuntimeError as error:  # a DistNetworkError or DistStoreError
-            if self._rank_0 is not None and self._rank_0.silence:
-                raise RankTimeoutError(self._rank_0.silence, ranks=[0]) from error
+            if self._silence is not None:
+                if SOCKET_TIMEOUT in str(error):
+                    self._silence.note(self.store, time.monotonic() - began)
+                if self._silence.error is not None:
+                    raise self._silence.error from error
             if self._rank_0 is not None and self._rank_0.loss is not None:
                 raise rank_error("The connection", self._world_size, {0: self._rank_0.loss}) from error
             if self._host is None or self._host == self._rank:
                 raise ParallelError(f"The store through which the ranks talk is gone: {error}") from error
             died = WorkerDiedError(f"Rank {self._host}, which holds the store, is gone: {error}", rank=self._host)
             raise rank_error("The connection", self._world_size, {self._host: died}) from error
-        finally:
-            self.asked_at = None
+
+    def _set_receive_timeout(self) -> float:
+        """Limit how long the next request may wait for its answer; return the time now."""
+        assert self._socket is not None
+        assert self._silence is not None
+        now = time.monotonic()
+        limit_s = self._silence.timeout_s if self.answer_by is None else max(self.answer_by - now, 0.0)
+        if limit_s != self._limit_s:
+            self._limit_s = limit_s
+            seconds, fraction = divmod(limit_s + ANSWER_MARGIN_S, 1)
+            with contextlib.suppress(OSError):  # it has ended, which the request tells
+                value = struct.pack("ll", int(seconds), int(fraction * 1_000_000))
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        return now
 
 
 encode = json.dumps  # of a record: a NamedTuple of strings, numbers, records, and tuples and dicts of them
