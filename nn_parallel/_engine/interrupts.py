@@ -14,6 +14,7 @@ has run by half cannot be imported again.
 from __future__ import annotations
 
 import contextlib
+import logging  # noqa: F401  # first: what it does around a fork is then between `_begin_fork` and `_end_fork`
 import operator
 import os
 import signal
@@ -207,7 +208,7 @@ class Condition(threading.Condition):
 
 def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
     global _due
-    if _must_finish(frame):
+    if _is_forking or _must_finish(frame):
         return
     if _delayed:
         _delayed[-1].note(_raise_in_the_outermost, signum)
@@ -266,9 +267,24 @@ def stay_ready(until: contextlib.ExitStack) -> bool:
     return True
 
 
+def _begin_fork() -> None:
+    """Let nothing be raised in the functions that Python calls around a fork, as `logging` releases its lock in one.
+
+    Python would print the exception and go on, and the lock would be held for ever.
+    """
+    global _is_forking
+    _is_forking = True
+
+
+def _end_fork() -> None:
+    global _is_forking
+    _is_forking = False
+
+
 def _begin_anew() -> None:
     """In a fork: its only thread is the main one now, whichever it was, and in no block that the main thread was in."""
     global _main
+    _end_fork()
     _main = threading.get_ident()
     while _delayed:
         _delayed.pop().put_back()
@@ -280,4 +296,5 @@ _due: Exception | None = None  # to be raised outside all blocks
 _SIGINT = int(signal.SIGINT)
 _running: list[CancelScope] = []
 _delayed: list[DeferredSignals] = []  # the innermost last
-os.register_at_fork(after_in_child=_begin_anew)
+_is_forking = False
+os.register_at_fork(before=_begin_fork, after_in_parent=_end_fork, after_in_child=_begin_anew)

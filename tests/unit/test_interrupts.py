@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import weakref
@@ -302,3 +303,33 @@ def test_a_scope_can_be_entered_again() -> None:
         else:
             pytest.fail("nothing was raised")
         block.interrupted = False
+
+
+FORKING = """
+import os, signal, threading, time
+def release():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGURG})  # the signal arrives here
+    released.append(True)
+released = []
+os.register_at_fork(after_in_parent=release)
+from nn_parallel._engine.interrupts import CancelScope, Interrupted
+scope = CancelScope()
+try:
+    with scope:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGURG})
+        scope.interrupt()
+        if (pid := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        print(released)
+        threading.Thread(target=scope.interrupt).start()
+        time.sleep(60)
+except Interrupted:
+    print("interrupted")
+"""
+
+
+def test_nothing_is_raised_in_what_python_calls_around_a_fork() -> None:
+    """Python would go on without the rest of it: `logging` would never release its lock."""
+    ended = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=60, check=True)
+    assert (ended.stdout, ended.stderr) == ("[True]\ninterrupted\n", "")
