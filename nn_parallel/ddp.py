@@ -25,11 +25,11 @@ def initialize_ddp(
 ) -> World:
     """Join the ranks that were started together, and connect them by a process group.
 
-    Works however this process was started: by torchrun, ``srun``, ``mpirun`` (Open MPI, MPICH, Intel MPI, MVAPICH2) or
-    ``jsrun``; with the ``env://`` variables or explicit arguments; as a rank of `ParallelExecutor.run`; or alone, where
-    it makes no group and returns the world of one rank. Call it as often as you like: it returns the same world, and
-    makes the group again after a failure has closed it. A process that a rank starts with its own variables, as the
-    workers of a `DataLoader` are, gets the world of that rank and joins nothing.
+    Works however this process was started: by torchrun, ``srun`` or ``mpirun`` (Open MPI, MPICH, Intel MPI); with the
+    ``env://`` variables or explicit arguments; as a rank of `ParallelExecutor.run`; or alone, where it makes no group
+    and returns the world of one rank. Call it as often as you like: it returns the same world, and makes the group
+    again after a failure has closed it. A process that a rank starts with its own variables, as the workers of a
+    `DataLoader` are, gets the world of that rank and joins nothing.
 
     Args:
         timeout: seconds (or a timedelta) for the ranks to find each other and for each collective; 60 minutes if None.

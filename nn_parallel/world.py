@@ -27,8 +27,8 @@ class World(_WorldTuple):
         node_rank: this node among the nodes.
         local_world_size: how many ranks run on this node.
         launcher: ``"torchrun"``, ``"env"`` (variables or arguments set by hand), ``"slurm"``, ``"openmpi"``,
-            ``"hydra"`` (MPICH, Intel MPI), ``"mvapich2"``, ``"jsrun"``, ``"executor"``, ``"external"`` (other code has
-            initialised torch.distributed) or ``"none"``.
+            ``"hydra"`` (MPICH, Intel MPI), ``"executor"``, ``"external"`` (other code has initialised
+            torch.distributed) or ``"none"``.
 
     Example::
 

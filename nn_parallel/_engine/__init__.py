@@ -18,7 +18,6 @@ where another folder lies between its parts::
         stack_dump          the stacks of the processes of a job, for ``nn-parallel stacks``
     ranks: how the processes of a world find each other, talk, and fail together
         environment         a launcher's variables -> rank, world size, address
-        platforms           platforms that start a script several times and set no rank
         sockets             the connections of this process
         store               the TCPStore: every key and record that ranks exchange
         flight_recorder     the collectives that this process has entered, as torch records them

@@ -1,7 +1,7 @@
 """From a launcher's environment to launch facts: pure functions, no torch, nothing started.
 
 Which variables tell what was read in the launchers' sources and documentation. The tests start torchrun, ``srun``, Open
-MPI's ``mpirun`` and MPICH's Hydra for real; MVAPICH2 and jsrun are known from their documentation alone.
+MPI's ``mpirun`` and MPICH's Hydra for real.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ _PORTS = range(10_000, 30_000)  # for a store where nobody said a port: below th
 # Variables that count the nodes, or the processes that a platform wants on each: with them RANK may number nodes.
 _NODE_COUNTS = ("NNODES", "NUM_NODES", "PET_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 _PROCESSES_PER_NODE = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
-
-_MASTER_OF_AZURE = "AZ_BATCH_MASTER_NODE"  # as 10.0.0.4:6000
 
 _HOST = r"(?:[^][,\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"  # one or several, as SLURM writes them: a[1-2,07]-ib
 
@@ -54,8 +52,8 @@ def detect_launch(environ: Mapping[str, str]) -> Launch | None:
     """The launch that ``environ`` describes, or None when no launcher started this process.
 
     Where several launchers left their variables, the innermost is meant: torchrun or the ``env://`` variables, then an
-    MPI launcher, then jsrun, then a SLURM step. A SLURM batch script or an interactive shell is no launch, nor is a
-    step of one task: that is how SLURM starts any program.
+    MPI launcher, then a SLURM step. A SLURM batch script or an interactive shell is no launch, nor is a step of one
+    task: that is how SLURM starts any program.
 
     Raises:
         LaunchError: the variables are half set, contradict each other, or hold something that cannot be; the message
@@ -73,7 +71,7 @@ def detect_launch(environ: Mapping[str, str]) -> Launch | None:
     present = {name: environ[name] for name in _REQUIRED if told.has(name)}
     if len(present) == len(_REQUIRED):
         return _by_env(told)
-    for detect in (_by_mpi, _by_jsrun, _by_slurm):
+    for detect in (_by_mpi, _by_slurm):
         if (launch := detect(told)) is not None:
             _check_agree(launch, present)
             return launch
@@ -135,19 +133,13 @@ _MPI = {
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         ("PMIX_NAMESPACE",),
     ),
-    "mvapich2": _Names(
-        "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"
-    ),
     "hydra": _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
-_JSRUN = _Names(
-    "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE", ("LSB_JOBID",)
-)
 _SLURM = _Names(
     *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
     job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
-_LOCAL_RANKS = {names.local_rank for names in (*_MPI.values(), _JSRUN, _SLURM)}
+_LOCAL_RANKS = {names.local_rank for names in (*_MPI.values(), _SLURM)}
 
 
 class _Told:
@@ -224,7 +216,7 @@ def _by_env(told: _Told) -> Launch:
 
 
 def _by_mpi(told: _Told) -> Launch | None:
-    """By the mpirun of Open MPI or MVAPICH2, or by Hydra, which MPICH and Intel MPI start their ranks with."""
+    """By the mpirun of Open MPI, or by Hydra, which MPICH and Intel MPI start their ranks with."""
     for launcher, names in _MPI.items():
         if told.has(names.rank, names.local_rank):
             return _launch(told, launcher, names)
@@ -241,24 +233,6 @@ def _proxy_of_hydra() -> int:
                 return pid
             pid = int(rest.split()[1])  # its parent
     return 0
-
-
-def _by_jsrun(told: _Told) -> Launch | None:
-    """By LSF's jsrun, whose hosts stand in a file: that of the batch script, then one line for each slot of the job."""
-    if not told.has(_JSRUN.rank, _JSRUN.world_size):
-        return None
-    hosts = list[str]()
-    if told.has("LSB_DJOB_RANKFILE"):
-        path = told.text("LSB_DJOB_RANKFILE")
-        try:
-            hosts = list(dict.fromkeys(Path(path).read_text().split()[1:]))
-        except OSError as error:
-            raise LaunchError(f"LSB_DJOB_RANKFILE={path} cannot be read: {error.strerror}.") from error
-    local_world_size = None
-    if not told.has(_JSRUN.local_world_size):
-        local_world_size = -(-told.number(_JSRUN.world_size, at_least=1) // max(1, len(hosts)))
-    node_rank = hosts.index(here) if (here := socket.gethostname()) in hosts else None
-    return _launch(told, "jsrun", _JSRUN, local_world_size, node_rank, *hosts[:1])
 
 
 def _by_slurm(told: _Told) -> Launch | None:
@@ -321,8 +295,6 @@ def _launch(
         first_host = told.host("MASTER_ADDR")
     elif one_node:
         first_host = "127.0.0.1"
-    elif first_host is None and told.has(_MASTER_OF_AZURE):
-        first_host = told.text(_MASTER_OF_AZURE).partition(":")[0]
     elif first_host is None:
         raise LaunchError(
             f"{local_world_size} of the {world_size} ranks that {launcher} started run on this node, and it does not "

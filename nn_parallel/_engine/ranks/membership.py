@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import math
 import numbers
@@ -23,7 +22,6 @@ from ..tracebacks import hide_own_frames
 from .blocks import blocks_of
 from .context import DEFAULT_TIMEOUT, RankContext, current_world, join, rank_context, world_of
 from .environment import Launch, detect_launch, with_arguments
-from .platforms import started_with_others
 from .rendezvous import join_launch
 from .uncaught import share_uncaught
 
@@ -60,7 +58,6 @@ def initialize(
             )
             launch = detect_launch(environ)
             if launch is None:
-                _warn_of_others()
                 return current_world() if device is None else _alone(device)
             if _is_started_by_rank(launch):
                 return world_of(launch, named_device(device))
@@ -122,13 +119,6 @@ def _alone(device: torch.device | str) -> World:
     return world
 
 
-@functools.cache
-def _warn_of_others() -> None:
-    """Once: this process takes itself for the only rank, and something says that it is not."""
-    if told := started_with_others(os.environ):
-        logger.warning("Running alone, as rank 0 of 1, though %s", told)
-
-
 def _is_started_by_rank(launch: Launch) -> bool:
     """Return whether this process is no rank, but has inherited the variables of the rank that started it."""
     pid, _, place = os.environ.get(TAKEN, "").partition(" ")
@@ -147,8 +137,6 @@ def join_launched_world() -> RankContext | None:
     """
     context = rank_context()
     launch = detect_launch(os.environ) if context is None else None
-    if context is None and launch is None:
-        _warn_of_others()
     if launch is not None and not _is_started_by_rank(launch):
         world = initialize()
         logger.info("initialize_ddp() was called for you: rank %d of %d (%s).", *world[1:4:2], world.launcher)
