@@ -172,10 +172,10 @@ def _unfit(gpu: GPU, min_memory_mb: int) -> str:
 def _lock(uuid: str) -> int | None:
     """The descriptor of a lock that lasts until it is closed; None if another process has it."""
     path = os.path.join(tempfile.gettempdir(), f"nn_parallel-{uuid}.lock")
-    while True:
-        try:  # who has not made it may only read it, which is enough
+    fd = None
+    while fd is None:
+        try:  # to read it is enough, and all that another user may do
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            break
         except FileNotFoundError:
             _make_lock(path)
         except PermissionError as error:
@@ -189,19 +189,17 @@ def _lock(uuid: str) -> int | None:
 
 
 def _make_lock(path: str) -> None:
-    """Put the file there at once with its mode, whatever the umask is: any user may read it."""
-    fd, new = tempfile.mkstemp(dir=os.path.dirname(path))
+    """Make the file, which any user may read, whatever the umask is."""
     try:
-        os.fchmod(fd, 0o644)
-        with contextlib.suppress(FileExistsError):
-            os.link(new, path)
+        fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:  # another process has been faster
+        return
     except OSError as error:
         raise LaunchError(
             f"{path} cannot be made, the lock of a GPU: {error}. TMPDIR may name another folder."
         ) from error
-    finally:
-        os.close(fd)
-        os.unlink(new)
+    os.fchmod(fd, 0o644)
+    os.close(fd)
 
 
 def _named(text: str, gpus: list[GPU]) -> Iterator[GPU]:
