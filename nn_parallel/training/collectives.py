@@ -1,12 +1,10 @@
 """Collectives on objects, tensors and metrics, by way of torch's own.
 
-Calls that do not match are an error on every rank. So each message says what it is about, and its first part, which is
-gathered before anything is known, has the same size on all.
+Calls that do not match are an error on every rank: each rank first says what its call is about, by `all_gather_object`.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
@@ -23,8 +21,6 @@ from ..errors import TransferError
 
 T = TypeVar("T")
 Name = TypeVar("Name", str, int)  # of a metric
-FIRST_BYTES = 1024  # of the message of `gather_alike`: gathered at once
-LENGTH_DIGITS = 8  # with which it begins: how many bytes follow in all
 REDUCTIONS: dict[str, Callable[[Iterable[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
@@ -35,7 +31,7 @@ def reduce_metrics(
     op: Literal["mean", "sum", "max", "min"] = "mean",
     group: dist.ProcessGroup | None = None,
 ) -> dict[Name, float]:
-    """Each metric over all ranks, by one all_gather for all of them.
+    """Return each metric over all ranks, by one gather of objects for all of them.
 
     Args:
         metrics: numbers, or tensors or arrays of one element, under the same names on every rank. Names are text or
@@ -204,7 +200,7 @@ def gather_alike(
     weight: float | torch.Tensor = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[list[list[Any]], list[float]]:
-    """Return what every rank gives, and its weight, in rank order: by one all_gather, two where it is long.
+    """Return what every rank gives, and its weight, in rank order.
 
     Args:
         mine: plain numbers and text.
@@ -215,15 +211,18 @@ def gather_alike(
         ValueError: on every rank: there is a ``problem`` on one, ``about`` differs, a weight is negative or no number,
             or all are 0.
     """
-    initialize_ddp()  # before the group is asked for its ranks
     try:
         number = _number(weight)
     except ValueError:
         number = -1.0
     if not 0 <= number < math.inf:
         problem = f"weight={weight!r} is not a number from 0 up"
-    message = json.dumps([about, problem, *([] if problem else [mine, float(number)])])
-    received = dict(zip(ranks_of(group), map(json.loads, _all_gather(message, group)), strict=True))
+    messages: list[Any] = [(about, problem, mine, float(number))]
+    if initialize_ddp().world_size > 1:
+        message = messages[0]
+        messages = [None] * len(ranks_of(group))
+        dist.all_gather_object(messages, message, group=group)
+    received = dict(zip(ranks_of(group), messages, strict=True))
     if problems := [f"{about}: {why} on rank {rank}." for rank, (about, why, *_) in received.items() if why]:
         raise ValueError("\n".join(problems))
     if len({about for about, *_ in received.values()}) > 1:
@@ -233,27 +232,6 @@ def gather_alike(
     if not any(weights):
         raise ValueError(f"{about}: the weights of all ranks are 0, so there is no mean.")
     return rows, weights
-
-
-def _all_gather(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """The texts of all ranks, which are ASCII, perhaps with spaces behind them."""
-    if initialize_ddp().world_size == 1:
-        return [text]
-    data, device, ranks = f"{len(text):{LENGTH_DIGITS}}{text}".encode(), _message_device(group), ranks_of(group)
-
-    def gather(start: int, end: int) -> list[str]:
-        rows = [bytearray(data[start:end].ljust(end - start)) for _ in ranks]
-        on_cpu = [torch.frombuffer(row, dtype=torch.uint8) for row in rows]
-        received = [row.to(device) for row in on_cpu]
-        dist.all_gather(received, received[0].clone(), group=group)
-        for row, copy in zip(on_cpu, received, strict=True):
-            row.copy_(copy)  # the same tensor, where ``device`` is the CPU
-        return [row.decode() for row in rows]
-
-    heads = gather(0, FIRST_BYTES)
-    end = LENGTH_DIGITS + max(int(head[:LENGTH_DIGITS]) for head in heads)
-    tails = gather(FIRST_BYTES, end) if end > FIRST_BYTES else [""] * len(heads)
-    return [head[LENGTH_DIGITS:] + tail for head, tail in zip(heads, tails, strict=True)]
 
 
 def _message_device(group: dist.ProcessGroup | None) -> torch.device:
