@@ -27,10 +27,10 @@ How it is done:
 
 - `reducer` decides. A function, class or module is sent by name only if the finders of `sys.meta_path` lead to the
   file that the script has, or if it is installed with Python. Definitions are classes; functions that a global has
-  under the function's own name, and that hold no data in defaults, attributes or closure variables; functions that
-  `functools.cache` or the like has wrapped; type variables and aliases; and `object()`, which has nothing but its
-  identity. Each definition has a key. The script and the workers use the same key, so a result refers by it to the
-  script's own object.
+  under the function's own name, and that hold no data in defaults, attributes or closure variables; what
+  `functools.cache` makes; type variables and aliases. Each definition has a key, and so has each `object()`, which
+  has nothing but its identity. The script and the workers use the same key, so a result refers by it to the script's
+  own object.
 - `packer` has a record of each definition that was sent: what it was made of, the definitions that it refers to, and
   the globals that its code reads (by its bytecode: `reducer.names_in`). The record is current as long as all of these
   are the same objects. What is inside these is not compared, but for the functions of a class, and the elements of

@@ -40,7 +40,6 @@ class Keys:
         self._objects: dict[str, Callable[[], Any]] = {}
         self._keys: dict[int, str] = {}  # by the identity of the object
         self._own = set[str]()
-        self._held: dict[str, Any] = {}  # those that take no weak references, as `object()`
         self.lock = threading.RLock()  # the collector may run `_remove` in any thread
 
     def add(self, obj: Any, key: str | None = None) -> str:
@@ -51,18 +50,10 @@ class Keys:
         try:
             self._objects[key] = weakref.ref(obj)
             weakref.finalize(obj, self._remove, key, id(obj)).atexit = False
-        except TypeError:
-            self._held[key] = obj
-            self._objects[key] = functools.partial(self._held.get, key)
+        except TypeError:  # it takes no weak references, as `object()`
+            self._objects[key] = lambda: obj
         self._keys[id(obj)] = key
         return key
-
-    def release(self, obj: Any) -> None:
-        """Hold ``obj`` no more, if it takes no weak references: it is no longer sent, or no longer stored."""
-        key = self._keys.get(id(obj))
-        if key in self._held:
-            del self._held[key]
-            self._remove(key, id(obj))
 
     def of_or_add(self, obj: Any) -> str:
         """Return the key of ``obj``; give it one if it has none."""
@@ -181,10 +172,8 @@ def store_object(number: int, unpack: Unpack) -> None:
 def forget(number: int) -> None:
     """Let go of a stored object. The order to do so may arrive before the object."""
     _forgotten_before.add(number)
-    store = stored.pop(number, None)
-    if store is not None:
+    if stored.pop(number, None) is not None:
         _forgotten_before.discard(number)
-        keys.release(store.definition)
 
 
 def stored_object(number: int) -> Any:
@@ -246,6 +235,15 @@ def _bind_definition(needed: Needed, made: Any) -> None:
 def is_known_to_sender(key: str | None) -> bool:
     """Return whether the process that sends the calls has sent this definition."""
     return key in _versions
+
+
+def mark(key: str) -> object:
+    """Return the `object()` of this key."""
+    known: object = keys.find(key)
+    if known is None:
+        known = object()
+        keys.add(known, key)
+    return known
 
 
 # Functions

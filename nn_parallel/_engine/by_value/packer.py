@@ -25,7 +25,7 @@ from .globals import CachedFunction, GlobalName, Missing, Namespace, Needed, key
 from .reducer import Deferred, Reducer, contents_of_function, goes_by_name, is_constant, is_definition
 
 FUNCTIONS_KEPT = 128
-NAMESAKES_KEPT = 64  # definitions of one name
+DEFINITIONS_KEPT = 256
 ELEMENTS_COMPARED = 1000  # of a container that is an attribute of a class
 
 
@@ -227,12 +227,12 @@ class _CallReducer(Reducer):
         """Return the module from which a worker imports a global; None: it is data.
 
         An object of a library is the library's own there, too. One of the user's modules, such as a configuration that
-        the script fills, is data, unless a copy of it would be of no use: a method, or what cannot be pickled.
+        the script fills, is data, unless it cannot be pickled.
         """
         if namespace.imports.get(name, (0,))[0] != number:  # to look takes long, and is done once for a binding
             module = reducer.module_that_holds(name, value)
-            if module is not None and reducer.is_users(module) and not isinstance(value, _METHODS):
-                module = None if self._can_pickle(value) else module
+            if module is not None and reducer.is_users(module) and self._can_pickle(value):
+                module = None
             namespace.imports[name] = number, None if module is None else module.__name__
         return namespace.imports[name][1]
 
@@ -305,8 +305,8 @@ class Packer:
         self._on_forgotten = on_forgotten
         self._process_environment = ProcessEnvironment(is_elsewhere)
         self._environment: Handle | None = None  # of the environment, once it has changed
-        self._definitions: dict[int, Definition] = {}  # by the identity of what they define
-        self._namesakes: dict[tuple[Any, Any], dict[int, None]] = {}  # those of one name, the oldest first
+        # By the identity of what they define, the one used last at the end. A record keeps what it defines alive.
+        self._definitions = OrderedDict[int, Definition]()
         # By the identity of their code, the one used last at the end.
         self._functions = OrderedDict[int, _SentFunction | str]()
         self._specs: dict[str, Any] = {}  # of the user's modules, as they were when the workers first needed them
@@ -366,25 +366,10 @@ class Packer:
         record = self._definitions.get(id(obj))
         if record is None or not record.is_current():
             record = self._definitions[id(obj)] = self._define(obj)
-            self._forget_old_ones(obj)
+        self._definitions.move_to_end(id(obj))
+        if len(self._definitions) > DEFINITIONS_KEPT:  # one that is still in use is only sent again
+            self._definitions.popitem(last=False)
         return record
-
-    def _forget_old_ones(self, obj: Any) -> None:
-        """Let go of definitions that a newer one of the same name has replaced, as in a notebook or a loop.
-
-        One that is still in use is only sent again. Without this they would live as long as the pool, since a record of
-        what is in a class keeps the class alive.
-        """
-        name = getattr(obj, "__qualname__", None) or type(obj)
-        namesakes = self._namesakes.setdefault((getattr(obj, "__module__", None), name), {})
-        namesakes.pop(id(obj), None)
-        namesakes[id(obj)] = None
-        if len(namesakes) > NAMESAKES_KEPT:
-            oldest = next(iter(namesakes))
-            del namesakes[oldest]
-            record = self._definitions.pop(oldest, None)
-            if record is not None:
-                keys.release(record.obj)
 
     def close(self) -> None:
         """The pool has ended."""
@@ -392,7 +377,6 @@ class Packer:
         self._functions.clear()
         self._environment = None
         self._definitions.clear()
-        self._namesakes.clear()
 
     def forget(self, number: int) -> None:
         """The handle of this number is gone."""
@@ -510,6 +494,8 @@ def _functions_in(attribute: Any) -> list[Any]:
     """Return the functions of a method or property."""
     if type(attribute) is types.FunctionType:
         return [attribute]
+    if type(attribute) is functools.singledispatchmethod:
+        return [attribute.dispatcher]
     if type(attribute) is property:
         return [function for function in (attribute.fget, attribute.fset, attribute.fdel) if function is not None]
     return [attribute.__func__] if type(attribute) in (classmethod, staticmethod) else []
@@ -559,5 +545,4 @@ _NEVER_SENT = "not sent by itself, as it refers to data"
 _MISSING = itertools.repeat(Missing)
 _numbers = itertools.count(1)
 _NOTHING, _NO_ARGUMENTS = Payload(Packed(b""), Files()), dumps((None, (), {}))
-_METHODS = (types.MethodType, types.BuiltinMethodType)
 _CONTAINERS = (dict, list, set, deque)

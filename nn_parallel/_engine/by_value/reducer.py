@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import builtins
 import contextlib
 import datetime
 import dis
@@ -127,6 +128,7 @@ class CodeNames(NamedTuple):
     reads: Sequence[str]  # globals
     binds: Sequence[str]  # globals
     attributes: frozenset[str]
+    binds_closure: bool  # it has a ``nonlocal`` variable, and binds it
 
 
 @functools.lru_cache(maxsize=4096)
@@ -135,6 +137,7 @@ def names_in(code: types.CodeType) -> CodeNames:
     reads: dict[str, None] = {}
     binds: dict[str, None] = {}
     attributes = set[str]()
+    binds_closure = False
     pending = [code]
     while pending:
         inner = pending.pop()
@@ -145,11 +148,14 @@ def names_in(code: types.CodeType) -> CodeNames:
                 reads[instruction.argval] = None
             elif instruction.opname in _BINDING:
                 binds[instruction.argval] = None
-    return CodeNames(tuple(reads), tuple(binds), frozenset(attributes))
+            elif instruction.opname in _BINDING_CLOSURE:
+                binds_closure |= instruction.argval in inner.co_freevars and instruction.argval in code.co_freevars
+    return CodeNames(tuple(reads), tuple(binds), frozenset(attributes), binds_closure)
 
 
 _READING = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}  # a class body reads by LOAD_NAME
 _BINDING = {"STORE_GLOBAL", "DELETE_GLOBAL"}
+_BINDING_CLOSURE = {"STORE_DEREF", "DELETE_DEREF"}
 
 
 def _annotations_of(obj: Any) -> dict[str, Any]:
@@ -171,11 +177,22 @@ def _annotations_of(obj: Any) -> dict[str, Any]:
 
 
 def _types_in(annotations: dict[str, Any], namespace: Namespace) -> list[str]:
-    """Return the globals that annotations name in texts, if they are types: `typing.get_type_hints` looks them up."""
-    texts = (str(annotation) for annotation in annotations.values() if not isinstance(annotation, type))
-    words = {word for text in texts for word in re.findall(r"[^\W\d]\w*", text)}
-    values = {word: namespace.variables[word] for word in sorted(words & namespace.variables.keys())}
-    return [word for word, value in values.items() if isinstance(value, _TYPES) or type(value).__module__ == "typing"]
+    """Return the globals that annotations name in texts, if they are types: `typing.get_type_hints` looks them up.
+
+    A word of a text may be the name of anything, such as a lock. Aliases are followed.
+    """
+    names = dict[str, None]()
+    pending = list(annotations.values())
+    while pending:
+        annotation = pending.pop()
+        text = "" if isinstance(annotation, type) else str(annotation)
+        for name in re.findall(r"[^\W\d]\w*", text):
+            value = namespace.variables.get(name)
+            is_type = isinstance(value, _TYPES) or type(value).__module__ == "typing"
+            if name not in names and value is not None and (is_type or is_constant(value)):
+                names[name] = None
+                pending.append(value)
+    return list(names)
 
 
 def _submodules(packages: Iterable[str], attributes: frozenset[str]) -> list[str]:
@@ -222,10 +239,9 @@ def is_definition(obj: Any, is_global: bool = False) -> bool:
         return True
     if kind is types.FunctionType:
         return _is_own_global(obj) and holds_no_data(obj)
-    if not callable(obj) or "__wrapped__" not in getattr(obj, "__dict__", ()):
+    if kind is not _Cached:
         return False
-    is_named = is_global or keys.of(obj) is not None or module_defining(obj) is not None
-    return is_named and (kind is _Cached or holds_no_data(obj))
+    return is_global or keys.of(obj) is not None or module_defining(obj) is not None
 
 
 def _is_own_global(fn: types.FunctionType) -> bool:
@@ -234,29 +250,43 @@ def _is_own_global(fn: types.FunctionType) -> bool:
     return any(names.get(fn.__qualname__) is fn for names in (fn.__globals__, getattr(module, "__dict__", {})))
 
 
-def holds_no_data(obj: Any) -> bool:
-    """Return whether a function, or what wraps one, holds only constants, definitions and other such functions.
+def holds_no_data(fn: types.FunctionType) -> bool:
+    """Return whether a function holds only constants, definitions and other such functions.
 
     Data in a default, an attribute or a closure variable is the same object as elsewhere in the script, and may change
-    in place: a function that holds some is sent with each call, as all data is.
+    in place: a function that holds some is sent with each call, as all data is. So is one with a closure variable that
+    it binds anew (``nonlocal``), or that it shares with another function, which may do so.
     """
     seen = set[int]()
-    pending = [obj]
+    pending = [fn]
     while pending:
         inner = pending.pop()
         seen.add(id(inner))
+        if names_in(inner.__code__).binds_closure or any(count > _OWN_CELL for count in _references_to_cells(inner)):
+            return False
         for content in contents_of_function(inner):
             if id(content) in seen or is_constant(content):
                 continue
             if type(content) is types.FunctionType:
                 pending.append(content)
-            elif not is_definition(content):
+            elif not is_definition(content) and not isinstance(content, enum.Enum):
                 return False
     return True
 
 
+def _references_to_cells(fn: types.FunctionType) -> list[int]:
+    return [sys.getrefcount(cell) for cell in fn.__closure__ or ()]
+
+
+def _sample(variable: object) -> types.FunctionType:
+    return lambda: variable  # type: ignore[return-value]
+
+
+_OWN_CELL = _references_to_cells(_sample(None))[0]  # of a cell that no other function shares
+
+
 def contents_of_function(fn: Any) -> list[Any]:
-    """Return the defaults, closure variables and attributes of a function, or the attributes of what wraps one."""
+    """Return the defaults, closure variables and attributes of a function; of what wraps one, the attributes."""
     contents = list(getattr(fn, "__dict__", {}).values())
     if type(fn) is types.FunctionType:
         contents += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
@@ -276,7 +306,7 @@ def is_constant(value: Any) -> bool:
     if kind is types.BuiltinFunctionType:
         owner = value.__self__
         return owner is None or isinstance(owner, types.ModuleType) or (isinstance(owner, type) and goes_by_name(owner))
-    return place_of_sentinel(value) is not None
+    return kind is object or place_of_sentinel(value) is not None
 
 
 def _is_stateless(obj: Any) -> bool:
@@ -302,7 +332,7 @@ def contents_of(cell: types.CellType) -> Any:
 TYPE_PARAMETERS = (typing.ParamSpec, typing.TypeVar, typing.TypeVarTuple)
 _TypeAlias: Any = getattr(typing, "TypeAliasType", None)  # from Python 3.12 on
 _TYPES = (type, types.ModuleType, types.UnionType, types.GenericAlias)
-IDENTITIES: set[type] = {object, typing.NewType, *TYPE_PARAMETERS, *filter(None, [_TypeAlias])}
+IDENTITIES: set[type] = {typing.NewType, *TYPE_PARAMETERS, *filter(None, [_TypeAlias])}
 HEAP_TYPE = 1 << 9
 
 
@@ -322,15 +352,17 @@ class Deferred:
 def module_that_holds(name: str, value: Any) -> types.ModuleType | None:
     """Return a module that holds ``value`` under ``name``, and that a fresh interpreter would import."""
     for module_name, module in list(sys.modules.items()):
-        if getattr(module, "__dict__", {}).get(name) is value and is_importable(module_name):
+        if getattr(module, "__dict__", {}).get(name) is value and is_importable(module_name) and module is not builtins:
             return module
     return None
 
 
 def _library_of(method: Any) -> str | None:
-    """Return the installed module that has a bound method under its own name, as `random.random`."""
-    module = module_that_holds(method.__name__, method)
-    return None if module is None or is_users(module) else module.__name__
+    """Return the installed module of a method's class, if the method is a function there, as `random.random`."""
+    module = sys.modules.get(type(method.__self__).__module__)
+    if module is None or vars(module).get(method.__name__) is not method:
+        return None
+    return module.__name__ if is_importable(module.__name__) and not is_users(module) else None
 
 
 class Reducer(Pickler):
@@ -353,6 +385,10 @@ class Reducer(Pickler):
     def refer_to(self, obj: Any) -> Any:
         """Reduce a definition that is not made in this pickle; None: it goes by value."""
         raise NotImplementedError
+
+    def reduce_mark(self, mark: object) -> Any:
+        """Reduce an `object()`, of which only the identity matters."""
+        return receiving.mark, (keys.of_or_add(mark),)
 
     def note_globals(self, names: Sequence[GlobalName]) -> Any:
         """Note globals to which code in this pickle refers; return what is to be pickled with the code."""
@@ -378,6 +414,8 @@ class Reducer(Pickler):
                 return NotImplemented
             if (place := place_of_sentinel(obj)) is not None:
                 return receiving.imported_sentinel, (*place, kind if goes_by_name(kind) else None)
+            if kind is object:
+                return self.reduce_mark(obj)
             if is_definition(obj):
                 return self.refer_to(obj) or self._reduce_other(obj)
         return self._reduce_other(obj)
@@ -437,7 +475,7 @@ class Reducer(Pickler):
     def _refers_to(self, fn: types.FunctionType) -> tuple[list[GlobalName], list[str]]:
         """Return the globals that a function refers to, and the submodules that it reaches through them."""
         namespace = namespace_of(fn.__globals__)
-        reads, binds, attributes = names_in(fn.__code__)
+        reads, binds, attributes, _ = names_in(fn.__code__)
         types_in_annotations = _types_in(_annotations_of(fn), namespace)
         values = (namespace.variables.get(name) for name in reads)
         modules = {id(value): value for value in values if isinstance(value, types.ModuleType)}
@@ -617,6 +655,10 @@ class AnswerReducer(Reducer):
         """Return a new one."""
         return AnswerReducer()
 
+    def reduce_mark(self, mark: object) -> Any:
+        """Refer to a mark that came from there by its key; what a task has made goes by value."""
+        return NotImplemented if keys.of(mark) is None else super().reduce_mark(mark)
+
     def refer_to(self, obj: Any) -> Any:
         """Refer to what came from there by its key; what a task has made goes by value."""
         key = keys.of(obj)
@@ -649,20 +691,26 @@ def place_of_sentinel(obj: Any) -> tuple[str, str] | None:
     """Return the module and the name by which an import finds an object without a state, as `dataclasses.MISSING`."""
     kind = type(obj)
     if kind is object:
-        return _place_of_marker(obj)
+        return _place_of_mark(obj)
     if not is_importable(kind.__module__) or not _is_stateless(obj):
         return None
     name = _name_in(sys.modules[kind.__module__], obj)
     return None if name is None else (kind.__module__, name)
 
 
-@functools.lru_cache(maxsize=1024)
-def _place_of_marker(marker: object) -> tuple[str, str] | None:
-    for module_name, module in list(sys.modules.items()):
-        name = _name_in(module, marker)
-        if name is not None and is_importable(module_name):
-            return module_name, name
-    return None
+def _place_of_mark(mark: object) -> tuple[str, str] | None:
+    """Return the module that has made an `object()`, and its name there. All modules are searched at once."""
+    global _modules_searched
+    if _modules_searched != len(sys.modules):
+        _modules_searched = len(sys.modules)
+        _places_of_marks.clear()
+        for module_name, module in list(sys.modules.items()):
+            names = list(getattr(module, "__dict__", {}).items())
+            _places_of_marks.update((id(value), (module_name, name)) for name, value in names if type(value) is object)
+    place = _places_of_marks.get(id(mark))
+    if place is None or getattr(sys.modules.get(place[0]), place[1], None) is not mark or not is_importable(place[0]):
+        return None
+    return place
 
 
 def _name_in(module: Any, obj: Any) -> str | None:
@@ -719,7 +767,7 @@ def ignore_state(obj: Any, state: Any) -> None:
 
 
 _Cached = functools._lru_cache_wrapper
-FOUND_BY_NAME = {_Cached, *IDENTITIES} - {object}
+FOUND_BY_NAME = {_Cached, *IDENTITIES}
 _IMMUTABLE = {
     *(type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, types.CodeType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
@@ -740,4 +788,6 @@ NOT_COPIED = {"__module__", "_abc_impl", "__slotnames__", "__annotations_cache__
 _PLAIN = {type(None), bool, int, float, complex, str, bytes}
 _FUNCTION_KINDS = (types.FunctionType, classmethod, staticmethod, property)
 _numbers = itertools.count(1)
+_places_of_marks: dict[int, tuple[str, str]] = {}  # by the identity of an `object()`: its module, and its name there
+_modules_searched = 0
 _namespaces_of_modules = weakref.WeakKeyDictionary[types.ModuleType, Namespace]()

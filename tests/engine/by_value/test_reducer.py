@@ -145,7 +145,7 @@ def look_up(x): return REGISTRY.get(x), registry.known.get(x)
 
 
 def test_objects_of_an_imported_module(main: dict[str, Any], files: Path) -> None:
-    """Those of the user's modules are data, but for what no copy would be of use: a lock, a mark, a method."""
+    """Those of the user's modules are data, but for what cannot be copied: a lock, a mark."""
     (files / "shared_of_test.py").write_text(SHARED)
     definitions = """
 import shared_of_test
@@ -154,7 +154,7 @@ shared_of_test.cfg = cfg = {"put": "there"}
 def put(x):
     REGISTRY[x] = x
     return look_up(x)
-def same(): return LOCK is shared_of_test.LOCK, add.__self__ is shared_of_test.registry, UNSET is shared_of_test.UNSET
+def same(): return LOCK is shared_of_test.LOCK, add.__self__ is registry, UNSET is shared_of_test.UNSET
 def lr(): return CONFIG["lr"], cfg
 def mark(x=MISSING): return x is shared_of_test.MISSING is MISSING
 def unset(xs): return xs[0] is shared_of_test.UNSET
@@ -190,6 +190,22 @@ backend_of_test.BACKEND = backend = backend_of_test.Fast()
 def f(b): return type(b).__name__, type(backend).__name__
 """
     assert values(main, definitions, ["call(f, backend)"]) == "('Fast', 'Fast')"
+
+
+def test_many_marks_stay_the_same_objects(main: dict[str, Any]) -> None:
+    """In a default, a class, an argument and a result, however many others come after them."""
+    definitions = """
+MISSING = object()
+class State: START = object(); NAMES = {START: "start"}
+def f(x, default=MISSING): return default is MISSING, State.NAMES[State.START], len(x)
+"""
+    lines = [
+        "call(f, [])",
+        "! for _ in range(300): call(f, [object()])",
+        "call(f, [])",
+        "call(lambda: MISSING) is MISSING",
+    ]
+    assert values(main, definitions, lines) == "(True, 'start', 0) (True, 'start', 0) True"
 
 
 def test_a_mark_that_only_a_method_reads(main: dict[str, Any]) -> None:
@@ -331,12 +347,15 @@ def test_annotations_send_types_only(main: dict[str, Any]) -> None:
     """A word in a text may be the name of anything: a lock, which cannot be sent, or a name that is not there."""
     definitions = """
 import threading, typing
-lock, Alias = threading.Lock(), list[int]
+lock, Alias, LIMIT, Text = threading.Lock(), list[int], 3, "tuple[Inner]"
 class Later: pass
+class Inner: pass
 def f(x: "how often the lock is taken", y: typing.Annotated[int, "guarded by lock"], z: "Undefined" = 1): return x
-def g(x: "Later | Alias"): return typing.get_type_hints(g)["x"] == Later | Alias
+def g(x: "Later | Alias", y: "typing.Annotated[int, LIMIT]" = 1, z: "Text" = 1):
+    hints = typing.get_type_hints(g, include_extras=True)
+    return hints["x"] == Later | Alias, hints["y"].__metadata__, hints["z"] == tuple[Inner]
 """
-    assert values(main, definitions, ["call(f, 1, 2)", "call(g, 1)"]) == "1 True"
+    assert values(main, definitions, ["call(f, 1, 2)", "call(g, 1)"]) == "1 (True, (3,), True)"
 
 
 NEW_TYPES = {
