@@ -358,6 +358,19 @@ def g(x: "Later | Alias", y: "typing.Annotated[int, LIMIT]" = 1, z: "Text" = 1):
     assert values(main, definitions, ["call(f, 1, 2)", "call(g, 1)"]) == "1 (True, (3,), True)"
 
 
+ANNOTATED = """
+import abc, dataclasses
+class A(abc.ABC):
+    x: int = 3
+    def go(self, x: int): return x
+@dataclasses.dataclass
+class Node:
+    v: int
+    next: Node | None = None
+def f(x: Undefined) -> int: return x
+class Late: pass
+def g(x: Late): return g.__annotations__["x"] is Late
+"""
 NEW_TYPES = {
     "an alias": (
         "type A = list[int] | str\ndef f(x: A): return A, str(A.__value__)",
@@ -378,37 +391,27 @@ NEW_TYPES = {
 }
 
 
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="a syntax of Python 3.12")
-@pytest.mark.parametrize("case", NEW_TYPES)
-def test_types_of_python_3_12(main: dict[str, Any], case: str) -> None:
-    """They are the same objects in all calls, with all their parts."""
-    definitions, lines, printed = NEW_TYPES[case]
-    assert values(main, definitions, lines) == printed
+if sys.version_info >= (3, 12):
+
+    @pytest.mark.parametrize("case", NEW_TYPES)
+    def test_types_of_python_3_12(main: dict[str, Any], case: str) -> None:
+        """They are the same objects in all calls, with all their parts."""
+        definitions, lines, printed = NEW_TYPES[case]
+        assert values(main, definitions, lines) == printed
 
 
-@pytest.mark.skipif(sys.version_info < (3, 13), reason="a syntax of Python 3.13")
-def test_a_default_of_a_type_parameter(main: dict[str, Any]) -> None:
-    """It arrives."""
-    definitions = "class B[T = int]: pass\ndef f(): return B.__type_params__[0].__default__"
-    assert values(main, definitions, ["call(f)"]) == "<class 'int'>"
+if sys.version_info >= (3, 13):
+
+    def test_a_default_of_a_type_parameter(main: dict[str, Any]) -> None:
+        """It arrives."""
+        definitions = "class B[T = int]: pass\ndef f(): return B.__type_params__[0].__default__"
+        assert values(main, definitions, ["call(f)"]) == "<class 'int'>"
 
 
-@pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are evaluated when they are read")
-def test_annotations_of_python_3_14(main: dict[str, Any]) -> None:
-    """A call does not evaluate them for good, and needs none that cannot be evaluated."""
-    definitions = """
-import abc, dataclasses
-class A(abc.ABC):
-    x: int = 3
-    def go(self, x: int): return x
-@dataclasses.dataclass
-class Node:
-    v: int
-    next: Node | None = None
-def f(x: Undefined) -> int: return x
-class Late: pass
-def g(x: Late): return g.__annotations__["x"] is Late
-"""
-    lines = ["call(lambda: (A().go(2), Node(1).v))", "call(f, 1)", "call(g, 1)"]
-    lines += ["! exec('class Late: pass', globals())", "g.__annotations__['x'] is Late"]
-    assert values(main, definitions, lines) == "(2, 1) 1 True True"
+if sys.version_info >= (3, 14):
+
+    def test_annotations_of_python_3_14(main: dict[str, Any]) -> None:
+        """A call does not evaluate them for good, and needs none that cannot be evaluated."""
+        lines = ["call(lambda: (A().go(2), Node(1).v))", "call(f, 1)", "call(g, 1)"]
+        lines += ["! exec('class Late: pass', globals())", "g.__annotations__['x'] is Late"]
+        assert values(main, ANNOTATED, lines) == "(2, 1) 1 True True"
