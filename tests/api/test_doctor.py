@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nn_parallel import verify_ddp_setup
 from tests.support.command_line import clean_environment, run_command
 from tests.support.paths import ROOT
 from tests.support.ranks import free_port
@@ -27,10 +28,13 @@ def test_the_doctor_alone() -> None:
     )
     assert set(found.values()) <= {"ok", "warning"}
     assert re.search(r"all_reduce of 16 MiB among 2 ranks in [\d.]+ ms, [\d.e+-]+ GB/s", done.stdout)
+    report = verify_ddp_setup()
+    assert report
+    assert "gloo on cpu" in str(report)
 
 
 @pytest.mark.slow
-def test_the_doctor_says_what_is_wrong() -> None:
+def test_the_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken launch environment, and an interface that does not exist: failed, what it is, and status 1."""
     broken = run_command("doctor", WORLD_SIZE="2")
     assert broken.returncode == 1
@@ -38,6 +42,10 @@ def test_the_doctor_says_what_is_wrong() -> None:
     wrong = run_command("doctor", GLOO_SOCKET_IFNAME="nowhere0")
     assert wrong.returncode == 1
     assert re.search(r"^failed +workers on cpu .*", wrong.stdout, re.MULTILINE)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    report = verify_ddp_setup()
+    assert not report
+    assert re.match(r"failed +launch +WORLD_SIZE=2 is set", str(report))
 
 
 OLD_TORCH = """
