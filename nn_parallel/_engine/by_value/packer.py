@@ -269,7 +269,8 @@ class _SentFunction:
         watched: list[tuple[dict[str, Any], str, Any]] = []
         for (namespace, name), value in call.global_values.items():
             watched.append((namespace.variables, name, value))
-            if name in namespace.sent:  # another function may have told the worker of a later binding to this value
+            # A call of another function may have sent the worker a later binding of the name to the same value.
+            if name in namespace.sent:
                 watched.append((namespace.sent, name, namespace.sent[name]))
         watched += [(vars(module), "__spec__", module.__spec__) for module in call.users_modules.values()]
         for names, name, value in watched:

@@ -466,17 +466,17 @@ class Reducer(Pickler):
             else:
                 cells.append(cell)
         attributes = {name: value for name in _ATTRIBUTES if (value := getattr(fn, name, None)) is not None}
-        attributes["__annotations__"] = _annotations_of(fn)
-        names, submodules = self._refers_to(fn)
+        attributes["__annotations__"] = annotations = _annotations_of(fn)
+        names, submodules = self._refers_to(fn, annotations)
         state = attributes, dict(vars(fn)), contents, submodules, self.note_globals(names)
         args = key, fn.__code__, namespace_of(fn.__globals__), fn.__name__, cells
         return receiving.make_function, args, state, None, None, receiving.complete_function
 
-    def _refers_to(self, fn: types.FunctionType) -> tuple[list[GlobalName], list[str]]:
+    def _refers_to(self, fn: types.FunctionType, annotations: dict[str, Any]) -> tuple[list[GlobalName], list[str]]:
         """Return the globals that a function refers to, and the submodules that it reaches through them."""
         namespace = namespace_of(fn.__globals__)
         reads, binds, attributes, _ = names_in(fn.__code__)
-        types_in_annotations = _types_in(_annotations_of(fn), namespace)
+        types_in_annotations = _types_in(annotations, namespace)
         values = (namespace.variables.get(name) for name in reads)
         modules = {id(value): value for value in values if isinstance(value, types.ModuleType)}
         imported = [module.__name__ for module in modules.values() if goes_by_name(module)]

@@ -100,9 +100,10 @@ class RankZero:
 
 
 class StoreSilence:
-    """How long the store may take to answer this process, and the error once it has taken longer.
+    """The limit for the store's answers to this process, and the error once an answer has taken longer.
 
-    That is when the process that holds it is stopped. Its sockets stay open, so only a receive timeout ends the wait.
+    A store does not answer while the process that holds it is stopped. The connections stay open then, so only a
+    receive timeout ends the wait.
     """
 
     def __init__(self, timeout_s: float, host: Member | None) -> None:

@@ -191,7 +191,7 @@ class Watchdog:
 
     def _find_connections(self) -> bool:
         """Find the connections of groups that the user has made; return whether `Group.abort` now knows more."""
-        with contextlib.suppress(RuntimeError):  # the store is gone
+        with contextlib.suppress(Exception):  # the watchdog must go on, to free this rank again
             return self._context.group.find_connections(self._connection.store)
         return False
 

@@ -145,7 +145,7 @@ def look_up(x): return REGISTRY.get(x), registry.known.get(x)
 
 
 def test_objects_of_an_imported_module(main: dict[str, Any], files: Path) -> None:
-    """Those of the user's modules are data, but for what cannot be copied: a lock, a mark."""
+    """Objects of the user's modules are data, but a lock and a mark cannot be copied: they are the module's own."""
     (files / "shared_of_test.py").write_text(SHARED)
     definitions = """
 import shared_of_test
