@@ -8,8 +8,7 @@ from datetime import timedelta
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 from ._engine.ranks import run_on_ranks
-from ._engine.ranks.blocks import blocks_of
-from ._engine.ranks.membership import as_seconds, join_launched_world
+from ._engine.ranks.membership import as_seconds
 from ._engine.ranks.rank_choice import make_chooser
 
 P = ParamSpec("P")
@@ -50,9 +49,9 @@ def on_rank(
     RankError` the job can go on. A process that dies is an error too; a slow one is not. Alone, it is a plain call.
     Inside the body of another such function it runs if this rank is named, and nobody waits.
 
-    One rank that fails leaves the process group as it is. What *several* ranks run is a block: all ranks leave it
-    together, and when one fails the group is closed, because another may sit in a collective; `initialize_ddp()` makes
-    it again.
+    One rank that fails leaves the process group as it is. What *several* ranks run is a block: all ranks begin and end
+    it together, and when one fails the group is closed, because another may sit in a collective; `initialize_ddp()`
+    makes it again.
 
     Args:
         rank: the rank, or several; a negative one counts from the end.
@@ -147,10 +146,11 @@ def rank_first(
 def barrier(*, timeout: timedelta | float | None = None) -> None:
     """Return once every rank has called this.
 
-    Through the store: a rank that fails or dies before it comes is an error on those that wait, as in `on_rank`.
+    Through the store: a rank that fails or dies before it comes is an error on those that wait, as in `on_rank`. When
+    one rank gives up, all do; inside a block of all ranks, as ``with ParallelExecutor()``, the block has then failed.
 
     Args:
-        timeout: how long a rank waits for the others before it raises `RankTimeoutError`; no limit if None.
+        timeout: how long a rank waits for the others before all raise `RankTimeoutError`; no limit if None.
 
     Raises:
         RankError, RankTimeoutError, ParallelError: as `on_rank`. It is inside the body of a function of some ranks.
@@ -161,9 +161,7 @@ def barrier(*, timeout: timedelta | float | None = None) -> None:
         if current_world().is_main:
             merge_files()
     """
-    if here := blocks_of(join_launched_world()):
-        here.raise_if_nested("barrier()")
-    on_rank(0, barrier=True, timeout=timeout)(_nothing)()
+    run_on_ranks.barrier(as_seconds(timeout))
 
 
 def broadcast(obj: T, src: int = 0) -> T:
@@ -185,12 +183,8 @@ def broadcast(obj: T, src: int = 0) -> T:
     return received
 
 
-def _nothing() -> None:
-    pass
-
-
 def _same(obj: T) -> T:
     return obj
 
 
-_nothing.__qualname__, _same.__qualname__ = "barrier", "broadcast"  # how errors call them
+_same.__qualname__ = "broadcast"  # how errors call it

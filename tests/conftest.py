@@ -24,7 +24,7 @@ import pytest
 from nn_parallel import ParallelExecutor, initialize_ddp, on_rank
 from nn_parallel._engine.descendants import children_of
 from nn_parallel._engine.pool import forkserver_client
-from nn_parallel._engine.ranks import rendezvous
+from nn_parallel._engine.ranks import blocks, rendezvous
 from nn_parallel.testing import pool_of
 from tests.support import laboratory
 from tests.support.laboratory import Node
@@ -216,6 +216,8 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before, abandoned = _state(), abandoned_in_shared_memory()
     yield
     rendezvous._stores.clear()
+    blocks._hosted.clear()
+    blocks._current = None
     _settle(pools)
     deadline = time.monotonic() + SETTLE_WITHIN_S
     while (_state() != before or abandoned_in_shared_memory() - abandoned) and time.monotonic() < deadline:

@@ -25,15 +25,14 @@ where another folder lies between its parts::
         group               the process group: made, closed, made again
         context             the place of this process in a world
         liveness            the ranks that have died
-        rendezvous          the ranks of a launcher meet in a store
         records             calls and blocks, as ranks tell each other of them
-        outcomes            the ends of calls and blocks
         main_thread         where the main thread is
         deadlock            collectives that can never end
         watchdog            the thread that frees a stuck rank
         calls               one rank runs, the others wait
         blocks              all ranks run, and leave together
         uncaught            an exception that ends a rank outside all blocks
+        rendezvous          the ranks of a launcher meet in a store
         membership          join and leave a world
         exchange            objects from rank to rank
         rank_choice         the ranks that an argument ``rank`` names
@@ -86,6 +85,16 @@ The invariants, which every change keeps:
 - A worker that is lost costs its task only. The pool is whole again afterwards.
 - Nothing outlives what it was made for: no process, thread, descriptor, variable or file.
 
+A failure, from where it is raised to where all ranks raise it. Rank 1 raises in a block, and rank 0 is in a collective:
+
+1. On rank 1 the exception comes to `Blocks._on_all_ranks` (blocks). `_fail` describes it as plain data (failures), and
+   `_end_generation` writes it into the store: the keys ``arrived/G`` and ``ended/G`` (store, records).
+2. The watchdog thread of rank 0 finds ``ended/G`` (`Watchdog._has_failed`). `_free` interrupts the main thread
+   (interrupts) and ends the connections of gloo, or aborts NCCL (`Group.abort`).
+3. The main thread of rank 0 comes to `_on_all_ranks` as well, by `Interrupted`, or as its collective raises that the
+   connection is lost. That is only a consequence, so it adds nothing, and rebuilds what rank 1 has written.
+4. Both ranks raise a `RankError` (`Calls._error`) out of the block that has failed, with rank 1's exception in it.
+
 The words:
 
 rank
@@ -95,9 +104,11 @@ worker
 call
     A function that one rank runs while the others wait.
 block
-    Code that all ranks enter and leave together.
+    Code that all ranks begin and end together.
+barrier
+    A place where all ranks wait for each other: where a block begins, where it ends, or alone.
 generation
-    A round after which the counters of calls and blocks begin again, because a block has failed.
+    All calls and barriers between two failures of blocks, each counted from one.
 task
     What a pool is asked to do: `run`, a `submit`, an item of `map`, a resize.
 watchdog

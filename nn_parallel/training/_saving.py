@@ -70,7 +70,7 @@ def finish_saving(caller: str) -> None:
             saving.in_place.result()
 
     try:
-        with block(caller, begins_together=True):
+        with block(caller):
             if saving is not None:
                 saving.written.result()
     finally:

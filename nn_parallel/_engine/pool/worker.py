@@ -228,16 +228,19 @@ class _Worker:
         result = call_on_device(fn, args, kwargs, self.device if task.pass_device else None)
         if not _is_spent:
             synchronize(self.device)  # what fails there is this task's failure, and not that of the next one
-        if task.world_size > 1 and dist.is_initialized():
+        if self._rank is not None and task.world_size > 1 and self._rank.has_store:
             self._say_returned(task, call_name(fn))
         return result
 
     def _say_returned(self, task: TaskHeader, name: str) -> None:
-        """For the ranks that are still in the run: this one enters no collective before all have ended it."""
-        others = [rank for rank in range(task.world_size) if rank != self._index]
-        next_run = Position(task.generation + (1 << 32), 0, WAITING)
+        """For the ranks that are still in the run: this one makes no call or collective before all have ended it."""
         here = blocks_of(self._rank)
         assert here is not None
+        here.tell_left()
+        if not dist.is_initialized():
+            return
+        others = [rank for rank in range(task.world_size) if rank != self._index]
+        next_run = Position(task.generation + (1 << 32), 0, WAITING)
         self._watchdog = here.watch()
         self._watchdog.waits = Waits(f"has returned from {name}", tuple(others), next_run)
 

@@ -1,31 +1,39 @@
 """Blocks that all ranks go through together: a failure on one rank ends the block on all.
 
-A *block* holds any number of calls and of blocks, and every rank enters it. Blocks are numbered -1, -2, ... as they are
-entered, so what is inside a block or comes after it has a smaller number. Whether a block passes or fails is decided
-once for all, by the first rank that writes it into the store, whether that rank leaves the block or fails in it. When
-it fails, all ranks leave it, close their group and begin a new *generation*: calls, of which the end of a block is one,
-are counted from one again, and blocks from the number of the failed one. So they go through the same failures in the
-same order, however far behind one is.
+A *block* holds any number of calls and of blocks. All ranks begin it together and end it together, at *barriers*. They
+go through the same barriers in the same order, so one counter serves for all: to arrive is to add 1, and the b-th
+barrier is complete once ``b * world_size`` have arrived.
+
+A rank that has to leave early, by its own exception, a timeout or a death that it sees, *ends the generation*: it adds
+`ENDED` to the counter. From then on nobody passes a barrier by the counter alone. Then it writes a `GenerationEnd`: how
+many barriers were complete, and what failed. The first rank to write one decides for all; if a rank dies in between,
+another one that sees the death does the same. Which block has failed follows from that number, alike on all ranks: the
+innermost one that was open. There all ranks raise what the record says, and begin the next generation, in which calls
+and barriers are counted from one again.
+
+If a generation ends while a rank is in the body of a block, this block has failed, and the watchdog frees the rank. If
+the rank is at a barrier, the number tells whether all had come.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ...errors import ParallelError
-from ..failures import rank_error
+from ..failures import Failure
 from ..interrupts import DeferredSignals, Interrupted
-from .calls import Calls, Wait, exceptions_in, failures_in
+from .calls import LOOK_UP_PEER_AFTER_S, Calls, Wait, exceptions_in, failures_in
 from .context import RankContext, rank_context
-from .records import WAITING, BlockOutcome, Call, call_site, rebuilt
-from .store import LEFT_KEY, ended_key
-from .watchdog import Block, cause_of, is_consequence
+from .records import ARRIVED, HAS_LEFT, WAITING, Call, GenerationEnd, call_site, rebuilt
+from .store import LEFT_KEY, arrived_key, decode, encode, ended_key
+from .watchdog import BlockState, cause_of, is_consequence
 
 UNINTERRUPTED = True  # see interrupts
-WARN_OF_MISSING_AFTER_S = 3.0
+ENDED = 1 << 40  # more than can arrive in a generation
 TIMEOUT_MARGIN_S = 0.5  # for the silent rank to tell where it stands, before those that wait say that it is silent
 SEEK_CAUSE_S, SEEK_EVERY_S = 0.5, 0.002
 LINGER_S = 30.0
@@ -35,139 +43,227 @@ class Blocks(Calls):
     """One rank's end of the blocks that all ranks run, and of the calls in them."""
 
     def __init__(self, context: RankContext) -> None:
-        self._blocks_entered = 0  # in this generation
+        self._barriers = 0  # that this rank has come to in this generation
         self._earlier: list[int] = []  # generations of which there may still be a key in the store
         super().__init__(context)
+        self._neighbor = (self.rank - 1) % self.world_size
 
-    def begin_generation(self, generation: int, blocks_entered: int = 0) -> None:
-        if self._blocks_entered:
+    def begin_generation(self, generation: int) -> None:
+        if self._barriers or self._entered_blocks:
             self._earlier.append(self.generation)
         super().begin_generation(generation)
-        self._blocks_entered = blocks_entered
+        self._barriers = 0
+        for block in self._entered_blocks:
+            block.begin = 0
         self.stop_calls = 0  # how often this rank has called `stop_requested`
 
+    def barrier(self, call: Call, timeout_s: float | None = None, refusal: Exception | None = None) -> None:
+        """Return once every rank is here. A ``refusal`` of this rank is raised on all instead.
+
+        Raises:
+            RankError: on every rank, when one did not wait until all had come, or a process ended before.
+            RankTimeoutError: on every rank, when one has waited for longer than its ``timeout_s``.
+            ParallelError: the ranks are not in the same call; the message names both.
+        """
+        with self._barrier(call, timeout_s) as meet:
+            if refusal is not None:
+                raise refusal
+            meet()
+
     @contextlib.contextmanager
-    def block(
-        self,
-        call: Call,
-        timeout_s: float | None = None,
-        *,
-        from_end: bool = False,
-        begins_together: bool = False,
-    ) -> Iterator[None]:
-        """A block that all ranks enter, the calls in it included, and leave together; a failure is raised on all.
+    def call_and_barrier(self, call: Call, timeout_s: float | None) -> Iterator[bool]:
+        """A `call` of one rank, after which all ranks wait for each other, also if it has failed."""
+        with self._barrier(call, timeout_s) as meet, self.call(call, timeout_s, meet) as runs:
+            yield runs
+
+    @contextlib.contextmanager
+    def _barrier(self, call: Call, timeout_s: float | None) -> Iterator[Callable[[], None]]:
+        """A barrier, at which each rank arrives by calling what this yields; whoever leaves before, leaves it."""
+        self._raise_if_must_leave()
+        self._barriers += 1
+        barrier = BlockState(call, self._innermost_block, end=self._barriers)
+
+        def meet() -> None:
+            self._begin(call)
+            says = "" if timeout_s else "waits in"
+            self._meet(barrier, Wait(call, self._others, ARRIVED, _deadline(timeout_s), says))
+            barrier.has_passed = True
+
+        with self._on_all_ranks(barrier):
+            yield meet
+
+    @contextlib.contextmanager
+    def block(self, call: Call, timeout_s: float | None = None, *, from_end: bool = False) -> Iterator[None]:
+        """A block that all ranks begin and end together, the calls in it included; a failure is raised on all.
 
         ``call`` is what errors name it by. A failure frees the others from what they sit in, closes the process group
-        and begins a new generation. With ``begins_together`` a rank runs it once all have come, and soon warns of those
-        that do not.
+        and begins a new generation.
 
         Raises:
             RankError: on every rank, when the block raised on one, or a process ended before its end.
-            RankTimeoutError: on every rank, when one took longer than ``timeout_s``: from when it entered, or with
-                ``from_end`` from when the first rank was through. Or one did not come to a block that
-                ``begins_together``, within the timeout of the process group.
+            RankTimeoutError: on every rank, when one took longer than ``timeout_s``: from its beginning, or with
+                ``from_end`` from when the first rank was through. Or one did not come within ``timeout_s``, or within
+                the timeout of the process group.
         """
         self.raise_if_nested(call)
-        self._raise_if_block_failed()
-        self._blocks_entered += 1
-        number = -self._blocks_entered
-        began, left_value = None if from_end else time.monotonic(), f"{self.generation} {number}"
-        block, watchdog = Block(call, number, timeout_s, began, left_value), self.watch()
-        with watchdog.entered(block):
-            try:
-                if begins_together:
-                    self._begin(call)
-                    come_by = time.monotonic() + self.context.timeout.total_seconds()
-                    self._barrier(Wait(call, come_by, "waits in", WARN_OF_MISSING_AFTER_S))
-                with watchdog.watching(block):
-                    yield
-                self._leave_together(block)
-            except BaseException as error:
-                # The frames that hand ``error`` to this one keep it, and since Python 3.12 this frame keeps them.
-                error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-                with DeferredSignals():  # Ctrl-C leaves no generation half ended
-                    failed = self._fail(block, cause_of(error, block.reason))
-                try:
-                    if failed is error:
-                        raise
-                    if failed is not None:
-                        raise failed from None
-                finally:
-                    del failed  # it would live in a cycle with its traceback, and all that the frames there hold
+        self._raise_if_must_leave()
+        block, watchdog = BlockState(call, self._innermost_block, timeout_s), self.watch()
+        with watchdog.entered(block), self._on_all_ranks(block):
+            self._barriers += 1
+            block.begin = self._barriers
+            self._begin(call)
+            come_by = _deadline(min(timeout_s or math.inf, self.context.timeout.total_seconds()))
+            self._meet(block, Wait(call, self._others, ARRIVED, come_by, "waits in"))
+            block.left_value = f"{self.generation} {block.begin}"
+            block.began = None if from_end else time.monotonic()
+            with watchdog.watching(block):
+                yield
+            self._end_block(block)
 
-    def _leave_together(self, block: Block) -> None:
+    @property
+    def _innermost_block(self) -> BlockState | None:
+        return self._entered_blocks[-1] if self._entered_blocks else None
+
+    def _end_block(self, block: BlockState) -> None:
+        """Wait at the end of ``block`` for the others."""
         if (failure := self.context.group.error()) is not None:
             raise failure
         if block.timeout_s is not None:
             self.connection.set(LEFT_KEY, block.left_value)
-        self._begin(block.call)
-        began = block.began or time.monotonic()
-        leave_by = None if block.timeout_s is None else began + block.timeout_s + TIMEOUT_MARGIN_S
-        self._barrier(Wait(block.call, leave_by, "has left"))
-        ended = self._block_outcomes.leave(block.number)
-        is_this_or_around = ended.number >= block.number
-        if is_this_or_around and not ended.has_passed:
-            block.must_leave = True
-            raise Interrupted
-        if not ended.has_passed and ended.calls < self._number:  # else it comes after this block, which has passed
-            never = ParallelError(
-                f"Rank {self.rank} is at the end of {block.call}, and never entered a block inside that failed."
-            )
-            raise rank_error(block.call.function, self.world_size, rebuilt(ended.failures) | {self.rank: never})
+        end = block.call._replace(function=f"the end of {block.call.function}")
+        self._begin(end)
+        self._barriers += 1
+        block.end = self._barriers
+        leave_by = None
+        if block.timeout_s is not None:
+            leave_by = (block.began or time.monotonic()) + block.timeout_s + TIMEOUT_MARGIN_S
+        self._meet(block, Wait(end, self._others, ARRIVED, leave_by, "waits at"))
+
+    def _meet(self, block: BlockState, wait: Wait) -> None:
+        """Return once every rank has arrived at the present barrier, of ``block``; raise if one never will."""
+        self._post(ARRIVED)
+        key, all_arrived = arrived_key(self.generation), self._barriers * self.world_size
+        has_arrived = False
+
+        def is_complete(waited: float) -> bool:
+            nonlocal has_arrived
+            has_left = waited > LOOK_UP_PEER_AFTER_S and self._check_neighbor(wait.call)  # before the counter
+            arrived = self.connection.add(key, 0 if has_arrived else 1)
+            has_arrived = True
+            if arrived >= ENDED:
+                end = self.connection.read(ended_key(self.generation), GenerationEnd)
+                if end is not None and end.barriers < self._barriers:
+                    block.must_leave = True
+                    raise Interrupted
+                return end is not None
+            if arrived >= all_arrived:
+                self._check_neighbor(wait.call)
+                return True
+            if has_left:
+                raise self._left_error(self._neighbor, wait.call)
+            return False
+
+        self._poll(wait, is_complete)
         while self._earlier:  # every rank is through them
             earlier = self._earlier.pop()
             if self.rank == 0:
                 self.connection.delete(ended_key(earlier))
+                self.connection.delete(arrived_key(earlier))
 
-    def _fail(self, block: Block, error: BaseException) -> BaseException | None:
-        """Fail the innermost block with ``error``, and go on in a new generation. What to raise:
+    def _check_neighbor(self, call: Call) -> bool:
+        """Raise if the rank before this one is at another barrier; return whether it has left the others.
 
-        The error of all ranks that failed. `Interrupted`, if a block around this one has failed. ``error`` itself, if
-        it has its own way out: a SystemExit, a KeyboardInterrupt, or what interrupts the code around the block. None,
-        if the block has passed: ``error`` came up as this rank waited to leave it.
+        Where ranks are at different barriers, some rank at each of them has such a neighbor.
         """
-        is_failure = isinstance(error, Exception) or (isinstance(error, Interrupted) and block.must_leave)
-        has_passed = False
+        report = self._report_of(self._neighbor)
+        if report.progress.generation == self.generation:
+            try:
+                self._check_same_call(self._neighbor, report, call)
+            except ParallelError:
+                self._barriers -= 1  # whoever has arrived, it was not at this barrier
+                raise
+        return report.progress.phase == HAS_LEFT
+
+    @contextlib.contextmanager
+    def _on_all_ranks(self, block: BlockState) -> Iterator[None]:
+        """What is raised in here ends the generation, and is raised on all ranks out of the block that it fails."""
         try:
-            failures = self._failures_of(block, error)
-            described = self._described(failures)
-            mine = BlockOutcome(block.number, self._number, block.call.function, described)
-            generation, ended = self._block_outcomes.fail(mine)
-            if has_passed := ended.has_passed:
-                return None if is_failure else error
-            around = [each for each in self._entered_blocks[:-1] if each.number <= ended.number]
-            for each in around:
-                each.must_leave = True
-            if around:
-                failed: BaseException = Interrupted()  # which user code does not catch in there, to go on
-            else:
-                own = exceptions_in(failures)
-                known = {rank: own[rank] for rank in own if ended.failures[rank] == described[rank]}
-                failed = self._error(block.call, rebuilt(ended.failures) | known)
-                self._go_on_after(generation, ended)
+            yield
+        except BaseException as error:
+            if block.has_passed:
+                raise
+            if block.around is not None:  # it may have failed just before this one began
+                block.must_leave = block.must_leave or block.around.must_leave
+                block.reason = block.reason or block.around.reason
+            # The frames that hand ``error`` to this one keep it, and since Python 3.12 this frame keeps them.
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+            with DeferredSignals():  # Ctrl-C leaves no generation half ended
+                raised = self._fail(block, cause_of(error, block.reason))
+            try:
+                if not (isinstance(error, Exception) or (isinstance(error, Interrupted) and block.must_leave)):
+                    raise  # it has its own way out: a SystemExit, a KeyboardInterrupt, the end of a task
+                if raised is not None:
+                    raise raised from None
+            finally:
+                del raised  # it would live in a cycle with its traceback, and all that the frames there hold
+
+    def _fail(self, block: BlockState, error: BaseException) -> BaseException | None:
+        """End the generation with ``error``, which has come up in ``block``: what to raise there.
+
+        Either what all ranks raise; or `Interrupted`, up to the block around, if that one fails; or nothing, if all
+        ranks had come to the end in the same instant. Then the next barrier of all ranks raises the failure.
+        """
+        failures = self._failures_of(block, error)
+        described = self._described(failures)
+        closes_group = True  # also if the store is gone
+        try:
+            end = self._end_generation(described)
+            fails = end.fails(block.begin, block.end, is_outermost=block.around is None)
+            closes_group = fails and block.begin <= end.barriers
+            if not fails:
+                if block.around is None:
+                    return None
+                block.around.must_leave = True
+                return Interrupted()  # which user code does not catch on the way there, to go on
+            own = exceptions_in(failures)
+            known = {rank: own[rank] for rank in own if end.failures[rank] == described[rank]}
+            self.begin_generation(self.generation + 1)
+            self._post(WAITING)
+            return self._error(block.call, rebuilt(end.failures) | known)
         finally:
-            if not has_passed:
+            if closes_group:
                 self.context.group.close()
-        return failed if is_failure else error
 
-    def _go_on_after(self, generation: int, failed: BlockOutcome) -> None:
-        """Begin the generation that follows ``generation``, which a block has ended."""
-        self._earlier += range(self.generation + 1, generation + 1)
-        self.begin_generation(generation + 1, blocks_entered=-failed.number)
-        self._post(WAITING)
+    def _end_generation(self, failures: dict[int, Failure]) -> GenerationEnd:
+        """End the generation, if nobody has: how it has ended, with these ``failures`` among the others.
 
-    def _failures_of(self, block: Block, error: BaseException) -> dict[int, BaseException]:
+        The cause, which comes first, is the same on all ranks; which others a rank sees depends on when it looks.
+        """
+        key = ended_key(self.generation)
+        text = self.connection.get(key)
+        if text is None:
+            arrived = self.connection.add(arrived_key(self.generation), ENDED) % ENDED
+            barriers = min(arrived // self.world_size, self._barriers)
+            text = self.connection.swap(key, "", encode(GenerationEnd(barriers, failures)))
+        while True:
+            end = decode(GenerationEnd, key, text)
+            added = {rank: failure for rank, failure in failures.items() if rank not in end.failures}
+            if not added:
+                return end
+            text = self.connection.swap(key, text, encode(end._replace(failures=end.failures | added)))
+
+    def _failures_of(self, block: BlockState, error: BaseException) -> dict[int, BaseException]:
         """What this rank has to tell of; nothing if it only follows from the failure that others know already."""
         if is_consequence(error) and (block.must_leave or not isinstance(error, Interrupted)):
             deaths = self._seek_deaths(block)
-            if deaths or self._block_outcomes.failure_of(block.number) is not None:
+            if deaths or self._has_generation_ended():
                 return deaths
         return failures_in(error, self.rank)
 
-    def _seek_deaths(self, block: Block) -> dict[int, BaseException]:
-        """The deaths for which ``block`` has to fail; none if it has failed already, or nothing is found in time."""
+    def _seek_deaths(self, block: BlockState) -> dict[int, BaseException]:
+        """The deaths that end the generation; none if it has ended already, or nothing is found in time."""
         deadline = time.monotonic() + SEEK_CAUSE_S
-        while self._block_outcomes.failure_of(block.number) is None and time.monotonic() < deadline:
+        while not self._has_generation_ended() and time.monotonic() < deadline:
             if dead := self._liveness.dead(self._others):
                 return {rank: self._liveness.death(rank, block.call) for rank in dead}
             time.sleep(SEEK_EVERY_S)
@@ -189,17 +285,17 @@ def blocks_of(context: RankContext | None) -> Blocks | None:
 
 
 def block(
-    function: str,
-    timeout_s: float | None = None,
-    *,
-    from_end: bool = False,
-    begins_together: bool = False,
+    function: str, timeout_s: float | None = None, *, from_end: bool = False
 ) -> contextlib.AbstractContextManager[None]:
     """A block that all ranks run, see `Blocks.block`; plain code where this is the only rank."""
     if (here := blocks_of(rank_context())) is None:
         return contextlib.nullcontext()
     call = Call(function, tuple(range(here.world_size)), call_site())
-    return here.block(call, timeout_s, from_end=from_end, begins_together=begins_together)
+    return here.block(call, timeout_s, from_end=from_end)
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
 
 
 @atexit.register

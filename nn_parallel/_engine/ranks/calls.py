@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ...errors import ParallelError, RankError, RankTimeoutError
@@ -26,7 +26,6 @@ from ..polling import Spin
 from ..tracebacks import user_frames
 from .context import RankContext
 from .liveness import Liveness
-from .outcomes import FAILURES_KEPT, BlockOutcomes, CallFailures
 from .records import (
     FINISHED,
     HAS_LEFT,
@@ -43,10 +42,11 @@ from .records import (
     Waits,
     rebuilt,
 )
-from .store import WARN_AFTER_S, decode, encode, failures_key, report_key, standing_key
-from .watchdog import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, Block, Watchdog, cause_of
+from .store import WARN_AFTER_S, decode, encode, ended_key, failures_key, report_key, standing_key
+from .watchdog import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, BlockState, Watchdog, cause_of
 
 CALLS_KEPT = 8
+FAILURES_KEPT = 64  # of each rank, in the store
 TELL_AFTER_S = 0.05  # that this rank waits, and for whom
 LOOK_UP_PEER_AFTER_S = 0.01
 RANKS_NAMED = 8
@@ -57,9 +57,10 @@ class Wait(NamedTuple):
     """A wait for other ranks in a call."""
 
     call: Call
+    ranks: Sequence[int]
+    phase: int  # of the call, which they have to reach
     deadline: float | None
     says: str  # begins what others are told of it; empty: they are not, as this rank may give up and go on
-    warn_after_s: float | None = None
 
 
 class Calls:
@@ -71,11 +72,10 @@ class Calls:
         self._others = [rank for rank in range(context.world_size) if rank != context.rank]
         self.nested_in: tuple[int, ...] = ()  # the ranks that run the present code, each for itself; empty: all
         self._liveness = Liveness(context, self.connection)
-        self._call_failures = CallFailures(context)
+        self._failed_calls: dict[int, FailedCalls] = {}  # by rank, as read last
         self._report_key = report_key(context.rank)
         self._reports: dict[int, tuple[str, RankStatus]] = {}  # by rank, the last one, as text and as what it says
-        self._block_outcomes = BlockOutcomes(context, self.connection)
-        self._entered_blocks: list[Block] = []  # that this rank is in, the innermost last
+        self._entered_blocks: list[BlockState] = []  # that this rank is in, the innermost last
         self._watchdog: Watchdog | None = None
         self._spin = Spin()
         self._own_failures = NONE_FAILED  # on this rank
@@ -93,8 +93,15 @@ class Calls:
         self._made, self._made_text = deque[str](maxlen=CALLS_KEPT), ""  # encoded
 
     @contextlib.contextmanager
-    def call(self, call: Call, *, barrier: bool = False, timeout_s: float | None = None) -> Iterator[bool]:
+    def call(
+        self, call: Call, timeout_s: float | None = None, meet: Callable[[], None] | None = None
+    ) -> Iterator[bool]:
         """A call that one rank runs while the others wait at its end. Every rank makes it.
+
+        Args:
+            call: what errors name it by.
+            timeout_s: how long the others wait.
+            meet: a barrier after it, also if it has failed, as all ranks then know.
 
         Yields:
             Whether this rank runs it; the others must do nothing in the ``with`` block.
@@ -104,32 +111,32 @@ class Calls:
             RankTimeoutError: it did not finish within ``timeout_s``.
             ParallelError: the ranks are not in the same call; the message names both.
         """
+        (runner,) = call.ranks
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        failures: Mapping[int, BaseException] = {}
         self._begin(call)
-        if self.rank in call.ranks:
+        if self.rank == runner:
             outer, self.nested_in = self.nested_in, call.ranks  # as `nested` does, without another generator
             try:
                 yield True
             except Interrupted:
                 raise  # the block around it ends
             except BaseException as error:
-                cause = cause_of(error, self._watchdog.reason if self._watchdog else None)
-                failures = failures_in(cause, self.rank)
+                failures = failures_in(cause_of(error, self._watchdog.reason if self._watchdog else None), runner)
                 self._post_failure(call, failures)
-                if isinstance(error, Exception):
-                    raise self._error(call, failures) from None
-                raise  # it is this rank's own way out
+                if not isinstance(error, Exception):
+                    raise  # it is this rank's own way out
+            else:
+                self._post(FINISHED)
             finally:
                 self.nested_in = outer
-            self._post(FINISHED)
         else:
             yield False
-        wait = Wait(call, deadline, "waits in" if timeout_s is None else "")
-        for rank in call.ranks:
-            if rank != self.rank:
-                self._await_outcome(rank, wait)
-        if barrier:
-            self._barrier(wait)
+            failures = self._await_outcome(Wait(call, call.ranks, FINISHED, deadline, "" if timeout_s else "waits in"))
+        if meet is not None:
+            meet()
+        if failures:
+            raise self._error(call, failures)
 
     def watch(self) -> Watchdog:
         """From now on free this rank from collectives that cannot end, and tell others where it stands."""
@@ -154,7 +161,7 @@ class Calls:
     # What this rank tells.
 
     def _begin(self, call: Call) -> None:
-        self._raise_if_block_failed()
+        self._raise_if_must_leave()
         self._number += 1
         self._phase = WAITING
         if call != self._last_call:
@@ -175,13 +182,13 @@ class Calls:
             self._made_text = f"{last}, {encode(f'[{listed}]')}"
         # A RankStatus as `encode` writes it; most of it is the same as before, and this is done at every call.
         progress = f"[{self.generation}, {self._number}, {phase}]"
-        self.connection.set(self._report_key, f"[{progress}, {self._own_failures.made}, {self._made_text}]")
+        self.connection.set(self._report_key, f"[{progress}, {self._own_failures.total}, {self._made_text}]")
 
     def _post_failure(self, call: Call, failures: Mapping[int, BaseException]) -> None:
         """Make the failure of a call known: first what it is, so that whoever sees the report finds it."""
         described, earlier = self._described(failures), self._own_failures
         failed = FailedCall(self.generation, self._number, call.function, described)
-        self._own_failures = FailedCalls(earlier.made + 1, (*earlier.kept, failed)[-FAILURES_KEPT:])
+        self._own_failures = FailedCalls(earlier.total + 1, (*earlier.kept, failed)[-FAILURES_KEPT:])
         self.connection.write(failures_key(self.rank), self._own_failures)
         self._post(FINISHED)
         self._flush()
@@ -196,12 +203,16 @@ class Calls:
         """Return once all that this rank has written is in the store: by a round trip."""
         self.connection.get(self._report_key)
 
+    def tell_left(self) -> None:
+        """Let the others know that this rank makes no more calls in this generation."""
+        self._post(HAS_LEFT)
+
     def _leave(self) -> None:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None  # it refers to this
         with contextlib.suppress(RuntimeError):
-            self._post(HAS_LEFT)
+            self.tell_left()
             self._flush()  # before this process ends
         self._liveness.close()
 
@@ -212,8 +223,8 @@ class Calls:
             with contextlib.suppress(RuntimeError):
                 while rank != self.rank and not self._liveness.is_dead(rank):
                     report = self.connection.read(report_key(rank), RankStatus)
-                    if time.monotonic() > deadline or (report and report.progress.phase == HAS_LEFT):
-                        break
+                    if report is None or report.progress.phase == HAS_LEFT or time.monotonic() > deadline:
+                        break  # it has never come, or waits for nothing any more
                     time.sleep(POLL_MAX_S / 10)
         self._liveness.close()
 
@@ -228,77 +239,98 @@ class Calls:
             self._reports[rank] = text, report
         return report if report.progress.generation >= self.context.generation else NO_REPORT
 
-    def _await_outcome(self, rank: int, wait: Wait) -> None:
-        report = self._await(rank, FINISHED, wait)
-        if failures := self._call_failures.of(rank, report, self._number):
-            raise self._error(wait.call, rebuilt(failures))
+    def _await_outcome(self, wait: Wait) -> dict[int, Exception]:
+        """Return once the rank that runs the present call has done so: how it has failed; nothing if it succeeded."""
+        (rank,), report = wait.ranks, NO_REPORT
+        goal = Position(self.generation, self._number, FINISHED)
 
-    def _barrier(self, wait: Wait) -> None:
-        """Return once every rank is here: a dissemination barrier (Hensgen, Finkel, Manber 1988), log2(n) rounds."""
-        distance, phase = 1, FINISHED + 1
-        while distance < self.world_size:
-            self._post(phase)
-            self._await((self.rank - distance) % self.world_size, phase, wait)
-            distance, phase = distance * 2, phase + 1
+        def has_run_it(waited: float) -> bool:
+            nonlocal report
+            report = self._report_of(rank)
+            if report.progress.generation == self.generation:
+                self._check_same_call(rank, report, wait.call)
+                if report.progress < goal and report.progress.phase == HAS_LEFT:
+                    raise self._left_error(rank, wait.call)
+            elif report.progress.generation > self.generation or waited > LOOK_UP_PEER_AFTER_S:
+                self._raise_if_generation_ended()  # else it is ahead, in a later generation, and has run it
+            return report.progress >= goal
 
-    def _await(self, rank: int, phase: int, wait: Wait) -> RankStatus:
-        """Poll until ``rank`` is as far as ``phase`` of the present call.
+        self._poll(wait, has_run_it)
+        return rebuilt(self._failures_of_call(rank, report))
 
-        Polls, sleeping 5 % of the time waited so far: a thread blocked in the store would see neither Ctrl-C nor a
-        death.
+    def _failures_of_call(self, rank: int, report: RankStatus) -> dict[int, Failure]:
+        """What ``rank``, of which this is the ``report``, tells of the present call; nothing if it succeeded.
+
+        Raises:
+            ParallelError: it has failed too often since for that to be known.
         """
-        goal = Position(self.generation, self._number, phase)
-        needed = [rank] if phase == FINISHED else self._others  # in a barrier a rank waits, by way of others, for all
-        until, dead = Position(self.generation, self._number, min(phase, FINISHED + 1)), list[int]()  # its beginning
-        start, polls, has_told, warn_after_s = time.monotonic(), 0, False, wait.warn_after_s or WARN_AFTER_S
+        failed = self._failed_calls.get(rank, NONE_FAILED)
+        if report.failures > failed.total:
+            failed = self.connection.read(failures_key(rank), FailedCalls) or failed
+            self._failed_calls[rank] = failed
+        this = self.generation, self._number
+        for each in failed.kept:
+            if (each.generation, each.number) == this:
+                return each.failures
+        if failed.total > len(failed.kept) and this < (failed.kept[0].generation, failed.kept[0].number):
+            raise ParallelError(
+                f"Rank {rank} has failed more than {FAILURES_KEPT} times since call {self._number}: whether that one "
+                "failed is no longer known here."
+            )
+        return {}
+
+    def _poll(self, wait: Wait, is_over: Callable[[float], bool]) -> None:
+        """Return once ``is_over``, which is given the seconds waited so far.
+
+        Sleeps 5 % of the time waited so far between two looks: a thread blocked in the store would see neither Ctrl-C
+        nor a death.
+
+        Raises:
+            RankError: one of the ranks that are waited for has died.
+            RankTimeoutError: the time is over.
+        """
+        start, looks, has_told, warn_after_s = time.monotonic(), 0, False, WARN_AFTER_S
+        waited = 0.0
         self.connection.answer_by = wait.deadline
         self._spin.offer_core()  # where ranks share cores, it may be the one that is waited for who needs this one
         try:
             while True:
-                report = self._report_of(rank)
-                if report.progress.generation > self.generation:  # it has failed in a block
-                    self._raise_if_block_failed_elsewhere()
-                    return report  # in a later one: it has been through this call
-                self._check_same_call(rank, report, wait.call)
-                if report.progress >= goal:
-                    return report
-                if report.progress.phase == HAS_LEFT:
-                    raise ParallelError(
-                        f"Rank {rank} has left after {report.progress.call} calls, and rank {self.rank} waits for it "
-                        f"in call {self._number}: {wait.call}. Every rank must make the same calls."
-                    )
-                for each in dead:  # before that report was read, which holds its last words
-                    if each == rank or self._report_of(each).progress < self._end_of_barrier:
-                        raise self._error(wait.call, {each: self._liveness.death(each, wait.call)})
+                # Before the look, which sees their last words.
+                dead = self._liveness.dead(wait.ranks) if waited > LOOK_UP_PEER_AFTER_S else []
+                if is_over(waited):
+                    return
+                if dead:
+                    raise self._gone_error(dead[0], wait.call)
                 waited = time.monotonic() - start
                 if wait.deadline is not None and start + waited > wait.deadline:
-                    raise self._timeout(self._missing(needed, until) or [rank], wait.call, waited)
-                polls += 1
-                if polls > 1:
+                    raise self._timeout_error(self._missing(wait) or list(wait.ranks), wait.call, waited)
+                looks += 1
+                if looks > 1:
                     time.sleep(min(max(waited * POLL_SHARE, POLL_MIN_S), POLL_MAX_S))
                 if waited > TELL_AFTER_S and not has_told:
                     has_told = True
-                    self._tell(wait, needed, until)
-                if waited > LOOK_UP_PEER_AFTER_S:
-                    dead = self._liveness.dead(needed)
-                    self._raise_if_block_failed_elsewhere()
+                    self._tell(wait)
                 if waited > warn_after_s:
                     warn_after_s = math.inf
-                    self._warn(self._missing(needed, until), wait.call, waited)
+                    self._warn(self._missing(wait), wait.call, waited)
         finally:
             self.connection.answer_by = None
             if self._watchdog is not None:
                 self._watchdog.waits = None
 
-    def _tell(self, wait: Wait, ranks: Sequence[int], until: Position) -> None:
+    def _tell(self, wait: Wait) -> None:
         """Let the others know that this rank waits, and for whom."""
         if self._phase == WAITING:
             self._post(WAITING)  # one that waits for this rank, in another call, sees that
         if wait.says and self._watchdog is not None:
-            self._watchdog.waits = Waits(f"{wait.says} {wait.call}", tuple(ranks), until)
+            self._watchdog.waits = Waits(f"{wait.says} {wait.call}", tuple(wait.ranks), self._goal(wait))
 
-    def _missing(self, ranks: Sequence[int], until: Position) -> list[int]:
-        return [rank for rank in ranks if self._report_of(rank).progress < until]
+    def _missing(self, wait: Wait) -> list[int]:
+        goal = self._goal(wait)
+        return [rank for rank in wait.ranks if self._report_of(rank).progress < goal]
+
+    def _goal(self, wait: Wait) -> Position:
+        return Position(self.generation, self._number, wait.phase)
 
     def _where(self, rank: int) -> str:
         """Return the state of another rank, from its watchdog, or else from its own last report."""
@@ -314,20 +346,19 @@ class Calls:
             place = call, rank_names(missing), where, " ..." * (len(missing) > RANKS_NAMED)
             logger.warning("Rank %d has waited %.0f s in %s for %s. %s%s", self.rank, waited, *place)
 
-    @property
-    def _end_of_barrier(self) -> Position:
-        return Position(self.generation, self._number, FINISHED + (self.world_size - 1).bit_length())
-
-    def _raise_if_block_failed(self) -> None:
+    def _raise_if_must_leave(self) -> None:
         """Raise again in a block that this rank was to leave: user code has caught what was raised, and gone on."""
         if self._entered_blocks and self._entered_blocks[-1].must_leave:
             raise Interrupted
 
-    def _raise_if_block_failed_elsewhere(self) -> None:
-        """Raise in a block that has failed on another rank."""
-        if self._entered_blocks and self._block_outcomes.failure_of(self._entered_blocks[-1].number) is not None:
+    def _raise_if_generation_ended(self) -> None:
+        """Raise in a block if the generation has ended: this is the block that has failed."""
+        if self._entered_blocks and self._has_generation_ended():
             self._entered_blocks[-1].must_leave = True
             raise Interrupted
+
+    def _has_generation_ended(self) -> bool:
+        return self.connection.get(ended_key(self.generation)) is not None
 
     def _check_same_call(self, rank: int, report: RankStatus, call: Call) -> None:
         """Raise if ``rank`` makes, or made, another call under the number of the present one."""
@@ -338,12 +369,23 @@ class Calls:
         if theirs is not None and theirs.what != call.what:
             self._post(self._phase)  # where this rank is, before it goes: the other may wait for it and must see it too
             raise ParallelError(
-                f"The ranks are not in the same call. As call {self._number}, rank {rank} made {theirs.what} at "
-                f"{theirs.site} and rank {self.rank} made {call}. Every rank must make the same calls in the same "
-                "order: look for one inside `if rank == ...`."
+                f"The ranks are not in the same call: rank {rank} made {theirs.what} at {theirs.site}, and rank "
+                f"{self.rank} made {call}. Every rank must make the same calls in the same order: look for one inside "
+                "`if rank == ...`."
             )
 
-    def _timeout(self, missing: list[int], call: Call, waited: float) -> RankTimeoutError:
+    def _gone_error(self, rank: int, call: Call) -> ParallelError:
+        """The error of this rank, which waits for one whose process has ended."""
+        if self._report_of(rank).progress.phase == HAS_LEFT:
+            return self._left_error(rank, call)
+        return self._error(call, {rank: self._liveness.death(rank, call)})
+
+    def _left_error(self, rank: int, call: Call) -> ParallelError:
+        return ParallelError(
+            f"Rank {rank} has left, and rank {self.rank} waits for it in {call}. Every rank must make the same calls."
+        )
+
+    def _timeout_error(self, missing: list[int], call: Call, waited: float) -> RankTimeoutError:
         """The error of this rank, which has waited for too long."""
         stacks = {rank: f"rank {rank} {self._where(rank)}" for rank in missing[:RANKS_NAMED]}
         return RankTimeoutError(
@@ -360,7 +402,7 @@ class Calls:
         silent = {rank: error for rank, error in errors.items() if isinstance(error, RankTimeoutError)}
         if silent and next(iter(errors)) in silent:
             # See `Watchdog`: each ends with the stack of its rank. The first one is told as a whole.
-            stacks = {rank: str(error).rpartition("\n\n")[2] for rank, error in silent.items()}
+            stacks = {rank: error.stacks.get(rank, str(error).rpartition("\n\n")[2]) for rank, error in silent.items()}
             _, *others = dict.fromkeys(stacks.values())
             text = "\n\n".join([str(next(iter(silent.values()))), *others])
             return RankTimeoutError(text, ranks=sorted(stacks), stacks=dict(sorted(stacks.items())))

@@ -22,11 +22,21 @@ import torch.distributed as dist
 
 from ...errors import LaunchError
 from ...world import World
-from ..devices import accelerators, current_index, device_of_rank
+from ..devices import accelerators, current_index, device_of_rank, hardware_id
 from .environment import Launch, detect_launch
 from .group import Group
 from .sockets import at_ports, bottom
-from .store import Member, RankZero, StoreClient, StoreSilence, clone_store, host_identity, member_key
+from .store import (
+    Member,
+    RankZero,
+    StoreClient,
+    StoreSilence,
+    clone_store,
+    decode,
+    encode,
+    host_identity,
+    member_key,
+)
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 LOST_AFTER = timedelta(seconds=60)
@@ -58,13 +68,33 @@ class RankContext:
 
     @functools.cached_property
     def store(self) -> dist.Store:
-        """The store, connected on first use; this rank then says where it lives, so that others can see it die."""
+        """The store, connected on first use; this rank then says where it lives, so that others can see it die.
+
+        Raises:
+            LaunchError: another process has come as this rank.
+        """
         assert self.open_store is not None
         store = self.open_store()
         place = self.world.local_rank, self.world.local_world_size
-        me = Member(host_identity(), socket.gethostname(), os.getpid(), *place)
-        self._connection(store).write(member_key(self.rank), me)
+        me = encode(Member(host_identity(), socket.gethostname(), os.getpid(), *place, self._accelerator()))
+        there = self._connection(store).swap(member_key(self.rank), "", me)
+        if there != me:
+            other = decode(Member, member_key(self.rank), there)
+            raise LaunchError(
+                f"There are two ranks {self.rank}: the other one is process {other.pid} on {other.host_name}. Another "
+                "job uses the same address, or two processes have the same RANK. Set MASTER_PORT to a free port, the "
+                "same on every rank of this job."
+            )
         return store
+
+    def _accelerator(self) -> str:
+        """Return which accelerator of which host this rank has; empty if that is not known."""
+        if self.world.device.type == "cpu":
+            return ""
+        name = None
+        with contextlib.suppress(RuntimeError):  # one that cannot be used: making the group fails, and says why
+            name = hardware_id(self.world.device)
+        return "" if name is None else f"{os.environ.get('NCCL_HOSTID') or host_identity()}/{name}"
 
     @functools.cached_property
     def connection(self) -> StoreClient:
@@ -83,6 +113,11 @@ class RankContext:
         connection = StoreClient(store, self.rank, self.world_size, self.store_host, self.rank_0)
         self.on_leave.callback(connection.close)
         return connection
+
+    @property
+    def has_store(self) -> bool:
+        """Whether this rank has connected to the store."""
+        return "store" in vars(self)
 
     @property
     def is_inherited(self) -> bool:
@@ -123,7 +158,7 @@ def _let_go_of_connections() -> None:
     The numbers stay taken, as objects in C++ close them at the end of the fork.
     """
     context = _joined
-    if context is not None and context.world.launcher != "executor" and "store" in vars(context):
+    if context is not None and context.world.launcher != "executor" and context.has_store:
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         port = getattr(bottom(context.store), "port", 0)
         for fd in {*at_ports({port, context.rank_0.port}), *context.group.sockets}:

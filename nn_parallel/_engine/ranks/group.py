@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from ...errors import LaunchError
 from ...world import World
-from ..devices import hardware_id, synchronize_in_thread
+from ..devices import synchronize_in_thread
 from ..failures import summary
 from . import nccl
 from .flight_recorder import next_group_id, progress
 from .sockets import bottom, connected_at, duplicate, interface_to_other_nodes, still_open
-from .store import clone_store, host_identity, store_barrier
+from .store import clone_store
 
 # `torch.distributed.nn.functional`, which optimizers import, keeps the default group that there is at its first import,
 # in default arguments. So it is imported now, as if there were none.
@@ -38,7 +38,6 @@ del _present
 # Gloo waits five times the timeout of a group for another rank to connect, and once for it to write where it listens.
 GLOO_CONNECTS_WITHIN, CONNECT_AT_LEAST = 5, timedelta(seconds=5)
 ONLY_OURS = 2  # references: of a list, and of the argument of `getrefcount`
-SHARED = "accelerator/shared"  # the key that says that two ranks have the same one
 LOOK_EVERY_S = 0.002  # whether collectives have ended
 logger = logging.getLogger("nn_parallel")
 _KEY_OF_GLOO = re.compile(r"(^|/)cpu//0/\d+$")
@@ -57,7 +56,7 @@ class Group:
         self.interrupted = False  # connections have been ended, because a rank has failed; until the group is closed
         self.times_closed = 0  # changes as a group begins to be closed, and when it is
         self.cannot_end = False  # its abort hangs
-        self._names: list[str] = []  # of what may be in the store, the last one last
+        self._names: list[str] = []  # of the groups of which there may be something in the store
         self._sockets: dict[int, int] = {}  # of all groups: fd -> inode
         self._found: set[str] = set()  # the names of the groups whose connections these are
         self._aborts = nccl.Aborts()
@@ -78,31 +77,31 @@ class Group:
         """Name the groups that come alike on all ranks, however many each of them has made so far."""
         self.begun = generation, 0
 
-    def make(self, store: dist.Store, backend: str | None, timeout: timedelta) -> None:
-        """Make the default process group, under a prefix of the store that no earlier group used.
+    def make(self, store: dist.Store, backend: str | None, timeout: timedelta, shared: str) -> None:
+        """Make the default process group, under a prefix of the store that no earlier group used. All ranks are here.
+
+        Args:
+            store: where the ranks talk.
+            backend: as torch calls it; if None, the backends for the tensors of each kind of device.
+            timeout: of making the group, and of its collectives.
+            shared: which ranks share which accelerator; empty if none do.
 
         Raises:
-            LaunchError: a rank did not come within ``timeout``, or failed meanwhile; torch could not make it.
+            LaunchError: torch could not make it.
         """
         world = self._world
         on_cpu = world.device.type == "cpu"
         self._timeout_s = timeout.total_seconds()
         generation, made = self.begun
         name, self.begun = f"group{generation}.{made + 1}", (generation, made + 1)
-        own = dist.PrefixStore(name, store)
-        if not on_cpu:
-            self._claim_device(own)
-        try:
-            self._barrier(dist.PrefixStore("before", own), timeout)
-        except LaunchError:
-            self.begun = generation, made  # a late rank waits under this name: the next group gets it
-            raise
         if backend is None:
-            backend = self._backend(own)
-        if world.rank == 0 and not on_cpu:
-            bottom(store).delete_key(nccl.DUMP_KEY)
+            backend = self._backend(shared)
+        if world.rank == 0:
+            _delete_groups(store, self._names)  # no rank is in them any more
+            if not on_cpu:
+                bottom(store).delete_key(nccl.DUMP_KEY)
         self._close_half_closed()
-        self._names.append(name)
+        self._names = [name]
         rendezvous = dist.PrefixStore(name, self._own_connection(store))
         self._set_environment()
         connect_within = timeout
@@ -130,7 +129,8 @@ class Group:
             self._store_sockets.clear()  # it may be in the middle of a request
             if isinstance(error, ValueError) and "backend" not in str(error).lower():
                 raise
-            self.raise_if_interrupted()
+            if self.interrupted:
+                raise LaunchError(f"Another rank failed while rank {world.rank} made its process group.") from error
             raise LaunchError(
                 f"Rank {world.rank} of {world.world_size} could not make a {backend} group within "
                 f"{timeout.total_seconds():g} s: {summary(error)}"
@@ -140,11 +140,6 @@ class Group:
         self._found = set(_groups().values())  # of other groups there is none yet
         self.default = dist.group.WORLD
         _drop_closed_groups()
-        self._barrier(own, timeout)  # or a rank that fails now would break another's init
-        old = self._names[:-1]
-        del self._names[:-1]
-        if world.rank == 0 and old:
-            _delete_groups(store, old)
 
     def close(self, *, abort: bool = True, within_s: float = math.inf) -> None:
         """Close the process group, without waiting for any peer; `initialize_ddp` makes it anew.
@@ -238,39 +233,20 @@ class Group:
         self._found |= names
         return True
 
-    def raise_if_interrupted(self, where: str = "its process group") -> None:
-        if self.interrupted:
-            raise LaunchError(f"Another rank failed while rank {self._world.rank} waited for it at {where}.")
-
-    def _barrier(self, store: dist.Store, timeout: timedelta) -> None:
-        store_barrier(store, self._world, timeout, "its process group", self.raise_if_interrupted)
-
     def _own_connection(self, store: dist.Store) -> dist.Store:
         """A connection to the store of its own, kept for the next group: ended, it frees a rank that makes a group."""
         if self._store is None or not self._store_sockets:
             self._store, self._store_sockets = clone_store(store, self._unanswered_s)
         return self._store
 
-    def _claim_device(self, own: dist.Store) -> None:
-        """Say which accelerator this rank has, before the ranks meet."""
-        name = None
-        with contextlib.suppress(RuntimeError):  # one that cannot be used: making the group fails, and says why
-            name = hardware_id(self._world.device)
-        if name is not None:
-            host = os.environ.get("NCCL_HOSTID") or host_identity()
-            owner = own.compare_set(f"accelerator/{host}/{name}", "", str(self._world.rank))
-            if owner != str(self._world.rank).encode():
-                ranks = sorted([owner.decode(errors="replace"), str(self._world.rank)])
-                own.set(SHARED, f"Ranks {' and '.join(ranks)} share the accelerator at {name}")
-
-    def _backend(self, own: dist.Store) -> str:
-        """Return the backends for the tensors of each kind of device; all ranks have met, and claimed their devices."""
+    def _backend(self, shared: str) -> str:
+        """Return the backends for the tensors of each kind of device."""
         device = self._world.device
         if device.type == "cpu":
             return "gloo"
-        if own.check([SHARED]):
+        if shared:
             if self._world.rank == 0:
-                _warn_of_shared(own.get(SHARED).decode(errors="replace"))
+                _warn_of_shared(shared)
             return "gloo"
         return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
@@ -360,6 +336,8 @@ def _gloo_addresses(store: dist.Store) -> set[tuple[str, int]]:
 
 def _delete_groups(store: dist.Store, names: list[str]) -> None:
     """Delete what closed groups left in the store: the number of keys must not grow with failures."""
+    if not names:
+        return
     whole = bottom(store)
     for key in whole.list_keys():  # whole names, whichever prefix was asked
         if any(f"/{name}/" in key for name in names):

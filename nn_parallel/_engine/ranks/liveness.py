@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from ...errors import ParallelError, WorkerDiedError
 from ..descendants import is_stopped
-from ..failures import summary
+from ..failures import rank_names, summary
 from .context import RankContext
 from .sockets import LISTEN_BACKLOG, connected_since, end_connections, end_if_unanswered
 from .store import LOST_KEY, SERVER_KEY, Member, StoreClient, host_identity, member_key
@@ -72,7 +72,7 @@ class Liveness:
         now = time.monotonic()
         for rank in ranks:
             if rank not in self._members and now > self._look_up_at[rank]:
-                self._look_up_at[rank] = now + ASK_EVERY_S
+                self._look_up_at[rank] = now + ASK_EVERY_S * self._context.world_size  # of all ranks alike
                 self._look_up(rank)
         self._how.update((self._rank_of[pidfd], ENDED) for pidfd, _ in self._poll.poll(0))
         return [rank for rank in ranks if self._is_known_dead(rank)]
@@ -138,12 +138,25 @@ def _death(rank: int, member: Member | None, how: str, lost_after_s: float, what
 
 
 @functools.lru_cache(maxsize=1)
-def local_places(context: RankContext) -> list[tuple[int, int]]:
-    """The local rank and the local world size of every rank, once all of them have told where they live."""
+def members(context: RankContext) -> list[Member]:
+    """Where every rank lives, once all of them have told."""
     keys = [member_key(rank) for rank in range(context.world_size)]
     context.connection.await_keys(keys, context.timeout)
-    members = [context.connection.read(key, Member) for key in keys]
-    return [(member.local_rank, member.local_world_size) for member in members if member is not None]
+    found = [context.connection.read(key, Member) for key in keys]
+    return [member for member in found if member is not None]
+
+
+def shared_accelerator(context: RankContext) -> str:
+    """Which ranks have the same accelerator, in words; empty if none have."""
+    ranks_of: dict[str, list[int]] = {}
+    if context.world.device.type != "cpu":
+        for rank, member in enumerate(members(context)):
+            if member.accelerator:
+                ranks_of.setdefault(member.accelerator, []).append(rank)
+    for accelerator, ranks in ranks_of.items():
+        if len(ranks) > 1:
+            return f"{rank_names(ranks).capitalize()} share the accelerator at {accelerator.rpartition('/')[2]}"
+    return ""
 
 
 def connect_nodes(context: RankContext, host: str) -> None:

@@ -19,10 +19,11 @@ from ...errors import LaunchError
 from ...world import World
 from ..devices import existing_device, named_device
 from ..tracebacks import hide_own_frames
-from .blocks import blocks_of
+from .blocks import block, blocks_of
 from .context import DEFAULT_TIMEOUT, RankContext, current_world, join, rank_context, world_of
 from .environment import Launch, detect_launch, with_arguments
-from .rendezvous import join_launch
+from .liveness import shared_accelerator
+from .rendezvous import as_launch_error, join_launch
 from .uncaught import share_uncaught
 
 TAKEN = "NN_PARALLEL_TAKEN"  # tells child processes who has taken the place that the launcher's variables describe
@@ -75,7 +76,7 @@ def initialize(
         if context.group.cannot_end:
             raise LaunchError("The process group before could not be ended, on the accelerator: start a new process.")
         if context.open_store is not None and not dist.is_initialized():
-            context.group.make(context.store, backend, limit or context.timeout)
+            _make_group(context, backend, limit or context.timeout)
         if here := blocks_of(context):
             here.watch()
     except LaunchError as error:
@@ -85,6 +86,12 @@ def initialize(
         warnings.warn(f"Running alone, not distributed. {error}", stacklevel=3)
         return _alone(device or "cpu")
     return context.current()
+
+
+def _make_group(context: RankContext, backend: str | None, timeout: timedelta) -> None:
+    name = "initialize_ddp()"
+    with as_launch_error(name, context.world_size, timeout), block(name, timeout.total_seconds()):
+        context.group.make(context.store, backend, timeout, shared_accelerator(context))
 
 
 def clean_up() -> None:

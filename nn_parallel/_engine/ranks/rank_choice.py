@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .blocks import Blocks
-from .liveness import local_places
+from .liveness import members
 
 
 def make_chooser(caller: str, rank: Any, local: bool = False) -> Callable[[Blocks], tuple[int, ...]]:
@@ -49,8 +49,8 @@ def _ranks_in_world(caller: str, ranks: Sequence[int], world_size: int) -> tuple
 def _local_ranks_in_world(caller: str, local_rank: int, here: Blocks) -> tuple[int, ...]:
     ranks = tuple(
         rank
-        for rank, (local, count) in enumerate(local_places(here.context))
-        if local == (local_rank + count if local_rank < 0 else local_rank)
+        for rank, member in enumerate(members(here.context))
+        if member.local_rank == (local_rank + member.local_world_size if local_rank < 0 else local_rank)
     )
     if not ranks:
         count = here.context.world.local_world_size

@@ -18,8 +18,7 @@ from ..failures import Failure, qualified_name, rank_names
 from ..tracebacks import PACKAGE_FOLDER
 from .store import decode
 
-# How far a rank is within a call. FINISHED + 1, + 2, ... are the rounds of a barrier.
-WAITING, FINISHED, HAS_LEFT = 0, 1, 1_000_000
+WAITING, FINISHED, ARRIVED, HAS_LEFT = range(4)  # how far a rank is within a call; ARRIVED: at a barrier
 
 
 class Call(NamedTuple):
@@ -71,8 +70,8 @@ class RankStatus(NamedTuple):
     def describe(self) -> str:
         """How far the rank has got, for a person to read."""
         if self.last is None:
-            return "has made no such call"
-        return f"has made {self.progress.call} such calls, the last one {self.last.what} at {self.last.site}"
+            return "has made no call of this package"
+        return f"was last in {self.last.what} at {self.last.site}"
 
 
 NO_REPORT = RankStatus(Position(-1, -1, WAITING), 0)
@@ -90,24 +89,28 @@ class FailedCall(NamedTuple):
 class FailedCalls(NamedTuple):
     """The last calls that have failed on a rank."""
 
-    made: int  # how many have, with those that are not listed any more
+    total: int  # how many have, with those that are not listed any more
     kept: tuple[FailedCall, ...]
 
 
 NONE_FAILED = FailedCalls(0, ())
 
 
-class BlockOutcome(NamedTuple):
-    """How a block ended: it has passed, or failed, on one rank first. Who fails because another did tells of that."""
+class GenerationEnd(NamedTuple):
+    """How a generation of blocks ended: by the first rank that had to leave a block, or a barrier, early."""
 
-    number: int
-    calls: int  # that this first rank had made
-    function: str
-    failures: dict[int, Failure]  # by rank, the cause first; none: it has passed
+    barriers: int  # how many barriers all ranks had reached
+    failures: dict[int, Failure]  # by rank, the cause first
 
-    @property
-    def has_passed(self) -> bool:
-        return not self.failures
+    def fails(self, begin: float, end: float, is_outermost: bool) -> bool:
+        """Return whether this fails a block, the same on all ranks; if not, it fails the block around it.
+
+        Args:
+            begin: the number of the barrier at which the block begins; infinite if this rank has not come there.
+            end: the number of the barrier at which it ends, or infinite.
+            is_outermost: there is no block around it, so it fails also if it has not begun.
+        """
+        return self.barriers < end and (begin <= self.barriers or is_outermost)
 
 
 class Waits(NamedTuple):

@@ -15,14 +15,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ...errors import LaunchError
-from ..failures import summary
+from ...errors import LaunchError, RankError, RankTimeoutError
+from ..failures import rank_names, summary
 from ..interrupts import DeferredSignals
 from ..polling import looks
 from ..stack_dump import offer_stack
+from .blocks import blocks_of
 from .context import RankContext, world_of
 from .environment import Launch, is_loopback
 from .liveness import connect_nodes
+from .records import Call, call_site
 from .sockets import (
     connected_since,
     connected_to,
@@ -31,11 +33,10 @@ from .sockets import (
     loopback,
     open_sockets,
 )
-from .store import REFUSAL_KEY, WARN_AFTER_S, Member, StoreSilence, limit_silence, member_key, store_barrier
+from .store import WARN_AFTER_S, Member, StoreSilence, limit_silence, member_key
 
 ATTEMPTS = 0.1, 0.01, 1.0  # to connect, each of which may ask a name server: see `looks`
 ATTEMPT_MIN_S, ATTEMPT_MAX_S = 0.01, 1.0  # how long one waits for an answer
-REFUSAL_KNOWN_WITHIN = timedelta(seconds=1)
 
 logger = logging.getLogger("nn_parallel")
 
@@ -47,18 +48,20 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         LaunchError: on every rank, if one of them does not come, or has no device.
     """
     offer_stack(f"rank {launch.rank}")
-    refusal = ""
+    refusal: LaunchError | None = None
     try:
         world = world_of(launch, device)
         if world.device.type != "cpu":
             torch.accelerator.set_device_index(world.device.index)  # before anything can open a context on device 0
-    except (LaunchError, RuntimeError) as error:  # the others, who wait for this rank, must hear of it
-        world, refusal = world_of(launch, torch.device("cpu")), f"Rank {launch.rank} has no device: {error}"
+    except RuntimeError as error:  # also a LaunchError; the others, who wait for this rank, must hear of it
+        world = world_of(launch, torch.device("cpu"))
+        refusal = LaunchError(f"Rank {launch.rank} has no device: {error}")
     before, address = open_sockets(), (launch.master_addr, launch.master_port)
     if address not in _stores:  # kept for the life of the process: a second one could not listen on the same port
         opened = _open_store(launch, timeout, before)
         _stores[address] = _KeptStore(opened, connected_since(before, opened))
     kept = _stores[address]
+    kept.meetings += 1
     own_keys = dist.PrefixStore(_prefix(launch, kept), kept.store)
     context = RankContext(
         world,
@@ -69,16 +72,11 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
     )
     if not launch.one_node:
         limit_silence(kept.sockets, context.unanswered_s)
-    if refusal:
-        context.connection.swap(REFUSAL_KEY, "", refusal)
-    check = context.group.raise_if_interrupted
-    store_barrier(context.store, world, timeout, f"{launch.master_addr}:{launch.master_port}", check)
-    kept.joins += 1
-    if told := context.connection.get(REFUSAL_KEY):
-        refused = LaunchError(told)
-        with contextlib.suppress(LaunchError):  # else the host of the store could be gone before all know
-            store_barrier(dist.PrefixStore("refused", context.store), world, REFUSAL_KNOWN_WITHIN, "", check)
-        raise refused
+    try:
+        _meet(context, f"{launch.master_addr}:{launch.master_port}", refusal)
+    except BaseException:
+        context.on_leave.close()
+        raise
     if not launch.one_node:
         connect_nodes(context, launch.master_addr)
     host = None if context.store_host is None else context.connection.read(member_key(0), Member)
@@ -87,9 +85,37 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
     return context
 
 
+def _meet(context: RankContext, where: str, refusal: LaunchError | None) -> None:
+    """Return once all ranks have come ``where`` they meet, and none has a ``refusal`` to tell."""
+    with as_launch_error(where, context.world_size, context.timeout):
+        if (here := blocks_of(context)) is not None:
+            call = Call("initialize_ddp()", tuple(range(context.world_size)), call_site())
+            here.barrier(call, context.timeout.total_seconds(), refusal)
+        elif refusal is not None:
+            raise refusal
+
+
+@contextlib.contextmanager
+def as_launch_error(where: str, world_size: int, timeout: timedelta) -> Iterator[None]:
+    """Have what ranks raise together be a `LaunchError`: of one that did not come, or what one has raised."""
+    try:
+        yield
+    except RankTimeoutError as error:
+        missing = rank_names(error.ranks).capitalize()
+        raise LaunchError(
+            f"{missing} of {world_size} did not come to {where} within {timeout.total_seconds():g} s. Does every rank "
+            "run, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
+        ) from error
+    except RankError as error:
+        cause = error.exceptions[0]
+        if isinstance(cause, LaunchError):
+            raise cause from cause.__cause__
+        raise LaunchError(str(error)) from error
+
+
 def _prefix(launch: Launch, kept: _KeptStore) -> str:
     """Of all keys of these ranks at this meeting: ranks of a job of another size, at the same address, are not them."""
-    return f"nn_parallel/{launch.world_size}/{launch.attempt}.{kept.joins + 1}"
+    return f"nn_parallel/{launch.world_size}/{launch.attempt}.{kept.meetings}"
 
 
 def _open_store(launch: Launch, timeout: timedelta, before: dict[int, int]) -> dist.Store:
@@ -185,7 +211,7 @@ def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:
 class _KeptStore:
     store: dist.Store
     sockets: dict[int, int]  # the connection, by descriptor and inode
-    joins: int = 0  # how often the ranks have met there
+    meetings: int = 0  # how often this rank has come there to meet the others, also in vain
 
 
 _stores: dict[tuple[str, int], _KeptStore] = {}  # by address

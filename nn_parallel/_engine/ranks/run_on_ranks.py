@@ -64,7 +64,7 @@ def make_decorator(
             result: R | None = None
             packed: Packed | None = None
             try:
-                with _together(here, call, barrier, timeout_s) as runs:
+                with _together(here, call, timeout_s, barrier) as runs:
                     if runs:
                         result = fn(*args, **kwargs)
                         if broadcast and here.rank == ranks[0]:
@@ -90,7 +90,7 @@ def rank_first(choose: Callable[[Blocks], tuple[int, ...]], timeout_s: float | N
         yield
         return
     call = Call("rank_first()", choose(here), call_site())
-    with _together(here, call, False, timeout_s) as goes_first:
+    with _together(here, call, timeout_s) as goes_first:
         if goes_first:
             yield
     if not goes_first:
@@ -98,12 +98,20 @@ def rank_first(choose: Callable[[Blocks], tuple[int, ...]], timeout_s: float | N
             yield
 
 
+def barrier(timeout_s: float | None) -> None:
+    """Return once every rank has called this, as `nn_parallel.barrier` does."""
+    here = blocks_of(join_launched_world())
+    if here is not None:
+        here.raise_if_nested("barrier()")
+        here.barrier(Call("barrier()", tuple(range(here.world_size)), call_site()), timeout_s)
+
+
 def _together(
-    here: Blocks, call: Call, barrier: bool, timeout_s: float | None
+    here: Blocks, call: Call, timeout_s: float | None, barrier: bool = False
 ) -> contextlib.AbstractContextManager[bool]:
     """A call, or a block if several ranks run it: one may wait for another in a collective."""
     if len(call.ranks) == 1:
-        return here.call(call, barrier=barrier, timeout_s=timeout_s)
+        return here.call_and_barrier(call, timeout_s) if barrier else here.call(call, timeout_s)
     return _block_of_some(here, call, timeout_s)
 
 

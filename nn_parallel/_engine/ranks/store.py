@@ -10,8 +10,9 @@ when it is deleted, so their number does not grow::
     member/R      Member         R, when it connects to the store       all: where R lives
     report/R      RankStatus     R, as it makes its calls               whoever waits for R
     failures/R    FailedCalls    R, when a call of it fails             whoever waits for R
-    ended/G       BlockOutcome   the first rank that leaves a block of  all, and all their watchdogs; deleted by rank 0
-                                 G, or fails in it: see BlockOutcomes   when all have left a block of a later one
+    arrived/G     counter        all ranks, at the barriers of G        all at a barrier
+    ended/G       GenerationEnd  the first rank that leaves a block or  all, and all their watchdogs; rank 0 deletes
+                                 a barrier of G early; others add       it, as arrived/G, in a later generation
     left          text           a rank that is through a timed block   the watchdogs of those that are not
     standing/R    Standing       the watchdog of R, twice a second if   the watchdogs of ranks that are stuck, and ranks
                                  there is anything new                  that have waited for long
@@ -26,12 +27,8 @@ when it is deleted, so their number does not grow::
     lost          Lost           the thread of rank 0 that keeps links  all: which ranks on other nodes are lost
     uncaught      Uncaught       the first rank that ends by an         the others, when they lose the connection and
                                  exception outside all blocks           end by that
-    refusal       text           a rank that cannot take part           all, as they join
-    intruder      text           who comes as a rank that is there      the watchdog of rank 0, which warns
-    arrived       counter        all ranks at a barrier, under its own  all at this barrier
-    arrived/R     counter        prefix                                 whoever has waited for long
-    groupG.n/...  torch's, ours  torch, as it makes the n-th group of   torch; deleted by rank 0 when the next group
-                                 G, with the barriers around it         stands
+    groupG.n/...  torch's        torch, as it makes the n-th group of   torch; deleted by rank 0 as the next group
+                                 G                                      is made
 """
 
 from __future__ import annotations
@@ -39,8 +36,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
-import math
 import os
 import socket
 import struct
@@ -56,7 +51,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from ...errors import LaunchError, ParallelError, RankTimeoutError, WorkerDiedError
-from ...world import World
 from ..descendants import is_stopped
 from ..failures import rank_error, summary
 from ..polling import looks
@@ -68,14 +62,12 @@ CONNECTS_WITHIN = timedelta(seconds=10)  # once more, to a store that has answer
 LOOKS = 0.2, 0.0001, 0.05  # at a key: see `looks`
 ANSWER_MARGIN_S = 0.5  # between the time that a wait may take, and giving up a request to the store in it
 SOCKET_TIMEOUT = "Socket Timeout"  # torch's words, where the receive timeout of a socket is over
-logger = logging.getLogger("nn_parallel")
 
 # The keys of the table above.
-LEFT_KEY, SERVER_KEY, LOST_KEY, REFUSAL_KEY = "left", "liveness", "lost", "refusal"
-STOP_KEY, UNCAUGHT_KEY, INTRUDER_KEY = "stop", "uncaught", "intruder"
+LEFT_KEY, SERVER_KEY, LOST_KEY, STOP_KEY, UNCAUGHT_KEY = "left", "liveness", "lost", "stop", "uncaught"
 member_key, report_key, failures_key = "member/{}".format, "report/{}".format, "failures/{}".format  # of a rank
 standing_key, stops_key = "standing/{}".format, "stops/{}".format
-ended_key = "ended/{}".format  # of a generation
+arrived_key, ended_key = "arrived/{}".format, "ended/{}".format  # of a generation
 draws_key = "draws/{}".format  # of a slot for loaders
 
 
@@ -87,6 +79,7 @@ class Member(NamedTuple):
     pid: int
     local_rank: int
     local_world_size: int
+    accelerator: str = ""  # which one of which host it has; empty if that is not known
 
 
 @dataclass
@@ -178,6 +171,10 @@ class StoreClient:
     def swap(self, key: str, expected: str, text: str) -> str:
         """Set ``key`` to ``text`` if it holds ``expected``, or is not there and that is empty; what it holds then."""
         return self._ask(self.store.compare_set, key, expected, text).decode(errors="replace")
+
+    def add(self, key: str, number: int) -> int:
+        """Add to the counter ``key``, which begins at 0; what it is then."""
+        return self._ask(self.store.add, key, number)
 
     def delete(self, key: str) -> None:
         self._ask(self.store.delete_key, key)
@@ -325,62 +322,6 @@ def limit_silence(sockets: dict[int, int], unanswered_s: float | None) -> None:
         for connection in still_open(sockets):
             with connection:
                 end_if_unanswered(connection, unanswered_s)
-
-
-def store_barrier(
-    store: dist.Store, world: World, timeout: timedelta, where: str, check: Callable[[str], None]
-) -> None:
-    """A barrier: return once every rank has called this with the same store; name those that do not come.
-
-    A rank that gives up has not been there: it may come again. ``check`` raises when this rank must not wait any more.
-
-    Raises:
-        LaunchError: a rank did not come within ``timeout``, one came twice, or the store is lost.
-    """
-    rank, world_size, warn_after_s = world.rank, world.world_size, WARN_AFTER_S
-    try:
-        check(where)  # before anything of it stands in the store
-        if store.add(f"arrived/{rank}", 1) > 1:
-            store.set(INTRUDER_KEY, f"Process {os.getpid()} on {socket.gethostname()} came as a second rank {rank}")
-            raise LaunchError(
-                f"There are two ranks {rank} at {where}: another job uses the same address, or two processes "
-                "have the same RANK. Set MASTER_PORT to a free port, the same on every rank of this job."
-            )
-        arrived = store.add("arrived", 1)  # one counter to poll, however many ranks; the keys name the missing
-        for waited in looks(*LOOKS):
-            if arrived >= world_size:
-                return
-            check(where)
-            if waited > timeout.total_seconds():
-                missing = _missing(store, world_size)
-                if not _withdraw(store, rank, world_size):
-                    return
-                raise LaunchError(
-                    f"{missing} did not come to {where} within {timeout.total_seconds():g} "
-                    "s. Does every rank run, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
-                )
-            if waited > warn_after_s:
-                warn_after_s, missing = math.inf, _missing(store, world_size)
-                logger.warning("Rank %d has waited %.0f s at %s: %s did not come.", rank, waited, where, missing)
-            arrived = store.add("arrived", 0)
-    except dist.DistError as error:
-        check(where)
-        raise LaunchError(f"The store was lost while the ranks met at {where}: its host has ended.") from error
-
-
-def _withdraw(store: dist.Store, rank: int, world_size: int) -> bool:
-    """Take back that this rank has arrived; False if the last one has come meanwhile."""
-    if store.add("arrived", -1) == world_size - 1:
-        store.add("arrived", 1)
-        return False
-    store.delete_key(f"arrived/{rank}")
-    return True
-
-
-def _missing(store: dist.Store, world_size: int) -> str:
-    """The ranks that are not there yet, for a person to read."""
-    missing = [str(rank) for rank in range(world_size) if not store.check([f"arrived/{rank}"])]
-    return f"Rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {world_size}"
 
 
 @functools.cache

@@ -65,10 +65,10 @@ def _cause(context: RankContext) -> str:
             for waited in looks(*LOOKS):
                 told = connection.read(UNCAUGHT_KEY, Uncaught)
                 if told is None:
-                    dead = (rank for rank in liveness.dead(_others(context)) if not has_left(connection, rank))
+                    dead = (rank for rank in liveness.dead(_others(context)) if not has_left(context, connection, rank))
                     gone = [str(liveness.death(rank)) for rank in dead]
                     if waited > DIES_WITHIN_S and not gone:
-                        left = (rank for rank in _others(context) if has_left(connection, rank))
+                        left = (rank for rank in _others(context) if has_left(context, connection, rank))
                         gone = [f"Rank {rank} has left: it is at its end, or called cleanup_ddp()." for rank in left]
                     if gone:
                         first = connection.swap(UNCAUGHT_KEY, "", encode(Uncaught("\n".join(gone))))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -36,9 +37,8 @@ from .deadlock import standing, why_never, with_root
 from .flight_recorder import Collective
 from .liveness import OUT_OF_REACH, Liveness
 from .main_thread import MainThreadPosition, position, stack
-from .outcomes import BlockOutcomes
 from .records import HAS_LEFT, Call, Position, RankStatus, Standing, Waits
-from .store import INTRUDER_KEY, LEFT_KEY, StoreClient, report_key, standing_key
+from .store import LEFT_KEY, StoreClient, ended_key, report_key, standing_key
 
 logger = logging.getLogger("nn_parallel")
 
@@ -51,16 +51,19 @@ LOOKS_PER_S = 10_000  # of all ranks together, where all are stuck, at what the 
 
 
 @dataclass(eq=False)
-class Block:
+class BlockState:
     """A block that this rank is in."""
 
     call: Call
-    number: int
+    around: BlockState | None = None  # the block that this one is in
     timeout_s: float | None = None
+    begin: float = math.inf  # the number of the barrier at which it begins, once this rank has come there
+    end: float = math.inf  # and of that at which it ends
     began: float | None = None  # from when its time counts; if None, from when the first rank has left it
     left_value: str = ""  # what the first rank that has left it writes under `LEFT_KEY`
     body: CancelScope = field(default_factory=CancelScope)
     is_active: bool = False  # its body runs
+    has_passed: bool = False  # all ranks have come to its end
     must_leave: bool = False  # it has failed, or is to fail on this rank
     reason: Exception | None = None  # why, if not because of another rank
 
@@ -73,11 +76,10 @@ class Block:
 class Watchdog:
     """Looks for what ends the innermost block, while this rank may be stuck in it."""
 
-    def __init__(self, context: RankContext, progress: Callable[[], Position], blocks: list[Block]) -> None:
+    def __init__(self, context: RankContext, progress: Callable[[], Position], blocks: list[BlockState]) -> None:
         """``progress`` tells how far this rank has got; in ``blocks`` it is, the innermost last."""
         self._context, self._progress = context, progress
         self._connection = context.connect()
-        self._outcomes = BlockOutcomes(context, self._connection)
         self._liveness = Liveness(context, self._connection)
         self._entered_blocks = blocks
         self._changed = Condition()
@@ -90,7 +92,6 @@ class Watchdog:
         self._nccl = ""  # how far its collectives were
         self._raised_in = -1  # the group in which a failure on the accelerator was raised, see `Group.times_closed`
         self._is_store_lost = False
-        self._intruder: str | None = None  # who has come as a rank that is there
         self._reason: Exception | None = None  # see `reason`
         self._on_cpu = context.world.device.type == "cpu"
         self._can_raise = not self._on_cpu and stay_ready(context.on_leave)  # outside all blocks
@@ -98,7 +99,7 @@ class Watchdog:
         self._thread.start()
 
     @contextlib.contextmanager
-    def entered(self, block: Block) -> Iterator[None]:
+    def entered(self, block: BlockState) -> Iterator[None]:
         """From entering a block until its end, that of its failure included: what is around it is not watched."""
         with self._changed:
             self._entered_blocks.append(block)
@@ -110,7 +111,7 @@ class Watchdog:
                 self._changed.notify()  # what is around it is watched again
 
     @contextlib.contextmanager
-    def watching(self, block: Block) -> Iterator[None]:
+    def watching(self, block: BlockState) -> Iterator[None]:
         """The body of a block: `Interrupted` is raised in it, or at its end, when this rank has to leave it."""
         with self._changed:
             block.is_active = True
@@ -143,7 +144,7 @@ class Watchdog:
             with self._changed:
                 if self._stopped:
                     return
-                block = self._innermost()
+                block, generation = self._innermost(), self._context.generation
                 if block is None and (left := self._look_at - time.monotonic()) > 0:
                     pause = POLL_MIN_S
                     self._changed.wait(None if self._is_store_lost and self._on_cpu else left)
@@ -153,7 +154,7 @@ class Watchdog:
             reason: Exception | None = None
             try:
                 if block is not None:  # first: what is found below may only follow from that
-                    must_leave = self._has_failed(block)
+                    must_leave = self._has_failed(block, generation)
                 if not must_leave and block is not None:
                     reason = self._timeout(block) or self._context.group.error()
                 if not must_leave and reason is None and time.monotonic() >= self._look_at:
@@ -166,24 +167,24 @@ class Watchdog:
             if block is None:
                 continue
             if must_leave or reason is not None:
-                self._free(block, reason)
+                self._free(block, generation, reason)
             with self._changed:
                 if not self._stopped:
                     self._changed.wait(pause)
                     pause = min(pause * (1 + POLL_SHARE), POLL_MAX_S)
 
-    def _free(self, block: Block, reason: Exception | None) -> None:
+    def _free(self, block: BlockState, generation: int, reason: Exception | None) -> None:
         """Have this rank leave ``block``: again and again, as a group may just be made, or a wait begin.
 
         First comes the interrupt, and then the abort, after which a collective of an accelerator returns wrong numbers.
         """
-        self._end_body(block, reason)
+        self._end_body(block, generation, reason)
         if self._find_connections():
-            self._end_body(block, reason)
+            self._end_body(block, generation, reason)
 
-    def _end_body(self, block: Block, reason: Exception | None) -> None:
+    def _end_body(self, block: BlockState, generation: int, reason: Exception | None) -> None:
         with self._changed:
-            if block is self._innermost():
+            if block is self._innermost() and generation == self._context.generation:  # else another one has ended
                 block.must_leave = True
                 block.reason = block.reason or reason
                 block.body.interrupt()
@@ -195,18 +196,18 @@ class Watchdog:
             return self._context.group.find_connections(self._connection.store)
         return False
 
-    def _innermost(self) -> Block | None:
+    def _innermost(self) -> BlockState | None:
         """The innermost block, if its body runs: what is around it fails with it, if nobody catches."""
         return self._entered_blocks[-1] if self._entered_blocks and self._entered_blocks[-1].is_active else None
 
-    def _has_failed(self, block: Block) -> bool:
+    def _has_failed(self, block: BlockState, generation: int) -> bool:
         """Whether ``block`` has failed, or a rank has died in it."""
-        if block.must_leave or self._outcomes.failure_of(block.number) is not None:
+        if block.must_leave or self._connection.get(ended_key(generation)) is not None:
             return True
         # Each rank looks after one other, and whoever sees a death tells all.
         return self._liveness.is_dead((self._context.rank + 1) % self._context.world_size)
 
-    def _timeout(self, block: Block) -> RankTimeoutError | None:
+    def _timeout(self, block: BlockState) -> RankTimeoutError | None:
         """The error of this rank, if its time in ``block`` is over."""
         if block.timeout_s is None or block.must_leave:
             return None
@@ -224,7 +225,7 @@ class Watchdog:
             ranks=[me],
         )
 
-    def _look(self, block: Block | None) -> ParallelError | None:
+    def _look(self, block: BlockState | None) -> ParallelError | None:
         """Tell where this rank stands; why it must leave ``block``, if it is stuck for ever.
 
         Outside of all blocks its collective is ended here, also if it waits for a rank that is lost.
@@ -236,9 +237,6 @@ class Watchdog:
         progress, stands, waits = self._progress(), position(), self.waits  # before the collectives: see `standing`
         last = [] if stands.makes_group else self._last_collectives(waits, stands)
         mine = standing(self._context, waits, stands, last)
-        if self._context.rank == 0 and (told := self._connection.get(INTRUDER_KEY)) != self._intruder:
-            self._intruder = told
-            logger.error("%s: another job uses the same MASTER_PORT, so the ranks of two jobs may be mixed here.", told)
         if mine != self._said:
             self._said = mine
             self._connection.write(standing_key(self._context.rank), mine)
@@ -264,7 +262,7 @@ class Watchdog:
             if failure is not None and (collective_timed_out(failure) or not self._has_one_left()):
                 return failure
             is_dead = stands_still and self._liveness.is_dead(next_rank)
-            if not is_dead or has_left(self._connection, next_rank) or group.has_ended_on_accelerator():
+            if not is_dead or has_left(self._context, self._connection, next_rank) or group.has_ended_on_accelerator():
                 return None
             return dist.DistBackendError(f"NCCL: Connection closed by peer. {self._liveness.death(next_rank)}")
         except ParallelError as lost:  # the store, with its host
@@ -273,7 +271,7 @@ class Watchdog:
     def _has_one_left(self) -> bool:
         """Return whether a rank has left the others as it should, which closes its connections."""
         others = (rank for rank in range(self._context.world_size) if rank != self._context.rank)
-        return any(has_left(self._connection, rank) for rank in others)
+        return any(has_left(self._context, self._connection, rank) for rank in others)
 
     def _end_collective(self, reason: Exception) -> None:
         """Outside all blocks: gloo's collective raises, in torch's words, so the cause is told before.
@@ -341,10 +339,12 @@ class Watchdog:
         return []
 
 
-def has_left(connection: StoreClient, rank: int) -> bool:
+def has_left(context: RankContext, connection: StoreClient, rank: int) -> bool:
     """Return whether ``rank`` has left the others as it should: it has no part in a failure."""
     report = connection.read(report_key(rank), RankStatus)
-    return report is not None and report.progress.phase == HAS_LEFT
+    if report is None or report.progress.generation < context.generation:  # in an earlier `run`
+        return False
+    return report.progress.phase == HAS_LEFT
 
 
 def is_consequence(error: BaseException) -> bool:

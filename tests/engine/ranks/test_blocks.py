@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
 import random
 import signal
 import sys
+import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,11 +26,14 @@ from nn_parallel import (
     ParallelError,
     ParallelExecutor,
     RankError,
+    RankTimeoutError,
     WorkerDiedError,
+    barrier,
     initialize_ddp,
     on_rank,
 )
 from nn_parallel._engine.ranks.blocks import blocks_of
+from nn_parallel._engine.ranks.calls import Wait
 from nn_parallel._engine.ranks.context import rank_context
 from tests.support.fault_table import KeywordOnly, Unpicklable
 from tests.support.fault_table import loop_endlessly as spin
@@ -157,6 +163,28 @@ def test_two_ranks_fail_at_once(ranks3: Ranks) -> None:
     for told in tolds:
         assert set(told["failures"].items()) <= {(1, "ValueError: from 1"), (2, "ValueError: from 2")}
         assert told["total"] == 3
+
+
+def test_a_failure_stays_as_its_own_rank_has_told_it(ranks3: Ranks, tmp_path: Path) -> None:
+    """A rank that passes on the failure of another one does not sign it."""
+
+    def scenario(folder: Path) -> tuple[int, str]:
+        rank, raised = initialize_ddp().rank, folder / "raised"
+        with pytest.raises(RankError) as caught, ParallelExecutor():
+            try:
+                on_rank(1)(lambda: 1 // 0)()
+            finally:  # the others are the first to tell, and free rank 1 from here
+                if rank == 1:
+                    raised.touch()
+                    time.sleep(3600)
+                while not raised.exists():
+                    time.sleep(0.001)
+        return os.getpid(), "".join(traceback.format_exception(caught.value)) if rank != 1 else ""
+
+    (_, told), (pid, _), (_, told_too) = ranks3.run(scenario, tmp_path)
+    for text in (told, told_too):
+        assert f"raised by rank 1 of 3 (pid {pid} on" in text
+        assert text.count("raised by") == 1
 
 
 @pytest.mark.parametrize(
@@ -301,16 +329,20 @@ def test_a_block_that_one_rank_has_left_has_passed(ranks2: Ranks, tmp_path: Path
         rank, told = initialize_ddp().rank, ""
         here = blocks_of(rank_context())
         assert here is not None
-        leave, through = here._block_outcomes.leave, folder / "through"
+        poll, through = here._poll, folder / "through"
 
-        def leave_late(number: int) -> Any:
-            here._block_outcomes.leave = leave  # type: ignore[method-assign]
+        def poll_late(wait: Wait, is_over: Callable[[float], bool]) -> None:
+            if not wait.call.function.startswith("the end of"):
+                poll(wait, is_over)
+                return
+            here._poll = poll  # type: ignore[method-assign]
+            is_over(0.0)  # rank 0 has arrived
             while not through.exists():
                 time.sleep(0.001)
             raise late
 
         if rank == 0:
-            here._block_outcomes.leave = leave_late  # type: ignore[method-assign]
+            here._poll = poll_late  # type: ignore[method-assign]
         try:
             with ParallelExecutor():
                 pass
@@ -319,10 +351,146 @@ def test_a_block_that_one_rank_has_left_has_passed(ranks2: Ranks, tmp_path: Path
         through.touch()
         total = torch.ones(1)
         dist.all_reduce(total)  # the group is the same
-        return told, on_rank(0, broadcast=True)(lambda: "in step")(), int(total)
+        with pytest.raises(RankError) as caught, ParallelExecutor():  # it cannot begin any more
+            pass
+        return told, on_rank(0, broadcast=True)(lambda: "in step")(), int(total), list(caught.value.failures)
 
     own = "KeyboardInterrupt" if late is KeyboardInterrupt else ""
-    assert ranks2.run(scenario, tmp_path) == [(own, "in step", 2), ("", "in step", 2)]
+    assert ranks2.run(scenario, tmp_path) == [(own, "in step", 2, [0]), ("", "in step", 2, [0])]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_that_give_up_as_the_last_one_comes(world_size: int) -> None:
+    """Whoever comes when, a barrier has passed on all ranks or on none, and they stay in step."""
+
+    def scenario() -> list[str]:
+        rank, told = initialize_ddp().rank, []
+        chance = random.Random(rank)
+        for number in range(60):
+            time.sleep(0.03 * chance.random())
+            try:
+                if number % 3:
+                    barrier(timeout=0.02)
+                else:
+                    on_rank(number % initialize_ddp().world_size, barrier=True, timeout=0.02)(int)()
+            except RankTimeoutError:
+                told.append("timeout")
+            else:
+                told.append("passed")
+        return [*told, on_rank(0, broadcast=True)(lambda: "in step")()]
+
+    with launched(world_size) as ranks:
+        first, *others = ranks.run(scenario)
+    assert others == [first] * (world_size - 1)
+    assert {"timeout", "passed"} < set(first)
+
+
+@pytest.mark.parametrize("how", ["a barrier", "a call with a barrier", "initialize_ddp"])
+def test_ctrl_c_in_a_barrier(ranks3: Ranks, tmp_path: Path, how: str) -> None:
+    """The other ranks are told, and all of them can do the same again."""
+
+    def wait() -> None:
+        if how == "a barrier":
+            barrier()
+        elif how == "initialize_ddp":
+            initialize_ddp()
+        else:
+            on_rank(2, barrier=True)(int)()
+
+    def scenario() -> tuple[str, int]:
+        rank, is_over = initialize_ddp().rank, tmp_path / "over"
+        if how == "initialize_ddp":
+            with pytest.raises(RankError), ParallelExecutor():
+                raise ValueError
+        if rank == 0:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        if rank == 2:
+            while not is_over.exists():
+                time.sleep(0.001)
+        try:
+            wait()
+            told = ""
+        except (KeyboardInterrupt, ParallelError) as error:
+            told = f"{type(error).__name__}: {error}"
+        if rank == 0:
+            is_over.touch()
+        wait()
+        initialize_ddp()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return told, int(total)
+
+    (own, total), *others = ranks3.run(scenario)
+    assert (own, total) == ("KeyboardInterrupt: ", 3)
+    for told, total in others:
+        assert "KeyboardInterrupt" in told
+        assert total == 3
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_as_it_ends_a_block() -> None:
+    """It has stopped the counter, and has not said why: the others tell that it has died."""
+
+    def scenario() -> list[str]:
+        rank, told = initialize_ddp().rank, []
+        here = blocks_of(rank_context())
+        assert here is not None
+        if rank == 1:
+            here.connection.swap = lambda *_: os._exit(1)  # type: ignore[method-assign]
+        for _ in range(2):
+            with pytest.raises(RankError) as caught, ParallelExecutor():
+                if rank == 1:
+                    raise ValueError
+                barrier()
+            told.append(repr(caught.value.failures[1]))
+        return told
+
+    with launched(4) as ranks:
+        for told in ranks.run(scenario, only=[0, 2, 3], also=[1]):
+            assert len(told) == 2
+            assert all(each.startswith("WorkerDiedError('Rank 1 (pid ") for each in told)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_at_different_barriers(world_size: int) -> None:
+    """All are told of two places, whether a block begins or ends there or not."""
+
+    def scenario() -> list[str]:
+        rank, told = initialize_ddp().rank, []
+
+        def begin_block() -> None:
+            with ParallelExecutor():
+                time.sleep(3600)
+
+        def end_block() -> None:
+            with ParallelExecutor():
+                pass
+
+        def wait_in_block() -> None:
+            with ParallelExecutor():
+                barrier()
+
+        for mine, others in [
+            (begin_block, barrier),
+            (end_block, wait_in_block),
+            (barrier, on_rank(0, barrier=True)(int)),
+        ]:
+            with pytest.raises(ParallelError) as caught:
+                if rank == 1:
+                    mine()
+                else:
+                    others()
+                barrier()  # some have come through the other one
+            told.append(str(caught.value))
+            with contextlib.suppress(ParallelError):
+                barrier()
+            barrier()
+        return told
+
+    with launched(world_size) as ranks:
+        for told in ranks.run(scenario):
+            assert len(told) == 3
+            assert all("The ranks are not in the same call" in each for each in told)
 
 
 def test_groups_made_unequally_often_before_a_failure(ranks2: Ranks) -> None:
@@ -381,26 +549,6 @@ def test_a_failure_that_python_cannot_write_down(ranks2: Ranks) -> None:
     assert ranks2.run(scenario) == ["KeyError"] * 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("wait", [wait_in_collective, initialize_ddp])
-def test_a_block_inside_that_the_other_has_left_behind(ranks2: Ranks, wait: Callable[[], None]) -> None:
-    """Rank 1 skips the block inside and is at the end of the outer one; rank 0 would wait in it for ever."""
-
-    def scenario() -> str:
-        rank = initialize_ddp().rank
-        if wait is initialize_ddp:
-            with pytest.raises(RankError), ParallelExecutor():
-                raise ValueError("closes the group")
-        with pytest.raises(ParallelError) as caught, ParallelExecutor():
-            if rank == 0:
-                with ParallelExecutor():
-                    wait()
-        return str(caught.value)
-
-    for told in ranks2.run(scenario):
-        assert "which can never end: rank 1 has left with ParallelExecutor()" in told
-
-
 def test_a_failure_while_the_other_enters_or_leaves(ranks2: Ranks) -> None:
     """An interruption between two lines of ours leaves nothing half entered or half left."""
 
@@ -453,34 +601,36 @@ def test_a_rank_that_never_enters_is_named(skipping: int) -> None:
 
 
 def test_a_block_inside_that_one_rank_never_enters(ranks2: Ranks) -> None:
-    """Rank 1 fails in a block inside and goes on; rank 0, which did not enter it, is at the end of the outer one."""
+    """Rank 1 enters a block inside, as rank 0 is at the end of the outer one: that has failed."""
 
     def scenario() -> dict[int, str]:
         rank = initialize_ddp().rank
         with pytest.raises(RankError) as caught, ParallelExecutor():
             if rank == 1:
-                with pytest.raises(RankError), ParallelExecutor():
+                with contextlib.suppress(RankError), ParallelExecutor():
                     raise ValueError("inside")
         return {rank: str(error) for rank, error in caught.value.failures.items()}
 
     for told in ranks2.run(scenario):
-        assert list(told) == [1, 0]
-        assert told[1] == "inside"
-        assert "never entered a block inside" in told[0]
+        cause, *_ = told.values()  # rank 1 may have got as far as its own
+        assert cause.startswith("The ranks are not in the same call: rank ")
+        assert "made the end of with ParallelExecutor() on ranks 0-1 at" in cause
+        assert "made with ParallelExecutor() on ranks 0-1 at" in cause
     assert ranks2.run(lambda: ParallelExecutor().run(int)) == [[0, 0]] * 2
 
 
 def test_ranks_of_a_pool_that_went_through_unequal_blocks() -> None:
     """A block of a `run` that only one rank enters does not put the next `run` out of step."""
 
-    def scenario() -> int:
+    def scenario() -> str:
         if initialize_ddp().rank == 1:
-            with pytest.raises(RankError), ParallelExecutor():
+            with pytest.raises(ParallelError) as caught, ParallelExecutor():
                 raise ValueError
-        return 1
+            return str(caught.value)
+        return ""
 
     with ParallelExecutor(num_workers=2, devices="cpu", timeout=20) as pool:
-        assert pool.run(scenario) == [1, 1]
+        assert "Rank 0 has left, and rank 1 waits for it in with Parallel" in pool.run(scenario)[1]
         assert pool.run(lambda: on_rank(0, broadcast=True)(lambda: 7)()) == [7, 7]
         assert pool.run(lambda: ParallelExecutor().run(int)) == [[0, 0]] * 2
 
@@ -515,7 +665,7 @@ def test_a_rank_that_leaves_while_the_other_is_in_a_collective(ranks2: Ranks) ->
         assert list(told["failures"]) == [1]
         assert "Rank 1 is in all_reduce() at " in told["text"]
         assert "test_blocks.py:" in told["text"]
-        assert "which can never end: rank 0 has left with ParallelExecutor()" in told["text"]
+        assert "which can never end: rank 0 waits at the end of with ParallelExecutor()" in told["text"]
         assert told["total"] == 2
 
 

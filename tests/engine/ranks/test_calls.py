@@ -16,8 +16,8 @@ from nn_parallel import (
     on_rank,
 )
 from nn_parallel._engine.ranks.blocks import blocks_of
+from nn_parallel._engine.ranks.calls import FAILURES_KEPT
 from nn_parallel._engine.ranks.context import rank_context
-from nn_parallel._engine.ranks.outcomes import FAILURES_KEPT
 from tests.support.ranks import AnyRanks
 
 

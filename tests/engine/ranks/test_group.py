@@ -10,13 +10,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from nn_parallel import (
-    initialize_ddp,
-)
+from nn_parallel import initialize_ddp
 from nn_parallel._engine.ranks import nccl
+from nn_parallel._engine.ranks.context import RankContext, world_of
 from nn_parallel._engine.ranks.environment import detect_launch
 from nn_parallel._engine.ranks.group import Group
+from nn_parallel._engine.ranks.liveness import shared_accelerator
 from nn_parallel._engine.ranks.rendezvous import join_launch
 from tests.support.processes import listening_addresses
 from tests.support.ranks import launched
@@ -32,14 +33,17 @@ def test_ranks_that_share_a_gpu_talk_by_gloo(gpus: int) -> None:
     def body() -> tuple[str, str]:
         rank = int(os.environ["RANK"])
         context = join_launch(detect_launch(os.environ), None, timedelta(seconds=20))
-        group = Group(context.world._replace(device=torch.device("cuda", rank)), None)
+        world = world_of(detect_launch(os.environ), torch.device("cuda", rank))
+        with mock.patch("nn_parallel._engine.ranks.context.hardware_id", return_value=f"0000:00:0{rank % gpus}"):
+            on_gpu = RankContext(world, lambda: dist.PrefixStore("on GPUs", context.store))
+            shared = shared_accelerator(on_gpu)
+        group = Group(world, None)
         with (
-            mock.patch("nn_parallel._engine.ranks.group.hardware_id", return_value=f"0000:00:0{rank % gpus}"),
             mock.patch("torch.distributed.init_process_group", side_effect=ValueError("no GPU")) as init,
             mock.patch("nn_parallel._engine.ranks.group.logger.warning") as warn,
             contextlib.suppress(ValueError),
         ):
-            group.make(context.store, None, timedelta(seconds=20))
+            group.make(context.store, None, timedelta(seconds=20), shared)
         settings = {name: os.environ.get(name) for name in nccl.SETTINGS}
         group.release()
         context.leave()
@@ -51,7 +55,7 @@ def test_ranks_that_share_a_gpu_talk_by_gloo(gpus: int) -> None:
         (backend, told), *others = ranks.run(body)
         assert others == [(backend, "None")] * 2
         if gpus == 2:
-            assert (backend, told) == ("gloo", "Ranks 0 and 2 share the accelerator at 0000:00:00")
+            assert (backend, told) == ("gloo", "Ranks 0, 2 share the accelerator at 0000:00:00")
         else:
             assert (backend, told) == ("cpu:gloo,cuda:nccl", "None")
 
