@@ -45,6 +45,7 @@ logger = logging.getLogger("nn_parallel")
 UNINTERRUPTED = True  # see interrupts
 # How long to sleep between two looks: a share of the time waited so far, within these bounds.
 POLL_SHARE, POLL_MIN_S, POLL_MAX_S = 0.05, 5e-5, 0.02
+FIRST_LOOK_AFTER_S = 0.001
 STOP_WITHIN_S = 1.0
 LOOK_EVERY_S = 0.02 if os.environ.get("NN_PARALLEL_DEBUG") == "1" else 0.5  # where this rank stands
 LOOKS_PER_S = 10_000  # of all ranks together, where all are stuck, at what the others say
@@ -108,7 +109,8 @@ class Watchdog:
         finally:
             with self._changed:
                 self._entered_blocks.remove(block)
-                self._changed.notify()  # what is around it is watched again
+                if self._entered_blocks:
+                    self._changed.notify()  # what is around it is watched again
 
     @contextlib.contextmanager
     def watching(self, block: BlockState) -> Iterator[None]:
@@ -140,13 +142,18 @@ class Watchdog:
 
     def _loop(self) -> None:
         pause = POLL_MIN_S
+        seen: BlockState | None = None
         while True:
             with self._changed:
                 if self._stopped:
                     return
                 block, generation = self._innermost(), self._context.generation
+                if block is not seen:
+                    pause, seen = POLL_MIN_S, block
+                    if block is not None:  # most are over in a moment, and this thread would hold them up
+                        self._changed.wait(FIRST_LOOK_AFTER_S)
+                        continue
                 if block is None and (left := self._look_at - time.monotonic()) > 0:
-                    pause = POLL_MIN_S
                     self._changed.wait(None if self._is_store_lost and self._on_cpu else left)
                     continue
             self._connection.answer_by = block.deadline if block is not None else None
