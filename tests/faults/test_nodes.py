@@ -121,6 +121,7 @@ FIRST_OUT, SECOND_OUT = (
 ENDED, OUTSIDE = r"Rank 3 \(pid \d+ on node\d\) ended", r"On rank 3:\n.*?ValueError: a bad batch\n\nTherefore:\n"
 RANK_0_ENDED = r"Rank 0( \(pid \d+ on node1\) ended|, which holds the store, is gone)"
 TIMED_OUT = f"Timed out waiting {TIMEOUT_S * 1000:.0f}ms"
+SILENT = rf"{TIMED_OUT}|Rank 0 \(pid \d+ on node1\), which holds the store, has not answered for"
 
 FAULTS = {
     "an exception in a block": Fault("block", lambda job: job.tell("raise"), *["ValueError: a bad batch"] * 2),
@@ -128,7 +129,7 @@ FAULTS = {
     "SIGKILL in a block": Fault("block", kill, ENDED, ENDED, silent=(3,), ends=3),
     "SIGKILL outside of blocks": Fault("loop", kill, *[f"{ENDED}.*?Therefore:"] * 2, silent=(3,), ends=3),
     "SIGKILL of rank 0 in a block": Fault("block", kill_rank_0, RANK_0_ENDED, RANK_0_ENDED, silent=(0,), ends=0),
-    "SIGSTOP of rank 0 in a block": Fault("block", stop_rank_0, TIMED_OUT, TIMED_OUT, TIMEOUT_S + AT_ONCE_S, (0,)),
+    "SIGSTOP of rank 0 in a block": Fault("block", stop_rank_0, SILENT, SILENT, TIMEOUT_S + AT_ONCE_S, (0,)),
     "SIGSTOP, and SIGCONT after 8 s": Fault("loop", stop_for_a_while),
     "SIGSTOP": Fault("block", stop, TIMED_OUT, TIMED_OUT, TIMEOUT_S + AT_ONCE_S, (3,)),
     "SIGSTOP outside of blocks": Fault(

@@ -90,6 +90,9 @@ class Liveness:
 
     def death(self, rank: int, what: object = None) -> WorkerDiedError:
         """The error of a rank that died, before it finished ``what``."""
+        if rank not in self._members:
+            with contextlib.suppress(ParallelError):  # the store is gone, too
+                self._look_up(rank)
         return _death(rank, self._members.get(rank), self._how.get(rank, ENDED), self._context.lost_after_s, what)
 
     def close(self) -> None:
