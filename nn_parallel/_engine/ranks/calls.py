@@ -251,9 +251,10 @@ class Calls:
                 self._check_same_call(rank, report, wait.call)
                 if report.progress < goal and report.progress.phase == HAS_LEFT:
                     raise self._left_error(rank, wait.call)
-            elif report.progress.generation > self.generation or waited > LOOK_UP_PEER_AFTER_S:
-                self._raise_if_generation_ended()  # else it is ahead, in a later generation, and has run it
-            return report.progress >= goal
+            has_run = report.progress >= goal  # also if it is in a later generation, unless this block has failed
+            if report.progress.generation > self.generation or (waited > LOOK_UP_PEER_AFTER_S and not has_run):
+                self._raise_if_generation_ended()
+            return has_run
 
         self._poll(wait, has_run_it)
         return rebuilt(self._failures_of_call(rank, report))
