@@ -37,7 +37,7 @@ class Item(NamedTuple):
 
 
 class RankError(Exception):
-    """What a failed block or call raises on all ranks."""
+    """A block or a call has failed: raised on all ranks."""
 
 
 class Failed(Exception):
@@ -59,7 +59,7 @@ class Block:
 
 
 class Store:
-    """What the ranks share."""
+    """The store that all ranks share."""
 
     def __init__(self) -> None:
         self.arrived = Counter[int]()  # by generation
@@ -75,7 +75,11 @@ class Rank:
     def __init__(self, store: Store, rank: int, world_size: int, chance: random.Random, fails: float) -> None:
         self.log: list[tuple[str, str]] = []
         self.calls: dict[str, str] = {}
-        self._store, self._rank, self._world_size, self._chance, self._fails = store, rank, world_size, chance, fails
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._chance = chance
+        self._fails = fails
         self._generation = self._barriers = self._calls = 0
         self._blocks: list[Block] = []
 
@@ -171,7 +175,8 @@ class Rank:
         except (RankError, Failed, Interrupted) as error:
             end = yield from self._end_generation(getattr(error, "failures", {}))
             if end.fails(block.begin, block.end, is_outermost):
-                self._generation, self._barriers, self._calls = self._generation + 1, 0, 0
+                self._generation += 1
+                self._barriers = self._calls = 0
                 for entered in self._blocks:
                     entered.begin = 0
                 raise RankError from None
@@ -234,7 +239,7 @@ def random_program(chance: random.Random, world_size: int, depth: int = 0) -> li
 
 
 def outcome_of_trial(seed: int) -> tuple[str, list[list[tuple[str, str]]]]:
-    """What is wrong, empty if nothing is, and the logs of the ranks."""
+    """Run one program; return what went wrong, empty if nothing did, and the logs of the ranks."""
     chance = random.Random(seed)
     world_size, fails = chance.randint(2, 4), chance.choice([0.0, 0.02, 0.1])
     dies = chance.choice([0.0, 0.0, 0.003])

@@ -58,8 +58,10 @@ class Program:
     def __init__(self, seed: int, late_s: float) -> None:
         self.log: list[Any] = []
         world = initialize_ddp()
-        self._rank, self._world_size = world.rank, world.world_size
-        self._seed, self._late_s = seed, late_s
+        self._rank = world.rank
+        self._world_size = world.world_size
+        self._seed = seed
+        self._late_s = late_s
         self._lateness = random.Random(f"{seed} {self._rank}")
 
     def run(self, steps: int) -> list[Any]:

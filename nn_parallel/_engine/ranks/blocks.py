@@ -28,7 +28,7 @@ from ..failures import Failure
 from ..interrupts import DeferredSignals, Interrupted
 from .calls import LOOK_UP_PEER_AFTER_S, Calls, Wait, exceptions_in, failures_in
 from .context import RankContext, rank_context
-from .records import ARRIVED, HAS_LEFT, WAITING, Call, GenerationEnd, call_site, rebuilt
+from .records import ARRIVED, HAS_LEFT, WAITING, Call, GenerationEnd, rebuilt
 from .store import LEFT_KEY, arrived_key, decode, encode, ended_key
 from .watchdog import BlockState, cause_of, is_consequence
 
@@ -186,7 +186,7 @@ class Blocks(Calls):
 
     @contextlib.contextmanager
     def _on_all_ranks(self, block: BlockState) -> Iterator[None]:
-        """What is raised in here ends the generation, and is raised on all ranks out of the block that it fails."""
+        """Have what is raised in here end the generation: all ranks raise it, each out of the block that has failed."""
         try:
             yield
         except BaseException as error:
@@ -290,8 +290,7 @@ def block(
     """A block that all ranks run, see `Blocks.block`; plain code where this is the only rank."""
     if (here := blocks_of(rank_context())) is None:
         return contextlib.nullcontext()
-    call = Call(function, tuple(range(here.world_size)), call_site())
-    return here.block(call, timeout_s, from_end=from_end)
+    return here.block(here.call_of_all(function), timeout_s, from_end=from_end)
 
 
 def _deadline(timeout_s: float | None) -> float | None:

@@ -40,6 +40,7 @@ from .records import (
     RankStatus,
     Standing,
     Waits,
+    call_site,
     rebuilt,
 )
 from .store import WARN_AFTER_S, decode, encode, ended_key, failures_key, report_key, standing_key
@@ -153,6 +154,10 @@ class Calls:
         finally:
             self.nested_in = outer
 
+    def call_of_all(self, function: str) -> Call:
+        """Return the call of ``function`` that all ranks make at the present place of the user's code."""
+        return Call(function, tuple(range(self.world_size)), call_site())
+
     def raise_if_nested(self, call: Call | str) -> None:
         if self.nested_in:
             where = f"inside the body of a function of {rank_names(self.nested_in)}"
@@ -260,7 +265,11 @@ class Calls:
         return rebuilt(self._failures_of_call(rank, report))
 
     def _failures_of_call(self, rank: int, report: RankStatus) -> dict[int, Failure]:
-        """What ``rank``, of which this is the ``report``, tells of the present call; nothing if it succeeded.
+        """Return how the present call has failed on ``rank``; nothing if it has succeeded.
+
+        Args:
+            rank: the one that has run it.
+            report: its last one.
 
         Raises:
             ParallelError: it has failed too often since for that to be known.

@@ -116,7 +116,7 @@ class RankContext:
 
     @property
     def has_store(self) -> bool:
-        """Whether this rank has connected to the store."""
+        """Return true once this rank has connected to the store."""
         return "store" in vars(self)
 
     @property

@@ -142,7 +142,7 @@ def _death(rank: int, member: Member | None, how: str, lost_after_s: float, what
 
 @functools.lru_cache(maxsize=1)
 def members(context: RankContext) -> list[Member]:
-    """Where every rank lives, once all of them have told."""
+    """Wait until all ranks have told where they live; return that, in rank order."""
     keys = [member_key(rank) for rank in range(context.world_size)]
     context.connection.await_keys(keys, context.timeout)
     found = [context.connection.read(key, Member) for key in keys]
@@ -150,7 +150,7 @@ def members(context: RankContext) -> list[Member]:
 
 
 def shared_accelerator(context: RankContext) -> str:
-    """Which ranks have the same accelerator, in words; empty if none have."""
+    """Return a sentence that names the ranks that have the same accelerator; empty if there are none."""
     ranks_of: dict[str, list[int]] = {}
     if context.world.device.type != "cpu":
         for rank, member in enumerate(members(context)):

@@ -97,7 +97,7 @@ NONE_FAILED = FailedCalls(0, ())
 
 
 class GenerationEnd(NamedTuple):
-    """How a generation of blocks ended: by the first rank that had to leave a block, or a barrier, early."""
+    """The end of a generation, as the first rank tells it that had to leave a block or a barrier early."""
 
     barriers: int  # how many barriers all ranks had reached
     failures: dict[int, Failure]  # by rank, the cause first

@@ -24,7 +24,6 @@ from .blocks import blocks_of
 from .context import RankContext, world_of
 from .environment import Launch, is_loopback
 from .liveness import connect_nodes
-from .records import Call, call_site
 from .sockets import (
     connected_since,
     connected_to,
@@ -89,8 +88,7 @@ def _meet(context: RankContext, where: str, refusal: LaunchError | None) -> None
     """Return once all ranks have come ``where`` they meet, and none has a ``refusal`` to tell."""
     with as_launch_error(where, context.world_size, context.timeout):
         if (here := blocks_of(context)) is not None:
-            call = Call("initialize_ddp()", tuple(range(context.world_size)), call_site())
-            here.barrier(call, context.timeout.total_seconds(), refusal)
+            here.barrier(here.call_of_all("initialize_ddp()"), context.timeout.total_seconds(), refusal)
         elif refusal is not None:
             raise refusal
 

@@ -103,7 +103,7 @@ def barrier(timeout_s: float | None) -> None:
     here = blocks_of(join_launched_world())
     if here is not None:
         here.raise_if_nested("barrier()")
-        here.barrier(Call("barrier()", tuple(range(here.world_size)), call_site()), timeout_s)
+        here.barrier(here.call_of_all("barrier()"), timeout_s)
 
 
 def _together(

@@ -149,7 +149,8 @@ class Watchdog:
                     return
                 block, generation = self._innermost(), self._context.generation
                 if block is not seen:
-                    pause, seen = POLL_MIN_S, block
+                    pause = POLL_MIN_S
+                    seen = block
                     if block is not None:  # most are over in a moment, and this thread would hold them up
                         self._changed.wait(FIRST_LOOK_AFTER_S)
                         continue

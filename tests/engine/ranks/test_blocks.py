@@ -329,7 +329,8 @@ def test_a_block_that_one_rank_has_left_has_passed(ranks2: Ranks, tmp_path: Path
         rank, told = initialize_ddp().rank, ""
         here = blocks_of(rank_context())
         assert here is not None
-        poll, through = here._poll, folder / "through"
+        poll = here._poll
+        through = folder / "through"  # rank 1 is through the block
 
         def poll_late(wait: Wait, is_over: Callable[[float], bool]) -> None:
             if not wait.call.function.startswith("the end of"):
@@ -618,7 +619,7 @@ def test_a_block_inside_that_one_rank_never_enters(ranks2: Ranks) -> None:
         return {rank: str(error) for rank, error in caught.value.failures.items()}
 
     for told in ranks2.run(scenario):
-        cause, *_ = told.values()  # rank 1 may have got as far as its own
+        cause, *_ = told.values()  # the error of rank 1 may come after it, if that got as far as to raise one
         assert cause.startswith("The ranks are not in the same call: rank ")
         assert "made the end of with ParallelExecutor() on ranks 0-1 at" in cause
         assert "made with ParallelExecutor() on ranks 0-1 at" in cause

@@ -1,4 +1,4 @@
-"""Which block a failure ends: the same one on all ranks, in whatever order they take their steps."""
+"""A failure ends the same block on all ranks, in whatever order they take their steps."""
 
 from __future__ import annotations
 
