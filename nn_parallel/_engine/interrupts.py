@@ -17,6 +17,7 @@ import contextlib
 import logging  # noqa: F401  # first: what it does around a fork is then between `_begin_fork` and `_end_fork`
 import operator
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -230,9 +231,19 @@ def _nothing_raised() -> None:
 def _must_finish(frame: FrameType | None) -> bool:
     if frame is not None and frame.f_code.co_filename == contextlib.__file__:  # between a block and its `with`
         return True
+    if frame is not None and _is_rmtree(frame):
+        return True
     while frame is not None and frame.f_code.co_filename == threading.__file__:
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("UNINTERRUPTED", False)
+
+
+def _is_rmtree(frame: FrameType) -> bool:
+    """Return whether this is `shutil.rmtree`, which leaves a descriptor open if it is interrupted as it closes it.
+
+    Before Python 3.13 it closes it once more instead. By then another thread may have opened one of that number.
+    """
+    return frame.f_code.co_filename == shutil.__file__ and "rmtree" in frame.f_code.co_qualname.lower()
 
 
 def _imports(frame: FrameType | None) -> int:

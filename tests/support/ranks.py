@@ -32,6 +32,7 @@ from nn_parallel._engine.pickling import _code_of_file
 START_WITHIN_S = 25.0
 ANSWER_WITHIN_S = 25.0
 END_WITHIN_S = 30.0
+NOTE_CHARACTERS = 20_000  # of what the ranks have printed, under an exception that one of them has raised
 AT_ONCE_S = 5.0  # what comes at once, on a busy machine; no timeout in the tests is as short
 
 
@@ -64,6 +65,7 @@ class Ranks:
         answers = [self._answer(rank) for rank in ranks]
         for succeeded, value in answers:
             if not succeeded:
+                value.add_note(f"the ranks printed:\n{self.printed()[-NOTE_CHARACTERS:]}")
                 raise value
         return [value for _, value in answers]
 

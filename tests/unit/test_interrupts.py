@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +174,22 @@ def test_no_interrupt_leaves_a_condition_locked() -> None:
             thread.start()
             thread.join()
             assert free.pop()
+
+
+def test_no_interrupt_closes_a_descriptor_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`shutil.rmtree` would: another thread may have opened one of the same number by then, and loses it."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's own keeps the exception alive
+    folder = tmp_path / "folder"
+    with _handled(signal.SIGALRM, signals._raise_in_the_outermost):
+        for step in range(500):
+            block = CancelScope()
+            with pytest.raises(Interrupted), block:
+                block.interrupted = True
+                signal.setitimer(signal.ITIMER_REAL, 1e-4 + step * 1e-7, 1e-4)
+                while True:
+                    folder.mkdir(exist_ok=True)
+                    shutil.rmtree(folder)
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class Destroyed:
