@@ -27,7 +27,6 @@ where another folder lies between its parts::
         liveness            the ranks that have died
         records             calls and blocks, as ranks tell each other of them
         main_thread         where the main thread is
-        deadlock            collectives that can never end
         watchdog            the thread that frees a stuck rank
         calls               one rank runs, the others wait
         blocks              all ranks run, and leave together

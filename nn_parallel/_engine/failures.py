@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ..errors import RankError, RemoteError, RemoteTraceback, WorkerDiedError
+from ..errors import RankError, RankTimeoutError, RemoteError, RemoteTraceback, WorkerDiedError
 from .tracebacks import format_traceback
 
 
@@ -32,6 +32,7 @@ class Failure(NamedTuple):
     message: str
     where: str  # for instance "rank 1 of 2 (pid 8123 on node7)"
     traceback: str
+    stacks: dict[int, str]  # of a `RankTimeoutError`: by silent rank, empty where it is not known
 
     @classmethod
     def of(cls, error: BaseException, where: str) -> Failure:
@@ -46,12 +47,17 @@ class Failure(NamedTuple):
             message=_text_of(error),
             where=f"{where} (pid {os.getpid()} on {socket.gethostname()})",
             traceback=format_traceback(error),
+            stacks={rank: error.stacks.get(rank, "") for rank in error.ranks}
+            if isinstance(error, RankTimeoutError)
+            else {},
         )
 
     def rebuild(self, allowed: Mapping[str, type[Exception]]) -> Exception:
         """The exception again, of its own type where ``allowed`` lists that, else a `RemoteError`."""
         error: Exception | None = None
-        if kind := allowed.get(self.type_name):
+        if self.stacks:
+            error = RankTimeoutError(self.message, ranks=list(self.stacks), stacks=self.stacks)
+        elif kind := allowed.get(self.type_name):
             try:
                 error = kind(*self.args) if self.args is not None else kind(self.message)
                 if len(error.args) == 1 and _text_of(error) != self.message:

@@ -222,7 +222,7 @@ class Rank:
             self._store.arrived[self._generation] += ENDED
             arrived = self._store.arrived[self._generation] % ENDED
             yield
-            told = {rank: Failure("Exception", None, text, "", "") for rank, text in failures.items()}
+            told = {rank: Failure("Exception", None, text, "", "", {}) for rank, text in failures.items()}
             self._store.ended.setdefault(self._generation, GenerationEnd(arrived // self._world_size, told))
         yield
         return self._store.ended[self._generation]  # what `yield from` evaluates to

@@ -1,10 +1,8 @@
-"""Random programs of all kinds of collectives, healthy ones and ones in which one rank leaves one collective out.
+"""Random programs of all kinds of collectives and calls, on ranks that are late at random, or stopped for a while.
 
-The ranks of the healthy ones are late at random, or stopped for a while; none may end with an error. Each of the others
-must end with one.
+None may end with an error.
 
     python -m tests.support.random_programs --seconds 3600 --late 5
-    python -m tests.support.random_programs --seconds 600 --late 1 --leave-out
 """
 
 from __future__ import annotations
@@ -67,25 +65,21 @@ class Step(NamedTuple):
     kind: str
     root: int
     inner: list[Step]  # of a block
-    number: int  # among the collectives
 
 
 class Plan:
     """A random program, the same for all ranks."""
 
-    def __init__(self, seed: str, world_size: int, leaves_out: bool) -> None:
-        """If one ``leaves_out`` a collective, nothing is sent from rank to rank: of that nothing can be known."""
-        self._chance, self._world_size, self._leaves_out = random.Random(seed), world_size, leaves_out
+    def __init__(self, seed: str, world_size: int) -> None:
+        self._chance, self._world_size = random.Random(seed), world_size
         self.members = [self._some_ranks(), self._some_ranks()]
-        self.collectives: list[tuple[int, ...]] = []  # which ranks take part
         self.steps = [*self._steps(self._chance.randint(5, 15), 0), self._step("all_reduce", 0)]
 
     def _some_ranks(self) -> tuple[int, ...]:
         return tuple(sorted(self._chance.sample(range(self._world_size), self._chance.randint(2, self._world_size))))
 
     def _steps(self, count: int, depth: int) -> list[Step]:
-        kinds = [kind for kind in OTHERS if not (kind == "send" and self._leaves_out)]
-        kinds = kinds if depth < 2 else kinds[:-2]
+        kinds = OTHERS if depth < 2 else OTHERS[:-2]
         return [
             self._step(self._chance.choice(COLLECTIVES if self._chance.random() < 0.6 else kinds), depth)
             for _ in range(count)
@@ -93,25 +87,16 @@ class Plan:
 
     def _step(self, kind: str, depth: int) -> Step:
         root = self._chance.randrange(self._world_size)
-        if kind in COLLECTIVES:
-            takes_part = self.members[root % 2] if kind.startswith("subgroup") else tuple(range(self._world_size))
-            self.collectives.append(takes_part)
-        number = len(self.collectives)
         inner = self._steps(self._chance.randint(1, 3), depth + 1) if kind in ("block", "run") else []
-        return Step(kind, root, inner, number)
-
-    def one_left_out(self) -> tuple[int, int]:
-        """A rank, and the number of a collective that it takes part in."""
-        number = self._chance.randrange(len(self.collectives))
-        return self._chance.choice(self.collectives[number]), number + 1
+        return Step(kind, root, inner)
 
 
 class Program:
     """A plan as one rank runs it: late to some steps, as its own random numbers say."""
 
-    def __init__(self, plan: Plan, seed: str, rank: int, world_size: int, late_s: float, leaves_out: int) -> None:
+    def __init__(self, plan: Plan, seed: str, rank: int, world_size: int, late_s: float) -> None:
         self.rank, self.world_size, self._plan, self._late_s = rank, world_size, plan, late_s
-        self._lateness, self._leaves_out = random.Random(f"{seed} {rank}"), leaves_out
+        self._lateness = random.Random(f"{seed} {rank}")
         self._pending: list[Any] = []
         self._groups = [dist.new_group(list(members)) for members in plan.members]
         self._model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
@@ -125,8 +110,7 @@ class Program:
                 ParallelExecutor().run(self.run, step.inner)
             else:
                 self._be_late()
-                if step.kind in OTHERS or step.number != self._leaves_out:
-                    getattr(self, f"_{step.kind}")(step.root)
+                getattr(self, f"_{step.kind}")(step.root)
         self._wait()
 
     def _be_late(self) -> None:
@@ -223,15 +207,13 @@ class Program:
             dist.recv(torch.empty(1), root)
 
 
-def take_part(seed: str, late_s: float, leaves_out: bool) -> str:
+def take_part(seed: str, late_s: float) -> str:
     """As a rank: run the program of that seed; how it ended, if not well."""
     world = initialize_ddp(GIVE_UP)
-    plan = Plan(seed, world.world_size, leaves_out)
-    rank, number = plan.one_left_out()
-    number = number if leaves_out and rank == world.rank else 0
+    plan = Plan(seed, world.world_size)
     try:
         with ParallelExecutor():
-            Program(plan, seed, world.rank, world.world_size, late_s, number).run(plan.steps)
+            Program(plan, seed, world.rank, world.world_size, late_s).run(plan.steps)
     except Exception as error:
         return repr(getattr(error, "failures", error))
     return ""
@@ -258,29 +240,25 @@ def stop_and_continue(pids: list[int], seed: int, late_s: float, over: threading
         os.kill(pid, signal.SIGCONT)
 
 
-def outcomes_in_world(
-    number: int, late_s: float, leave_out: bool, programs: int = PROGRAMS_PER_WORLD
-) -> list[tuple[str, list[str]]]:
+def outcomes_in_world(number: int, late_s: float, programs: int = PROGRAMS_PER_WORLD) -> list[tuple[str, list[str]]]:
     """Run some programs on the same ranks; what each was, and what the ranks told."""
     chance = random.Random(number)
     world_size, in_pool, stops = chance.randint(2, 8), chance.random() < 0.5, chance.random() < 0.5
     over, outcomes = threading.Event(), list[tuple[str, list[str]]]()
     with ranks_of(world_size, in_pool) as (run, pids):
         stopper = threading.Thread(target=stop_and_continue, args=(pids, number, late_s, over))
-        if stops and late_s and not leave_out:
+        if stops and late_s:
             stopper.start()
         try:
             for index in range(programs):
                 seed = f"{number}.{index}"
                 try:
-                    told = run(take_part, seed, late_s, leave_out)
+                    told = run(take_part, seed, late_s)
                 except RankError as error:  # of a pool: a rank has died, of what gloo makes of messages that do not fit
                     told = [repr(error)]
                 except (RankTimeoutError, pytest.fail.Exception) as error:
                     told = [f"{HANGS}\n{error}"]
-                left_out = "rank {} leaves out collective {}".format(*Plan(seed, world_size, leave_out).one_left_out())
-                what = f"{seed}: {world_size} ranks of a {'pool' if in_pool else 'launch'}"
-                outcomes.append((f"{what}, {left_out}" if leave_out else what, told))
+                outcomes.append((f"{seed}: {world_size} ranks of a {'pool' if in_pool else 'launch'}", told))
                 if "gone" in told or told[0].startswith(HANGS):
                     break
         finally:
@@ -294,7 +272,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--late", type=float, default=5.0)
-    parser.add_argument("--leave-out", action="store_true")
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--first", type=int, default=0)
     options = parser.parse_args()
@@ -305,12 +282,12 @@ def main() -> int:
         running = set()
         while running or time.monotonic() < end:
             while len(running) < options.at_once and time.monotonic() < end:
-                running.add(pool.submit(outcomes_in_world, next(seeds), options.late, options.leave_out))
+                running.add(pool.submit(outcomes_in_world, next(seeds), options.late))
             over, running = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
             for each in over:
                 for what, told in each.result():
                     done += 1
-                    if options.leave_out != any(told) or told[0].startswith(HANGS):
+                    if any(told):
                         wrong += 1
                         print(what, *told, sep="\n", flush=True)
     print(f"{done} programs, {wrong} of them ended as they must not")

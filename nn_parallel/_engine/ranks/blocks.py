@@ -29,12 +29,11 @@ from ..interrupts import DeferredSignals, Interrupted
 from .calls import LOOK_UP_PEER_AFTER_S, Calls, Wait, exceptions_in, failures_in
 from .context import RankContext, rank_context
 from .records import ARRIVED, HAS_LEFT, WAITING, Call, GenerationEnd, rebuilt
-from .store import LEFT_KEY, arrived_key, decode, encode, ended_key
+from .store import arrived_key, decode, encode, ended_key
 from .watchdog import BlockState, cause_of, is_consequence
 
 UNINTERRUPTED = True  # see interrupts
 ENDED = 1 << 40  # more than can arrive in a generation
-TIMEOUT_MARGIN_S = 0.5  # for the silent rank to tell where it stands, before those that wait say that it is silent
 SEEK_CAUSE_S, SEEK_EVERY_S = 0.5, 0.002
 LINGER_S = 30.0
 
@@ -114,8 +113,7 @@ class Blocks(Calls):
             self._begin(call)
             come_by = _deadline(min(timeout_s or math.inf, self.context.timeout.total_seconds()))
             self._meet(block, Wait(call, self._others, ARRIVED, come_by, "waits in"))
-            block.left_value = f"{self.generation} {block.begin}"
-            block.began = None if from_end else time.monotonic()
+            block.deadline = None if from_end else _deadline(timeout_s)
             with watchdog.watching(block):
                 yield
             self._end_block(block)
@@ -128,15 +126,11 @@ class Blocks(Calls):
         """Wait at the end of ``block`` for the others."""
         if (failure := self.context.group.error()) is not None:
             raise failure
-        if block.timeout_s is not None:
-            self.connection.set(LEFT_KEY, block.left_value)
         end = block.call._replace(function=f"the end of {block.call.function}")
         self._begin(end)
         self._barriers += 1
         block.end = self._barriers
-        leave_by = None
-        if block.timeout_s is not None:
-            leave_by = (block.began or time.monotonic()) + block.timeout_s + TIMEOUT_MARGIN_S
+        leave_by = block.deadline or _deadline(block.timeout_s)
         self._meet(block, Wait(end, self._others, ARRIVED, leave_by, "waits at"))
 
     def _meet(self, block: BlockState, wait: Wait) -> None:

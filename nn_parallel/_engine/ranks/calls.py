@@ -44,13 +44,12 @@ from .records import (
     rebuilt,
 )
 from .store import WARN_AFTER_S, decode, encode, ended_key, failures_key, report_key, standing_key
-from .watchdog import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, BlockState, Watchdog, cause_of
+from .watchdog import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, RANKS_NAMED, BlockState, Watchdog, cause_of, timeout_error
 
 CALLS_KEPT = 8
 FAILURES_KEPT = 64  # of each rank, in the store
 TELL_AFTER_S = 0.05  # that this rank waits, and for whom
 LOOK_UP_PEER_AFTER_S = 0.01
-RANKS_NAMED = 8
 logger = logging.getLogger("nn_parallel")
 
 
@@ -397,25 +396,20 @@ class Calls:
 
     def _timeout_error(self, missing: list[int], call: Call, waited: float) -> RankTimeoutError:
         """The error of this rank, which has waited for too long."""
-        stacks = {rank: f"rank {rank} {self._where(rank)}" for rank in missing[:RANKS_NAMED]}
-        return RankTimeoutError(
-            f"Rank {self.rank} waited {waited:.1f} s for {rank_names(missing)} in {call}: "
-            f"{', '.join(stacks.values())}, and is not dead as far as is known. It is slower than timeout=, or does "
-            f"not make this call. Every rank must call {call.function}.",
-            ranks=missing,
-            stacks=stacks,
-        )
+        standings = {}
+        for rank in missing[:RANKS_NAMED]:
+            standing = self.connection.read(standing_key(rank), Standing) or Standing("", "", {}, None)
+            standings[rank] = standing._replace(where=self._where(rank))
+        what = f"Rank {self.rank} waited {waited:.1f} s for {rank_names(missing)} in {call}"
+        why = f"Every rank must call {call.function}, and within timeout="
+        return timeout_error(f"{what}. {why}", missing, standings)
 
     def _error(self, call: Call, failures: Mapping[int, BaseException]) -> ParallelError:
         """The error of a call or block: a timeout if the cause is one."""
         errors = exceptions_in(failures)
-        silent = {rank: error for rank, error in errors.items() if isinstance(error, RankTimeoutError)}
-        if silent and next(iter(errors)) in silent:
-            # See `Watchdog`: each ends with the stack of its rank. The first one is told as a whole.
-            stacks = {rank: error.stacks.get(rank, str(error).rpartition("\n\n")[2]) for rank, error in silent.items()}
-            _, *others = dict.fromkeys(stacks.values())
-            text = "\n\n".join([str(next(iter(silent.values()))), *others])
-            return RankTimeoutError(text, ranks=sorted(stacks), stacks=dict(sorted(stacks.items())))
+        cause = next(iter(errors.values()), None)
+        if isinstance(cause, RankTimeoutError):
+            return RankTimeoutError(str(cause), ranks=cause.ranks, stacks=cause.stacks)
         return rank_error(call.function, self.world_size, errors)
 
 
@@ -428,5 +422,5 @@ def failures_in(error: BaseException, rank: int) -> dict[int, BaseException]:
     if isinstance(error, RankError):
         return dict(error.failures)
     if isinstance(error, RankTimeoutError) and error.ranks:
-        return dict.fromkeys(error.ranks, error)
+        return {error.ranks[0]: error}
     return {rank: error.with_traceback(user_frames(error))}

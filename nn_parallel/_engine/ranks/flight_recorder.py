@@ -14,11 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# Of which tensors the sizes are the same on every rank, by the name of a collective.
-ALIKE = dict.fromkeys(("all_reduce", "all_gather", "broadcast", "gather", "reduce"), "input") | {"scatter": "output"}
 DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}  # torch's functions
-# Of which only the root passes any.
-OF_ROOT = {"gather": "output_sizes", "scatter": "input_sizes"}
 
 
 class Collective(NamedTuple):
@@ -26,29 +22,20 @@ class Collective(NamedTuple):
 
     group: str  # torch's name of the group, the same on all of its ranks
     number: int
-    name: str  # as in all_reduce
-    tensors: str  # their types and sizes, if these are the same on every rank
-    root: int | None  # if it has one, and that is known: the root of a gather or scatter is, on itself
     members: tuple[int, ...]
     is_over: bool
     by_main_thread: bool
 
 
-def collectives(first_group_id: int, rank: int) -> list[Collective]:
-    """The last that this ``rank`` has entered, the oldest first, in groups that exist and have at least this id."""
+def collectives(first_group_id: int) -> list[Collective]:
+    """The last that this rank has entered, the oldest first, in groups that exist and have at least this id."""
     world, main = dist.distributed_c10d._world, str(threading.main_thread().ident)
     members = {name: tuple(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())}
-    found = []
-    for entry in _dump(True).get("entries", []):
-        group, name = entry["process_group"][0], entry["profiling_name"].removeprefix("gloo:")
-        if entry["pg_id"] >= first_group_id and group in members:
-            which = ALIKE.get(name)
-            tensors = f"{', '.join(entry[f'{which}_dtypes'])} {entry[f'{which}_sizes']}" if which else ""
-            by_main_thread = entry.get("thread_id") == main
-            number, is_over = entry["collective_seq_id"], entry["retired"]
-            root = rank if name in OF_ROOT and entry[OF_ROOT[name]] else None
-            found.append(Collective(group, number, name, tensors, root, members[group], is_over, by_main_thread))
-    return found
+    return [
+        Collective(group, entry["collective_seq_id"], members[group], entry["retired"], entry.get("thread_id") == main)
+        for entry in _dump(True).get("entries", [])
+        if entry["pg_id"] >= first_group_id and (group := entry["process_group"][0]) in members
+    ]
 
 
 def progress(first_group_id: int, backend: str = "gloo") -> str:

@@ -17,14 +17,6 @@ from .group import Group
 from .records import site_of
 
 
-class Rooted(NamedTuple):
-    """A collective that has a root."""
-
-    name: str  # as in broadcast
-    group: str  # torch's name of it
-    group_root: int  # the rank of the root in that group
-
-
 class MainThreadPosition(NamedTuple):
     """Where the main thread stands."""
 
@@ -32,8 +24,6 @@ class MainThreadPosition(NamedTuple):
     site: str  # file:line of the user's code
     caller: str  # the function of the user's code
     may_wait: bool  # for other ranks: it is in torch's distributed or autograd code, or calls some `wait`
-    makes_group: bool  # it is in initialize_ddp
-    waits_in: Rooted | None  # the collective whose end it waits for, if that has a root
 
     def __str__(self) -> str:
         function = self.function or self.caller
@@ -43,18 +33,15 @@ class MainThreadPosition(NamedTuple):
 def position() -> MainThreadPosition:
     """Where the main thread stands now."""
     frame = innermost = main_frame()
-    function, makes_group, waits_in = None, False, None
+    function = None
     while frame is not None and _is_library(frame):
         if frame.f_code is Group.make.__code__:
-            function, makes_group = "initialize_ddp", True
+            function = "initialize_ddp"
         elif frame.f_code.co_filename == dist.distributed_c10d.__file__:
-            waits_in = waits_in if function else _rooted(frame)
             function = frame.f_code.co_name
         frame = frame.f_back
     site, caller = (site_of(frame), frame.f_code.co_name) if frame else ("an unknown place", "<unknown>")
-    return MainThreadPosition(
-        function, site, caller, innermost is not None and _may_wait(innermost), makes_group, waits_in
-    )
+    return MainThreadPosition(function, site, caller, innermost is not None and _may_wait(innermost))
 
 
 def stack() -> str:
@@ -66,14 +53,6 @@ def stack() -> str:
 
 def _is_library(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_LIBRARIES)
-
-
-def _rooted(frame: FrameType) -> Rooted | None:
-    """The collective that ``frame``, of torch's function for it, has begun, if that has a root."""
-    variables = frame.f_locals
-    if "work" in variables and hasattr(variables.get("opts"), "rootRank"):
-        return Rooted(frame.f_code.co_name, variables["group"].group_name, variables["opts"].rootRank)
-    return None
 
 
 def _may_wait(frame: FrameType) -> bool:

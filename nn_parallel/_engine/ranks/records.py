@@ -121,29 +121,16 @@ class Waits(NamedTuple):
     until: Position
 
 
-class Entered(NamedTuple):
-    """A collective that a rank has entered."""
-
-    name: str  # with the tensors
-    root: int | None  # None: it has none, or that is not known
-
-    def __str__(self) -> str:
-        return self.name if self.root is None else f"{self.name} with root {self.root}"
-
-    def differs_from(self, other: Entered) -> bool:
-        """Whether they are two collectives for certain."""
-        return self.name != other.name or (None not in (self.root, other.root) and self.root != other.root)
-
-
 class Standing(NamedTuple):
-    """The state of a rank, as its watchdog writes it: it waits in a call, is stuck in collectives, or goes on."""
+    """Where a rank stands, as its watchdog writes it."""
 
     where: str  # for a person to read
+    stack: str  # of the user's code in the main thread
     entered: dict[str, int]  # by process group, the most collectives that it can have entered
-    groups_begun: tuple[int, ...]  # see `Group.begun`
-    names: dict[str, dict[str, Entered]]  # by process group, the last collectives by their numbers
-    waits: Waits | None
-    stuck_in: dict[str, int]  # by process group, the number of the first collective that has not ended
+    waits: Waits | None  # else it runs, or is in a collective
+
+    def waits_for(self, rank: int) -> bool:
+        return self.waits is not None and rank in self.waits.ranks
 
 
 def call_name(fn: Callable[..., Any]) -> str:

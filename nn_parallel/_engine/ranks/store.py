@@ -13,9 +13,8 @@ when it is deleted, so their number does not grow::
     arrived/G     counter        all ranks, at the barriers of G        all at a barrier
     ended/G       GenerationEnd  the first rank that leaves a block or  all, and all their watchdogs; rank 0 deletes
                                  a barrier of G early; others add       it, as arrived/G, in a later generation
-    left          text           a rank that is through a timed block   the watchdogs of those that are not
     standing/R    Standing       the watchdog of R, twice a second if   the watchdogs of ranks that are stuck, and ranks
-                                 there is anything new                  that have waited for long
+                                 there is anything new                  that have waited for long, or too long
     stop          StopCall       the first rank that is asked to stop,  all, when they call `stop_requested`
                                  or a pool's script; then whoever
                                  fixes at which call all stop
@@ -64,7 +63,7 @@ ANSWER_MARGIN_S = 0.5  # between the time that a wait may take, and giving up a 
 SOCKET_TIMEOUT = "Socket Timeout"  # torch's words, where the receive timeout of a socket is over
 
 # The keys of the table above.
-LEFT_KEY, SERVER_KEY, LOST_KEY, STOP_KEY, UNCAUGHT_KEY = "left", "liveness", "lost", "stop", "uncaught"
+SERVER_KEY, LOST_KEY, STOP_KEY, UNCAUGHT_KEY = "liveness", "lost", "stop", "uncaught"
 member_key, report_key, failures_key = "member/{}".format, "report/{}".format, "failures/{}".format  # of a rank
 standing_key, stops_key = "standing/{}".format, "stops/{}".format
 arrived_key, ended_key = "arrived/{}".format, "ended/{}".format  # of a generation

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,12 +33,11 @@ from ..interrupts import (
 from ..stack_dump import by_place
 from . import flight_recorder
 from .context import RankContext
-from .deadlock import standing, why_never, with_root
 from .flight_recorder import Collective
 from .liveness import OUT_OF_REACH, Liveness
 from .main_thread import MainThreadPosition, position, stack
 from .records import HAS_LEFT, Call, Position, RankStatus, Standing, Waits
-from .store import LEFT_KEY, StoreClient, ended_key, report_key, standing_key
+from .store import StoreClient, ended_key, report_key, standing_key
 
 logger = logging.getLogger("nn_parallel")
 
@@ -49,6 +48,7 @@ FIRST_LOOK_AFTER_S = 0.001
 STOP_WITHIN_S = 1.0
 LOOK_EVERY_S = 0.02 if os.environ.get("NN_PARALLEL_DEBUG") == "1" else 0.5  # where this rank stands
 LOOKS_PER_S = 10_000  # of all ranks together, where all are stuck, at what the others say
+RANKS_NAMED = 8
 
 
 @dataclass(eq=False)
@@ -60,18 +60,12 @@ class BlockState:
     timeout_s: float | None = None
     begin: float = math.inf  # the number of the barrier at which it begins, once this rank has come there
     end: float = math.inf  # and of that at which it ends
-    began: float | None = None  # from when its time counts; if None, from when the first rank has left it
-    left_value: str = ""  # what the first rank that has left it writes under `LEFT_KEY`
+    deadline: float | None = None  # when its time is over
     body: CancelScope = field(default_factory=CancelScope)
     is_active: bool = False  # its body runs
     has_passed: bool = False  # all ranks have come to its end
     must_leave: bool = False  # it has failed, or is to fail on this rank
     reason: Exception | None = None  # why, if not because of another rank
-
-    @property
-    def deadline(self) -> float | None:
-        """When its time is over, as far as that is known."""
-        return None if self.timeout_s is None or self.began is None else self.began + self.timeout_s
 
 
 class Watchdog:
@@ -87,7 +81,7 @@ class Watchdog:
         self._stopped = False
         self._look_at = 0.0  # when to look next, every `LOOK_EVERY_S`
         self.waits: Waits | None = None  # in a call of ours, for how long is for this rank to know
-        self._said: Standing | None = None
+        self._told: Standing | None = None
         self._state: Any = None  # as it was at the last look, see `_last_collectives`,
         self._last: list[Collective] = []  # and what it found then
         self._nccl = ""  # how far its collectives were
@@ -216,22 +210,14 @@ class Watchdog:
         return self._liveness.is_dead((self._context.rank + 1) % self._context.world_size)
 
     def _timeout(self, block: BlockState) -> RankTimeoutError | None:
-        """The error of this rank, if its time in ``block`` is over."""
-        if block.timeout_s is None or block.must_leave:
+        """The error of all ranks, if the time in ``block`` is over."""
+        if block.deadline is None or block.must_leave or time.monotonic() <= block.deadline:
             return None
-        if block.began is None and self._connection.get(LEFT_KEY) == block.left_value:
-            block.began = time.monotonic()
-        if block.began is None or time.monotonic() - block.began <= block.timeout_s:
-            return None
-        me, world_size = self._context.rank, self._context.world_size
-        others = self._said_by(set(range(world_size)) - {me})
-        places = {me: str(position())} | {rank: theirs.where for rank, theirs in others.items()}
-        sites = by_place({f"rank {rank}": places[rank].removeprefix("is ") for rank in sorted(places)})
-        return RankTimeoutError(
-            f"Rank {me} did not finish {block.call} within timeout={block.timeout_s:g} s. Where the ranks stand:\n"
-            f"{sites}\n\nRank {me}:\n{stack().rstrip()}",
-            ranks=[me],
-        )
+        me, here = self._context.rank, Standing(f"is {position()}", stack(), {}, None)
+        others = (rank for rank in range(self._context.world_size) if rank != me)
+        standings = {me: here} | {rank: self._connection.read(standing_key(rank), Standing) for rank in others}
+        silent = [rank for rank, each in standings.items() if each is None or not each.waits_for(me)]
+        return timeout_error(f"{block.call} did not end within timeout={block.timeout_s:g} s", silent, standings)
 
     def _look(self, block: BlockState | None) -> ParallelError | None:
         """Tell where this rank stands; why it must leave ``block``, if it is stuck for ever.
@@ -242,19 +228,37 @@ class Watchdog:
         if block is None and self._can_raise and (failure := self._failure_on_accelerator()):
             self._end_collective(failure)
             return None
-        progress, stands, waits = self._progress(), position(), self.waits  # before the collectives: see `standing`
-        last = [] if stands.makes_group else self._last_collectives(waits, stands)
-        mine = standing(self._context, waits, stands, last)
-        if mine != self._said:
-            self._said = mine
-            self._connection.write(standing_key(self._context.rank), mine)
-        if waits is not None or not (last or stands.makes_group):
+        # Before the collectives: what is entered meanwhile makes their counts too high, which hides a standstill until
+        # the next look. Too low they would make one up.
+        progress, stands, waits = self._progress(), position(), self.waits
+        last = self._last_collectives(waits, stands)
+        self._tell(Standing(waits.where if waits else f"is {stands}", stack(), self._entered(last), waits))
+        stuck_in = next((each for each in reversed(last) if each.by_main_thread and not each.is_over), None)
+        if waits is not None or stuck_in is None:
             return None
-        if block is not None:  # which fails by itself if a rank is lost
-            return self._deadlock(progress, stands, last, mine)
-        if reason := self._loss(stands, last) or self._deadlock(progress, stands, last, mine):
+        others = sorted(set(stuck_in.members) - {self._context.rank})
+        reason = self._loss(stands, others) if block is None else None  # a block fails by itself if a rank is lost
+        reason = reason or self._deadlock(progress, stands, stuck_in, others)
+        if block is not None:
+            return reason
+        if reason is not None:
             self._end_collective(reason)
         return None
+
+    def _tell(self, standing: Standing) -> None:
+        """Let the others know where this rank stands."""
+        if standing != self._told:
+            self._told = standing
+            self._connection.write(standing_key(self._context.rank), standing)
+
+    def _entered(self, last: list[Collective]) -> dict[str, int]:
+        """By process group, how many collectives this rank can have entered at most."""
+        return {self._key_of(group): number for group, number in flight_recorder.entered(last).items()}
+
+    def _key_of(self, group: str) -> str:
+        """A name of a process group that no later one gets: those of torch begin from 0 when all are made again."""
+        generation, made = self._context.group.begun
+        return f"{generation}.{made}/{group}"
 
     def _failure_on_accelerator(self) -> Exception | None:
         """Return why a collective on the accelerator cannot end. That a rank has died, NCCL need not see."""
@@ -303,35 +307,36 @@ class Watchdog:
             if self._context.group.is_gloo_alone():
                 self._context.group.abort(times_closed)
 
-    def _loss(self, stands: MainThreadPosition, last: list[Collective]) -> ParallelError | None:
-        """The error of this rank, if one that it is stuck with is on a node that does not answer any more."""
-        if lost := self._liveness.out_of_reach(sorted(self._partners(last))):
+    def _loss(self, stands: MainThreadPosition, others: list[int]) -> ParallelError | None:
+        """The error of this rank, if one of the ``others`` that it is stuck with is on a node that does not answer."""
+        if lost := self._liveness.out_of_reach(others):
             return self._never(stands, self._liveness.death(lost[0]))
         return None
 
     def _deadlock(
-        self, progress: Position, stands: MainThreadPosition, last: list[Collective], mine: Standing
+        self, progress: Position, stands: MainThreadPosition, stuck_in: Collective, others: list[int]
     ) -> ParallelError | None:
-        """The error of this rank, which is stuck, if that cannot end; None if there is no telling."""
-        partners = self._partners(last)
-        self._look_at += (len(partners) + 1) * self._context.world_size / LOOKS_PER_S
-        others = self._said_by(partners)
-        if why := why_never(self._context.rank, progress, stands.makes_group, last, mine, others):
-            return self._never(stands, f"{why}. Every rank must make the same calls and collectives in the same order.")
-        return None
+        """The error of this rank, if one of the ``others`` waits for it before the collective that it is ``stuck_in``.
 
-    def _partners(self, last: list[Collective]) -> set[int]:
-        """The ranks that this one is stuck with."""
-        members = {rank for each in last if not each.is_over for rank in each.members}
-        return (members or set(range(self._context.world_size))) - {self._context.rank}
+        All ranks make the same calls and collectives in the same order. So a rank that waits in a call for this one,
+        and has not entered the collective yet, never enters it. It may be late for hours and still come in any other
+        case, of which nothing is said.
+        """
+        self._look_at += (len(others) + 1) * self._context.world_size / LOOKS_PER_S
+        key, number = self._key_of(stuck_in.group), stuck_in.number
+        for rank in others:
+            theirs = self._connection.read(standing_key(rank), Standing)
+            if theirs is None or theirs.waits is None or theirs.entered.get(key, number) >= number:
+                continue
+            if self._context.rank in theirs.waits.ranks and progress < theirs.waits.until:
+                why = f"rank {rank} {theirs.where} without it."
+                return self._never(
+                    stands, f"{why} Every rank must make the same calls and collectives in the same order."
+                )
+        return None
 
     def _never(self, stands: MainThreadPosition, why: object) -> ParallelError:
         return ParallelError(f"Rank {self._context.rank} is {stands}, which can never end: {why}")
-
-    def _said_by(self, ranks: set[int]) -> dict[int, Standing]:
-        """Where these ranks stand, as far as they have told."""
-        said = {rank: self._connection.read(standing_key(rank), Standing) for rank in ranks}
-        return {rank: theirs for rank, theirs in said.items() if theirs is not None}
 
     def _last_collectives(self, waits: Waits | None, stands: MainThreadPosition) -> list[Collective]:
         """The last ones that this rank has entered, if it has not moved since it looked last; none if it goes on."""
@@ -340,11 +345,25 @@ class Watchdog:
         if state != self._state:
             self._state, self._last = state, []
         elif waits or (under_way and stands.may_wait):
-            if self._last:  # none has been entered since, so the main thread stands in its last one
-                return with_root(self._last, stands.waits_in)
-            self._last = flight_recorder.collectives(first_id, self._context.rank)
+            self._last = self._last or flight_recorder.collectives(first_id)
             return self._last
         return []
+
+
+def timeout_error(what: str, silent: Sequence[int], standings: Mapping[int, Standing | None]) -> RankTimeoutError:
+    """The error of all ranks, where those that are ``silent`` have not come within a time.
+
+    Args:
+        what: what has not ended, and in what time.
+        silent: for whom the others have waited.
+        standings: where ranks stand, as far as that is known.
+    """
+    known = {rank: standing for rank, standing in sorted(standings.items()) if standing is not None}
+    places = by_place({f"rank {rank}": standing.where.removeprefix("is ") for rank, standing in known.items()})
+    stacks = {rank: known[rank].stack if rank in known else "" for rank in silent}
+    named = [f"Rank {rank}:\n{stacks[rank].rstrip()}" for rank in silent[:RANKS_NAMED] if stacks[rank]]
+    text = "\n\n".join([f"{what}. Where the ranks stand:\n{places}", *named])
+    return RankTimeoutError(text, ranks=silent, stacks=stacks)
 
 
 def has_left(context: RankContext, connection: StoreClient, rank: int) -> bool:

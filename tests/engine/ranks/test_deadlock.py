@@ -78,13 +78,11 @@ def test_a_late_rank_is_waited_for(ranks4: Any, last: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [7, 16], ids=["launch", "pool"])  # of four ranks
-@pytest.mark.parametrize("leave_out", [False, True], ids=["healthy", "one left out"])
-def test_random_programs(number: int, leave_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On ranks that are late or stopped no program fails; where one leaves a collective out, some rank tells."""
+def test_random_programs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On ranks that are late or stopped no program fails."""
     monkeypatch.setattr(ranks, "ANSWER_WITHIN_S", 90.0)
-    for what, told in random_programs.outcomes_in_world(number, 0.2, leave_out, programs=2):
-        assert any(told) == leave_out, (what, told)
-        assert not told[0].startswith(random_programs.HANGS), (what, told)
+    for what, told in random_programs.outcomes_in_world(number, 0.2, programs=2):
+        assert not any(told), (what, told)
 
 
 def told_of_a_block(body: Callable[[int], object]) -> str:
@@ -144,82 +142,6 @@ def test_a_rank_whose_gradients_another_one_never_sends() -> None:
         for fn, missing in ((backward, 1), (subgroup, 2)):
             with pytest.raises(RankError, match=f"rank {missing} has returned from .* without it"):
                 pool.run(fn)
-
-
-def test_ranks_in_different_collectives(ranks2: Ranks) -> None:
-    """Under one number of a group, one rank entered another collective: the message names both."""
-
-    for told in ranks2.run(told_of_a_block, lambda rank: dist.barrier() if rank else all_reduce()):
-        assert "of process group 0 it entered " in told
-        assert "barrier" in told
-        assert "all_reduce" in told
-
-
-def test_a_rank_that_waits_in_a_call_has_entered_another_collective(ranks2: Ranks) -> None:
-    """Asynchronously, under the number of the one that the other rank is in: the call comes after it on both."""
-
-    def body(rank: int) -> None:
-        if rank == 0:
-            work = dist.all_reduce(torch.ones(1), async_op=True)
-        else:
-            dist.barrier()
-        on_rank(1)(int)()
-        work.wait()
-
-    for told in ranks2.run(told_of_a_block, body):
-        assert "Rank 1 is in barrier()" in told
-        assert "rank 0 waits in int() on rank 1 at " in told
-        assert "it entered all_reduce" in told
-
-
-def test_ranks_in_collectives_of_other_types(ranks2: Ranks) -> None:
-    """The name and the sizes are the same, the types of the numbers are not."""
-
-    def body(rank: int) -> None:
-        if rank == 0:
-            dist.broadcast(torch.ones(1, dtype=torch.int64), 1)
-        else:
-            dist.broadcast(torch.ones(1), 0)
-
-    for told in ranks2.run(told_of_a_block, body):
-        assert "broadcast of Long [[1]]" in told
-        assert "broadcast of Float [[1]]" in told
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "collective",
-    [
-        lambda rank: dist.gather(torch.ones(1), [torch.ones(1)] * 2, dst=rank),
-        lambda rank: dist.scatter(torch.ones(1), [torch.ones(1)] * 2, src=rank),
-        lambda rank: dist.scatter(torch.ones(1), src=1 - rank),
-        lambda rank: dist.broadcast(torch.ones(1), src=1 - rank),
-        lambda rank: dist.broadcast_object_list(["a"], src=1 - rank),
-    ],
-    ids=["gather", "scatter", "scatter from the other", "broadcast", "broadcast_object_list"],
-)
-def test_ranks_in_collectives_of_other_roots(ranks2: Ranks, collective: Callable[[int], None]) -> None:
-    """Each waits for the other, there or in what follows."""
-
-    def body(rank: int) -> None:
-        collective(rank)
-        all_reduce()
-
-    for told in ranks2.run(told_of_a_block, body):
-        assert re.search(r"it entered (\w+) of (.*) with root (\d), and rank \d \1 of \2 with root (?!\3)", told), told
-
-
-def test_ranks_that_wait_for_each_other_in_two_groups(ranks2: Ranks) -> None:
-    """Each is in a collective of another group: both end."""
-
-    def scenario() -> str:
-        rank = initialize_ddp().rank
-        groups = [dist.new_group([0, 1]) for _ in range(2)]
-        with pytest.raises(RankError, match="in all_reduce.. at .* without it") as caught, ParallelExecutor():
-            in_a_subgroup(groups[rank])
-        return str(caught.value)
-
-    ranks2.run(scenario)
 
 
 def test_a_collective_inside_a_call_for_one_rank(ranks2: Ranks) -> None:

@@ -64,7 +64,7 @@ def test_a_known_exception_is_rebuilt_as_it_was(error: Exception) -> None:
 
 def test_only_listed_types_are_rebuilt() -> None:
     """The list decides, not what the data says: a name that is not on it is never looked up."""
-    failure = Failure(type_name="builtins.eval", args=["1"], message="m", where="rank 1", traceback="tb")
+    failure = Failure(type_name="builtins.eval", args=["1"], message="m", where="rank 1", traceback="tb", stacks={})
     assert type(failure.rebuild({})) is RemoteError
     assert type(Failure.of(ValueError("x"), "").rebuild({})) is RemoteError
     assert type(Failure.of(ValueError("x"), "").rebuild({"ValueError": KeyError})) is KeyError
