@@ -20,6 +20,7 @@ where another folder lies between its parts::
         environment         a launcher's variables -> rank, world size, address
         sockets             the connections of this process
         store               the TCPStore: every key and record that ranks exchange
+        times               how long ranks wait, and how often they look
         flight_recorder     the collectives that this process has entered, as torch records them
         nccl                settings and errors of NCCL
         group               the process group: made, closed, made again

@@ -26,7 +26,9 @@ from collections.abc import Callable, Iterator
 from ...errors import ParallelError
 from ..failures import Failure
 from ..interrupts import DeferredSignals, Interrupted
-from .calls import LOOK_UP_PEER_AFTER_S, Calls, Wait, exceptions_in, failures_in
+from ..polling import looks
+from . import times
+from .calls import Calls, Wait, exceptions_in, failures_in
 from .context import RankContext, rank_context
 from .records import ARRIVED, HAS_LEFT, WAITING, Call, GenerationEnd, rebuilt
 from .store import arrived_key, decode, encode, ended_key
@@ -34,8 +36,6 @@ from .watchdog import BlockState, cause_of, is_consequence
 
 UNINTERRUPTED = True  # see interrupts
 ENDED = 1 << 40  # more than can arrive in a generation
-SEEK_CAUSE_S, SEEK_EVERY_S = 0.5, 0.002
-LINGER_S = 30.0
 
 
 class Blocks(Calls):
@@ -141,7 +141,7 @@ class Blocks(Calls):
 
         def is_complete(waited: float) -> bool:
             nonlocal has_arrived
-            has_left = waited > LOOK_UP_PEER_AFTER_S and self._check_neighbor(wait.call)  # before the counter
+            has_left = waited > times.LOOK_UP_PEER_AFTER_S and self._check_neighbor(wait.call)  # before the counter
             arrived = self.connection.add(key, 0 if has_arrived else 1)
             has_arrived = True
             if arrived >= ENDED:
@@ -256,11 +256,11 @@ class Blocks(Calls):
 
     def _seek_deaths(self, block: BlockState) -> dict[int, BaseException]:
         """The deaths that end the generation; none if it has ended already, or nothing is found in time."""
-        deadline = time.monotonic() + SEEK_CAUSE_S
-        while not self._has_generation_ended() and time.monotonic() < deadline:
+        for waited in looks(*times.POLL):
+            if self._has_generation_ended() or waited > times.CAUSE_WITHIN_S:
+                break
             if dead := self._liveness.dead(self._others):
                 return {rank: self._liveness.death(rank, block.call) for rank in dead}
-            time.sleep(SEEK_EVERY_S)
         return {}
 
 
@@ -294,7 +294,7 @@ def _deadline(timeout_s: float | None) -> float | None:
 @atexit.register
 def _outlive_readers() -> None:
     """The store ends with the process that holds it: stay while another rank may still have to read an outcome."""
-    deadline = time.monotonic() + LINGER_S
+    deadline = time.monotonic() + times.LINGER_S
     for hosted in _hosted:
         if not hosted.context.is_inherited:
             hosted.outlive_readers(deadline)

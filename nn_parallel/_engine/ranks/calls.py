@@ -22,8 +22,9 @@ from typing import NamedTuple
 from ...errors import ParallelError, RankError, RankTimeoutError
 from ..failures import Failure, rank_error, rank_names
 from ..interrupts import Interrupted
-from ..polling import Spin
+from ..polling import Spin, looks
 from ..tracebacks import user_frames
+from . import times
 from .context import RankContext
 from .liveness import Liveness
 from .records import (
@@ -43,13 +44,11 @@ from .records import (
     call_site,
     rebuilt,
 )
-from .store import WARN_AFTER_S, decode, encode, ended_key, failures_key, report_key, standing_key
-from .watchdog import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, RANKS_NAMED, BlockState, Watchdog, cause_of, timeout_error
+from .store import decode, encode, ended_key, failures_key, report_key, standing_key
+from .watchdog import RANKS_NAMED, BlockState, Watchdog, cause_of, timeout_error
 
 CALLS_KEPT = 8
 FAILURES_KEPT = 64  # of each rank, in the store
-TELL_AFTER_S = 0.05  # that this rank waits, and for whom
-LOOK_UP_PEER_AFTER_S = 0.01
 logger = logging.getLogger("nn_parallel")
 
 
@@ -229,7 +228,7 @@ class Calls:
                     report = self.connection.read(report_key(rank), RankStatus)
                     if report is None or report.progress.phase == HAS_LEFT or time.monotonic() > deadline:
                         break  # it has never come, or waits for nothing any more
-                    time.sleep(POLL_MAX_S / 10)
+                    time.sleep(times.END_EVERY_S)
         self._liveness.close()
 
     # What this rank learns.
@@ -256,7 +255,7 @@ class Calls:
                 if report.progress < goal and report.progress.phase == HAS_LEFT:
                     raise self._left_error(rank, wait.call)
             has_run = report.progress >= goal  # also if it is in a later generation, unless this block has failed
-            if report.progress.generation > self.generation or (waited > LOOK_UP_PEER_AFTER_S and not has_run):
+            if report.progress.generation > self.generation or (waited > times.LOOK_UP_PEER_AFTER_S and not has_run):
                 self._raise_if_generation_ended()
             return has_run
 
@@ -291,32 +290,26 @@ class Calls:
     def _poll(self, wait: Wait, is_over: Callable[[float], bool]) -> None:
         """Return once ``is_over``, which is given the seconds waited so far.
 
-        Sleeps 5 % of the time waited so far between two looks: a thread blocked in the store would see neither Ctrl-C
-        nor a death.
+        It looks again and again: a thread blocked in the store would see neither Ctrl-C nor a death.
 
         Raises:
             RankError: one of the ranks that are waited for has died.
             RankTimeoutError: the time is over.
         """
-        start, looks, has_told, warn_after_s = time.monotonic(), 0, False, WARN_AFTER_S
-        waited = 0.0
+        has_told, warn_after_s = False, times.WARN_AFTER_S
         self.connection.answer_by = wait.deadline
         self._spin.offer_core()  # where ranks share cores, it may be the one that is waited for who needs this one
         try:
-            while True:
+            for waited in looks(*times.POLL):
                 # Before the look, which sees their last words.
-                dead = self._liveness.dead(wait.ranks) if waited > LOOK_UP_PEER_AFTER_S else []
+                dead = self._liveness.dead(wait.ranks) if waited > times.LOOK_UP_PEER_AFTER_S else []
                 if is_over(waited):
                     return
                 if dead:
                     raise self._gone_error(dead[0], wait.call)
-                waited = time.monotonic() - start
-                if wait.deadline is not None and start + waited > wait.deadline:
+                if wait.deadline is not None and time.monotonic() > wait.deadline:
                     raise self._timeout_error(self._missing(wait) or list(wait.ranks), wait.call, waited)
-                looks += 1
-                if looks > 1:
-                    time.sleep(min(max(waited * POLL_SHARE, POLL_MIN_S), POLL_MAX_S))
-                if waited > TELL_AFTER_S and not has_told:
+                if waited > times.TELL_AFTER_S and not has_told:
                     has_told = True
                     self._tell(wait)
                 if waited > warn_after_s:

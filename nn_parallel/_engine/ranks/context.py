@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ...errors import LaunchError
 from ...world import World
 from ..devices import accelerators, current_index, device_of_rank, hardware_id
+from . import times
 from .environment import Launch, detect_launch
 from .group import Group
 from .sockets import at_ports, bottom
@@ -38,9 +39,6 @@ from .store import (
     member_key,
 )
 
-DEFAULT_TIMEOUT = timedelta(minutes=60)
-LOST_AFTER = timedelta(seconds=60)
-
 
 @dataclass(eq=False)
 class RankContext:
@@ -52,7 +50,7 @@ class RankContext:
 
     world: World  # as it was on joining; `distributed` is asked from torch each time
     open_store: Callable[[], dist.Store] | None = None  # None: this rank is alone, there is nobody to talk to
-    timeout: timedelta = DEFAULT_TIMEOUT
+    timeout: timedelta = times.DEFAULT_TIMEOUT
     store_host: int | None = None  # the rank whose process the store lives in; None if it is no rank's
     one_node: bool = True
     on_deadlock: Callable[[Exception], None] | None = None  # takes the error of a collective outside of all blocks
@@ -127,7 +125,7 @@ class RankContext:
     @property
     def lost_after_s(self) -> float:
         """How long a node may be out of reach; if it is for longer, its ranks count as gone."""
-        return min(LOST_AFTER, self.timeout / 2).total_seconds()
+        return min(times.LOST_AFTER, self.timeout / 2).total_seconds()
 
     @property
     def unanswered_s(self) -> float | None:

@@ -21,7 +21,7 @@ from ...errors import LaunchError
 from ...world import World
 from ..devices import synchronize_in_thread
 from ..failures import summary
-from . import nccl
+from . import nccl, times
 from .flight_recorder import next_group_id, progress
 from .sockets import bottom, connected_at, duplicate, interface_to_other_nodes, still_open
 from .store import clone_store
@@ -35,10 +35,7 @@ dist.group.WORLD = _present
 del _present
 
 
-# Gloo waits five times the timeout of a group for another rank to connect, and once for it to write where it listens.
-GLOO_CONNECTS_WITHIN, CONNECT_AT_LEAST = 5, timedelta(seconds=5)
 ONLY_OURS = 2  # references: of a list, and of the argument of `getrefcount`
-LOOK_EVERY_S = 0.002  # whether collectives have ended
 logger = logging.getLogger("nn_parallel")
 _KEY_OF_GLOO = re.compile(r"(^|/)cpu//0/\d+$")
 _closed: list[dist.ProcessGroup] = []
@@ -106,7 +103,7 @@ class Group:
         self._set_environment()
         connect_within = timeout
         if world.device.type in ("cpu", "cuda"):  # for which torch can set it afterwards
-            connect_within = min(timeout, max(timeout / GLOO_CONNECTS_WITHIN, CONNECT_AT_LEAST))
+            connect_within = min(timeout, max(timeout / times.GLOO_CONNECTS_WITHIN, times.GLOO_CONNECT_AT_LEAST))
         hook = sys.excepthook
         self.first_id = next_group_id()
         self._first_nccl_id = next_group_id("nccl")
@@ -211,7 +208,7 @@ class Group:
 
     def has_ended_on_accelerator(self) -> bool:
         """Return whether all that was queued on this rank's accelerator ends in a moment."""
-        return nccl.has_ended(self._world.device, nccl.ENDS_WITHIN_S)
+        return nccl.has_ended(self._world.device, times.ENDS_WITHIN_S)
 
     def progress_of_nccl(self) -> str:
         """Return how far NCCL's collectives are; empty if none is under way, or there is no group."""
@@ -271,7 +268,7 @@ class Group:
             return True
         end, wait_until = synchronize_in_thread(self._world.device), time.monotonic() + min(within_s, self._timeout_s)
         while not end.done() and time.monotonic() < wait_until and self.error() is None:
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(times.END_EVERY_S)
         return end.done() and end.exception() is None
 
     def _end_reading(self) -> None:

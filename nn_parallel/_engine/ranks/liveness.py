@@ -24,11 +24,11 @@ from typing import NamedTuple
 from ...errors import ParallelError, WorkerDiedError
 from ..descendants import is_stopped
 from ..failures import rank_names, summary
+from . import times
 from .context import RankContext
 from .sockets import LISTEN_BACKLOG, connected_since, end_connections, end_if_unanswered
 from .store import LOST_KEY, SERVER_KEY, Member, StoreClient, host_identity, member_key
 
-ASK_EVERY_S = 0.1  # who is gone, or where one lives who has not said so
 HELLO_BYTES, WELCOME = 64, b"."
 STRANGERS = 64  # may be connected to rank 0 at once, beside the ranks
 ENDED, OUT_OF_REACH, RESET = "ended", "went out of reach", "ended, or its connection was reset"
@@ -72,7 +72,7 @@ class Liveness:
         now = time.monotonic()
         for rank in ranks:
             if rank not in self._members and now > self._look_up_at[rank]:
-                self._look_up_at[rank] = now + ASK_EVERY_S * self._context.world_size  # of all ranks alike
+                self._look_up_at[rank] = now + times.ASK_EVERY_S * self._context.world_size  # of all ranks alike
                 self._look_up(rank)
         self._how.update((self._rank_of[pidfd], ENDED) for pidfd, _ in self._poll.poll(0))
         return [rank for rank in ranks if self._is_known_dead(rank)]
@@ -125,7 +125,7 @@ class Liveness:
                 how = rank_0.how_lost
             else:
                 if time.monotonic() > self._look_for_lost_at:
-                    self._look_for_lost_at = time.monotonic() + ASK_EVERY_S
+                    self._look_for_lost_at = time.monotonic() + times.ASK_EVERY_S
                     self._lost = self._connection.read(LOST_KEY, Lost) or self._lost
                 how = self._lost.how.get(rank)
             if how is not None:
@@ -278,7 +278,7 @@ class LivenessServer:
         try:
             connection, _ = self._listener.accept()
         except OSError:  # who connects has gone again; or no descriptor is left: not at once again
-            time.sleep(ASK_EVERY_S)
+            time.sleep(times.ASK_EVERY_S)
             return
         end_if_unanswered(connection, self._lost_after_s, is_idle=True)
         end = _End(connection)

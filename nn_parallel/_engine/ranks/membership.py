@@ -19,15 +19,15 @@ from ...errors import LaunchError
 from ...world import World
 from ..devices import existing_device, named_device
 from ..tracebacks import hide_own_frames
+from . import times
 from .blocks import block, blocks_of
-from .context import DEFAULT_TIMEOUT, RankContext, current_world, join, rank_context, world_of
+from .context import RankContext, current_world, join, rank_context, world_of
 from .environment import Launch, detect_launch, with_arguments
 from .liveness import shared_accelerator
 from .rendezvous import as_launch_error, join_launch
 from .uncaught import share_uncaught
 
 TAKEN = "NN_PARALLEL_TAKEN"  # tells child processes who has taken the place that the launcher's variables describe
-EXIT_WITHIN_S = 60.0  # for what is under way on accelerators to end
 logger = logging.getLogger("nn_parallel")
 
 
@@ -62,7 +62,7 @@ def initialize(
                 return current_world() if device is None else _alone(device)
             if _is_started_by_rank(launch):
                 return world_of(launch, named_device(device))
-            context = join_launch(launch, named_device(device), limit or DEFAULT_TIMEOUT)
+            context = join_launch(launch, named_device(device), limit or times.DEFAULT_TIMEOUT)
             join(context)
             share_uncaught(context)
             os.environ[TAKEN] = f"{os.getpid()} {_place(launch)}"
@@ -102,7 +102,7 @@ def clean_up() -> None:
 def _leave_at_exit() -> None:
     """Leave the world at the end of the program."""
     context = rank_context()
-    _leave(abort=context is not None and context.ends_by_exception, within_s=EXIT_WITHIN_S)
+    _leave(abort=context is not None and context.ends_by_exception, within_s=times.EXIT_WITHIN_S)
 
 
 def _leave(*, abort: bool, within_s: float = math.inf) -> None:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..devices import synchronize_in_thread
+from . import times
 from .flight_recorder import progress
 
 UNINTERRUPTED = True  # see interrupts
@@ -40,8 +41,6 @@ SET_BY_TORCHRUN = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 # Torch sets it in the store when a collective has failed, for the ranks to write down what they have done. Ranks that
 # make a group later would find it, too.
 DUMP_KEY = "exception_dump"
-ABORT_WITHIN_S = 30.0
-ENDS_WITHIN_S = 0.25  # a collective that has come to its end before another rank closed the connection
 logger = logging.getLogger("nn_parallel")
 
 
@@ -65,7 +64,7 @@ def error_of(groups: Iterable[dist.ProcessGroup], device: torch.device) -> dist.
     A connection that was lost is no error where all that was queued has come to its end: another rank may have left.
     """
     told = {each for group in groups for each in _told_by(group)}
-    if not told or has_ended(device, ENDS_WITHIN_S):
+    if not told or has_ended(device, times.ENDS_WITHIN_S):
         return None
     if "TIMEOUT" in told:
         return dist.DistBackendError(
@@ -112,11 +111,11 @@ class Aborts:
 
     def finish(self) -> bool:
         """Wait for all of them, before the groups are destroyed; return whether they have ended."""
-        wait_until = time.monotonic() + ABORT_WITHIN_S
+        wait_until = time.monotonic() + times.ABORT_WITHIN_S
         for thread in self._threads.values():
             thread.join(max(0.0, wait_until - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads.values()):
-            logger.error("The process group did not end within %g s: this process can only exit.", ABORT_WITHIN_S)
+            logger.error("The process group did not end within %g s: this process can only exit.", times.ABORT_WITHIN_S)
             return False
         self._threads.clear()
         return True

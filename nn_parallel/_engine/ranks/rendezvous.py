@@ -20,6 +20,7 @@ from ..failures import rank_names, summary
 from ..interrupts import DeferredSignals
 from ..polling import looks
 from ..stack_dump import offer_stack
+from . import times
 from .blocks import blocks_of
 from .context import RankContext, world_of
 from .environment import Launch, is_loopback
@@ -32,10 +33,7 @@ from .sockets import (
     loopback,
     open_sockets,
 )
-from .store import WARN_AFTER_S, Member, StoreSilence, limit_silence, member_key
-
-ATTEMPTS = 0.1, 0.01, 1.0  # to connect, each of which may ask a name server: see `looks`
-ATTEMPT_MIN_S, ATTEMPT_MAX_S = 0.01, 1.0  # how long one waits for an answer
+from .store import Member, StoreSilence, limit_silence, member_key
 
 logger = logging.getLogger("nn_parallel")
 
@@ -168,7 +166,7 @@ def _ended_after(timeout: timedelta, port: int, before: dict[int, int]) -> Itera
         wait_s = timeout.total_seconds()
         while not done.wait(wait_s):
             end_connections(connected_to(port, before))
-            wait_s = ATTEMPT_MAX_S
+            wait_s = times.ATTEMPT_MAX_S
 
     done = threading.Event()
     thread = threading.Thread(target=end, name="nn_parallel connect", daemon=True)
@@ -189,10 +187,10 @@ def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:
         OSError: why nobody could be reached within ``timeout``.
         UnicodeError: no host can have such a name.
     """
-    warn_after_s = WARN_AFTER_S
-    for waited in looks(*ATTEMPTS):
+    warn_after_s = times.WARN_AFTER_S
+    for waited in looks(*times.ATTEMPTS):
         left = timeout.total_seconds() - waited
-        answer_within_s = min(max(left, ATTEMPT_MIN_S), ATTEMPT_MAX_S)
+        answer_within_s = min(max(left, times.ATTEMPT_MIN_S), times.ATTEMPT_MAX_S)
         try:
             # Ctrl-C is raised when the attempt is over: in the middle it would leave a socket open.
             with DeferredSignals(), socket.create_connection(address, answer_within_s):

@@ -53,13 +53,10 @@ from ...errors import LaunchError, ParallelError, RankTimeoutError, WorkerDiedEr
 from ..descendants import is_stopped
 from ..failures import rank_error, summary
 from ..polling import looks
+from . import times
 from .sockets import bottom, connected_since, end_connections, end_if_unanswered, open_sockets, still_open
 
 T = TypeVar("T")
-WARN_AFTER_S = 30.0  # of waiting for others
-CONNECTS_WITHIN = timedelta(seconds=10)  # once more, to a store that has answered before
-LOOKS = 0.2, 0.0001, 0.05  # at a key: see `looks`
-ANSWER_MARGIN_S = 0.5  # between the time that a wait may take, and giving up a request to the store in it
 SOCKET_TIMEOUT = "Socket Timeout"  # torch's words, where the receive timeout of a socket is over
 
 # The keys of the table above.
@@ -197,7 +194,7 @@ class StoreClient:
         Raises:
             ParallelError: one is not, within ``timeout``.
         """
-        for waited in looks(*LOOKS):
+        for waited in looks(*times.POLL):
             if self._ask(self.store.check, keys):
                 return
             if waited > timeout.total_seconds():
@@ -232,7 +229,7 @@ class StoreClient:
         limit_s = self._silence.timeout_s if self.answer_by is None else max(self.answer_by - now, 0.0)
         if limit_s != self._limit_s:
             self._limit_s = limit_s
-            seconds, fraction = divmod(limit_s + ANSWER_MARGIN_S, 1)
+            seconds, fraction = divmod(limit_s + times.ANSWER_MARGIN_S, 1)
             with contextlib.suppress(OSError):  # it has ended, which the request tells
                 value = struct.pack("ll", int(seconds), int(fraction * 1_000_000))
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
@@ -300,7 +297,7 @@ def clone_store(store: dist.Store, unanswered_s: float | None) -> tuple[dist.Sto
     """The store by another connection, and that connection, which ends when no answer comes in ``unanswered_s``."""
     before, whole = open_sockets(), bottom(store)
     timeout = whole.timeout  # type: ignore[attr-defined]  # torch tries for so long to connect, deaf to Ctrl-C, also where nobody is left
-    whole.set_timeout(min(timeout, CONNECTS_WITHIN))
+    whole.set_timeout(min(timeout, times.CONNECTS_WITHIN))
     try:
         clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs, as the above
     except RuntimeError as error:

@@ -14,12 +14,11 @@ from ...errors import RankError
 from ..failures import collective_timed_out
 from ..polling import looks
 from ..tracebacks import format_traceback
+from . import times
 from .context import RankContext
 from .liveness import Liveness
-from .store import LOOKS, UNCAUGHT_KEY, decode, encode
+from .store import UNCAUGHT_KEY, decode, encode
 from .watchdog import has_left, is_consequence
-
-DIES_WITHIN_S = 2.0  # a process that has left the others
 
 
 class Uncaught(NamedTuple):
@@ -62,18 +61,18 @@ def _cause(context: RankContext) -> str:
     connection = context.connection
     try:
         with contextlib.closing(Liveness(context, connection)) as liveness:
-            for waited in looks(*LOOKS):
+            for waited in looks(*times.POLL):
                 told = connection.read(UNCAUGHT_KEY, Uncaught)
                 if told is None:
                     dead = (rank for rank in liveness.dead(_others(context)) if not has_left(context, connection, rank))
                     gone = [str(liveness.death(rank)) for rank in dead]
-                    if waited > DIES_WITHIN_S and not gone:
+                    if waited > times.DIES_WITHIN_S and not gone:
                         left = (rank for rank in _others(context) if has_left(context, connection, rank))
                         gone = [f"Rank {rank} has left: it is at its end, or called cleanup_ddp()." for rank in left]
                     if gone:
                         first = connection.swap(UNCAUGHT_KEY, "", encode(Uncaught("\n".join(gone))))
                         told = decode(Uncaught, UNCAUGHT_KEY, first)
-                if told is not None or waited > DIES_WITHIN_S:
+                if told is not None or waited > times.DIES_WITHIN_S:
                     return "" if told is None else told.told
     except RankError as lost:  # the store, with its host
         return "\n".join(map(str, lost.exceptions))

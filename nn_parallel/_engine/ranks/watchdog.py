@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from ..interrupts import (
     stay_ready,
 )
 from ..stack_dump import by_place
-from . import flight_recorder
+from . import flight_recorder, times
 from .context import RankContext
 from .flight_recorder import Collective
 from .liveness import OUT_OF_REACH, Liveness
@@ -42,12 +41,6 @@ from .store import StoreClient, ended_key, report_key, standing_key
 logger = logging.getLogger("nn_parallel")
 
 UNINTERRUPTED = True  # see interrupts
-# How long to sleep between two looks: a share of the time waited so far, within these bounds.
-POLL_SHARE, POLL_MIN_S, POLL_MAX_S = 0.05, 5e-5, 0.02
-FIRST_LOOK_AFTER_S = 0.001
-STOP_WITHIN_S = 1.0
-LOOK_EVERY_S = 0.02 if os.environ.get("NN_PARALLEL_DEBUG") == "1" else 0.5  # where this rank stands
-LOOKS_PER_S = 10_000  # of all ranks together, where all are stuck, at what the others say
 RANKS_NAMED = 8
 
 
@@ -79,7 +72,7 @@ class Watchdog:
         self._entered_blocks = blocks
         self._changed = Condition()
         self._stopped = False
-        self._look_at = 0.0  # when to look next, every `LOOK_EVERY_S`
+        self._look_at = 0.0  # when to look next, where this rank stands
         self.waits: Waits | None = None  # in a call of ours, for how long is for this rank to know
         self._told: Standing | None = None
         self._state: Any = None  # as it was at the last look, see `_last_collectives`,
@@ -131,11 +124,12 @@ class Watchdog:
         with self._changed:
             self._stopped = True
             self._changed.notify()
-        self._thread.join(STOP_WITHIN_S)  # it may sit in a store whose host is gone; it is a daemon
+        self._thread.join(times.WATCHDOG_ENDS_WITHIN_S)  # else it stays, as a daemon
         self._liveness.close()
 
     def _loop(self) -> None:
-        pause = POLL_MIN_S
+        share, least_s, most_s = times.POLL
+        pause = least_s
         seen: BlockState | None = None
         while True:
             with self._changed:
@@ -143,10 +137,10 @@ class Watchdog:
                     return
                 block, generation = self._innermost(), self._context.generation
                 if block is not seen:
-                    pause = POLL_MIN_S
+                    pause = least_s
                     seen = block
                     if block is not None:  # most are over in a moment, and this thread would hold them up
-                        self._changed.wait(FIRST_LOOK_AFTER_S)
+                        self._changed.wait(times.FIRST_LOOK_AFTER_S)
                         continue
                 if block is None and (left := self._look_at - time.monotonic()) > 0:
                     self._changed.wait(None if self._is_store_lost and self._on_cpu else left)
@@ -163,7 +157,7 @@ class Watchdog:
                     reason = self._look(block)
             except Exception as error:  # the store is gone, or worse: what it should tell of would never be heard
                 self._is_store_lost, reason = True, _as_reason(error)
-                self._look_at = time.monotonic() + LOOK_EVERY_S
+                self._look_at = time.monotonic() + times.STAND_EVERY_S
                 if block is None and self._context.rank_0.how_lost == OUT_OF_REACH and position().may_wait:
                     self._end_collective(reason)
             if block is None:
@@ -173,7 +167,7 @@ class Watchdog:
             with self._changed:
                 if not self._stopped:
                     self._changed.wait(pause)
-                    pause = min(pause * (1 + POLL_SHARE), POLL_MAX_S)
+                    pause = min(pause * (1 + share), most_s)
 
     def _free(self, block: BlockState, generation: int, reason: Exception | None) -> None:
         """Have this rank leave ``block``: again and again, as a group may just be made, or a wait begin.
@@ -224,7 +218,7 @@ class Watchdog:
 
         Outside of all blocks its collective is ended here, also if it waits for a rank that is lost.
         """
-        self._look_at = time.monotonic() + LOOK_EVERY_S
+        self._look_at = time.monotonic() + times.STAND_EVERY_S
         if block is None and self._can_raise and (failure := self._failure_on_accelerator()):
             self._end_collective(failure)
             return None
@@ -299,7 +293,7 @@ class Watchdog:
             raise_in_main_thread(reason)
             self._context.group.abort(times_closed)
             while self._context.group.times_closed == times_closed and raise_if_due() and not self._stopped:
-                time.sleep(POLL_MAX_S)
+                time.sleep(times.POLL_MOST_S)
             raise_nothing()
         else:
             logger.error("%s", reason)
@@ -322,7 +316,7 @@ class Watchdog:
         and has not entered the collective yet, never enters it. It may be late for hours and still come in any other
         case, of which nothing is said.
         """
-        self._look_at += (len(others) + 1) * self._context.world_size / LOOKS_PER_S
+        self._look_at += (len(others) + 1) * self._context.world_size / times.STANDINGS_PER_S
         key, number = self._key_of(stuck_in.group), stuck_in.number
         for rank in others:
             theirs = self._connection.read(standing_key(rank), Standing)

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nn_parallel import ParallelExecutor, RankError, RankTimeoutError, initialize_ddp, on_rank, save_checkpoint
-from nn_parallel._engine.ranks import calls
-from nn_parallel._engine.ranks import watchdog as watchdog
+from nn_parallel._engine.ranks import times
 from tests.support import random_programs, ranks
 from tests.support.ranks import Ranks, launched
 
@@ -183,11 +182,11 @@ def test_whoever_looks_for_mistakes_is_told_at_once() -> None:
 
     def scenario() -> tuple[float, str]:
         initialize_ddp()
-        return watchdog.LOOK_EVERY_S, told_of_a_block(lambda rank: on_rank(0)(all_reduce)())
+        return times.STAND_EVERY_S, told_of_a_block(lambda rank: on_rank(0)(all_reduce)())
 
     with launched(2, NN_PARALLEL_DEBUG="1") as ranks:
         for every_s, told in ranks.run(scenario):
-            assert every_s < watchdog.LOOK_EVERY_S / 10
+            assert every_s < times.STAND_EVERY_S / 10
             assert "Rank 0 is in all_reduce()" in told
 
 
@@ -213,15 +212,15 @@ def test_a_checkpoint_that_one_rank_alone_saves(tmp_path: Path) -> None:
     """`if rank == 0: save_checkpoint(...)`: soon a warning says who has not come and where it is, then an error."""
 
     def scenario(path: str) -> tuple[str, list[str]]:
-        rank, before = initialize_ddp(timeout=6).rank, calls.WARN_AFTER_S
+        rank, before = initialize_ddp(timeout=6).rank, times.WARN_AFTER_S
         all_reduce()
-        calls.WARN_AFTER_S = 2 * LATE_S
+        times.WARN_AFTER_S = 2 * LATE_S
         with warnings_of_ours() as told, pytest.raises((RankTimeoutError, RuntimeError)) as caught:
             if rank == 0:
                 save_checkpoint(path, epoch=1)
             else:
                 all_reduce()
-        calls.WARN_AFTER_S = before
+        times.WARN_AFTER_S = before
         return str(caught.value), told
 
     with launched(2) as ranks:
@@ -236,15 +235,15 @@ def test_a_long_wait_is_told_once(ranks2: Ranks) -> None:
     """Who waits for long logs, once for each place of the script, for whom, and where that rank stands."""
 
     def scenario() -> list[str]:
-        rank, before = initialize_ddp().rank, calls.WARN_AFTER_S
-        calls.WARN_AFTER_S = 2 * LATE_S
+        rank, before = initialize_ddp().rank, times.WARN_AFTER_S
+        times.WARN_AFTER_S = 2 * LATE_S
         try:
             with warnings_of_ours() as told:
                 for _ in range(2):
                     on_rank(1)(time.sleep)(4 * LATE_S)
             return told if rank == 0 else []
         finally:
-            calls.WARN_AFTER_S = before
+            times.WARN_AFTER_S = before
 
     told, _ = ranks2.run(scenario)
     assert len(told) == 1

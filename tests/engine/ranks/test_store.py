@@ -156,7 +156,7 @@ def test_a_rank_is_stopped_within_a_transfer() -> None:
     """For longer than a node may be silent: its kernel has no room, and answers; then the transfer goes on."""
 
     def transfer() -> float:
-        nn_parallel._engine.ranks.context.LOST_AFTER = datetime.timedelta(seconds=5)
+        nn_parallel._engine.ranks.times.LOST_AFTER = datetime.timedelta(seconds=5)
         here, tensor, began = initialize_ddp(), torch.ones(64 << 20), time.monotonic()
         if here.rank == 1 and os.fork() == 0:
             time.sleep(0.3)
@@ -177,7 +177,7 @@ def test_a_rank_is_stopped_within_a_transfer() -> None:
 
 def test_a_store_that_is_gone_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch tries for as long as the ranks may wait for each other, and is deaf to Ctrl-C meanwhile."""
-    monkeypatch.setattr(nn_parallel._engine.ranks.store, "CONNECTS_WITHIN", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(nn_parallel._engine.ranks.times, "CONNECTS_WITHIN", datetime.timedelta(seconds=1))
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", host.port, timeout=datetime.timedelta(seconds=60))
     assert clone_store(store, None)[0].timeout == store.timeout  # type: ignore[attr-defined]
