@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 import platform
 import re
-import resource
-import shutil
-import socket
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ._engine.devices import accelerators, cpu_count, device_properties
+from ._engine.devices import accelerators, device_properties
 from ._engine.ranks.context import rank_context
-from ._engine.ranks.environment import detect_launch, is_loopback
+from ._engine.ranks.environment import detect_launch
 from ._version import __version__
 from .ddp import initialize_ddp
 from .errors import LaunchError, ParallelError
@@ -30,10 +26,7 @@ OK, WARNING, FAILED, WAITS = "ok", "warning", "failed", "..."
 PART_WIDTH = 14
 MARGIN = " " * (PART_WIDTH + 10)
 TENSOR_BYTES = 16 << 20
-FILES_NEEDED = 1024
-SHARED_MEMORY_NEEDED = 1 << 30
-SLOW_LOOKUP_S = 0.5
-OLDEST_TORCH, OLDEST_LINUX = (2, 11), (5, 3)
+OLDEST_TORCH = 2, 11
 
 
 class Finding(NamedTuple):
@@ -65,7 +58,7 @@ class Report(NamedTuple):
 
 
 def verify_ddp_setup() -> Report:
-    """Try what distributed training needs: the launch, the devices, the network, a collective of each backend.
+    """Try what distributed training needs: the launch, the software, the devices, a rendezvous and a collective.
 
     Works under every launcher, where each rank calls it and all get the same report, and alone, where the ranks that
     talk to each other are workers of a pool. What hangs fails after a minute.
@@ -94,12 +87,10 @@ def examine(show: Callable[[Finding], None]) -> Report:
         return Report(tuple(own))
     context = rank_context()
     is_launched = detect_launch(os.environ) is not None if context is None else context.open_store is not None
-    found(_system(), *_devices(), *_limits())
-    found(*_network())
+    found(_devices())
     if is_launched:
         return Report(tuple(_of_all_ranks(own, show)))
-    for kind in dict.fromkeys(["cpu", "all" if accelerators() else "cpu"]):
-        found(*_of_workers(kind))
+    found(*_of_workers("all" if accelerators() else "cpu"))
     return Report(tuple(own))
 
 
@@ -126,14 +117,7 @@ def _software() -> Finding:
     return Finding(FAILED if is_old else OK, "software", ", ".join(parts), advice)
 
 
-def _system() -> Finding:
-    system, can_pool = f"{platform.system()} {platform.release()}", sys.platform == "linux"
-    if can_pool and _number(platform.release()) >= OLDEST_LINUX:
-        return Finding(OK, "system", f"{system}, {cpu_count()} cores for this process")
-    return Finding(WARNING, "system", system, "ParallelExecutor starts workers on Linux >= 5.3 only (WSL counts)")
-
-
-def _devices() -> Iterator[Finding]:
+def _devices() -> Finding:
     found, gpus = accelerators(), [gpu for gpu in list_gpus() if gpu.is_visible]
     if len(gpus) == len(found):
         names = [gpu.name or "unnamed" for gpu in gpus]  # of CUDA, whose use begins where it is asked itself
@@ -146,51 +130,8 @@ def _devices() -> Iterator[Finding]:
     if there > len(found):
         why = "this torch is built without CUDA" if torch.version.cuda is None else "CUDA does not start"
         advice = "install a build of torch that fits the driver (see pytorch.org)"
-        yield Finding(WARNING, "devices", f"{text}; NVML sees {there} GPUs, but {why}", advice)
-    else:
-        yield Finding(OK, "devices", text)
-
-
-def _limits() -> Iterator[Finding]:
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = files != resource.RLIM_INFINITY and files < FILES_NEEDED
-    advice = f"raise it, `ulimit -n {FILES_NEEDED}`: tensors on their way take one each" if few else ""
-    yield Finding(WARNING if few else OK, "open files", f"at most {files}", advice)
-    if os.path.isdir("/dev/shm"):
-        room = shutil.disk_usage("/dev/shm").free
-        small = room < SHARED_MEMORY_NEEDED
-        advice = "DataLoader workers and NCCL need it: `docker run --shm-size=8g`, or `--ipc=host`" if small else ""
-        yield Finding(WARNING if small else OK, "/dev/shm", f"{room >> 20} MiB free", advice)
-
-
-def _network() -> Iterator[Finding]:
-    begun, name = time.monotonic(), socket.gethostname()
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4]  # as gloo asks, of IPv4 or IPv6
-        address = str(found[0])
-        socket.getnameinfo(found, 0)
-    except OSError as error:
-        yield Finding(WARNING, "host name", f"{name} cannot be looked up: {error}", f"add {name} to /etc/hosts")
-        return
-    seconds, text = time.monotonic() - begun, f"{name} is {address}"
-    launch = detect_launch(os.environ)
-    several = launch is not None and launch.local_world_size < launch.world_size
-    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
-        text += f", and GLOO_SOCKET_IFNAME={chosen}"
-    if seconds > SLOW_LOOKUP_S:
-        advice = "each connection waits so long: put the nodes into /etc/hosts, or RES_OPTIONS='timeout:1 attempts:1'"
-        yield Finding(WARNING, "host name", f"{text}, found in {seconds:.1f} s", advice)
-    elif several and is_loopback(address) and not chosen:
-        interfaces = [interface for _, interface in socket.if_nameindex() if interface != "lo"]
-        if len(interfaces) == 1:
-            yield Finding(OK, "host name", f"{text}, where other nodes cannot reach it: gloo takes {interfaces[0]}")
-            return
-        advice = (
-            f"set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the one between the nodes, of {', '.join(interfaces)}"
-        )
-        yield Finding(WARNING, "host name", f"{text}, where other nodes may not reach it", advice)
-    else:
-        yield Finding(OK, "host name", text)
+        return Finding(WARNING, "devices", f"{text}; NVML sees {there} GPUs, but {why}", advice)
+    return Finding(OK, "devices", text)
 
 
 def _of_all_ranks(own: list[Finding], show: Callable[[Finding], None]) -> list[Finding]:
@@ -204,9 +145,9 @@ def _of_all_ranks(own: list[Finding], show: Callable[[Finding], None]) -> list[F
         world = initialize_ddp(TIMEOUT_S)
         met = Finding(OK, "rendezvous", f"{world.world_size} ranks in {_milliseconds(begun)}")
         show(met)
-        show(Finding(WAITS, "collectives", f"of all ranks, up to {TIMEOUT_S:g} s"))
+        show(Finding(WAITS, "collective", f"of all ranks, up to {TIMEOUT_S:g} s"))
         with ParallelExecutor(timeout=TIMEOUT_S) as ex:
-            first, *others = ex.run(lambda: [*own, met, *_collectives()])
+            first, *others = ex.run(lambda: [*own, met, _all_reduce()])
     except ParallelError as error:
         failed = Finding(FAILED, "ranks", str(error))
         show(failed)
@@ -229,18 +170,14 @@ def _of_workers(devices: str) -> list[Finding]:
         with ParallelExecutor(devices=devices, num_workers=2 if devices == "cpu" else None, timeout=TIMEOUT_S) as ex:
             world_size = len(ex.run(os.getpid))
             met = Finding(OK, "workers", f"{world_size} on {devices}, started in {_milliseconds(begun)}")
-            return [met, *ex.run(_collectives)[0]]
+            return [met, ex.run(_all_reduce)[0]]
     except ParallelError as error:
         return [Finding(FAILED, f"workers on {devices}", str(error))]
 
 
-def _collectives() -> list[Finding]:
-    """As one of the ranks: an all_reduce for each kind of device that the group can reach."""
-    world = initialize_ddp()
-    return [_all_reduce(device, world.world_size) for device in dict.fromkeys([torch.device("cpu"), world.device])]
-
-
-def _all_reduce(device: torch.device, world_size: int) -> Finding:
+def _all_reduce() -> Finding:
+    """As one of the ranks: one on the device of this rank."""
+    _, _, _, world_size, device = initialize_ddp()
     backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))  # as in cpu:gloo,cuda:nccl
     part = f"{backends[device.type]} on {device.type}"
     ones = torch.ones(TENSOR_BYTES // 4, device=device)

@@ -25,6 +25,7 @@ where another folder lies between its parts::
         nccl                settings and errors of NCCL
         group               the process group: made, closed, made again
         context             the place of this process in a world
+        links               the connections between rank 0 and other nodes
         liveness            the ranks that have died
         records             calls and blocks, as ranks tell each other of them
         main_thread         where the main thread is

@@ -23,10 +23,8 @@ def test_the_doctor_alone() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     parts = [re.match(r"(\w+) +(\S.*?)  ", line) for line in done.stdout.splitlines() if not line.startswith(" ")]
     found = {part[2]: part[1] for part in parts if part}
-    assert {"launch", "software", "system", "devices", "open files", "host name", "workers", "gloo on cpu"} <= set(
-        found
-    )
-    assert set(found.values()) <= {"ok", "warning"}
+    assert set(found) == {"launch", "software", "devices", "workers", "gloo on cpu"}
+    assert set(found.values()) == {"ok"}
     assert re.search(r"all_reduce of 16 MiB among 2 ranks in [\d.]+ ms, [\d.e+-]+ GB/s", done.stdout)
     report = verify_ddp_setup()
     assert report

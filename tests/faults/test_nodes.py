@@ -28,7 +28,7 @@ from tests.support.paths import SUPPORT
 RANK = [str(SUPPORT / "node_rank.py")]
 PATH = re.compile(r"/\S*/tests/")  # of this machine
 AT_ONCE_S, ENDS_SOON_S = 3.0, 10.0
-GONE_WITHIN_S = LOST_AFTER_S + 2 * max(1, int(LOST_AFTER_S / 8)) + AT_ONCE_S  # see `end_if_unanswered`
+GONE_WITHIN_S = 2 * LOST_AFTER_S + 1 + AT_ONCE_S  # see `end_if_unanswered`
 
 
 class Job:
@@ -130,12 +130,12 @@ FAULTS = {
     "SIGKILL outside of blocks": Fault("loop", kill, *[f"{ENDED}.*?Therefore:"] * 2, silent=(3,), ends=3),
     "SIGKILL of rank 0 in a block": Fault("block", kill_rank_0, RANK_0_ENDED, RANK_0_ENDED, silent=(0,), ends=0),
     "SIGSTOP of rank 0 in a block": Fault("block", stop_rank_0, SILENT, SILENT, TIMEOUT_S + AT_ONCE_S, (0,)),
-    "SIGSTOP, and SIGCONT after 8 s": Fault("loop", stop_for_a_while),
+    "SIGSTOP, and SIGCONT after 6 s": Fault("loop", stop_for_a_while),
     "SIGSTOP": Fault("block", stop, TIMED_OUT, TIMED_OUT, TIMEOUT_S + AT_ONCE_S, (3,)),
     "SIGSTOP outside of blocks": Fault(
         "loop", stop, TIMED_OUT, "Rank 3 is stopped by a signal", TIMEOUT_S + AT_ONCE_S, (3,)
     ),
-    "the cable out for 5 s": Fault("loop", cut_for_a_while, of_nodes=True),
+    "the cable out for 3 s": Fault("loop", cut_for_a_while, of_nodes=True),
     "the cable out, in a block": Fault(
         "block", lambda job: job.nodes[1].cut(), SECOND_OUT, FIRST_OUT, GONE_WITHIN_S, of_nodes=True
     ),
@@ -161,7 +161,7 @@ ENDING_OTHERS = {
     HYDRA: "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed",
 }
 """The launchers that end the ranks on the node of a dead one, and how they say that."""
-IN_SLOW_TESTS = {"an exception outside of blocks", "the cable out for 5 s", "the cable out, in a block"}
+IN_SLOW_TESTS = {"an exception outside of blocks", "the cable out for 3 s", "the cable out, in a block"}
 
 
 def cells() -> Iterator[object]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from nn_parallel import ParallelExecutor, initialize_ddp
 
-TIMEOUT_S, LOST_AFTER_S = 12.0, 6.0  # of collectives; of nodes: half of that
+TIMEOUT_S, LOST_AFTER_S = 12.0, 4.0  # of collectives; of nodes: a third of that
 
 
 def add_up(folder: Path) -> int:

@@ -26,12 +26,12 @@ from ..devices import accelerators, current_index, device_of_rank, hardware_id
 from . import times
 from .environment import Launch, detect_launch
 from .group import Group
+from .links import Links
 from .sockets import at_ports, bottom
 from .store import (
     Member,
-    RankZero,
     StoreClient,
-    StoreSilence,
+    StoreHost,
     clone_store,
     decode,
     encode,
@@ -54,8 +54,8 @@ class RankContext:
     store_host: int | None = None  # the rank whose process the store lives in; None if it is no rank's
     one_node: bool = True
     on_deadlock: Callable[[Exception], None] | None = None  # takes the error of a collective outside of all blocks
-    rank_0: RankZero = field(default_factory=RankZero)
-    silence: StoreSilence | None = None  # None: nothing limits how long the store may take to answer
+    links: Links | None = None  # None: all ranks are on this node, or nothing is known of the others
+    host: StoreHost | None = None  # None: nothing limits how long the store may take to answer
     generation: int = 0
     ends_by_exception: bool = False  # this process, by one that nobody has caught
     on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -74,7 +74,8 @@ class RankContext:
         assert self.open_store is not None
         store = self.open_store()
         place = self.world.local_rank, self.world.local_world_size
-        me = encode(Member(host_identity(), socket.gethostname(), os.getpid(), *place, self._accelerator()))
+        port = self.links.port if self.links else 0
+        me = encode(Member(host_identity(), socket.gethostname(), os.getpid(), *place, self._accelerator(), port))
         there = self._connection(store).swap(member_key(self.rank), "", me)
         if there != me:
             other = decode(Member, member_key(self.rank), there)
@@ -103,12 +104,12 @@ class RankContext:
         """Another connection to the store, for another thread."""
         store, sockets = clone_store(self.store, self.unanswered_s)
         connection = self._connection(store)
-        if self.silence is not None:
-            connection.limit_requests(self.silence, sockets)
+        if self.host is not None:
+            connection.limit_requests(self.host, sockets)
         return connection
 
     def _connection(self, store: dist.Store) -> StoreClient:
-        connection = StoreClient(store, self.rank, self.world_size, self.store_host, self.rank_0)
+        connection = StoreClient(store, self.rank, self.world_size, self.store_host)
         self.on_leave.callback(connection.close)
         return connection
 
@@ -124,8 +125,8 @@ class RankContext:
 
     @property
     def lost_after_s(self) -> float:
-        """How long a node may be out of reach; if it is for longer, its ranks count as gone."""
-        return min(times.LOST_AFTER, self.timeout / 2).total_seconds()
+        """How long a node may be out of reach; what is out of reach for twice as long counts as gone."""
+        return min(times.LOST_AFTER, self.timeout / 3).total_seconds()
 
     @property
     def unanswered_s(self) -> float | None:
@@ -150,16 +151,16 @@ class RankContext:
         return World(connected, *w[1:], w.node_rank, w.local_world_size, w.launcher)
 
 
-def _let_go_of_connections() -> None:
-    """In a fork of a rank: whoever waits for the end of the rank's connections must not have to wait for the fork's.
+def _let_go_of_store() -> None:
+    """In a fork of a rank: let others see the end of the rank's store, and of its links, though this process lives.
 
     The numbers stay taken, as objects in C++ close them at the end of the fork.
     """
     context = _joined
     if context is not None and context.world.launcher != "executor" and context.has_store:
+        ports = {getattr(bottom(context.store), "port", 0), context.links.port if context.links else 0}
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        port = getattr(bottom(context.store), "port", 0)
-        for fd in {*at_ports({port, context.rank_0.port}), *context.group.sockets}:
+        for fd in at_ports(ports - {0}):
             os.dup2(null, fd, inheritable=False)
         os.close(null)
 
@@ -244,4 +245,4 @@ def _current_device() -> torch.device:
 _joined: RankContext | None = None
 _external: RankContext | None = None
 _externals = itertools.count(1)  # counted on first use, which is a call that all ranks make
-os.register_at_fork(after_in_child=_let_go_of_connections)
+os.register_at_fork(after_in_child=_let_go_of_store)

@@ -65,11 +65,6 @@ class Group:
         self._half_closed: list[socket.socket] = []  # of a closed group, whose other ranks may still write
         self._on_release = contextlib.ExitStack()
 
-    @property
-    def sockets(self) -> set[int]:
-        """The connections of all groups, and of what is left of closed ones."""
-        return {*self._sockets, *(each.fileno() for each in self._half_closed)}
-
     def begin_generation(self, generation: int) -> None:
         """Name the groups that come alike on all ranks, however many each of them has made so far."""
         self.begun = generation, 0

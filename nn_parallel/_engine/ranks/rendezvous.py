@@ -24,7 +24,7 @@ from . import times
 from .blocks import blocks_of
 from .context import RankContext, world_of
 from .environment import Launch, is_loopback
-from .liveness import connect_nodes
+from .links import Links
 from .sockets import (
     connected_since,
     connected_to,
@@ -33,7 +33,7 @@ from .sockets import (
     loopback,
     open_sockets,
 )
-from .store import Member, StoreSilence, limit_silence, member_key
+from .store import Member, StoreHost, end_unanswered, member_key
 
 logger = logging.getLogger("nn_parallel")
 
@@ -68,18 +68,34 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         one_node=launch.one_node,
     )
     if not launch.one_node:
-        limit_silence(kept.sockets, context.unanswered_s)
+        end_unanswered(kept.sockets, context.unanswered_s)
+        context.links = Links(context.lost_after_s)
+        context.on_leave.callback(context.links.close)
+        if launch.rank == 0:
+            with contextlib.suppress(OSError):  # the others then say that they cannot connect
+                context.links.listen()
     try:
         _meet(context, f"{launch.master_addr}:{launch.master_port}", refusal)
     except BaseException:
         context.on_leave.close()
         raise
-    if not launch.one_node:
-        connect_nodes(context, launch.master_addr)
-    host = None if context.store_host is None else context.connection.read(member_key(0), Member)
-    context.silence = StoreSilence(timeout.total_seconds(), host)
-    context.connection.limit_requests(context.silence, kept.sockets)
+    rank_0 = context.connection.read(member_key(0), Member)
+    if context.links is not None and launch.rank != 0:
+        _link(context.links, launch, rank_0)
+    context.host = StoreHost(
+        context.store_host, rank_0, context.world_size, timeout.total_seconds(), context.lost_after_s
+    )
+    context.connection.limit_requests(context.host, kept.sockets)
     return context
+
+
+def _link(links: Links, launch: Launch, rank_0: Member | None) -> None:
+    """Connect this rank to rank 0. Where that fails, a death on another node is found when a timeout is over."""
+    try:
+        links.connect(launch.rank, launch.master_addr, rank_0.port if rank_0 else 0)
+    except OSError as error:  # a firewall
+        place = launch.rank, launch.master_addr, summary(error)
+        logger.warning("Rank %d cannot tell whether ranks on other nodes live: nobody answers at %s: %s", *place)
 
 
 def _meet(context: RankContext, where: str, refusal: LaunchError | None) -> None:

@@ -22,8 +22,7 @@ when it is deleted, so their number does not grow::
     draws/L       Draws          the first rank that begins an          the others, as they begin the same one
                                  iteration of a prepared loader in
                                  slot L
-    liveness      ServerAddress  rank 0, when ranks are on other nodes  the others, to link themselves to it
-    lost          Lost           the thread of rank 0 that keeps links  all: which ranks on other nodes are lost
+    lost          Lost           the watchdog of rank 0, see `links`    all: which ranks on other nodes are lost
     uncaught      Uncaught       the first rank that ends by an         the others, when they lose the connection and
                                  exception outside all blocks           end by that
     groupG.n/...  torch's        torch, as it makes the n-th group of   torch; deleted by rank 0 as the next group
@@ -33,6 +32,7 @@ when it is deleted, so their number does not grow::
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -41,7 +41,6 @@ import struct
 import time
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import NoneType, UnionType
@@ -58,9 +57,11 @@ from .sockets import bottom, connected_since, end_connections, end_if_unanswered
 
 T = TypeVar("T")
 SOCKET_TIMEOUT = "Socket Timeout"  # torch's words, where the receive timeout of a socket is over
+NO_ANSWER = errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH  # of a connection to a node that is out of reach
+ENDED, OUT_OF_REACH, RESET = "ended", "went out of reach", "ended, or its connection was reset"
 
 # The keys of the table above.
-SERVER_KEY, LOST_KEY, STOP_KEY, UNCAUGHT_KEY = "liveness", "lost", "stop", "uncaught"
+LOST_KEY, STOP_KEY, UNCAUGHT_KEY = "lost", "stop", "uncaught"
 member_key, report_key, failures_key = "member/{}".format, "report/{}".format, "failures/{}".format  # of a rank
 standing_key, stops_key = "standing/{}".format, "stops/{}".format
 arrived_key, ended_key = "arrived/{}".format, "ended/{}".format  # of a generation
@@ -76,50 +77,85 @@ class Member(NamedTuple):
     local_rank: int
     local_world_size: int
     accelerator: str = ""  # which one of which host it has; empty if that is not known
+    port: int = 0  # where rank 0 awaits the connections of `Links`
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether its process id means the same in this process."""
+        return self.host == host_identity()
+
+    def open_process(self) -> int | None:
+        """Return a pidfd, for the caller to close; None if it is not here, or the system has none.
+
+        Raises:
+            ProcessLookupError: it has ended.
+        """
+        return os.pidfd_open(self.pid) if self.is_here and hasattr(os, "pidfd_open") else None
 
 
-@dataclass
-class RankZero:
-    """Rank 0, as another rank knows it: see `liveness`."""
+class Lost(NamedTuple):
+    """The ranks on other nodes that are lost, and how: `ENDED`, `OUT_OF_REACH` or `RESET`."""
 
-    port: int = 0  # where it awaits the links
-    is_linked: bool = False  # else all ranks are on one node, or the link could not be made
-    how_lost: str | None = None
-    loss: WorkerDiedError | None = None
+    how: dict[int, str]
 
 
-class StoreSilence:
-    """The limit for the store's answers to this process, and the error once an answer has taken longer.
+def death(rank: int, member: Member | None, how: str, lost_after_s: float, what: object = None) -> WorkerDiedError:
+    """The error of a ``rank`` that is gone, before it finished ``what``.
 
-    A store does not answer while the process that holds it is stopped. The connections stay open then, so only a
-    receive timeout ends the wait.
+    Args:
+        rank: which one.
+        member: where it lived, if that is known.
+        how: as in `Lost`.
+        lost_after_s: for how long its node has not answered, if it is `OUT_OF_REACH`.
+        what: the call that others wait for.
+    """
+    who = f"Rank {rank} (pid {member.pid} on {member.host_name})" if member else f"Rank {rank}"
+    when = f" before it finished {what}" if what else ""
+    why = f": its node has not answered for {lost_after_s:g} s" if how == OUT_OF_REACH else ""
+    return WorkerDiedError(f"{who} {how}{when}{why}.", rank=rank, pid=member.pid if member else 0)
+
+
+class StoreHost:
+    """The process that holds the store, as far as this process knows; and the error once it has been given up.
+
+    While that process is stopped, no answer comes, and the connections stay open: only a receive timeout ends the wait.
     """
 
-    def __init__(self, timeout_s: float, host: Member | None) -> None:
-        """Hold the limit.
+    def __init__(self, rank: int | None, rank_0: Member | None, world_size: int, timeout_s: float, lost_after_s: float):
+        """Hold the limits.
 
         Args:
+            rank: whose process holds the store; None: the launcher's, on the node of rank 0.
+            rank_0: where rank 0 lives.
+            world_size: how many ranks there are.
             timeout_s: how long a request may take if the wait that it is for has no earlier deadline.
-            host: where the rank lives whose process holds the store; None: the launcher holds it.
+            lost_after_s: for how long its node may be out of reach.
         """
         self.timeout_s = timeout_s
-        self.host = host
-        self.error: RankTimeoutError | None = None
+        self.error: ParallelError | None = None
+        self.is_out_of_reach = False
+        self._rank, self._rank_0 = rank, rank_0
+        self._world_size, self._lost_after_s = world_size, lost_after_s
 
-    def note(self, store: dist.Store, waited_s: float) -> None:
-        """Make the error, and end all connections: a late answer would be taken for that to the next request.
-
-        Other threads that wait for an answer are freed by this.
-        """
-        who = "The launcher"
-        why = ""
-        if self.host is not None:
-            who = f"Rank 0 (pid {self.host.pid} on {self.host.host_name})"
-            is_here = self.host.host == host_identity()
-            why = ": it is stopped by a signal" if is_here and is_stopped(self.host.pid) else ""
-        text = f"{who}, which holds the store, has not answered for {waited_s:.1f} s{why}."
-        self.error = RankTimeoutError(text, ranks=[] if self.host is None else [0])
+    def note(self, error: RuntimeError, store: dist.Store, waited_s: float) -> None:
+        """Give up the store, if ``error`` of a request to it is that no answer has come for ``waited_s``."""
+        if SOCKET_TIMEOUT in str(error):
+            self.error = self._silence(waited_s)
+        elif any(os.strerror(number) in str(error) for number in NO_ANSWER):
+            died = death(0, self._rank_0, OUT_OF_REACH, self._lost_after_s)
+            self.is_out_of_reach, self.error = True, rank_error("The connection", self._world_size, {0: died})
+        else:
+            return
+        # A late answer would be taken for that to the next request. Other threads that wait for one are freed.
         end_connections(connected_since({}, store))
+
+    def _silence(self, waited_s: float) -> RankTimeoutError:
+        who, why = "The launcher", ""
+        if self._rank is not None and (host := self._rank_0) is not None:
+            who = f"Rank 0 (pid {host.pid} on {host.host_name})"
+            why = ": it is stopped by a signal" if host.is_here and is_stopped(host.pid) else ""
+        text = f"{who}, which holds the store, has not answered for {waited_s:.1f} s{why}."
+        return RankTimeoutError(text, ranks=[] if self._rank is None else [0])
 
 
 class StoreClient:
@@ -131,7 +167,6 @@ class StoreClient:
         rank: int,
         world_size: int,
         host: int | None,
-        rank_0: RankZero | None = None,
     ) -> None:
         """``host``: the rank whose process the store lives in, if it is one's."""
         self.store = store
@@ -139,14 +174,13 @@ class StoreClient:
         self._rank = rank
         self._world_size = world_size
         self._host = host
-        self._rank_0 = rank_0
-        self._silence: StoreSilence | None = None
+        self._limits: StoreHost | None = None
         self._socket: socket.socket | None = None
         self._limit_s: float | None = None  # the receive timeout of the socket
 
-    def limit_requests(self, silence: StoreSilence, sockets: dict[int, int]) -> None:
+    def limit_requests(self, limits: StoreHost, sockets: dict[int, int]) -> None:
         """Have each request fail that is not answered in time; ``sockets``: its connection, by descriptor and inode."""
-        self._silence = silence
+        self._limits = limits
         self._socket = next(still_open(sockets), None)
 
     def close(self) -> None:
@@ -204,30 +238,26 @@ class StoreClient:
     def _ask(self, request: Callable[..., T], *args: Any) -> T:
         """Raises ParallelError, or the RankError of the rank that holds the store, if that is gone or silent."""
         began = 0.0
-        if self._socket is not None:
-            began = self._set_receive_timeout()
+        limits = self._limits
+        if limits is not None:
+            began = self._set_receive_timeout(limits)
         try:
             return request(*args)
         except RuntimeError as error:  # a DistNetworkError or DistStoreError
-            if self._silence is not None:
-                if SOCKET_TIMEOUT in str(error):
-                    self._silence.note(self.store, time.monotonic() - began)
-                if self._silence.error is not None:
-                    raise self._silence.error from error
-            if self._rank_0 is not None and self._rank_0.loss is not None:
-                raise rank_error("The connection", self._world_size, {0: self._rank_0.loss}) from error
+            if limits is not None:
+                limits.note(error, self.store, time.monotonic() - began)
+                if limits.error is not None:
+                    raise limits.error from error
             if self._host is None or self._host == self._rank:
                 raise ParallelError(f"The store through which the ranks talk is gone: {error}") from error
             died = WorkerDiedError(f"Rank {self._host}, which holds the store, is gone: {error}", rank=self._host)
             raise rank_error("The connection", self._world_size, {self._host: died}) from error
 
-    def _set_receive_timeout(self) -> float:
+    def _set_receive_timeout(self, limits: StoreHost) -> float:
         """Limit how long the next request may wait for its answer; return the time now."""
-        assert self._socket is not None
-        assert self._silence is not None
         now = time.monotonic()
-        limit_s = self._silence.timeout_s if self.answer_by is None else max(self.answer_by - now, 0.0)
-        if limit_s != self._limit_s:
+        limit_s = limits.timeout_s if self.answer_by is None else max(self.answer_by - now, 0.0)
+        if self._socket is not None and limit_s != self._limit_s:
             self._limit_s = limit_s
             seconds, fraction = divmod(limit_s + times.ANSWER_MARGIN_S, 1)
             with contextlib.suppress(OSError):  # it has ended, which the request tells
@@ -308,11 +338,11 @@ def clone_store(store: dist.Store, unanswered_s: float | None) -> tuple[dist.Sto
         whole.set_timeout(timeout)
     bottom(clone).set_timeout(timeout)
     connection = connected_since(before, store)
-    limit_silence(connection, unanswered_s)
+    end_unanswered(connection, unanswered_s)
     return clone, connection
 
 
-def limit_silence(sockets: dict[int, int], unanswered_s: float | None) -> None:
+def end_unanswered(sockets: dict[int, int], unanswered_s: float | None) -> None:
     """Have connections to other nodes end when those are out of reach; TCP gives up a quarter of an hour later."""
     if unanswered_s is not None:
         for connection in still_open(sockets):

@@ -33,10 +33,10 @@ from ..stack_dump import by_place
 from . import flight_recorder, times
 from .context import RankContext
 from .flight_recorder import Collective
-from .liveness import OUT_OF_REACH, Liveness
+from .liveness import Liveness
 from .main_thread import MainThreadPosition, position, stack
 from .records import HAS_LEFT, Call, Position, RankStatus, Standing, Waits
-from .store import StoreClient, ended_key, report_key, standing_key
+from .store import LOST_KEY, Lost, StoreClient, ended_key, report_key, standing_key
 
 logger = logging.getLogger("nn_parallel")
 
@@ -79,10 +79,9 @@ class Watchdog:
         self._last: list[Collective] = []  # and what it found then
         self._nccl = ""  # how far its collectives were
         self._raised_in = -1  # the group in which a failure on the accelerator was raised, see `Group.times_closed`
-        self._is_store_lost = False
         self._reason: Exception | None = None  # see `reason`
-        self._on_cpu = context.world.device.type == "cpu"
-        self._can_raise = not self._on_cpu and stay_ready(context.on_leave)  # outside all blocks
+        on_cpu = context.world.device.type == "cpu"
+        self._can_raise = not on_cpu and stay_ready(context.on_leave)  # outside all blocks
         self._thread = threading.Thread(target=self._loop, name="nn_parallel watchdog", daemon=True)
         self._thread.start()
 
@@ -143,12 +142,13 @@ class Watchdog:
                         self._changed.wait(times.FIRST_LOOK_AFTER_S)
                         continue
                 if block is None and (left := self._look_at - time.monotonic()) > 0:
-                    self._changed.wait(None if self._is_store_lost and self._on_cpu else left)
+                    self._changed.wait(left)
                     continue
             self._connection.answer_by = block.deadline if block is not None else None
             must_leave = False
             reason: Exception | None = None
             try:
+                self._look_at_links()
                 if block is not None:  # first: what is found below may only follow from that
                     must_leave = self._has_failed(block, generation)
                 if not must_leave and block is not None:
@@ -156,9 +156,9 @@ class Watchdog:
                 if not must_leave and reason is None and time.monotonic() >= self._look_at:
                     reason = self._look(block)
             except Exception as error:  # the store is gone, or worse: what it should tell of would never be heard
-                self._is_store_lost, reason = True, _as_reason(error)
+                reason = _as_reason(error)
                 self._look_at = time.monotonic() + times.STAND_EVERY_S
-                if block is None and self._context.rank_0.how_lost == OUT_OF_REACH and position().may_wait:
+                if block is None and self._is_host_out_of_reach() and position().may_wait:
                     self._end_collective(reason)
             if block is None:
                 continue
@@ -168,6 +168,17 @@ class Watchdog:
                 if not self._stopped:
                     self._changed.wait(pause)
                     pause = min(pause * (1 + share), most_s)
+
+    def _look_at_links(self) -> None:
+        """Let all know of the ranks on other nodes that rank 0 has lost."""
+        links = self._context.links
+        if links is not None and links.look() and self._context.rank == 0:
+            self._connection.write(LOST_KEY, Lost(links.lost))
+
+    def _is_host_out_of_reach(self) -> bool:
+        """Return whether the node of the store is, so that gloo's connections do not end by themselves."""
+        host = self._context.host
+        return host is not None and host.is_out_of_reach and not self._context.group.interrupted
 
     def _free(self, block: BlockState, generation: int, reason: Exception | None) -> None:
         """Have this rank leave ``block``: again and again, as a group may just be made, or a wait begin.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import struct
@@ -16,168 +15,131 @@ import torch
 import torch.distributed as dist
 
 from nn_parallel._engine.ranks.context import RankContext
-from nn_parallel._engine.ranks.liveness import (
+from nn_parallel._engine.ranks.links import HELLO, Links
+from nn_parallel._engine.ranks.liveness import Liveness
+from nn_parallel._engine.ranks.store import (
     ENDED,
+    LOST_KEY,
     OUT_OF_REACH,
     RESET,
-    STRANGERS,
-    WELCOME,
-    Liveness,
     Lost,
-    ServerAddress,
-    connect_nodes,
-)
-from nn_parallel._engine.ranks.store import (
-    LOST_KEY,
-    SERVER_KEY,
     Member,
-    RankZero,
     StoreClient,
-    decode,
     encode,
     member_key,
 )
 from nn_parallel.world import World
 
 HOST = "127.0.0.1"
+WITHIN_S = 10.0
 
 
 class Ranks:
-    """The store of three ranks, and those that have joined."""
+    """The links of rank 0, and of those that have connected to it."""
 
     def __init__(self) -> None:
-        listener = socket.create_server((HOST, 0))
-        port = listener.getsockname()[1]
-        self.store = dist.TCPStore(
-            HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        self._members = list[RankContext]()
+        self._all: list[Links] = [Links(60.0)]
+        self.zero.listen()
 
-    def join(self, rank: int) -> RankContext:
-        world = World(False, rank, rank, 3, torch.device("cpu"))
-        context = RankContext(world, lambda: dist.PrefixStore("world", self.store), one_node=False)
-        self._members.append(context)
-        connect_nodes(context, HOST)
-        return context
+    @property
+    def zero(self) -> Links:
+        return self._all[0]
 
-    def gone(self) -> dict[int, str]:
-        """Which ranks are told to be gone, and how, once one is."""
-        key, deadline = f"world/{LOST_KEY}", time.monotonic() + 10
-        while not self.store.check([key]) and time.monotonic() < deadline:
-            time.sleep(0.01)  # between two looks
-        return decode(Lost, key, self.store.get(key).decode()).how
+    def join(self, rank: int) -> Links:
+        links = Links(60.0)
+        self._all.append(links)
+        links.connect(rank, HOST, self.zero.port)
+        return links
 
     def close(self) -> None:
-        for context in self._members:
-            context.on_leave.close()
-        self._members.clear()
-        del self.store
+        for links in self._all:
+            links.close()
+
+
+def _lost(links: Links) -> dict[int, str]:
+    """Which ranks are gone, as ``links`` tell, once one is."""
+    deadline = time.monotonic() + WITHIN_S
+    while not links.look() and time.monotonic() < deadline:
+        time.sleep(0.01)  # between two looks
+    return links.lost
 
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
-    three = Ranks()
-    yield three
-    three.close()
+    all_ranks = Ranks()
+    yield all_ranks
+    all_ranks.close()
 
 
-def _address(context: RankContext) -> tuple[int, str]:
-    where = context.connection.read(SERVER_KEY, ServerAddress)
-    assert where is not None
-    return where
-
-
-def test_rank_0_tells_whom_it_has_lost(ranks: Ranks) -> None:
-    """The end of a rank's connection is known of that rank alone."""
-    _, one, two = ranks.join(0), ranks.join(1), ranks.join(2)
-    one.on_leave.close()
-    assert ranks.gone() == {1: ENDED}
-    assert two.rank_0.loss is None
+@pytest.mark.parametrize("is_known", [False, True], ids=["before it was seen", "known"])
+def test_rank_0_tells_whom_it_has_lost(ranks: Ranks, is_known: bool) -> None:
+    """The end of a rank's connection is known of that rank alone, also if it comes as soon as the connection."""
+    one, two = ranks.join(1), ranks.join(2)
+    if is_known:
+        for _ in range(10):
+            assert not ranks.zero.look()
+    one.close()
+    assert _lost(ranks.zero) == {1: ENDED}
+    assert not two.look()
 
 
 def test_the_others_see_the_end_of_rank_0(ranks: Ranks) -> None:
     """It is their own connection that ends."""
-    zero, one = ranks.join(0), ranks.join(1)
-    assert one.rank_0.loss is None
-    assert zero.rank_0.loss is None
-    zero.on_leave.close()
-    deadline = time.monotonic() + 10
-    while (loss := one.rank_0.loss) is None and time.monotonic() < deadline:
-        time.sleep(0.01)  # between two looks
-    assert str(loss) == f"Rank 0 (pid {os.getpid()} on {socket.gethostname()}) ended."
+    one = ranks.join(1)
+    for _ in range(2):
+        assert not ranks.zero.look()
+    assert not one.look()
+    ranks.zero.close()
+    assert _lost(one) == {0: ENDED}
 
 
-@pytest.mark.parametrize(
-    "hello",
-    [b"", b"x" * 1000, b"{wrong} 2\n", b"{token} 7\n", b"{token} x\n", b"{token}\n", b"\xff\xfe\n", b"\x80\x04N.\n"],
-)
-def test_what_others_connect_is_no_death(hello: bytes, ranks: Ranks) -> None:
-    """Only who has the token speaks for a rank of this world; and nothing that anybody sends disturbs the rest."""
-    zero, one = ranks.join(0), ranks.join(1)
-    port, token = _address(zero)
-    # Who has said too much is hung up on, which this side sees as a reset, or as an end before it has shut down itself.
-    with socket.create_connection((HOST, port)) as stranger, contextlib.suppress(OSError):
-        stranger.sendall(hello.replace(b"{token}", token.encode()).replace(b"{wrong}", b"0" * len(token)))
+@pytest.mark.parametrize("hello", [b"", b"x", b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"\x80\x04N."])
+def test_what_others_connect_disturbs_nobody(hello: bytes, ranks: Ranks) -> None:
+    """A stranger is hung up on, and no rank that there is counts as gone."""
+    one = ranks.join(1)
+    with socket.create_connection((HOST, ranks.zero.port), WITHIN_S) as stranger, contextlib.suppress(OSError):
+        stranger.sendall(hello)
         stranger.shutdown(socket.SHUT_WR)
-        stranger.recv(1)  # until it is closed over there
-    one.on_leave.close()
-    assert ranks.gone() == {1: ENDED}
+        stranger.setblocking(False)
+        deadline = time.monotonic() + WITHIN_S
+        while time.monotonic() < deadline:
+            ranks.zero.look()
+            with contextlib.suppress(BlockingIOError):
+                assert stranger.recv(1) == b""  # it is closed over there
+                break
+    one.close()
+    assert {rank: how for rank, how in _lost(ranks.zero).items() if rank < 1000} == {1: ENDED}
 
 
-@pytest.mark.parametrize("value", ['[0, ""]', "null", "", "[]", "{}", '["x", 1]', "[1]", '[1, "", 2]', "\udc80pickle"])
-def test_a_rank_without_a_link_goes_on(value: str, ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    """Where rank 0 awaits no links, or somebody else has written there: a warning, and nobody counts as gone."""
-    ranks.store.set(f"world/{SERVER_KEY}", value.encode(errors="surrogateescape"))
-    with caplog.at_level(logging.WARNING, "nn_parallel"):
-        one = ranks.join(1)
-    assert not one.rank_0.is_linked
-    assert "Rank 1 cannot tell whether ranks on other nodes live" in caplog.text
-
-
-def test_a_flood_of_connections_stops_no_link(ranks: Ranks) -> None:
-    """Nor does half a message: who shows no token is hung up on when too many do so, the first one first."""
-    zero, one = ranks.join(0), ranks.join(1)
-    port, token = _address(zero)
+def test_many_connect_at_once(ranks: Ranks) -> None:
+    """One look takes all of them."""
+    for rank in range(1, 200):
+        ranks.join(rank)
+    assert not ranks.zero.look()
     before = len(os.listdir("/proc/self/fd"))
-    with contextlib.ExitStack() as stack:
-        strangers = []
-        for _ in range(3 + STRANGERS + 10):
-            strangers.append(stack.enter_context(socket.create_connection((HOST, port), 10)))
-            with contextlib.suppress(OSError):  # it may be hung up on already
-                strangers[-1].sendall(token[:5].encode())
-        two = ranks.join(2)
-        assert two.rank_0.is_linked
-        assert [stranger.recv(1) for stranger in strangers[:10]] == [b""] * 10
-        assert len(os.listdir("/proc/self/fd")) - before < len(strangers) + 3 + STRANGERS + 10  # of both ends
-        assert zero.connection.get(LOST_KEY) is None
-        one.on_leave.close()
-        assert ranks.gone() == {1: ENDED}
-        assert two.rank_0.loss is None
-
-
-def test_who_is_hung_up_on_may_say_something_just_then(ranks: Ranks) -> None:
-    """What a stranger sends as another one takes its place is read from no connection that is closed."""
-    zero, one = ranks.join(0), ranks.join(1)
-    port, _ = _address(zero)
-    with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(socket.create_connection((HOST, port), 10)) for _ in range(3 + STRANGERS)]
-        for stranger in strangers:
-            with contextlib.suppress(OSError):  # it may be hung up on already
-                stack.enter_context(socket.create_connection((HOST, port), 10))
-                stranger.sendall(b"x")
-        two = ranks.join(2)
-        assert two.rank_0.is_linked
-        assert one.rank_0.loss is None
+    assert not ranks.zero.look()
+    assert len(os.listdir("/proc/self/fd")) == before
+    ranks.join(200).close()
+    assert _lost(ranks.zero) == {200: ENDED}
 
 
 def test_a_connection_that_is_reset_is_told_as_that(ranks: Ranks) -> None:
     """As by a firewall: nothing is said of its node."""
-    port, token = _address(ranks.join(0))
-    with socket.create_connection((HOST, port)) as link:
-        link.sendall(f"{token} 2\n".encode())
-        assert link.recv(1) == WELCOME
+    with socket.create_connection((HOST, ranks.zero.port)) as link:
+        link.sendall(HELLO.pack(2))
+        for _ in range(2):
+            assert not ranks.zero.look()
         link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    assert ranks.gone() == {2: RESET}
+    assert _lost(ranks.zero) == {2: RESET}
+
+
+def test_nobody_listens(ranks: Ranks) -> None:
+    """Rank 0 has a firewall, or could not listen."""
+    port = ranks.zero.port
+    ranks.zero.close()
+    for closed in (port, 0):
+        with pytest.raises(OSError, match="refused"):
+            Links(1.0).connect(1, HOST, closed)
 
 
 def test_who_is_lost_is_asked_for_all_ranks_at_once() -> None:
@@ -186,9 +148,9 @@ def test_who_is_lost_is_asked_for_all_ranks_at_once() -> None:
     for rank in range(64):
         store.set(member_key(rank), encode(Member("another one", "", 1, 0, 1)))
     store.set(LOST_KEY, encode(Lost({7: ENDED, 63: OUT_OF_REACH})))
-    world = World(False, 0, 0, 64, torch.device("cpu"))
-    connection = StoreClient(store, 0, 64, None)
-    context = RankContext(world, lambda: store, one_node=False, rank_0=RankZero(is_linked=True))
+    world = World(False, 1, 1, 64, torch.device("cpu"))
+    connection = StoreClient(store, 1, 64, None)
+    context = RankContext(world, lambda: store, one_node=False, links=Links(60.0))
     liveness = Liveness(context, connection)
 
     def counted(key: str) -> str | None:

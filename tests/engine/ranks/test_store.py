@@ -104,7 +104,7 @@ def be_killed_after_a_fork(victim: int) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_rank_has_forked(victim: int) -> None:
-    """Its child holds no connection of it: all hear of its death at once."""
+    """Its child holds no connection to the store: all hear of its death at once."""
     with on_nodes(3) as ranks:
         ranks.run(initialize_ddp)
         others = [rank for rank in range(3) if rank != victim]
