@@ -170,10 +170,14 @@ class Watchdog:
                     pause = min(pause * (1 + share), most_s)
 
     def _look_at_links(self) -> None:
-        """Let all know of the ranks on other nodes that rank 0 has lost."""
+        """Let all know of the ranks on other nodes that rank 0 has lost; it leaves its own collective after them.
+
+        Else its launcher, which may end the ranks beside one that fails, would end them before they can tell.
+        """
         links = self._context.links
         if links is not None and links.look() and self._context.rank == 0:
             self._connection.write(LOST_KEY, Lost(links.lost))
+            self._look_at = time.monotonic() + 2 * times.STAND_EVERY_S
 
     def _is_host_out_of_reach(self) -> bool:
         """Return whether the node of the store is, so that gloo's connections do not end by themselves."""
