@@ -9,12 +9,10 @@ import contextlib
 import contextvars
 import errno
 import fcntl
-import glob
 import io
 import itertools
 import os
 import pickle
-import secrets
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
@@ -39,10 +37,9 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object], keep: int) ->
         raise FileNotFoundError(errno.ENOENT, "There is no such folder to save a checkpoint in", str(path.parent))
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is there, and is no file.")
-    file = _new_file(path)
-    new = Path(file.name)
-    try:
-        with file:
+    new = path.with_name(f".{path.name}.new")
+    with _locked(new) as file:
+        try:
             with contextlib.suppress(OSError):  # there is none to replace, or a file system without modes
                 shutil.copymode(path, new)
             write(file)
@@ -50,10 +47,10 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object], keep: int) ->
             os.fsync(file.fileno())
             _rotate(path, keep)
             os.replace(new, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            new.unlink()
-        raise
+        except BaseException:
+            with contextlib.suppress(OSError):
+                new.unlink()
+            raise
     sync_directory(path.parent)
 
 
@@ -153,23 +150,27 @@ def _rotate(path: Path, keep: int) -> None:
         os.replace(new, before[0])
 
 
-def _new_file(path: Path) -> IO[bytes]:
-    """A file beside ``path`` that nobody else writes, locked until it is closed.
+@contextlib.contextmanager
+def _locked(new: Path) -> Iterator[IO[bytes]]:
+    """The file ``new``, empty and locked in the block, once no other process writes it.
 
-    Files that killed processes have left are removed: nobody holds their locks.
+    One that a killed process has left is taken over.
     """
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.new"):
-        with contextlib.suppress(OSError), open(left, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left.unlink()
     while True:
-        new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
-        created = open(new, "xb")  # noqa: SIM115  # the caller closes it
-        with contextlib.suppress(OSError):  # a file system without locks: there no file that was left is removed
-            fcntl.flock(created, fcntl.LOCK_EX)
-        if new.exists():
-            return created
-        created.close()  # another process removed it before it was locked
+        with open(new, "ab") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if _is_at(file, new):  # else another process has just put it in place
+                file.truncate(0)
+                yield file
+                return
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _unloadable(states: dict[str, Any], error: Exception) -> ValueError:

@@ -167,7 +167,7 @@ print(step)
 
 @pytest.mark.slow
 def test_two_jobs_that_save_to_one_path_do_not_mix_their_files(tmp_path: Path) -> None:
-    """There is always the whole checkpoint of one of them, whoever comes last, and neither gets an error."""
+    """There is always the whole checkpoint of one of them, whoever is last, and neither gets an error."""
     path = tmp_path / "a.pt"
     save_checkpoint(path, step=0, weights=torch.zeros(500_000))
     command = [sys.executable, "-c", WRITER, str(path)]
