@@ -19,7 +19,7 @@ from ._engine.ranks.membership import as_seconds
 from ._engine.ranks.records import call_name
 from .errors import ExecutorClosedError, RankError
 
-UNINTERRUPTED = True  # see interrupts
+UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
 R = TypeVar("R")
 # Parameters that other libraries call so.
 MEANT = {"max_workers": "num_workers", "n_jobs": "num_workers", "device": "devices", "gpus": "devices"}

@@ -19,7 +19,7 @@ from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 from nn_parallel._engine.failures import Failure
-from nn_parallel._engine.ranks.blocks import ENDED
+from nn_parallel._engine.ranks.blocks import END_MARK
 from nn_parallel._engine.ranks.records import GenerationEnd
 
 MOST_STEPS = 50_000
@@ -198,7 +198,7 @@ class Rank:
             dead = sorted(self._store.dead)
             yield
             arrived = self._store.arrived[self._generation]
-            if arrived >= ENDED:
+            if arrived >= END_MARK:
                 yield
                 end = self._store.ended.get(self._generation)
                 if end is not None and end.barriers >= self._barriers:
@@ -219,8 +219,8 @@ class Rank:
     def _end_generation(self, failures: dict[int, str]) -> Generator[None, None, GenerationEnd]:
         if self._generation not in self._store.ended:
             yield
-            self._store.arrived[self._generation] += ENDED
-            arrived = self._store.arrived[self._generation] % ENDED
+            self._store.arrived[self._generation] += END_MARK
+            arrived = self._store.arrived[self._generation] % END_MARK
             yield
             told = {rank: Failure("Exception", None, text, "", "", {}) for rank, text in failures.items()}
             self._store.ended.setdefault(self._generation, GenerationEnd(arrived // self._world_size, told))

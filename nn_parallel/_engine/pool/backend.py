@@ -23,7 +23,7 @@ from .pool import Pool
 from .processes import Settings
 from .started_workers import StartedWorkers
 
-UNINTERRUPTED = True  # see interrupts
+UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
 Backend = LaunchedRanks | StartedWorkers
 SHARED_IDLE_LIMIT_S = 60.0  # after which the workers of a shared backend end
 logger = logging.getLogger("nn_parallel")

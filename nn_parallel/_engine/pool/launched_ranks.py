@@ -24,7 +24,7 @@ from ..tracebacks import user_frames
 from .progress import Progress
 from .worker import in_this_process
 
-UNINTERRUPTED = True  # see interrupts
+UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
 R = TypeVar("R")
 
 

@@ -33,7 +33,7 @@ from ..interrupts import CancelScope, Interrupted, keep_handler
 from ..pickling import Packed, dumps, loads
 from ..ranks.blocks import blocks_of
 from ..ranks.context import RankContext, current_world, join, rank_context
-from ..ranks.records import WAITING, Position, Waits, call_name
+from ..ranks.records import WAITING, Progress, Waits, call_name
 from ..ranks.sockets import loopback
 from ..ranks.watchdog import Watchdog, cause_of
 from ..stack_dump import main_stack, offer_stack
@@ -42,7 +42,7 @@ from .channel import Channel, Payload, Unpack
 from .memory_files import Files
 from .messages import TASK_FORMAT, Places, TaskHeader
 
-UNINTERRUPTED = True  # see interrupts
+UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
 R = TypeVar("R")
 NO_TASK, STARTED = -1, 0  # less than the number of any task; the number of the answer that says the worker is set up
 INTERRUPT_EVERY_S = 0.02
@@ -240,7 +240,7 @@ class _Worker:
         if not dist.is_initialized():
             return
         others = [rank for rank in range(task.world_size) if rank != self._index]
-        next_run = Position(task.generation + (1 << 32), 0, WAITING)
+        next_run = Progress(task.generation + (1 << 32), 0, WAITING)
         self._watchdog = here.watch()
         self._watchdog.waits = Waits(f"has returned from {name}", tuple(others), next_run)
 

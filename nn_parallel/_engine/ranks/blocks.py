@@ -5,11 +5,11 @@ go through the same barriers in the same order, so one counter serves for all: t
 barrier is complete once ``b * world_size`` have arrived.
 
 A rank that has to leave early, by its own exception, a timeout or a death that it sees, *ends the generation*: it adds
-`ENDED` to the counter. From then on nobody passes a barrier by the counter alone. Then it writes a `GenerationEnd`: how
-many barriers were complete, and what failed. The first rank to write one decides for all; if a rank dies in between,
-another one that sees the death does the same. Which block has failed follows from that number, alike on all ranks: the
-innermost one that was open. There all ranks raise what the record says, and begin the next generation, in which calls
-and barriers are counted from one again.
+`END_MARK` to the counter. From then on nobody passes a barrier by the counter alone. Then it writes a `GenerationEnd`:
+how many barriers were complete, and what failed. The first rank to write one decides for all; if a rank dies in
+between, another one that sees the death does the same. Which block has failed follows from that number, alike on all
+ranks: the innermost one that was open. There all ranks raise what the record says, and begin the next generation, in
+which calls and barriers are counted from one again.
 
 If a generation ends while a rank is in the body of a block, this block has failed, and the watchdog frees the rank. If
 the rank is at a barrier, the number tells whether all had come.
@@ -28,14 +28,14 @@ from ..failures import Failure
 from ..interrupts import DeferredSignals, Interrupted
 from ..polling import looks
 from . import times
-from .calls import Calls, Wait, exceptions_in, failures_in
+from .calls import Calls, Wait, deadline_of, exceptions_in, failures_in
 from .context import RankContext, rank_context
 from .records import ARRIVED, HAS_LEFT, WAITING, Call, GenerationEnd, rebuilt
 from .store import arrived_key, decode, encode, ended_key
 from .watchdog import BlockState, cause_of, is_consequence
 
-UNINTERRUPTED = True  # see interrupts
-ENDED = 1 << 40  # more than can arrive in a generation
+UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
+END_MARK = 1 << 40  # more than can arrive in a generation
 
 
 class Blocks(Calls):
@@ -69,11 +69,9 @@ class Blocks(Calls):
                 raise refusal
             meet()
 
-    @contextlib.contextmanager
-    def call_and_barrier(self, call: Call, timeout_s: float | None) -> Iterator[bool]:
+    def call_and_barrier(self, call: Call, timeout_s: float | None) -> contextlib.AbstractContextManager[bool]:
         """A `call` of one rank, after which all ranks wait for each other, also if it has failed."""
-        with self._barrier(call, timeout_s) as meet, self.call(call, timeout_s, meet) as runs:
-            yield runs
+        return self.call(call, timeout_s, self._barrier(call, timeout_s))
 
     @contextlib.contextmanager
     def _barrier(self, call: Call, timeout_s: float | None) -> Iterator[Callable[[], None]]:
@@ -85,7 +83,7 @@ class Blocks(Calls):
         def meet() -> None:
             self._begin(call)
             says = "" if timeout_s else "waits in"
-            self._meet(barrier, Wait(call, self._others, ARRIVED, _deadline(timeout_s), says))
+            self._meet(barrier, Wait(call, self._others, ARRIVED, deadline_of(timeout_s), says))
             barrier.has_passed = True
 
         with self._on_all_ranks(barrier):
@@ -111,9 +109,9 @@ class Blocks(Calls):
             self._barriers += 1
             block.begin = self._barriers
             self._begin(call)
-            come_by = _deadline(min(timeout_s or math.inf, self.context.timeout.total_seconds()))
+            come_by = min(deadline_of(timeout_s), deadline_of(self.context.timeout.total_seconds()))
             self._meet(block, Wait(call, self._others, ARRIVED, come_by, "waits in"))
-            block.deadline = None if from_end else _deadline(timeout_s)
+            block.deadline = math.inf if from_end else deadline_of(timeout_s)
             with watchdog.watching(block):
                 yield
             self._end_block(block)
@@ -130,8 +128,8 @@ class Blocks(Calls):
         self._begin(end)
         self._barriers += 1
         block.end = self._barriers
-        leave_by = block.deadline or _deadline(block.timeout_s)
-        self._meet(block, Wait(end, self._others, ARRIVED, leave_by, "waits at"))
+        block.deadline = min(block.deadline, deadline_of(block.timeout_s))
+        self._meet(block, Wait(end, self._others, ARRIVED, block.first_due().deadline, "waits at"))
 
     def _meet(self, block: BlockState, wait: Wait) -> None:
         """Return once every rank has arrived at the present barrier, of ``block``; raise if one never will."""
@@ -144,7 +142,7 @@ class Blocks(Calls):
             has_left = waited > times.LOOK_UP_PEER_AFTER_S and self._check_neighbor(wait.call)  # before the counter
             arrived = self.connection.add(key, 0 if has_arrived else 1)
             has_arrived = True
-            if arrived >= ENDED:
+            if arrived >= END_MARK:
                 end = self.connection.read(ended_key(self.generation), GenerationEnd)
                 if end is not None and end.barriers < self._barriers:
                     block.must_leave = True
@@ -167,7 +165,7 @@ class Blocks(Calls):
     def _check_neighbor(self, call: Call) -> bool:
         """Raise if the rank before this one is at another barrier; return whether it has left the others.
 
-        Where ranks are at different barriers, some rank at each of them has such a neighbor.
+        Where ranks are at different barriers, some rank at each of them has such a neighbor; others may come through.
         """
         report = self._report_of(self._neighbor)
         if report.progress.generation == self.generation:
@@ -204,8 +202,9 @@ class Blocks(Calls):
     def _fail(self, block: BlockState, error: BaseException) -> BaseException | None:
         """End the generation with ``error``, which has come up in ``block``: what to raise there.
 
-        Either what all ranks raise; or `Interrupted`, up to the block around, if that one fails; or nothing, if all
-        ranks had come to the end in the same instant. Then the next barrier of all ranks raises the failure.
+        - If this block fails, what all ranks raise.
+        - If the block around it does, `Interrupted`, which comes out there.
+        - If neither does, nothing: all ranks had come to the end in the same instant. Their next barrier raises it.
         """
         failures = self._failures_of(block, error)
         described = self._described(failures)
@@ -236,7 +235,7 @@ class Blocks(Calls):
         key = ended_key(self.generation)
         text = self.connection.get(key)
         if text is None:
-            arrived = self.connection.add(arrived_key(self.generation), ENDED) % ENDED
+            arrived = self.connection.add(arrived_key(self.generation), END_MARK) % END_MARK
             barriers = min(arrived // self.world_size, self._barriers)
             text = self.connection.swap(key, "", encode(GenerationEnd(barriers, failures)))
         while True:
@@ -285,10 +284,6 @@ def block(
     if (here := blocks_of(rank_context())) is None:
         return contextlib.nullcontext()
     return here.block(here.call_of_all(function), timeout_s, from_end=from_end)
-
-
-def _deadline(timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else time.monotonic() + timeout_s
 
 
 @atexit.register

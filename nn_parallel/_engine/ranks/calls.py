@@ -37,7 +37,7 @@ from .records import (
     CallMade,
     FailedCall,
     FailedCalls,
-    Position,
+    Progress,
     RankStatus,
     Standing,
     Waits,
@@ -49,6 +49,7 @@ from .watchdog import RANKS_NAMED, BlockState, Watchdog, cause_of, timeout_error
 
 CALLS_KEPT = 8
 FAILURES_KEPT = 64  # of each rank, in the store
+NO_BARRIER = contextlib.nullcontext(lambda: None)
 logger = logging.getLogger("nn_parallel")
 
 
@@ -58,7 +59,7 @@ class Wait(NamedTuple):
     call: Call
     ranks: Sequence[int]
     phase: int  # of the call, which they have to reach
-    deadline: float | None
+    deadline: float
     says: str  # begins what others are told of it; empty: they are not, as this rank may give up and go on
 
 
@@ -93,14 +94,17 @@ class Calls:
 
     @contextlib.contextmanager
     def call(
-        self, call: Call, timeout_s: float | None = None, meet: Callable[[], None] | None = None
+        self,
+        call: Call,
+        timeout_s: float | None = None,
+        barrier: contextlib.AbstractContextManager[Callable[[], object]] = NO_BARRIER,
     ) -> Iterator[bool]:
         """A call that one rank runs while the others wait at its end. Every rank makes it.
 
         Args:
             call: what errors name it by.
             timeout_s: how long the others wait.
-            meet: a barrier after it, also if it has failed, as all ranks then know.
+            barrier: one after it, at which each rank arrives by calling what this yields, also if the call has failed.
 
         Yields:
             Whether this rank runs it; the others must do nothing in the ``with`` block.
@@ -111,28 +115,29 @@ class Calls:
             ParallelError: the ranks are not in the same call; the message names both.
         """
         (runner,) = call.ranks
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = deadline_of(timeout_s)
         failures: Mapping[int, BaseException] = {}
-        self._begin(call)
-        if self.rank == runner:
-            outer, self.nested_in = self.nested_in, call.ranks  # as `nested` does, without another generator
-            try:
-                yield True
-            except Interrupted:
-                raise  # the block around it ends
-            except BaseException as error:
-                failures = failures_in(cause_of(error, self._watchdog.reason if self._watchdog else None), runner)
-                self._post_failure(call, failures)
-                if not isinstance(error, Exception):
-                    raise  # it is this rank's own way out
+        with barrier as meet:
+            self._begin(call)
+            if self.rank == runner:
+                outer, self.nested_in = self.nested_in, call.ranks  # as `nested` does, without another generator
+                try:
+                    yield True
+                except Interrupted:
+                    raise  # the block around it ends
+                except BaseException as error:
+                    failures = failures_in(cause_of(error, self._watchdog.reason if self._watchdog else None), runner)
+                    self._post_failure(call, failures)
+                    if not isinstance(error, Exception):
+                        raise  # it is this rank's own way out
+                else:
+                    self._post(FINISHED)
+                finally:
+                    self.nested_in = outer
             else:
-                self._post(FINISHED)
-            finally:
-                self.nested_in = outer
-        else:
-            yield False
-            failures = self._await_outcome(Wait(call, call.ranks, FINISHED, deadline, "" if timeout_s else "waits in"))
-        if meet is not None:
+                yield False
+                says = "" if timeout_s else "waits in"
+                failures = self._await_outcome(Wait(call, call.ranks, FINISHED, deadline, says))
             meet()
         if failures:
             raise self._error(call, failures)
@@ -172,10 +177,10 @@ class Calls:
             self._made.append(encode(CallMade(self._number, call.what, call.site)))
             self._made_text = ""
 
-    def _progress(self) -> Position:
+    def _progress(self) -> Progress:
         if self.generation != self.context.generation:  # a task of a pool has begun, and made no call yet
-            return Position(self.context.generation, 0, WAITING)
-        return Position(self.generation, self._number, self._phase)
+            return Progress(self.context.generation, 0, WAITING)
+        return Progress(self.generation, self._number, self._phase)
 
     def _post(self, phase: int) -> None:
         self._phase = phase
@@ -245,7 +250,7 @@ class Calls:
     def _await_outcome(self, wait: Wait) -> dict[int, Exception]:
         """Return once the rank that runs the present call has done so: how it has failed; nothing if it succeeded."""
         (rank,), report = wait.ranks, NO_REPORT
-        goal = Position(self.generation, self._number, FINISHED)
+        goal = Progress(self.generation, self._number, FINISHED)
 
         def has_run_it(waited: float) -> bool:
             nonlocal report
@@ -273,7 +278,7 @@ class Calls:
             ParallelError: it has failed too often since for that to be known.
         """
         failed = self._failed_calls.get(rank, NONE_FAILED)
-        if report.failures > failed.total:
+        if report.failed_calls > failed.total:
             failed = self.connection.read(failures_key(rank), FailedCalls) or failed
             self._failed_calls[rank] = failed
         this = self.generation, self._number
@@ -307,7 +312,7 @@ class Calls:
                     return
                 if dead:
                     raise self._gone_error(dead[0], wait.call)
-                if wait.deadline is not None and time.monotonic() > wait.deadline:
+                if time.monotonic() > wait.deadline:
                     raise self._timeout_error(self._missing(wait) or list(wait.ranks), wait.call, waited)
                 if waited > times.TELL_AFTER_S and not has_told:
                     has_told = True
@@ -316,7 +321,7 @@ class Calls:
                     warn_after_s = math.inf
                     self._warn(self._missing(wait), wait.call, waited)
         finally:
-            self.connection.answer_by = None
+            self.connection.answer_by = math.inf
             if self._watchdog is not None:
                 self._watchdog.waits = None
 
@@ -331,8 +336,8 @@ class Calls:
         goal = self._goal(wait)
         return [rank for rank in wait.ranks if self._report_of(rank).progress < goal]
 
-    def _goal(self, wait: Wait) -> Position:
-        return Position(self.generation, self._number, wait.phase)
+    def _goal(self, wait: Wait) -> Progress:
+        return Progress(self.generation, self._number, wait.phase)
 
     def _where(self, rank: int) -> str:
         """Return the state of another rank, from its watchdog, or else from its own last report."""
@@ -404,6 +409,11 @@ class Calls:
         if isinstance(cause, RankTimeoutError):
             return RankTimeoutError(str(cause), ranks=cause.ranks, stacks=cause.stacks)
         return rank_error(call.function, self.world_size, errors)
+
+
+def deadline_of(timeout_s: float | None) -> float:
+    """Return when a time is over that begins now; never, if there is no limit."""
+    return math.inf if timeout_s is None else time.monotonic() + timeout_s
 
 
 def exceptions_in(failures: Mapping[int, BaseException]) -> dict[int, Exception]:

@@ -28,7 +28,7 @@ from ..devices import synchronize_in_thread
 from . import times
 from .flight_recorder import progress
 
-UNINTERRUPTED = True  # see interrupts
+UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
 # The thread that watches neither aborts collectives nor ends the process, and waits for nobody before it goes on; and
 # nobody watches that thread.
 SETTINGS = {

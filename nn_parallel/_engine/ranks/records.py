@@ -36,7 +36,7 @@ class Call(NamedTuple):
         return f"{self.function} on {rank_names(self.ranks)}"
 
 
-class Position(NamedTuple):
+class Progress(NamedTuple):
     """How far a rank has got; ``a >= b`` means at least as far."""
 
     generation: int
@@ -55,8 +55,8 @@ class CallMade(NamedTuple):
 class RankStatus(NamedTuple):
     """What a rank says of itself."""
 
-    progress: Position
-    failures: int  # how many of its calls have failed, in all generations
+    progress: Progress
+    failed_calls: int  # how many have failed, in all generations
     last: CallMade | None = None
     earlier: str = "[]"  # the calls before it, as `encode` writes them: not each reader decodes them
 
@@ -74,7 +74,7 @@ class RankStatus(NamedTuple):
         return f"was last in {self.last.what} at {self.last.site}"
 
 
-NO_REPORT = RankStatus(Position(-1, -1, WAITING), 0)
+NO_REPORT = RankStatus(Progress(-1, -1, WAITING), 0)
 
 
 class FailedCall(NamedTuple):
@@ -103,12 +103,16 @@ class GenerationEnd(NamedTuple):
     failures: dict[int, Failure]  # by rank, the cause first
 
     def fails(self, begin: float, end: float, is_outermost: bool) -> bool:
-        """Return whether this fails a block, the same on all ranks; if not, it fails the block around it.
+        """Return whether this fails a block: it does if the block was open. The answer is the same on all ranks.
+
+        For instance a block begins at barrier 1 and ends at 4, and one inside it begins at 2 and ends at 3. If two
+        barriers were complete, the inner one fails. If one or three were, the outer one does. If all four were, none
+        does: all ranks had come to the end. If none was, the outer one fails, too, as there is no block around it.
 
         Args:
             begin: the number of the barrier at which the block begins; infinite if this rank has not come there.
             end: the number of the barrier at which it ends, or infinite.
-            is_outermost: there is no block around it, so it fails also if it has not begun.
+            is_outermost: there is no block around it.
         """
         return self.barriers < end and (begin <= self.barriers or is_outermost)
 
@@ -118,7 +122,7 @@ class Waits(NamedTuple):
 
     where: str  # for a person to read
     ranks: tuple[int, ...]
-    until: Position
+    until: Progress
 
 
 class Standing(NamedTuple):

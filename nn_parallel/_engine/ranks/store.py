@@ -35,6 +35,7 @@ import contextlib
 import errno
 import functools
 import json
+import math
 import os
 import socket
 import struct
@@ -170,7 +171,7 @@ class StoreClient:
     ) -> None:
         """``host``: the rank whose process the store lives in, if it is one's."""
         self.store = store
-        self.answer_by: float | None = None  # when the answer to a request is of no use any more
+        self.answer_by = math.inf  # when the answer to a request is of no use any more
         self._rank = rank
         self._world_size = world_size
         self._host = host
@@ -256,7 +257,7 @@ class StoreClient:
     def _set_receive_timeout(self, limits: StoreHost) -> float:
         """Limit how long the next request may wait for its answer; return the time now."""
         now = time.monotonic()
-        limit_s = limits.timeout_s if self.answer_by is None else max(self.answer_by - now, 0.0)
+        limit_s = min(limits.timeout_s, max(self.answer_by - now, 0.0))
         if self._socket is not None and limit_s != self._limit_s:
             self._limit_s = limit_s
             seconds, fraction = divmod(limit_s + times.ANSWER_MARGIN_S, 1)

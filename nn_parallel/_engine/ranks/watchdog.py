@@ -35,36 +35,41 @@ from .context import RankContext
 from .flight_recorder import Collective
 from .liveness import Liveness
 from .main_thread import MainThreadPosition, position, stack
-from .records import HAS_LEFT, Call, Position, RankStatus, Standing, Waits
+from .records import HAS_LEFT, Call, Progress, RankStatus, Standing, Waits
 from .store import LOST_KEY, Lost, StoreClient, ended_key, report_key, standing_key
 
 logger = logging.getLogger("nn_parallel")
 
-UNINTERRUPTED = True  # see interrupts
+UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
 RANKS_NAMED = 8
 
 
 @dataclass(eq=False)
 class BlockState:
-    """A block that this rank is in."""
+    """A block that this rank is in; or a barrier alone, as a block that never begins."""
 
     call: Call
     around: BlockState | None = None  # the block that this one is in
     timeout_s: float | None = None
     begin: float = math.inf  # the number of the barrier at which it begins, once this rank has come there
     end: float = math.inf  # and of that at which it ends
-    deadline: float | None = None  # when its time is over
+    deadline: float = math.inf  # when its time is over
     body: CancelScope = field(default_factory=CancelScope)
     is_active: bool = False  # its body runs
     has_passed: bool = False  # all ranks have come to its end
     must_leave: bool = False  # it has failed, or is to fail on this rank
     reason: Exception | None = None  # why, if not because of another rank
 
+    def first_due(self) -> BlockState:
+        """Return that of this block and those around it whose time is over first."""
+        around = self.around.first_due() if self.around is not None else self
+        return around if around.deadline < self.deadline else self
+
 
 class Watchdog:
     """Looks for what ends the innermost block, while this rank may be stuck in it."""
 
-    def __init__(self, context: RankContext, progress: Callable[[], Position], blocks: list[BlockState]) -> None:
+    def __init__(self, context: RankContext, progress: Callable[[], Progress], blocks: list[BlockState]) -> None:
         """``progress`` tells how far this rank has got; in ``blocks`` it is, the innermost last."""
         self._context, self._progress = context, progress
         self._connection = context.connect()
@@ -144,7 +149,7 @@ class Watchdog:
                 if block is None and (left := self._look_at - time.monotonic()) > 0:
                     self._changed.wait(left)
                     continue
-            self._connection.answer_by = block.deadline if block is not None else None
+            self._connection.answer_by = block.first_due().deadline if block is not None else math.inf
             must_leave = False
             reason: Exception | None = None
             try:
@@ -219,14 +224,15 @@ class Watchdog:
         return self._liveness.is_dead((self._context.rank + 1) % self._context.world_size)
 
     def _timeout(self, block: BlockState) -> RankTimeoutError | None:
-        """The error of all ranks, if the time in ``block`` is over."""
-        if block.deadline is None or block.must_leave or time.monotonic() <= block.deadline:
+        """The error of all ranks, if the time of ``block`` is over, or of one around it."""
+        due = block.first_due()
+        if block.must_leave or time.monotonic() <= due.deadline:
             return None
         me, here = self._context.rank, Standing(f"is {position()}", stack(), {}, None)
         others = (rank for rank in range(self._context.world_size) if rank != me)
         standings = {me: here} | {rank: self._connection.read(standing_key(rank), Standing) for rank in others}
         silent = [rank for rank, each in standings.items() if each is None or not each.waits_for(me)]
-        return timeout_error(f"{block.call} did not end within timeout={block.timeout_s:g} s", silent, standings)
+        return timeout_error(f"{due.call} did not end within timeout={due.timeout_s:g} s", silent, standings)
 
     def _look(self, block: BlockState | None) -> ParallelError | None:
         """Tell where this rank stands; why it must leave ``block``, if it is stuck for ever.
@@ -323,7 +329,7 @@ class Watchdog:
         return None
 
     def _deadlock(
-        self, progress: Position, stands: MainThreadPosition, stuck_in: Collective, others: list[int]
+        self, progress: Progress, stands: MainThreadPosition, stuck_in: Collective, others: list[int]
     ) -> ParallelError | None:
         """The error of this rank, if one of the ``others`` waits for it before the collective that it is ``stuck_in``.
 

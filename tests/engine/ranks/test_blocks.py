@@ -29,6 +29,7 @@ from nn_parallel import (
     RankTimeoutError,
     WorkerDiedError,
     barrier,
+    current_world,
     initialize_ddp,
     on_rank,
 )
@@ -426,6 +427,66 @@ def test_ctrl_c_in_a_barrier(ranks3: Ranks, tmp_path: Path, how: str) -> None:
     for told, total in others:
         assert "KeyboardInterrupt" in told
         assert total == 3
+
+
+def test_a_failure_before_a_barrier_that_one_rank_gives_up(ranks2: Ranks, tmp_path: Path) -> None:
+    """The last one comes to it in that instant: then the barrier has passed on both, and both know of the failure."""
+
+    def until(name: str) -> None:
+        while not (tmp_path / name).exists():
+            time.sleep(0.001)
+
+    def scenario() -> str:
+        here = blocks_of(rank_context()) if initialize_ddp() else None
+        assert here is not None
+        meet, end_generation = here._meet, here._end_generation
+
+        def meet_late(*args: Any) -> None:
+            until("given up")
+            meet(*args)
+            (tmp_path / "has come").touch()
+
+        def end_generation_late(*args: Any) -> Any:
+            (tmp_path / "given up").touch()
+            until("has come")
+            return end_generation(*args)
+
+        @on_rank(0, barrier=True, timeout=1)
+        def fail() -> None:
+            raise ValueError("bad batch")
+
+        if here.rank == 0:
+            here._meet = meet_late  # type: ignore[method-assign]
+        else:
+            here._end_generation = end_generation_late  # type: ignore[method-assign]
+        try:
+            with pytest.raises(RankError) as caught:
+                fail()
+        finally:
+            del here.__dict__["_meet" if here.rank == 0 else "_end_generation"]
+        with contextlib.suppress(RankTimeoutError):  # the one that gave up has still to be told
+            barrier()
+        barrier()
+        return str(caught.value.failures[0])
+
+    assert ranks2.run(scenario) == ["bad batch"] * 2
+
+
+def test_the_time_of_a_block_counts_in_the_blocks_in_it(ranks2: Ranks) -> None:
+    """The inner one, which has no limit of its own, is ended when that of the outer one is over."""
+
+    @on_rank([0, 1])
+    def inner() -> None:
+        if current_world().rank == 0:
+            spin()
+
+    def scenario() -> list[int]:
+        initialize_ddp()
+        with pytest.raises(RankTimeoutError) as caught:
+            ParallelExecutor(timeout=0.5).run(inner)
+        return list(caught.value.ranks)
+
+    assert all(0 in ranks for ranks in ranks2.run(scenario))
 
 
 @pytest.mark.slow
