@@ -18,20 +18,20 @@ where another folder lies between its parts::
         stack_dump          the stacks of the processes of a job, for ``nn-parallel stacks``
     ranks: how the processes of a world find each other, talk, and fail together
         environment         a launcher's variables -> rank, world size, address
+        times               how long ranks wait, and how often they look
         sockets             the connections of this process
         store               the TCPStore: every key and record that ranks exchange
-        times               how long ranks wait, and how often they look
+        links               the connections between rank 0 and other nodes
         flight_recorder     the collectives that this process has entered, as torch records them
         nccl                settings and errors of NCCL
         group               the process group: made, closed, made again
         context             the place of this process in a world
-        links               the connections between rank 0 and other nodes
         liveness            the ranks that have died
         records             calls and blocks, as ranks tell each other of them
         main_thread         where the main thread is
+        reports             what a rank tells of its calls, and learns of those of the others
         watchdog            the thread that frees a stuck rank
-        calls               one rank runs, the others wait
-        blocks              all ranks run, and leave together
+        blocks              calls of one rank, and blocks that all ranks enter and leave together
         uncaught            an exception that ends a rank outside all blocks
         rendezvous          the ranks of a launcher meet in a store
         membership          join and leave a world
@@ -95,7 +95,7 @@ A failure, from where it is raised to where all ranks raise it. Rank 1 raises in
    (interrupts) and ends the connections of gloo, or aborts NCCL (`Group.abort`).
 3. The main thread of rank 0 comes to `_on_all_ranks` as well, by `Interrupted`, or as its collective raises that the
    connection is lost. That is only a consequence, so it adds nothing, and rebuilds what rank 1 has written.
-4. Both ranks raise a `RankError` (`Calls._error`) out of the block that has failed, with rank 1's exception in it.
+4. Both ranks raise a `RankError` (`Blocks._error`) out of the block that has failed, with rank 1's exception in it.
 
 If rank 1 is killed, nobody writes in step 1. In step 2 the watchdog of rank 0 sees the death (liveness), and in step 3
 rank 0 finds it again (`_seek_deaths`), and writes it itself.

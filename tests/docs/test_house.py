@@ -61,6 +61,9 @@ ELSEWHERE = {  # the tests of a module that has no file of its name, and why
     "ranks.run_on_ranks": "api/test_ranks.py",
     "ranks.stop_signals": "api/training/test_preemption.py",
     "pool.backend": "api/test_executor.py",
+    "ranks.links": "engine/ranks/test_liveness.py",  # by what it tells
+    "ranks.reports": "engine/ranks/test_calls.py",
+    "ranks.times": "engine/ranks/test_deadlock.py",
     "ranks.nccl": "engine/test_accelerators.py",  # needs an accelerator, a made-up one at least
     "pool.forkserver_boot": "engine/pool/test_forkserver.py",  # its first lines
     "pool.messages": "engine/pool/test_worker.py",  # records

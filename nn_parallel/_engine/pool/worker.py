@@ -33,9 +33,10 @@ from ..interrupts import CancelScope, Interrupted, keep_handler
 from ..pickling import Packed, dumps, loads
 from ..ranks.blocks import blocks_of
 from ..ranks.context import RankContext, current_world, join, rank_context
-from ..ranks.records import WAITING, Progress, Waits, call_name
+from ..ranks.records import HAS_LEFT, WAITING, Progress, Waits, call_name
+from ..ranks.reports import Reports
 from ..ranks.sockets import loopback
-from ..ranks.watchdog import Watchdog, cause_of
+from ..ranks.watchdog import cause_of
 from ..stack_dump import main_stack, offer_stack
 from ..tracebacks import user_frames
 from .channel import Channel, Payload, Unpack
@@ -130,7 +131,7 @@ class _Worker:
         self._switching = threading.Lock()  # between the main thread, which changes tasks, and the one that cancels
         self._task = self._cancelled = NO_TASK
         self._block = CancelScope()  # what the main thread does for the task
-        self._watchdog: Watchdog | None = None  # of the last run that left a process group
+        self._reports: Reports | None = None  # of the last run that left a process group
         self._deadlock: Exception | None = None  # why it was interrupted, if it was not cancelled
 
     def follow_orders(self, control: socket.socket) -> None:
@@ -178,8 +179,8 @@ class _Worker:
             self._cores = task.cores
             torch.set_num_threads(max(1, task.cores))  # OMP_NUM_THREADS is read when torch is loaded: too late here
         generation = task.generation
-        if self._watchdog is not None:
-            self._watchdog.waits = None
+        if self._reports is not None:
+            self._reports.waits = None
         context = self._enter(task, generation) if task.world_size else self._alone
         join(context)
         with self._switching:
@@ -236,13 +237,14 @@ class _Worker:
         """For the ranks that are still in the run: this one makes no call or collective before all have ended it."""
         here = blocks_of(self._rank)
         assert here is not None
-        here.tell_left()
+        here.reports.post(HAS_LEFT)  # makes no more calls in this generation
         if not dist.is_initialized():
             return
         others = [rank for rank in range(task.world_size) if rank != self._index]
         next_run = Progress(task.generation + (1 << 32), 0, WAITING)
-        self._watchdog = here.watch()
-        self._watchdog.waits = Waits(f"has returned from {name}", tuple(others), next_run)
+        here.watch()  # tells the others
+        self._reports = here.reports
+        self._reports.waits = Waits(f"has returned from {name}", tuple(others), next_run)
 
     def _enter(self, task: TaskHeader, generation: int) -> RankContext:
         """This worker as a rank of a run."""
@@ -279,7 +281,7 @@ class _Worker:
         if self._rank is not None:
             self._rank.group.close()
             self._rank.leave()
-            self._watchdog = None
+            self._reports = None
 
 
 def in_this_process(call: Callable[..., R], /, *args: Any) -> R:

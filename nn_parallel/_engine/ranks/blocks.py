@@ -1,4 +1,7 @@
-"""Blocks that all ranks go through together: a failure on one rank ends the block on all.
+"""Calls that one rank runs while the others wait, and blocks that all ranks go through together.
+
+A *call* is counted on each rank, and its outcome told by the report of the rank that runs it: see `reports`. A failure
+is raised on all ranks, and nothing is closed.
 
 A *block* holds any number of calls and of blocks. All ranks begin it together and end it together, at *barriers*. They
 go through the same barriers in the same order, so one counter serves for all: to arrive is to add 1, and the b-th
@@ -21,40 +24,112 @@ import atexit
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ...errors import ParallelError
-from ..failures import Failure
+from ...errors import ParallelError, RankError, RankTimeoutError
+from ..failures import Failure, rank_error, rank_names
 from ..interrupts import DeferredSignals, Interrupted
 from ..polling import looks
+from ..tracebacks import user_frames
 from . import times
-from .calls import Calls, Wait, deadline_of, exceptions_in, failures_in
 from .context import RankContext, rank_context
-from .records import ARRIVED, HAS_LEFT, WAITING, Call, GenerationEnd, rebuilt
+from .records import (
+    ARRIVED,
+    FINISHED,
+    HAS_LEFT,
+    NO_REPORT,
+    WAITING,
+    Call,
+    GenerationEnd,
+    Progress,
+    call_site,
+    rebuilt,
+)
+from .reports import Reports, Wait, deadline_of
 from .store import arrived_key, decode, encode, ended_key
-from .watchdog import BlockState, cause_of, is_consequence
+from .watchdog import BlockState, Watchdog, cause_of, is_consequence
 
 UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
+NO_BARRIER = contextlib.nullcontext(lambda: None)
 END_MARK = 1 << 40  # more than can arrive in a generation
 
 
-class Blocks(Calls):
-    """One rank's end of the blocks that all ranks run, and of the calls in them."""
+class Blocks:
+    """One rank's end of the calls and blocks that all ranks make."""
 
     def __init__(self, context: RankContext) -> None:
+        self.context, self.reports = context, Reports(context)
+        self.rank, self.world_size = context.rank, context.world_size
+        self.nested_in: tuple[int, ...] = ()  # the ranks that run the present code, each for itself; empty: all
+        self.stop_calls = 0  # how often this rank has called `stop_requested` in this generation
+        self._connection = context.connection
+        self._others = [rank for rank in range(context.world_size) if rank != context.rank]
+        self._neighbor = (context.rank - 1) % context.world_size
         self._barriers = 0  # that this rank has come to in this generation
         self._earlier: list[int] = []  # generations of which there may still be a key in the store
-        super().__init__(context)
-        self._neighbor = (self.rank - 1) % self.world_size
+        self._entered: list[BlockState] = []  # the blocks that this rank is in, the innermost last
+        self._watchdog: Watchdog | None = None
+        context.on_leave.callback(self._leave)
+
+    @property
+    def generation(self) -> int:
+        return self.reports.generation
 
     def begin_generation(self, generation: int) -> None:
-        if self._barriers or self._entered_blocks:
+        """Count calls and barriers from one again."""
+        if self._barriers or self._entered:
             self._earlier.append(self.generation)
-        super().begin_generation(generation)
-        self._barriers = 0
-        for block in self._entered_blocks:
+        if generation != self.context.generation:
+            self.context.begin_generation(generation)
+        self.reports.begin_generation(generation)
+        self._barriers = self.stop_calls = 0
+        for block in self._entered:
             block.begin = 0
-        self.stop_calls = 0  # how often this rank has called `stop_requested`
+
+    @contextlib.contextmanager
+    def call(self, call: Call, timeout_s: float | None = None, *, barrier: bool = False) -> Iterator[bool]:
+        """A call that one rank runs while the others wait at its end. Every rank makes it.
+
+        Args:
+            call: what errors name it by.
+            timeout_s: how long the others wait.
+            barrier: then all ranks wait for each other, also if it has failed.
+
+        Yields:
+            Whether this rank runs it; the others must do nothing in the ``with`` block.
+
+        Raises:
+            RankError: on every rank, when it raised, or the process that runs it ended before its end.
+            RankTimeoutError: it did not finish within ``timeout_s``.
+            ParallelError: the ranks are not in the same call; the message names both.
+        """
+        (runner,) = call.ranks
+        deadline = deadline_of(timeout_s)
+        failures: Mapping[int, BaseException] = {}
+        with self._barrier(call, timeout_s) if barrier else NO_BARRIER as meet:
+            self._begin(call)
+            if self.rank == runner:
+                outer, self.nested_in = self.nested_in, call.ranks  # as `nested` does, without another generator
+                try:
+                    yield True
+                except Interrupted:
+                    raise  # the block around it ends
+                except BaseException as error:
+                    failures = failures_in(cause_of(error, self._watchdog.reason if self._watchdog else None), runner)
+                    self.reports.post_failure(call, self._described(failures))
+                    if not isinstance(error, Exception):
+                        raise  # it is this rank's own way out
+                else:
+                    self.reports.post(FINISHED)
+                finally:
+                    self.nested_in = outer
+            else:
+                yield False
+                says = "" if timeout_s else "waits in"
+                failures = self._await_outcome(Wait(call, call.ranks, FINISHED, deadline, says))
+            meet()
+        if failures:
+            raise self._error(call, failures)
 
     def barrier(self, call: Call, timeout_s: float | None = None, refusal: Exception | None = None) -> None:
         """Return once every rank is here. A ``refusal`` of this rank is raised on all instead.
@@ -68,26 +143,6 @@ class Blocks(Calls):
             if refusal is not None:
                 raise refusal
             meet()
-
-    def call_and_barrier(self, call: Call, timeout_s: float | None) -> contextlib.AbstractContextManager[bool]:
-        """A `call` of one rank, after which all ranks wait for each other, also if it has failed."""
-        return self.call(call, timeout_s, self._barrier(call, timeout_s))
-
-    @contextlib.contextmanager
-    def _barrier(self, call: Call, timeout_s: float | None) -> Iterator[Callable[[], None]]:
-        """A barrier, at which each rank arrives by calling what this yields; whoever leaves before, leaves it."""
-        self._raise_if_must_leave()
-        self._barriers += 1
-        barrier = BlockState(call, self._innermost_block, end=self._barriers)
-
-        def meet() -> None:
-            self._begin(call)
-            says = "" if timeout_s else "waits in"
-            self._meet(barrier, Wait(call, self._others, ARRIVED, deadline_of(timeout_s), says))
-            barrier.has_passed = True
-
-        with self._on_all_ranks(barrier):
-            yield meet
 
     @contextlib.contextmanager
     def block(self, call: Call, timeout_s: float | None = None, *, from_end: bool = False) -> Iterator[None]:
@@ -104,7 +159,7 @@ class Blocks(Calls):
         """
         self.raise_if_nested(call)
         self._raise_if_must_leave()
-        block, watchdog = BlockState(call, self._innermost_block, timeout_s), self.watch()
+        block, watchdog = BlockState(call, self._innermost, timeout_s), self.watch()
         with watchdog.entered(block), self._on_all_ranks(block):
             self._barriers += 1
             block.begin = self._barriers
@@ -116,9 +171,119 @@ class Blocks(Calls):
                 yield
             self._end_block(block)
 
+    def watch(self) -> Watchdog:
+        """From now on free this rank from collectives that cannot end, and tell others where it stands."""
+        if self._watchdog is None:
+            self._watchdog = Watchdog(self.context, self.reports, self._entered)
+        return self._watchdog
+
+    @contextlib.contextmanager
+    def nested(self, ranks: Sequence[int]) -> Iterator[None]:
+        """While ``ranks`` run the code here: a call in it runs where it is named, and nobody waits."""
+        outer, self.nested_in = self.nested_in, tuple(ranks)
+        try:
+            yield
+        finally:
+            self.nested_in = outer
+
+    def call_of_all(self, function: str) -> Call:
+        """Return the call of ``function`` that all ranks make at the present place of the user's code."""
+        return Call(function, tuple(range(self.world_size)), call_site())
+
+    def raise_if_nested(self, call: Call | str) -> None:
+        if self.nested_in:
+            where = f"inside the body of a function of {rank_names(self.nested_in)}"
+            raise ParallelError(f"{call} is a call of all ranks, {where}: the others are not there. Make it outside.")
+
+    def outlive_readers(self, deadline: float) -> None:
+        """At the end of the process that holds the store: stay until the others have read what they wait for."""
+        self.context.on_leave.close()
+        self.reports.outlive_readers(deadline)
+
+    def _leave(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None  # it refers to this
+        with contextlib.suppress(RuntimeError):
+            self.reports.post(HAS_LEFT)
+            self.reports.flush()  # before this process ends
+        self.reports.liveness.close()
+
+    # The parts of a call.
+
+    def _begin(self, call: Call) -> None:
+        self._raise_if_must_leave()
+        self.reports.begin(call)
+
+    def _await_outcome(self, wait: Wait) -> dict[int, Exception]:
+        """Return once the rank that runs the present call has done so: how it has failed; nothing if it succeeded."""
+        (rank,), report = wait.ranks, NO_REPORT
+        goal = Progress(self.generation, self.reports.number, FINISHED)
+
+        def has_run_it(waited: float) -> bool:
+            nonlocal report
+            report = self.reports.of(rank)
+            if report.progress.generation == self.generation:
+                self.reports.check_same_call(rank, report, wait.call)
+                if report.progress < goal and report.progress.phase == HAS_LEFT:
+                    raise self.reports.left_error(rank, wait.call)
+            has_run = report.progress >= goal  # also if it is in a later generation, unless this block has failed
+            if report.progress.generation > self.generation or (waited > times.LOOK_UP_PEER_AFTER_S and not has_run):
+                self._raise_if_generation_ended()
+            return has_run
+
+        self.reports.wait(wait, has_run_it)
+        return rebuilt(self.reports.failures_of_call(rank, report))
+
+    def _described(self, failures: Mapping[int, BaseException]) -> dict[int, Failure]:
+        """The failures as plain data; what another rank has described stays in its words."""
+        where = f"rank {self.rank} of {self.world_size}"
+        others = {rank: getattr(e.__cause__, "failure", None) for rank, e in failures.items() if rank != self.rank}
+        return {rank: others.get(rank) or Failure.of(error, where) for rank, error in failures.items()}
+
+    def _error(self, call: Call, failures: Mapping[int, BaseException]) -> ParallelError:
+        """The error of a call or block: a timeout if the cause is one."""
+        errors = exceptions_in(failures)
+        cause = next(iter(errors.values()), None)
+        if isinstance(cause, RankTimeoutError):
+            return RankTimeoutError(str(cause), ranks=cause.ranks, stacks=cause.stacks)
+        return rank_error(call.function, self.world_size, errors)
+
+    def _raise_if_must_leave(self) -> None:
+        """Raise again in a block that this rank was to leave: user code has caught what was raised, and gone on."""
+        if self._entered and self._entered[-1].must_leave:
+            raise Interrupted
+
+    def _raise_if_generation_ended(self) -> None:
+        """Raise in a block if the generation has ended: this is the block that has failed."""
+        if self._entered and self._has_generation_ended():
+            self._entered[-1].must_leave = True
+            raise Interrupted
+
+    def _has_generation_ended(self) -> bool:
+        return self._connection.get(ended_key(self.generation)) is not None
+
+    # The parts of a barrier and of a block.
+
     @property
-    def _innermost_block(self) -> BlockState | None:
-        return self._entered_blocks[-1] if self._entered_blocks else None
+    def _innermost(self) -> BlockState | None:
+        return self._entered[-1] if self._entered else None
+
+    @contextlib.contextmanager
+    def _barrier(self, call: Call, timeout_s: float | None) -> Iterator[Callable[[], None]]:
+        """A barrier, at which each rank arrives by calling what this yields; whoever leaves before, leaves it."""
+        self._raise_if_must_leave()
+        self._barriers += 1
+        barrier = BlockState(call, self._innermost, end=self._barriers)
+
+        def meet() -> None:
+            self._begin(call)
+            says = "" if timeout_s else "waits in"
+            self._meet(barrier, Wait(call, self._others, ARRIVED, deadline_of(timeout_s), says))
+            barrier.has_passed = True
+
+        with self._on_all_ranks(barrier):
+            yield meet
 
     def _end_block(self, block: BlockState) -> None:
         """Wait at the end of ``block`` for the others."""
@@ -133,17 +298,17 @@ class Blocks(Calls):
 
     def _meet(self, block: BlockState, wait: Wait) -> None:
         """Return once every rank has arrived at the present barrier, of ``block``; raise if one never will."""
-        self._post(ARRIVED)
+        self.reports.post(ARRIVED)
         key, all_arrived = arrived_key(self.generation), self._barriers * self.world_size
         has_arrived = False
 
         def is_complete(waited: float) -> bool:
             nonlocal has_arrived
             has_left = waited > times.LOOK_UP_PEER_AFTER_S and self._check_neighbor(wait.call)  # before the counter
-            arrived = self.connection.add(key, 0 if has_arrived else 1)
+            arrived = self._connection.add(key, 0 if has_arrived else 1)
             has_arrived = True
             if arrived >= END_MARK:
-                end = self.connection.read(ended_key(self.generation), GenerationEnd)
+                end = self._connection.read(ended_key(self.generation), GenerationEnd)
                 if end is not None and end.barriers < self._barriers:
                     block.must_leave = True
                     raise Interrupted
@@ -152,25 +317,25 @@ class Blocks(Calls):
                 self._check_neighbor(wait.call)
                 return True
             if has_left:
-                raise self._left_error(self._neighbor, wait.call)
+                raise self.reports.left_error(self._neighbor, wait.call)
             return False
 
-        self._poll(wait, is_complete)
+        self.reports.wait(wait, is_complete)
         while self._earlier:  # every rank is through them
             earlier = self._earlier.pop()
             if self.rank == 0:
-                self.connection.delete(ended_key(earlier))
-                self.connection.delete(arrived_key(earlier))
+                self._connection.delete(ended_key(earlier))
+                self._connection.delete(arrived_key(earlier))
 
     def _check_neighbor(self, call: Call) -> bool:
         """Raise if the rank before this one is at another barrier; return whether it has left the others.
 
         Where ranks are at different barriers, some rank at each of them has such a neighbor; others may come through.
         """
-        report = self._report_of(self._neighbor)
+        report = self.reports.of(self._neighbor)
         if report.progress.generation == self.generation:
             try:
-                self._check_same_call(self._neighbor, report, call)
+                self.reports.check_same_call(self._neighbor, report, call)
             except ParallelError:
                 self._barriers -= 1  # whoever has arrived, it was not at this barrier
                 raise
@@ -221,7 +386,7 @@ class Blocks(Calls):
             own = exceptions_in(failures)
             known = {rank: own[rank] for rank in own if end.failures[rank] == described[rank]}
             self.begin_generation(self.generation + 1)
-            self._post(WAITING)
+            self.reports.post(WAITING)
             return self._error(block.call, rebuilt(end.failures) | known)
         finally:
             if closes_group:
@@ -233,17 +398,17 @@ class Blocks(Calls):
         The cause, which comes first, is the same on all ranks; which others a rank sees depends on when it looks.
         """
         key = ended_key(self.generation)
-        text = self.connection.get(key)
+        text = self._connection.get(key)
         if text is None:
-            arrived = self.connection.add(arrived_key(self.generation), END_MARK) % END_MARK
+            arrived = self._connection.add(arrived_key(self.generation), END_MARK) % END_MARK
             barriers = min(arrived // self.world_size, self._barriers)
-            text = self.connection.swap(key, "", encode(GenerationEnd(barriers, failures)))
+            text = self._connection.swap(key, "", encode(GenerationEnd(barriers, failures)))
         while True:
             end = decode(GenerationEnd, key, text)
             added = {rank: failure for rank, failure in failures.items() if rank not in end.failures}
             if not added:
                 return end
-            text = self.connection.swap(key, text, encode(end._replace(failures=end.failures | added)))
+            text = self._connection.swap(key, text, encode(end._replace(failures=end.failures | added)))
 
     def _failures_of(self, block: BlockState, error: BaseException) -> dict[int, BaseException]:
         """What this rank has to tell of; nothing if it only follows from the failure that others know already."""
@@ -258,8 +423,8 @@ class Blocks(Calls):
         for waited in looks(*times.POLL):
             if self._has_generation_ended() or waited > times.CAUSE_WITHIN_S:
                 break
-            if dead := self._liveness.dead(self._others):
-                return {rank: self._liveness.death(rank, block.call) for rank in dead}
+            if dead := self.reports.liveness.dead(self._others):
+                return {rank: self.reports.liveness.death(rank, block.call) for rank in dead}
         return {}
 
 
@@ -284,6 +449,19 @@ def block(
     if (here := blocks_of(rank_context())) is None:
         return contextlib.nullcontext()
     return here.block(here.call_of_all(function), timeout_s, from_end=from_end)
+
+
+def exceptions_in(failures: Mapping[int, BaseException]) -> dict[int, Exception]:
+    return {rank: error for rank, error in failures.items() if isinstance(error, Exception)}
+
+
+def failures_in(error: BaseException, rank: int) -> dict[int, BaseException]:
+    """What ``error`` of ``rank`` tells of which ranks."""
+    if isinstance(error, RankError):
+        return dict(error.failures)
+    if isinstance(error, RankTimeoutError) and error.ranks:
+        return {error.ranks[0]: error}
+    return {rank: error.with_traceback(user_frames(error))}
 
 
 @atexit.register

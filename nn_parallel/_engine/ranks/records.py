@@ -6,7 +6,7 @@ import builtins
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -15,9 +15,11 @@ import torch.distributed as dist
 
 from ...errors import ExecutorClosedError, LaunchError, ParallelError, RankTimeoutError, TransferError, WorkerDiedError
 from ..failures import Failure, qualified_name, rank_names
+from ..stack_dump import by_place
 from ..tracebacks import PACKAGE_FOLDER
 from .store import decode
 
+RANKS_NAMED = 8  # in a text
 WAITING, FINISHED, ARRIVED, HAS_LEFT = range(4)  # how far a rank is within a call; ARRIVED: at a barrier
 
 
@@ -52,7 +54,7 @@ class CallMade(NamedTuple):
     site: str
 
 
-class RankStatus(NamedTuple):
+class Report(NamedTuple):
     """What a rank says of itself."""
 
     progress: Progress
@@ -74,7 +76,7 @@ class RankStatus(NamedTuple):
         return f"was last in {self.last.what} at {self.last.site}"
 
 
-NO_REPORT = RankStatus(Progress(-1, -1, WAITING), 0)
+NO_REPORT = Report(Progress(-1, -1, WAITING), 0)
 
 
 class FailedCall(NamedTuple):
@@ -135,6 +137,22 @@ class Standing(NamedTuple):
 
     def waits_for(self, rank: int) -> bool:
         return self.waits is not None and rank in self.waits.ranks
+
+
+def timeout_error(what: str, silent: Sequence[int], standings: Mapping[int, Standing | None]) -> RankTimeoutError:
+    """The error of all ranks, where those that are ``silent`` have not come within a time.
+
+    Args:
+        what: what has not ended, and in what time.
+        silent: for whom the others have waited.
+        standings: where ranks stand, as far as that is known.
+    """
+    known = {rank: standing for rank, standing in sorted(standings.items()) if standing is not None}
+    places = by_place({f"rank {rank}": standing.where.removeprefix("is ") for rank, standing in known.items()})
+    stacks = {rank: known[rank].stack if rank in known else "" for rank in silent}
+    named = [f"Rank {rank}:\n{stacks[rank].rstrip()}" for rank in silent[:RANKS_NAMED] if stacks[rank]]
+    text = "\n\n".join([f"{what}. Where the ranks stand:\n{places}", *named])
+    return RankTimeoutError(text, ranks=silent, stacks=stacks)
 
 
 def call_name(fn: Callable[..., Any]) -> str:

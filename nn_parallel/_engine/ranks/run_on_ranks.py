@@ -111,7 +111,7 @@ def _together(
 ) -> contextlib.AbstractContextManager[bool]:
     """A call, or a block if several ranks run it: one may wait for another in a collective."""
     if len(call.ranks) == 1:
-        return here.call_and_barrier(call, timeout_s) if barrier else here.call(call, timeout_s)
+        return here.call(call, timeout_s, barrier=barrier)
     return _block_of_some(here, call, timeout_s)
 
 

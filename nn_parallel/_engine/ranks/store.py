@@ -8,7 +8,7 @@ when it is deleted, so their number does not grow::
 
     key           record         written by                             read by
     member/R      Member         R, when it connects to the store       all: where R lives
-    report/R      RankStatus     R, as it makes its calls               whoever waits for R
+    report/R      Report         R, as it makes its calls               whoever waits for R
     failures/R    FailedCalls    R, when a call of it fails             whoever waits for R
     arrived/G     counter        all ranks, at the barriers of G        all at a barrier
     ended/G       GenerationEnd  the first rank that leaves a block or  all, and all their watchdogs; rank 0 deletes

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,19 +29,18 @@ from ..interrupts import (
     raise_nothing,
     stay_ready,
 )
-from ..stack_dump import by_place
 from . import flight_recorder, times
 from .context import RankContext
 from .flight_recorder import Collective
 from .liveness import Liveness
 from .main_thread import MainThreadPosition, position, stack
-from .records import HAS_LEFT, Call, Progress, RankStatus, Standing, Waits
+from .records import HAS_LEFT, Call, Progress, Report, Standing, Waits, timeout_error
+from .reports import Reports
 from .store import LOST_KEY, Lost, StoreClient, ended_key, report_key, standing_key
 
 logger = logging.getLogger("nn_parallel")
 
 UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
-RANKS_NAMED = 8
 
 
 @dataclass(eq=False)
@@ -69,16 +68,15 @@ class BlockState:
 class Watchdog:
     """Looks for what ends the innermost block, while this rank may be stuck in it."""
 
-    def __init__(self, context: RankContext, progress: Callable[[], Progress], blocks: list[BlockState]) -> None:
-        """``progress`` tells how far this rank has got; in ``blocks`` it is, the innermost last."""
-        self._context, self._progress = context, progress
+    def __init__(self, context: RankContext, reports: Reports, entered: list[BlockState]) -> None:
+        """``reports`` tell how far this rank has got; ``entered`` are the blocks that it is in, the innermost last."""
+        self._context, self._reports = context, reports
         self._connection = context.connect()
         self._liveness = Liveness(context, self._connection)
-        self._entered_blocks = blocks
+        self._blocks = entered
         self._changed = Condition()
         self._stopped = False
         self._look_at = 0.0  # when to look next, where this rank stands
-        self.waits: Waits | None = None  # in a call of ours, for how long is for this rank to know
         self._told: Standing | None = None
         self._state: Any = None  # as it was at the last look, see `_last_collectives`,
         self._last: list[Collective] = []  # and what it found then
@@ -94,13 +92,13 @@ class Watchdog:
     def entered(self, block: BlockState) -> Iterator[None]:
         """From entering a block until its end, that of its failure included: what is around it is not watched."""
         with self._changed:
-            self._entered_blocks.append(block)
+            self._blocks.append(block)
         try:
             yield
         finally:
             with self._changed:
-                self._entered_blocks.remove(block)
-                if self._entered_blocks:
+                self._blocks.remove(block)
+                if self._blocks:
                     self._changed.notify()  # what is around it is watched again
 
     @contextlib.contextmanager
@@ -214,7 +212,7 @@ class Watchdog:
 
     def _innermost(self) -> BlockState | None:
         """The innermost block, if its body runs: what is around it fails with it, if nobody catches."""
-        return self._entered_blocks[-1] if self._entered_blocks and self._entered_blocks[-1].is_active else None
+        return self._blocks[-1] if self._blocks and self._blocks[-1].is_active else None
 
     def _has_failed(self, block: BlockState, generation: int) -> bool:
         """Whether ``block`` has failed, or a rank has died in it."""
@@ -245,7 +243,7 @@ class Watchdog:
             return None
         # Before the collectives: what is entered meanwhile makes their counts too high, which hides a standstill until
         # the next look. Too low they would make one up.
-        progress, stands, waits = self._progress(), position(), self.waits
+        progress, stands, waits = self._reports.progress(), position(), self._reports.waits
         last = self._last_collectives(waits, stands)
         self._tell(Standing(waits.where if waits else f"is {stands}", stack(), self._entered(last), waits))
         stuck_in = next((each for each in reversed(last) if each.by_main_thread and not each.is_over), None)
@@ -365,25 +363,9 @@ class Watchdog:
         return []
 
 
-def timeout_error(what: str, silent: Sequence[int], standings: Mapping[int, Standing | None]) -> RankTimeoutError:
-    """The error of all ranks, where those that are ``silent`` have not come within a time.
-
-    Args:
-        what: what has not ended, and in what time.
-        silent: for whom the others have waited.
-        standings: where ranks stand, as far as that is known.
-    """
-    known = {rank: standing for rank, standing in sorted(standings.items()) if standing is not None}
-    places = by_place({f"rank {rank}": standing.where.removeprefix("is ") for rank, standing in known.items()})
-    stacks = {rank: known[rank].stack if rank in known else "" for rank in silent}
-    named = [f"Rank {rank}:\n{stacks[rank].rstrip()}" for rank in silent[:RANKS_NAMED] if stacks[rank]]
-    text = "\n\n".join([f"{what}. Where the ranks stand:\n{places}", *named])
-    return RankTimeoutError(text, ranks=silent, stacks=stacks)
-
-
 def has_left(context: RankContext, connection: StoreClient, rank: int) -> bool:
     """Return whether ``rank`` has left the others as it should: it has no part in a failure."""
-    report = connection.read(report_key(rank), RankStatus)
+    report = connection.read(report_key(rank), Report)
     if report is None or report.progress.generation < context.generation:  # in an earlier `run`
         return False
     return report.progress.phase == HAS_LEFT

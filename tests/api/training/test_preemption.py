@@ -45,9 +45,9 @@ def steps_until_the_stop(asked: list[int], seed: int) -> int:
     here = blocks_of(rank_context())
     assert here is not None
     preemption._received = None
-    on_rank(0, barrier=True)(here.connection.delete)(STOP_KEY)  # of the time before
+    on_rank(0, barrier=True)(here.context.connection.delete)(STOP_KEY)  # of the time before
     here.stop_calls = 0
-    here.connection.delete(f"stops/{rank}")
+    here.context.connection.delete(f"stops/{rank}")
     on_rank(0, barrier=True)(int)()
     pace = random.Random(f"{seed} {rank}")
     signal_at = pace.randrange(STEPS)

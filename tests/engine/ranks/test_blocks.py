@@ -34,8 +34,8 @@ from nn_parallel import (
     on_rank,
 )
 from nn_parallel._engine.ranks.blocks import blocks_of
-from nn_parallel._engine.ranks.calls import Wait
 from nn_parallel._engine.ranks.context import rank_context
+from nn_parallel._engine.ranks.reports import Wait
 from tests.support.fault_table import KeywordOnly, Unpicklable
 from tests.support.fault_table import loop_endlessly as spin
 from tests.support.fault_table import sleep_long as sleep
@@ -330,21 +330,21 @@ def test_a_block_that_one_rank_has_left_has_passed(ranks2: Ranks, tmp_path: Path
         rank, told = initialize_ddp().rank, ""
         here = blocks_of(rank_context())
         assert here is not None
-        poll = here._poll
+        poll = here.reports.wait
         through = folder / "through"  # rank 1 is through the block
 
         def poll_late(wait: Wait, is_over: Callable[[float], bool]) -> None:
             if not wait.call.function.startswith("the end of"):
                 poll(wait, is_over)
                 return
-            here._poll = poll  # type: ignore[method-assign]
+            here.reports.wait = poll  # type: ignore[method-assign]
             is_over(0.0)  # rank 0 has arrived
             while not through.exists():
                 time.sleep(0.001)
             raise late
 
         if rank == 0:
-            here._poll = poll_late  # type: ignore[method-assign]
+            here.reports.wait = poll_late  # type: ignore[method-assign]
         try:
             with ParallelExecutor():
                 pass
@@ -497,7 +497,7 @@ def test_a_rank_that_dies_as_it_ends_a_block() -> None:
         rank, told = initialize_ddp().rank, []
         here = blocks_of(rank_context())
         assert here is not None
-        swap = here.connection.swap
+        swap = here.context.connection.swap
 
         def die_before_the_record(key: str, expected: str, text: str) -> str:
             if expected == "":
@@ -505,7 +505,7 @@ def test_a_rank_that_dies_as_it_ends_a_block() -> None:
             return swap(key, expected, text)
 
         if rank == 1:
-            here.connection.swap = die_before_the_record  # type: ignore[method-assign]
+            here.context.connection.swap = die_before_the_record  # type: ignore[method-assign]
         for _ in range(2):
             with pytest.raises(RankError) as caught, ParallelExecutor():
                 if rank == 1:

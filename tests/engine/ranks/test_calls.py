@@ -16,8 +16,8 @@ from nn_parallel import (
     on_rank,
 )
 from nn_parallel._engine.ranks.blocks import blocks_of
-from nn_parallel._engine.ranks.calls import FAILURES_KEPT
 from nn_parallel._engine.ranks.context import rank_context
+from nn_parallel._engine.ranks.reports import FAILURES_KEPT
 from tests.support.ranks import AnyRanks
 
 
@@ -96,7 +96,7 @@ def test_the_store_stays_bounded(any_ranks: AnyRanks) -> None:
         assert here is not None
 
         def keys() -> int:
-            store = here.connection.store
+            store = here.context.connection.store
             while isinstance(store, dist.PrefixStore):
                 store = store.underlying_store
             return len(store.list_keys())
@@ -155,7 +155,7 @@ def test_a_hostile_value_in_the_store_is_an_error_and_never_runs(any_ranks: AnyR
         initialize_ddp()
         dist.barrier()
         if me == 0:
-            here.connection.store.set("report/0", pickle.dumps(Trap()))
+            here.context.connection.store.set("report/0", pickle.dumps(Trap()))
         dist.barrier()
         text = ""
         if me != 0:
@@ -166,10 +166,10 @@ def test_a_hostile_value_in_the_store_is_an_error_and_never_runs(any_ranks: AnyR
             with pytest.raises(ParallelError) as caught:
                 never()
             text = str(caught.value)
-            here._number -= 1
+            here.reports.number -= 1
         dist.barrier()
         if me == 0:
-            here._post(here._phase)
+            here.reports.post(here.reports.phase)
         dist.barrier()
         return text
 
