@@ -289,12 +289,12 @@ class Blocks:
         """Wait at the end of ``block`` for the others."""
         if (failure := self.context.group.error()) is not None:
             raise failure
-        end = block.call._replace(function=f"the end of {block.call.function}")
-        self._begin(end)
+        call = block.call._replace(function=f"the end of {block.call.function}")
+        self._begin(call)
         self._barriers += 1
         block.end = self._barriers
         block.deadline = min(block.deadline, deadline_of(block.timeout_s))
-        self._meet(block, Wait(end, self._others, ARRIVED, block.first_due().deadline, "waits at"))
+        self._meet(block, Wait(call, self._others, ARRIVED, block.first_due().deadline, "waits at"))
 
     def _meet(self, block: BlockState, wait: Wait) -> None:
         """Return once every rank has arrived at the present barrier, of ``block``; raise if one never will."""
@@ -304,17 +304,18 @@ class Blocks:
 
         def is_complete(waited: float) -> bool:
             nonlocal has_arrived
-            has_left = waited > times.LOOK_UP_PEER_AFTER_S and self._check_neighbor(wait.call)  # before the counter
+            # Before the counter: a rank that leaves as soon as all have arrived has done nothing wrong.
+            has_left = waited > times.LOOK_UP_PEER_AFTER_S and self._check_neighbor(block, wait.call)
             arrived = self._connection.add(key, 0 if has_arrived else 1)
             has_arrived = True
             if arrived >= END_MARK:
-                end = self._connection.read(ended_key(self.generation), GenerationEnd)
-                if end is not None and end.barriers < self._barriers:
+                record = self._connection.read(ended_key(self.generation), GenerationEnd)
+                if record is not None and record.barriers < self._barriers:
                     block.must_leave = True
                     raise Interrupted
-                return end is not None
+                return record is not None
             if arrived >= all_arrived:
-                self._check_neighbor(wait.call)
+                self._check_neighbor(block, wait.call)
                 return True
             if has_left:
                 raise self.reports.left_error(self._neighbor, wait.call)
@@ -327,17 +328,18 @@ class Blocks:
                 self._connection.delete(ended_key(earlier))
                 self._connection.delete(arrived_key(earlier))
 
-    def _check_neighbor(self, call: Call) -> bool:
+    def _check_neighbor(self, block: BlockState, call: Call) -> bool:
         """Raise if the rank before this one is at another barrier; return whether it has left the others.
 
-        Where ranks are at different barriers, some rank at each of them has such a neighbor; others may come through.
+        Where ranks are at different barriers, some rank at each of them has such a neighbor. A rank whose neighbor is
+        at the same one may come through, as the counter is one for all barriers.
         """
         report = self.reports.of(self._neighbor)
         if report.progress.generation == self.generation:
             try:
                 self.reports.check_same_call(self._neighbor, report, call)
             except ParallelError:
-                self._barriers -= 1  # whoever has arrived, it was not at this barrier
+                block.is_mixed = True
                 raise
         return report.progress.phase == HAS_LEFT
 
@@ -356,9 +358,10 @@ class Blocks:
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
             with DeferredSignals():  # Ctrl-C leaves no generation half ended
                 raised = self._fail(block, cause_of(error, block.reason))
+            is_of_block = isinstance(error, Exception) or (isinstance(error, Interrupted) and block.must_leave)
             try:
-                if not (isinstance(error, Exception) or (isinstance(error, Interrupted) and block.must_leave)):
-                    raise  # it has its own way out: a SystemExit, a KeyboardInterrupt, the end of a task
+                if not is_of_block:  # it has its own way out: a SystemExit, a KeyboardInterrupt, the end of a task
+                    raise
                 if raised is not None:
                     raise raised from None
             finally:
@@ -373,42 +376,43 @@ class Blocks:
         """
         failures = self._failures_of(block, error)
         described = self._described(failures)
-        closes_group = True  # also if the store is gone
+        closes_group = True  # if the store is gone, and the next line raises
         try:
-            end = self._end_generation(described)
-            fails = end.fails(block.begin, block.end, is_outermost=block.around is None)
-            closes_group = fails and block.begin <= end.barriers
+            record = self._end_generation(described, block.is_mixed)
+            fails = record.fails(block.begin, block.end, is_outermost=block.around is None)
+            closes_group = fails and (block.begin <= record.barriers or record.is_mixed)
             if not fails:
                 if block.around is None:
                     return None
                 block.around.must_leave = True
                 return Interrupted()  # which user code does not catch on the way there, to go on
             own = exceptions_in(failures)
-            known = {rank: own[rank] for rank in own if end.failures[rank] == described[rank]}
+            known = {rank: own[rank] for rank in own if record.failures[rank] == described[rank]}
             self.begin_generation(self.generation + 1)
             self.reports.post(WAITING)
-            return self._error(block.call, rebuilt(end.failures) | known)
+            return self._error(block.call, rebuilt(record.failures) | known)
         finally:
             if closes_group:
                 self.context.group.close()
 
-    def _end_generation(self, failures: dict[int, Failure]) -> GenerationEnd:
+    def _end_generation(self, failures: dict[int, Failure], is_mixed: bool) -> GenerationEnd:
         """End the generation, if nobody has: how it has ended, with these ``failures`` among the others.
 
-        The cause, which comes first, is the same on all ranks; which others a rank sees depends on when it looks.
+        The cause, which comes first, is the same on all ranks; which others a rank sees depends on when it looks. Where
+        barriers are mixed, the present one has not been complete, whoever has arrived somewhere.
         """
         key = ended_key(self.generation)
         text = self._connection.get(key)
         if text is None:
             arrived = self._connection.add(arrived_key(self.generation), END_MARK) % END_MARK
-            barriers = min(arrived // self.world_size, self._barriers)
-            text = self._connection.swap(key, "", encode(GenerationEnd(barriers, failures)))
+            barriers = min(arrived // self.world_size, self._barriers - 1 if is_mixed else self._barriers)
+            text = self._connection.swap(key, "", encode(GenerationEnd(barriers, failures, is_mixed)))
         while True:
-            end = decode(GenerationEnd, key, text)
-            added = {rank: failure for rank, failure in failures.items() if rank not in end.failures}
+            record = decode(GenerationEnd, key, text)
+            added = {rank: failure for rank, failure in failures.items() if rank not in record.failures}
             if not added:
-                return end
-            text = self._connection.swap(key, text, encode(end._replace(failures=end.failures | added)))
+                return record
+            text = self._connection.swap(key, text, encode(record._replace(failures=record.failures | added)))
 
     def _failures_of(self, block: BlockState, error: BaseException) -> dict[int, BaseException]:
         """What this rank has to tell of; nothing if it only follows from the failure that others know already."""

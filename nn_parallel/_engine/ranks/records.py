@@ -103,6 +103,7 @@ class GenerationEnd(NamedTuple):
 
     barriers: int  # how many barriers all ranks had reached
     failures: dict[int, Failure]  # by rank, the cause first
+    is_mixed: bool = False  # ranks were at different barriers, so some may have come through one that others have not
 
     def fails(self, begin: float, end: float, is_outermost: bool) -> bool:
         """Return whether this fails a block: it does if the block was open. The answer is the same on all ranks.

@@ -248,7 +248,7 @@ class StoreClient:
             if limits is not None:
                 limits.note(error, self.store, time.monotonic() - began)
                 if limits.error is not None:
-                    raise limits.error from error
+                    raise limits.error.with_traceback(None) from error  # it may have been raised before
             if self._host is None or self._host == self._rank:
                 raise ParallelError(f"The store through which the ranks talk is gone: {error}") from error
             died = WorkerDiedError(f"Rank {self._host}, which holds the store, is gone: {error}", rank=self._host)

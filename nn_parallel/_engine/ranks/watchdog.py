@@ -56,8 +56,9 @@ class BlockState:
     body: CancelScope = field(default_factory=CancelScope)
     is_active: bool = False  # its body runs
     has_passed: bool = False  # all ranks have come to its end
-    must_leave: bool = False  # it has failed, or is to fail on this rank
-    reason: Exception | None = None  # why, if not because of another rank
+    is_mixed: bool = False  # another rank was at another barrier
+    must_leave: bool = False  # this rank has to: it has failed, or the one around it has, or it is to fail here
+    reason: Exception | None = None  # why it is to fail here
 
     def first_due(self) -> BlockState:
         """Return that of this block and those around it whose time is over first."""

@@ -36,6 +36,7 @@ from nn_parallel import (
 from nn_parallel._engine.ranks.blocks import blocks_of
 from nn_parallel._engine.ranks.context import rank_context
 from nn_parallel._engine.ranks.reports import Wait
+from nn_parallel._engine.ranks.sockets import bottom
 from tests.support.fault_table import KeywordOnly, Unpicklable
 from tests.support.fault_table import loop_endlessly as spin
 from tests.support.fault_table import sleep_long as sleep
@@ -521,10 +522,10 @@ def test_a_rank_that_dies_as_it_ends_a_block() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_at_different_barriers(world_size: int) -> None:
-    """All are told of two places, whether a block begins or ends there or not."""
+    """All are told of two places, whether a block begins or ends there or not; then all go on, with a group."""
 
-    def scenario() -> list[str]:
-        rank, told = initialize_ddp().rank, []
+    def scenario() -> tuple[list[str], list[float], int]:
+        rank, told, totals = initialize_ddp().rank, list[str](), list[float]()
 
         def begin_block() -> None:
             with ParallelExecutor():
@@ -540,6 +541,7 @@ def test_ranks_at_different_barriers(world_size: int) -> None:
 
         for mine, others in [
             (begin_block, barrier),
+            (barrier, begin_block),
             (end_block, wait_in_block),
             (barrier, on_rank(0, barrier=True)(int)),
         ]:
@@ -552,13 +554,21 @@ def test_ranks_at_different_barriers(world_size: int) -> None:
             told.append(str(caught.value))
             with contextlib.suppress(ParallelError):
                 barrier()
-            barrier()
-        return told
+            initialize_ddp()
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            totals.append(total.item())
+        context = rank_context()
+        assert context is not None
+        keys = [key for key in bottom(context.store).list_keys() if "/ended/" in key]
+        return told, totals, len(keys)
 
     with launched(world_size) as ranks:
-        for told in ranks.run(scenario):
-            assert len(told) == 3
+        for told, totals, keys in ranks.run(scenario):
+            assert len(told) == 4
             assert all("The ranks are not in the same call" in each for each in told)
+            assert totals == [world_size] * 4
+            assert keys <= 1
 
 
 def test_groups_made_unequally_often_before_a_failure(ranks2: Ranks) -> None:
