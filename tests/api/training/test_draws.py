@@ -303,7 +303,7 @@ def test_keys_do_not_grow_with_the_number_of_loaders(any_ranks: AnyRanks) -> Non
             barrier()
             blocks = blocks_of(rank_context())
             assert blocks is not None
-            counts.append(blocks.connection.store.num_keys())
+            counts.append(blocks.context.connection.store.num_keys())
             barrier()
         return counts[-1] - counts[0]
 
