@@ -1,4 +1,4 @@
-"""A checkpoint that is written while training goes on, by a thread of each rank.
+"""A checkpoint that is written while training goes on: by a thread of each rank, without a word between the ranks.
 
 What goes wrong is raised where the ranks next save or load a checkpoint, on all of them.
 """
@@ -9,42 +9,49 @@ import atexit
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
-from .._engine.failures import lost_connection, rank_error
+from .._engine.failures import rank_names
 from .._engine.ranks.blocks import block
-from .._engine.ranks.context import current_world, rank_context
 from ..ranks import on_rank
-from ._shards import failures_of
+from ._shards import Part
 
 logger = logging.getLogger("nn_parallel")
 
 
-def save_in_background(
-    shards: Future[object] | None, write_checkpoint: Callable[[], None] | None, until_written: contextlib.ExitStack
-) -> None:
-    """Let a checkpoint be written until the next `finish_saving`, or until this rank leaves the others.
+class Saving:
+    """The thread of one rank, which writes its part, if there are any; on rank 0 then the file."""
 
-    Args:
-        shards: the writing of the sharded tensors, if there are any.
-        write_checkpoint: puts the file in place, on rank 0, once the shards of all ranks are there.
-        until_written: closed at the end.
-    """
-    global _running
+    def __init__(
+        self, part: Part | None, write_checkpoint: Callable[[], None] | None, until_written: contextlib.ExitStack
+    ) -> None:
+        """``write_checkpoint``, of rank 0, comes last; ``until_written`` is closed after it."""
+        self.no_more = threading.Event()  # parts will come
+        thread = ThreadPoolExecutor(1, thread_name_prefix="save_checkpoint")
+        self.written = thread.submit(part.write if part else lambda: None)
+        self.in_place = thread.submit(self._complete, part, write_checkpoint, until_written)
+        thread.shutdown(wait=False)
 
-    def complete() -> None:
+    def _complete(
+        self, part: Part | None, write_checkpoint: Callable[[], None] | None, until_written: contextlib.ExitStack
+    ) -> None:
         with until_written:
-            if shards is not None:
-                shards.result()
-            if write_checkpoint is not None:
-                write_checkpoint()
+            if write_checkpoint is None or self.written.exception():  # others may still write
+                return
+            if part is not None:
+                if missing := part.missing(self.no_more):
+                    logger.warning("A checkpoint is not saved, without the parts of %s.", rank_names(missing))
+                    return
+                part.write_index()
+            write_checkpoint()
 
-    thread = ThreadPoolExecutor(1, thread_name_prefix="save_checkpoint")
-    _running = thread.submit(complete)
-    thread.shutdown(wait=False)
-    if (context := rank_context()) is not None:
-        context.before_close = _wait
+
+def save_in_background(saving: Saving) -> None:
+    """Let it go on until the next `finish_saving`, or the end of the process."""
+    global _running
+    _running = saving
 
 
 def finish_saving(caller: str) -> None:
@@ -59,28 +66,22 @@ def finish_saving(caller: str) -> None:
     saving, _running = _running, None
 
     def save_checkpoint() -> None:
-        if saving is not None and (error := saving.exception()) is not None:
-            if failures := failures_of(error):
-                raise rank_error("save_checkpoint()", current_world().world_size, failures)
-            if not lost_connection(error):
-                raise error
-            logger.warning("The checkpoint before is not saved: ranks have failed while it was written.")
-
-    with block(caller):
         if saving is not None:
-            saving.exception()
+            saving.in_place.result()
+
+    try:
+        with block(caller):
+            if saving is not None:
+                saving.written.result()
+    finally:
+        if saving is not None:
+            saving.no_more.set()
     on_rank(0)(save_checkpoint)()
 
 
-def _wait() -> None:
-    """Before this rank leaves the others: the threads need their process group."""
-    if _running is not None:
-        _running.exception()
-
-
 @atexit.register
-def _tell_at_exit() -> None:
-    if _running is not None and (error := _running.exception()) is not None:
+def _finish_at_exit() -> None:
+    if _running is not None and (error := _running.written.exception() or _running.in_place.exception()):
         logger.error("The last checkpoint could not be saved.", exc_info=error)
 
 
@@ -89,5 +90,5 @@ def _forget_in_fork() -> None:
     _running = None
 
 
-_running: Future[None] | None = None
+_running: Saving | None = None
 os.register_at_fork(after_in_child=_forget_in_fork)  # which has no such thread

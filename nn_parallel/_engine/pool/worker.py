@@ -279,8 +279,6 @@ class _Worker:
 
     def _leave(self) -> None:
         if self._rank is not None:
-            if self._rank.before_close is not None:
-                self._rank.before_close()
             self._rank.group.close()
             self._rank.leave()
             self._reports = None

@@ -57,7 +57,6 @@ class RankContext:
     links: Links | None = None  # None: all ranks are on this node, or nothing is known of the others
     host: StoreHost | None = None  # None: nothing limits how long the store may take to answer
     generation: int = 0
-    before_close: Callable[[], None] | None = None  # what needs the process group ends by this, unless it is aborted
     ends_by_exception: bool = False  # this process, by one that nobody has caught
     on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 

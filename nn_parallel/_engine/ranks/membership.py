@@ -109,8 +109,6 @@ def _leave(*, abort: bool, within_s: float = math.inf) -> None:
     context = rank_context()
     if context is None or context.is_inherited or context.world.launcher == "external":
         return
-    if context.before_close is not None and not abort:
-        context.before_close()
     if context.world.launcher == "executor":
         context.group.close(abort=abort, within_s=within_s)
     else:
