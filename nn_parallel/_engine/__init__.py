@@ -90,15 +90,16 @@ A failure, from where it is raised to where all ranks raise it. Rank 1 raises in
 
 1. On rank 1 the exception comes out of the user's code into `Blocks.block`, and there into `_on_all_ranks` (blocks).
    `_fail` describes it as plain data (failures), and `_end_generation` writes it into the store: the keys ``arrived/G``
-   and ``ended/G`` (store, records). Then rank 1 closes its own group, which frees nobody else.
+   and ``ended/G`` (store, records).
 2. The watchdog thread of rank 0 finds ``ended/G`` (`Watchdog._has_failed`). `_free` interrupts the main thread
    (interrupts) and ends the connections of gloo, or aborts NCCL (`Group.abort`).
 3. The main thread of rank 0 comes to `_on_all_ranks` as well, by `Interrupted`, or as its collective raises that the
    connection is lost. That is only a consequence, so it adds nothing, and rebuilds what rank 1 has written.
-4. Both ranks raise a `RankError` (`Blocks._error`) out of the block that has failed, with rank 1's exception in it.
+4. Both ranks close their group, which frees nobody else, and raise a `RankError` (`Blocks._error`) out of the block
+   that has failed, with rank 1's exception in it.
 
 If rank 1 is killed, nobody writes in step 1. In step 2 the watchdog of rank 0 sees the death (liveness), and in step 3
-rank 0 finds it again (`_seek_deaths`), and writes it itself.
+rank 0 finds it again (`_seek_deaths`), so that it is rank 0 who ends the generation.
 
 The words:
 

@@ -205,6 +205,9 @@ def new_folder(path: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
 
 
 def remove_folders(path: Path, kept: set[Path]) -> None:

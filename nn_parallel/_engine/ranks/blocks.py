@@ -164,7 +164,8 @@ class Blocks:
             self._barriers += 1
             block.begin = self._barriers
             self._begin(call)
-            come_by = min(deadline_of(timeout_s), deadline_of(self.context.timeout.total_seconds()))
+            limits_s = timeout_s, self.context.timeout.total_seconds()
+            come_by = min(block.first_due().deadline, *map(deadline_of, limits_s))
             self._meet(block, Wait(call, self._others, ARRIVED, come_by, "waits in"))
             block.deadline = math.inf if from_end else deadline_of(timeout_s)
             with watchdog.watching(block):

@@ -218,11 +218,15 @@ class Group:
             store: the store of the groups, by a connection that no other thread uses: it serves one request at a time,
                 and the main thread may wait for the answer to one, as in `new_group`.
         """
-        names = set(_groups().values()) - self._found
+        times_closed, names = self.times_closed, set(_groups().values()) - self._found
         if not names:
             return False
-        self._sockets.update(connected_at(_gloo_addresses(store)))  # `close` may just have replaced them
-        self._found |= names
+        found = connected_at(_gloo_addresses(store))
+        with self._closing:
+            if times_closed != self.times_closed:  # they are those of closed groups, of whose names others may be now
+                return False
+            self._sockets.update(found)
+            self._found |= names
         return True
 
     def _own_connection(self, store: dist.Store) -> dist.Store:
@@ -268,7 +272,7 @@ class Group:
 
     def _end_reading(self) -> None:
         self.interrupted = True
-        sockets = self._sockets or self._store_sockets
+        sockets = self._store_sockets if self.default is None else self._sockets  # until there is a group, it is made
         for fd in list(sockets):
             inode = sockets.pop(fd, None)  # None: another thread has taken it
             if (connection := duplicate(fd, inode)) is not None:
