@@ -84,7 +84,7 @@ def test_a_rank_with_many_open_files(ranks2: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wait", [sleep, spin, wait_in_collective])
+@pytest.mark.parametrize("wait", [sleep, spin])
 def test_a_timeout_tells_where_the_silent_rank_stands(ranks2: Ranks, wait: Callable[[], None]) -> None:
     """`timeout` of the executor ends a hang of `run` on every rank, with the stack of the rank that hangs."""
 
