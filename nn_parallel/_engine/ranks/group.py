@@ -272,7 +272,8 @@ class Group:
 
     def _end_reading(self) -> None:
         self.interrupted = True
-        sockets = self._store_sockets if self.default is None else self._sockets  # until there is a group, it is made
+        # Where they have ended already, or there are none yet, this rank waits in the store, to make a group.
+        sockets = self._sockets or self._store_sockets
         for fd in list(sockets):
             inode = sockets.pop(fd, None)  # None: another thread has taken it
             if (connection := duplicate(fd, inode)) is not None:
