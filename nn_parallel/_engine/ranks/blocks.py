@@ -58,8 +58,10 @@ class Blocks:
     """One rank's end of the calls and blocks that all ranks make."""
 
     def __init__(self, context: RankContext) -> None:
-        self.context, self.reports = context, Reports(context)
-        self.rank, self.world_size = context.rank, context.world_size
+        self.context = context
+        self.reports = Reports(context)
+        self.rank = context.rank
+        self.world_size = context.world_size
         self.nested_in: tuple[int, ...] = ()  # the ranks that run the present code, each for itself; empty: all
         self.stop_calls = 0  # how often this rank has called `stop_requested` in this generation
         self._connection = context.connection
@@ -461,7 +463,7 @@ def exceptions_in(failures: Mapping[int, BaseException]) -> dict[int, Exception]
 
 
 def failures_in(error: BaseException, rank: int) -> dict[int, BaseException]:
-    """What ``error`` of ``rank`` tells of which ranks."""
+    """Return the failures that an ``error`` of ``rank`` tells of, by rank."""
     if isinstance(error, RankError):
         return dict(error.failures)
     if isinstance(error, RankTimeoutError) and error.ranks:

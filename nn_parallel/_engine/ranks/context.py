@@ -125,7 +125,7 @@ class RankContext:
 
     @property
     def lost_after_s(self) -> float:
-        """How long a node may be out of reach; what is out of reach for twice as long counts as gone."""
+        """Return for how long a node may be out of reach. After twice as long it surely counts as gone."""
         return min(times.LOST_AFTER, self.timeout / 3).total_seconds()
 
     @property

@@ -218,7 +218,8 @@ class Group:
             store: the store of the groups, by a connection that no other thread uses: it serves one request at a time,
                 and the main thread may wait for the answer to one, as in `new_group`.
         """
-        times_closed, names = self.times_closed, set(_groups().values()) - self._found
+        times_closed = self.times_closed
+        names = set(_groups().values()) - self._found
         if not names:
             return False
         found = connected_at(_gloo_addresses(store))

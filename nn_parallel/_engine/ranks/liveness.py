@@ -1,4 +1,4 @@
-"""Who is dead? On this node a process tells by its pidfd, on another one by its connection to rank 0, see `links`."""
+"""Find out who is dead: on this node by pidfds, on other nodes by the connections to rank 0, see `links`."""
 
 from __future__ import annotations
 

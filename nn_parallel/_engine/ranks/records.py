@@ -129,7 +129,7 @@ class Waits(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """Where a rank stands, as its watchdog writes it."""
+    """The place of a rank in its program, as its watchdog writes it."""
 
     where: str  # for a person to read
     stack: str  # of the user's code in the main thread

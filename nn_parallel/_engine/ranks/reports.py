@@ -1,4 +1,4 @@
-"""What this rank tells the others of its calls, and what it learns of theirs, through the store.
+"""The reports in the store: this rank tells the others of its calls, and reads of theirs.
 
 Each rank overwrites one key, its *report*: how many calls it has made, how far it is in the last one, how many failed,
 and which they were. A rank that needs another's outcome looks at that key until the other has got as far as its own
@@ -56,7 +56,7 @@ class Wait(NamedTuple):
     ranks: Sequence[int]
     phase: int  # of the call, which they have to reach
     deadline: float
-    says: str  # begins what others are told of it; empty: they are not, as this rank may give up and go on
+    says: str  # for the others, before the call; empty if they are told nothing, as this rank may give up and go on
 
 
 class Reports:
@@ -65,8 +65,8 @@ class Reports:
     def __init__(self, context: RankContext) -> None:
         self.liveness = Liveness(context, context.connection)
         self.waits: Waits | None = None  # for whom this rank waits, where its watchdog is to tell the others
-        self.number, self.phase = 0, WAITING  # of the present call, and how far this rank is in it
-        self._context, self._connection = context, context.connection
+        self._context = context
+        self._connection = context.connection
         self._rank = context.rank
         self._key = report_key(context.rank)
         self._seen: dict[int, tuple[str, Report]] = {}  # by rank, the last one, as text and as what it says
@@ -79,7 +79,8 @@ class Reports:
     def begin_generation(self, generation: int) -> None:
         """Forget the calls so far: all ranks count from one again."""
         self.generation = generation
-        self.number, self.phase = 0, WAITING
+        self.number = 0  # of the present call
+        self.phase = WAITING  # how far this rank is in it
         self._last_call: Call | None = None
         self._made, self._made_text = deque[str](maxlen=CALLS_KEPT), ""  # encoded
 
@@ -134,7 +135,7 @@ class Reports:
         self.liveness.close()
 
     def of(self, rank: int) -> Report:
-        """What ``rank`` says of itself in the present generation."""
+        """Return the report of ``rank``; `NO_REPORT` if it is of an earlier generation."""
         text = self._connection.get(report_key(rank)) or ""
         seen, report = self._seen.get(rank, ("", NO_REPORT))
         if text != seen:
@@ -232,7 +233,7 @@ class Reports:
         if report.progress.call < self.number:
             return
         theirs = report.made_as(self.number)
-        # None: the rank is so far ahead that it has forgotten. Its outcome is still told by its list of failures.
+        # None where the rank is too far ahead to know. Its outcome is still told by its list of failures.
         if theirs is not None and theirs.what != call.what:
             self.post(self.phase)  # where this rank is, before it goes: the other may wait for it and must see it too
             raise ParallelError(

@@ -135,8 +135,10 @@ class StoreHost:
         self.timeout_s = timeout_s
         self.error: ParallelError | None = None
         self.is_out_of_reach = False
-        self._rank, self._rank_0 = rank, rank_0
-        self._world_size, self._lost_after_s = world_size, lost_after_s
+        self._rank = rank
+        self._rank_0 = rank_0
+        self._world_size = world_size
+        self._lost_after_s = lost_after_s
 
     def note(self, error: RuntimeError, store: dist.Store, waited_s: float) -> None:
         """Give up the store, if ``error`` of a request to it is that no answer has come for ``waited_s``."""
@@ -144,14 +146,16 @@ class StoreHost:
             self.error = self._silence(waited_s)
         elif any(os.strerror(number) in str(error) for number in NO_ANSWER):
             died = death(0, self._rank_0, OUT_OF_REACH, self._lost_after_s)
-            self.is_out_of_reach, self.error = True, rank_error("The connection", self._world_size, {0: died})
+            self.is_out_of_reach = True  # first: another thread may raise the error at once
+            self.error = rank_error("The connection", self._world_size, {0: died})
         else:
             return
         # A late answer would be taken for that to the next request. Other threads that wait for one are freed.
         end_connections(connected_since({}, store))
 
     def _silence(self, waited_s: float) -> RankTimeoutError:
-        who, why = "The launcher", ""
+        who = "The launcher"
+        why = ""
         if self._rank is not None and (host := self._rank_0) is not None:
             who = f"Rank 0 (pid {host.pid} on {host.host_name})"
             why = ": it is stopped by a signal" if host.is_here and is_stopped(host.pid) else ""

@@ -1,4 +1,4 @@
-"""How long ranks wait, and how often they look. What a user may choose, `RankContext` carries: the ``timeout``."""
+"""All times of a rank: for waits, and between looks. The ``timeout``, which users choose, is in `RankContext`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ LOOK_UP_PEER_AFTER_S = 0.01  # of waiting: whether it lives, whether it has left
 ASK_EVERY_S = 0.1  # who is gone, or where one lives who has not said so
 TELL_AFTER_S = 0.05  # of waiting: for whom
 CAUSE_WITHIN_S = 0.5  # to find out who has died, where a collective has lost a connection
+END_EVERY_S = 0.002  # whether collectives of accelerators have ended, and the waits of others
 DIES_WITHIN_S = 2.0  # a process that ends by an exception outside all blocks, as seen by the others
 
 # How often the watchdog looks.
@@ -40,4 +41,3 @@ GLOO_CONNECT_AT_LEAST = timedelta(seconds=5)
 # Collectives of accelerators.
 ABORT_WITHIN_S = 30.0  # of a process group
 ENDS_WITHIN_S = 0.25  # a collective that has come to its end before another rank closed the connection
-END_EVERY_S = 0.002  # whether all have ended

@@ -71,7 +71,8 @@ class Watchdog:
 
     def __init__(self, context: RankContext, reports: Reports, entered: list[BlockState]) -> None:
         """``reports`` tell how far this rank has got; ``entered`` are the blocks that it is in, the innermost last."""
-        self._context, self._reports = context, reports
+        self._context = context
+        self._reports = reports
         self._connection = context.connect()
         self._liveness = Liveness(context, self._connection)
         self._blocks = entered
@@ -227,7 +228,8 @@ class Watchdog:
         due = block.first_due()
         if block.must_leave or time.monotonic() <= due.deadline:
             return None
-        me, here = self._context.rank, Standing(f"is {position()}", stack(), {}, None)
+        me = self._context.rank
+        here = Standing(f"is {position()}", stack(), {}, None)
         others = (rank for rank in range(self._context.world_size) if rank != me)
         standings = {me: here} | {rank: self._connection.read(standing_key(rank), Standing) for rank in others}
         silent = [rank for rank, each in standings.items() if each is None or not each.waits_for(me)]
