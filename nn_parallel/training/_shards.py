@@ -12,28 +12,26 @@ import pickle
 import secrets
 import shutil
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .._engine.failures import rank_error
 from .._engine.ranks.context import rank_context
-from .collectives import all_gather_object
+from ..errors import RemoteTraceback
 
 LOCK = "lock"  # the name of a file that is locked while a folder is written
-WRITTEN, FAILED = ".written", ".failed"  # files in the folder, after the number of a rank
-LOOK_EVERY_S = 0.1  # whether parts have been written
 # What the index of the folder is made of. It is a pickle, in which torch would allow anything.
 METADATA = {"ChunkStorageMetadata", "TensorStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"}
 METADATA |= {"TensorProperties", "_MEM_FORMAT_ENCODING"}
 ALLOWED = {("torch.distributed.checkpoint.metadata", name) for name in METADATA}
 ALLOWED |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size")}
-ALLOWED |= {("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.storage", "WriteResult")}
+ALLOWED |= {("torch.serialization", "_get_layout")}
 PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the latter of Python 3.13
 
 
@@ -105,75 +103,62 @@ class Shards:
             raise ValueError(f"the tensors in {folder} cannot be read: {cause[0]}") from cause[0]
 
 
-class Part:
-    """What one rank writes of the sharded tensors of a checkpoint, as all ranks have agreed.
+def write_shards(shards: Shards, folder: Path) -> Exception | None:
+    """Write them into ``folder``, each rank its part. All ranks call it, in a block.
 
-    Beside it, it writes a file that says what is where: with those of all ranks, rank 0 makes the index. Thus no rank
-    has to wait for another while they write.
+    Returns why ranks could not, the same on all of them: it is no reason to close the process group.
     """
+    from torch.distributed import checkpoint
 
-    def __init__(self, shards: Shards, folder: Path, *, copies: bool) -> None:
-        """Agree on it. A call of all ranks; ``folder`` is there. ``copies``: write what the tensors hold now."""
-        from torch.distributed import checkpoint
-
-        held = {path: _held(tensor, copies) for path, tensor in shards.tensors.items()}
-
-        class Planner(checkpoint.DefaultSavePlanner):
-            def lookup_object(self, index: Any) -> torch.Tensor:
-                return held[index.fqn]
-
-        self._folder, self._rank, self._world_size = folder, dist.get_rank(), dist.get_world_size()
-        self._timeout_s = context.timeout.total_seconds() if (context := rank_context()) else 0.0
-        self._planner, self._storage = Planner(), checkpoint.FileSystemWriter(folder)
-        self._planner.set_up_planner(shards.tensors, self._storage.storage_meta(), self._rank == 0)
-        self._storage.set_up_storage_writer(self._rank == 0)
-        plans = all_gather_object(self._storage.prepare_local_plan(self._planner.create_local_plan()))
-        plans, self._index = self._planner.create_global_plan(plans)
-        self._plan = self._planner.finish_plan(self._storage.prepare_global_plan(plans)[self._rank])
-
-    def write(self) -> None:
-        """Write this part.
-
-        Raises:
-            OSError: it cannot be written. Rank 0 does not wait for it then.
-        """
-        try:
-            written = self._storage.write_data(self._plan, self._planner).value()
-            new = self._folder / f"{self._rank}.new"
-            with open(new, "wb") as file:
-                pickle.dump(written, file)
-            os.replace(new, self._folder / f"{self._rank}{WRITTEN}")
-            sync_directory(self._folder)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                (self._folder / f"{self._rank}{FAILED}").touch()
-            raise
-
-    def missing(self, no_more: threading.Event) -> list[int]:
-        """The ranks whose parts will not come: one has failed, or ``no_more`` will, or the timeout is over."""
-        is_last_look, wait_until = False, time.monotonic() + self._timeout_s
-        while True:
-            there = set(os.listdir(self._folder))
-            missing = [rank for rank in range(self._world_size) if f"{rank}{WRITTEN}" not in there]
-            has_failed = any(f"{rank}{FAILED}" in there for rank in missing)
-            if not missing or has_failed or is_last_look or time.monotonic() > wait_until:
-                return missing
-            is_last_look = no_more.wait(LOOK_EVERY_S)
-
-    def write_index(self) -> None:
-        """On rank 0, when all parts are there: write what is where in them."""
-        files = [self._folder / f"{rank}{WRITTEN}" for rank in range(self._world_size)]
-        self._storage.finish(self._index, [_load_data(file) for file in files])
-        for file in files:
-            file.unlink()
-        for directory in (self._folder, self._folder.parent):
-            sync_directory(directory)
+    try:
+        checkpoint.save(shards.tensors, storage_writer=checkpoint.FileSystemWriter(folder))
+    except checkpoint.CheckpointException as error:
+        return failure_of_ranks(error)
+    return None
 
 
-def _held(tensor: Any, copies: bool) -> torch.Tensor:
-    """What this rank holds of ``tensor``; if this ``copies``, what it holds now, in the memory of the CPU."""
-    held: torch.Tensor = tensor.to_local()
-    return held.to("cpu", copy=True) if copies else held
+def write_shards_in_background(shards: Shards, folder: Path) -> Future[object]:
+    """Copy them into the memory of the CPU; a thread of each rank writes its part. All ranks call it, in a block.
+
+    What ranks could not do is the same on all of them, see `failure_of_ranks`.
+    """
+    from torch.distributed import checkpoint
+
+    context = rank_context()
+    assert context is not None
+    # torch leaves out those of no dimension when it copies.
+    tensors = {path: tensor if tensor.dim() else tensor.clone() for path, tensor in shards.tensors.items()}
+    written = checkpoint.async_save(
+        tensors,
+        storage_writer=checkpoint.FileSystemWriter(folder),
+        process_group=context.group.for_thread(context.store, context.timeout),
+    )
+    assert isinstance(written, Future)  # else the writer would not copy by itself
+    return written
+
+
+def failure_of_ranks(error: BaseException) -> Exception | None:
+    """Return what ``error`` of torch tells of the ranks that could not write their parts; None if it is of no rank.
+
+    Raises:
+        BaseException: this rank was interrupted, as by Ctrl-C.
+    """
+    from torch.distributed import checkpoint
+
+    if not isinstance(error, checkpoint.CheckpointException):
+        return None
+    failures = dict[int, Exception]()
+    for rank, (failure, frames) in error.failures.items():
+        if isinstance(failure, Exception):
+            failure.__cause__ = RemoteTraceback(f"rank {rank}", "".join(frames.format()))
+            failures[rank] = failure
+        elif rank == dist.get_rank():
+            raise failure
+    if not failures:
+        return None
+    if dist.get_world_size() == 1:
+        return failures[0]
+    return rank_error("save_checkpoint()", dist.get_world_size(), failures)
 
 
 def _load_data(path: Path) -> Any:
@@ -182,7 +167,7 @@ def _load_data(path: Path) -> Any:
 
 
 class DataUnpickler(pickle.Unpickler):
-    """Reads the index of a folder, or what a rank has written there, and nothing that could run code."""
+    """Reads the index of a folder, and nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in PATHS:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,8 +22,16 @@ from ..ddp import initialize_ddp
 from ..ranks import broadcast, on_rank
 from ._checkpoint_file import FileIdentity, dump, dumped, read_checkpoint, replace_file
 from ._random_numbers import random_state, set_random_state
-from ._saving import Saving, finish_saving, save_in_background
-from ._shards import Part, Shards, folder_of_all, new_folder, remove_folders
+from ._saving import finish_saving, save_in_background
+from ._shards import (
+    Shards,
+    folder_of_all,
+    new_folder,
+    remove_folders,
+    sync_directory,
+    write_shards,
+    write_shards_in_background,
+)
 from ._states import load, loadable, stored, whole
 from .collectives import all_gather_object, all_ranks
 from .model import unwrap_model
@@ -48,9 +57,10 @@ def save_checkpoint(
             whole one: with `torch.distributed.checkpoint`, into a folder ``last.pt.shards`` beside the file. All ranks
             must reach it, by a common disk, also to load from it.
         asynchronous: return once all is copied in the memory of the CPU, and write it in a thread while training goes
-            on. The next call of `save_checkpoint` or `load_checkpoint`, and the end of the process, wait for it; the
-            former raises what went wrong, on every rank, and at the end that is logged. Until all of it is written, at
-            ``path`` is the checkpoint before.
+            on. The next call of `save_checkpoint` or `load_checkpoint`, `cleanup_ddp` and the end of the process wait
+            for it; the first two raise what went wrong, on every rank, and at the end that is logged. Until all of it
+            is written, at ``path`` is the checkpoint before. It needs the process group to write what is sharded: if
+            ranks fail together meanwhile, that is given up. Call `cleanup_ddp` before your own code destroys a group.
         state: anything with a ``state_dict`` (models, optimizers, schedulers, scalers, prepared loaders); numbers,
             strings, tensors, and lists, tuples and dicts of them. Models are saved without their wrappers, and sharded
             ones whole, with their optimizers; NumPy's numbers as Python's.
@@ -82,25 +92,33 @@ def save_checkpoint(
         states = {name: stored(name, value, take) for name, value in state.items()}
         states[RANDOM_STATES] = all_gather_object(_random_state())
     with contextlib.ExitStack() as until_written:
-        part: Part | None = None
+        folder: Path | None = None
         if shards.tensors:
             folder = on_rank(0, broadcast=True)(until_written.enter_context)(new_folder(file))
             states[FOLDER] = str(folder.relative_to(file.parent))
-            with block("save_checkpoint()"):
-                part = Part(shards, folder, copies=asynchronous)
         if asynchronous:
             in_memory = on_rank(0)(dumped)(states)
             write: Callable[[], None] | None = None
             if in_memory is not None:
                 copy = functools.partial(shutil.copyfileobj, until_written.enter_context(in_memory))
-                write = functools.partial(write_checkpoint, file, copy, keep)
-            save_in_background(Saving(part, write, until_written.pop_all()))
+                write = functools.partial(write_checkpoint, file, copy, keep, folder)
+            written: Future[object] | None = None
+            if folder is not None:
+                with block("save_checkpoint()"):
+                    written = write_shards_in_background(shards, folder)
+            save_in_background(written, write, until_written.pop_all())
             return
-        if part is not None:
+        failure: Exception | None = None
+        if folder is not None:
             with block("save_checkpoint()"):
-                part.write()
-            on_rank(0)(part.write_index)()
-        on_rank(0)(write_checkpoint)(file, functools.partial(dump, states), keep)
+                failure = write_shards(shards, folder)
+
+        def save_checkpoint() -> None:
+            if failure is not None:
+                raise failure
+            write_checkpoint(file, functools.partial(dump, states), keep, folder)
+
+        on_rank(0)(save_checkpoint)()
 
 
 def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, Any]:
@@ -174,8 +192,14 @@ def _problem_of(step: Callable[[], None]) -> Exception | None:
     return own or next((ValueError(problem) for problem in problems if problem is not None), None)
 
 
-def write_checkpoint(path: Path, write: Callable[[IO[bytes]], object], keep: int) -> None:
-    """Write the file at ``path``, and remove the shards that neither it nor the checkpoints before it refer to."""
+def write_checkpoint(path: Path, write: Callable[[IO[bytes]], object], keep: int, folder: Path | None) -> None:
+    """Write the file at ``path``, and remove the shards that neither it nor the checkpoints before it refer to.
+
+    ``folder``: where the shards of the new one are, if it has any.
+    """
+    if folder is not None:
+        sync_directory(folder)
+        sync_directory(folder.parent)
     replace_file(path, write, keep)
     if folder_of_all(path).exists():
         try:

@@ -279,8 +279,8 @@ class _Worker:
 
     def _leave(self) -> None:
         if self._rank is not None:
-            self._rank.group.close()
-            self._rank.leave()
+            self._rank.group.finish_background()
+            self._rank.leave(abort=True)
             self._reports = None
 
 

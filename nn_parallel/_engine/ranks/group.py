@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -62,6 +63,8 @@ class Group:
         self._timeout_s = 0.0
         self._store: dist.Store | None = None  # through which the ranks of a group find each other
         self._store_sockets: dict[int, int] = {}  # its connection, until that is ended
+        self._for_thread: dist.ProcessGroup | None = None
+        self.background: Future[Any] | None = None  # what another thread does, perhaps by `for_thread`
         self._half_closed: list[socket.socket] = []  # of a closed group, whose other ranks may still write
         self._on_release = contextlib.ExitStack()
 
@@ -98,7 +101,7 @@ class Group:
         self._set_environment()
         connect_within = timeout
         if world.device.type in ("cpu", "cuda"):  # for which torch can set it afterwards
-            connect_within = min(timeout, max(timeout / times.GLOO_CONNECTS_WITHIN, times.GLOO_CONNECT_AT_LEAST))
+            connect_within = _connect_within(timeout)
         hook = sys.excepthook
         self.first_id = next_group_id()
         self._first_nccl_id = next_group_id("nccl")
@@ -114,8 +117,7 @@ class Group:
                 device_id=None if on_cpu else world.device,
             )
             if connect_within != timeout:
-                private = dist.distributed_c10d._set_pg_timeout  # before torch 2.14 there is no public way
-                getattr(dist, "set_timeout", private)(timeout)
+                _set_timeout(timeout)
             self._sockets = connected_at(_gloo_addresses(rendezvous))
         except (RuntimeError, ValueError) as error:
             self._store_sockets.clear()  # it may be in the middle of a request
@@ -132,6 +134,28 @@ class Group:
         self._found = set(_groups().values())  # of other groups there is none yet
         self.default = dist.group.WORLD
         _drop_closed_groups()
+
+    def for_thread(self, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
+        """A process group of all ranks, by gloo, for the collectives of another thread. All ranks are here.
+
+        It lives as long as the default group. Its collectives have as long as those of any group by default, however
+        short the timeout of the others is.
+
+        Args:
+            store: that of the ranks, by the connection of this thread.
+            timeout: of making it.
+        """
+        if self._for_thread is None:
+            self._for_thread = dist.new_group(backend="gloo", timeout=_connect_within(timeout))
+            _set_timeout(times.DEFAULT_TIMEOUT, self._for_thread)
+            self.find_connections(store)
+        return self._for_thread
+
+    def finish_background(self) -> None:
+        """Wait for what another thread does, before the process group is closed, without which it may not go on."""
+        if self.background is not None:
+            self.background.exception()
+            self.background = None
 
     def close(self, *, abort: bool = True, within_s: float = math.inf) -> None:
         """Close the process group, without waiting for any peer; `initialize_ddp` makes it anew.
@@ -158,6 +182,7 @@ class Group:
             _closed.extend(group for group, name in _groups().items() if name in self._found)
             dist.destroy_process_group()
             self.default = None
+        self._for_thread = self.background = None
         with self._closing:
             self.times_closed += 1
             self._sockets, self.interrupted = {}, False
@@ -289,6 +314,16 @@ class Group:
         while self._half_closed:
             with self._half_closed.pop() as connection, contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # caches of torch, as of FSDP's meshes, may keep the closed group
+
+
+def _connect_within(timeout: timedelta) -> timedelta:
+    """Return the timeout by which gloo makes a group within ``timeout``."""
+    return min(timeout, max(timeout / times.GLOO_CONNECTS_WITHIN, times.GLOO_CONNECT_AT_LEAST))
+
+
+def _set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    private = dist.distributed_c10d._set_pg_timeout  # before torch 2.14 there is no public way
+    getattr(dist, "set_timeout", private)(timeout, group)
 
 
 @functools.cache

@@ -107,7 +107,11 @@ def _leave_at_exit() -> None:
 
 def _leave(*, abort: bool, within_s: float = math.inf) -> None:
     context = rank_context()
-    if context is None or context.is_inherited or context.world.launcher == "external":
+    if context is None or context.is_inherited:
+        return
+    if not abort:
+        context.group.finish_background()
+    if context.world.launcher == "external":
         return
     if context.world.launcher == "executor":
         context.group.close(abort=abort, within_s=within_s)

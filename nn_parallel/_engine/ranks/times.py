@@ -8,7 +8,7 @@ from datetime import timedelta
 # What a user notices.
 DEFAULT_TIMEOUT = timedelta(minutes=60)  # of collectives, of coming to a block, of answers of the store
 WARN_AFTER_S = 30.0  # of waiting for other ranks
-LOST_AFTER = timedelta(seconds=60)  # a node that has answered nothing for so long is lost, or for half of the timeout
+LOST_AFTER = timedelta(seconds=60)  # a node that answers nothing for so long is lost, or for a third of the timeout
 LINGER_S = 30.0  # for others to read what this process holds in its store, before that ends with it
 EXIT_WITHIN_S = 60.0  # for what is under way on accelerators to end, at the end of the program
 

@@ -23,6 +23,7 @@ from nn_parallel import (
     RankError,
     all_gather_tensor,
     barrier,
+    cleanup_ddp,
     current_world,
     initialize_ddp,
     load_checkpoint,
@@ -200,6 +201,57 @@ def test_a_pool_ends_when_all_is_written(tmp_path: Path) -> None:
     assert values(tmp_path / "a.pt") == {4.0}
 
 
+def test_a_failure_that_torch_cannot_tell_the_others_is_told_too(run: Run, tmp_path: Path) -> None:
+    """One that cannot be pickled: the threads of the other ranks wait for it in a collective."""
+    path = tmp_path / "last.pt"
+
+    def scenario() -> Any:
+        initialize_ddp()
+        model = filled("fsdp", 1.0)
+        save_checkpoint(path, sharded=True, model=model)
+
+        class NotByName(OSError): ...
+
+        def fsync(fd: Any) -> None:
+            raise NotByName("the disk is gone")
+
+        original = os.fsync
+        if current_world().rank == 1:
+            os.fsync = fsync
+        save_checkpoint(path, sharded=True, asynchronous=True, model=model)
+        try:
+            load_checkpoint(path)
+            return "no error"
+        except RankError as error:
+            told = {rank: str(leaf) for rank, leaf in error.failures.items()}
+        finally:
+            os.fsync = original
+        return told, values(path)
+
+    for told, kept in run(scenario):
+        assert list(told) == [1]
+        assert "NotByName" in told[1]
+        assert kept == {1.0}
+
+
+def test_a_number_in_a_sharded_tensor_is_copied(executor2: ParallelExecutor, tmp_path: Path) -> None:
+    """One of no dimension, which torch leaves as it is when it copies."""
+
+    def scenario() -> Any:
+        from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+        initialize_ddp()
+        number = distribute_tensor(torch.tensor(1.0), init_device_mesh("cpu", (2,)), [Replicate()])
+        with slow_disk() as there:
+            save_checkpoint(tmp_path / "a.pt", sharded=True, asynchronous=True, number=number)
+            number.to_local().fill_(2.0)
+            barrier()
+            there.set()
+            return load_checkpoint(tmp_path / "a.pt")["number"].item()
+
+    assert executor2.run(scenario) == [1.0, 1.0]
+
+
 def test_the_ranks_go_on_without_one_that_died(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Killed before its part was written: the new rank in its place loads the checkpoint before, as the others do."""
     path = tmp_path / "last.pt"
@@ -230,8 +282,54 @@ def test_the_ranks_go_on_without_one_that_died(tmp_path: Path, caplog: pytest.Lo
         with pytest.raises(RankError, match="SIGKILL"):
             pool.run(begin)
         first, second = pool.run(go_on)
-    assert first == ({1.0}, ["A checkpoint is not saved, without the parts of rank 1."])
+    assert first == ({1.0}, ["The checkpoint before is not saved: ranks have failed while it was written."])
     assert second == ({1.0}, [])
+
+
+def test_leaving_the_others_waits_for_it(tmp_path: Path) -> None:
+    """`cleanup_ddp` closes the process group only when the threads need it no longer."""
+
+    def scenario() -> bool:
+        rank, path = initialize_ddp().rank, tmp_path / "a.pt"
+        with slow_disk() as there:
+            save_checkpoint(path, asynchronous=True, sharded=True, model=filled("fsdp", 4.0))
+            threading.Timer(0.3, there.set).start()
+            cleanup_ddp()
+        return rank != 0 or path.exists()
+
+    with launched(2) as ranks:
+        assert ranks.run(scenario) == [True, True]
+        ranks.run(initialize_ddp)
+    assert values(tmp_path / "a.pt") == {4.0}
+
+
+IN_A_GROUP_OF_ITS_OWN = """
+import os, sys, threading, torch, torch.distributed as dist
+from torch import nn
+from nn_parallel import cleanup_ddp, prepare_model, save_checkpoint
+dist.init_process_group("gloo")
+fsync, there = os.fsync, threading.Event()
+def late(fd):
+    there.wait()
+    fsync(fd)
+os.fsync = late
+model = prepare_model(nn.Linear(3, 5), strategy="fsdp")
+save_checkpoint(sys.argv[1], asynchronous=True, sharded=True, model=model, step=7)
+threading.Timer(0.3, there.set).start()
+cleanup_ddp()
+assert dist.is_initialized()
+dist.destroy_process_group()
+"""
+
+
+def test_a_group_that_other_code_has_made(tmp_path: Path) -> None:
+    """`cleanup_ddp` waits, and leaves the group to the code that made it."""
+    (script := tmp_path / "script.py").write_text(IN_A_GROUP_OF_ITS_OWN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    done = subprocess.run([*command, tmp_path / "a.pt"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "could not be saved" not in done.stderr
+    assert load_checkpoint(tmp_path / "a.pt")["step"] == 7
 
 
 AT_EXIT = """

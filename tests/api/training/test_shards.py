@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nn_parallel import (
@@ -239,15 +240,19 @@ def test_a_rank_that_cannot_write_leaves_the_old_checkpoint(
         if world.rank == 1:
             FileSystemWriter.write_data = full  # type: ignore[method-assign]
         try:
+            group = dist.group.WORLD
             save(path, seed=1)
         except RankError as error:
+            assert dist.group.WORLD is group  # models that it connects go on
+            assert type(error.failures[1]) is OSError
+            assert "write_data" in str(error.failures[1].__cause__.tb)  # type: ignore[union-attr]
             return str(error)
         finally:
             FileSystemWriter.write_data = original  # type: ignore[method-assign]
         return "no error"
 
-    for told in executors[2].run(fails):
-        assert "No space left on device" in told
+    words = "save_checkpoint() failed on rank 1 of 2: OSError: [Errno 28] No space left on device (1 sub-exception)"
+    assert executors[2].run(fails) == [words, words]
     assert folders(path) == before
     assert equal(load(path, "ddp")[0], wanted)
 
