@@ -214,11 +214,11 @@ def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
     if _delayed:
         _delayed[-1].note(_raise_in_the_outermost, signum)
         return
-    for block in _running:
-        if block.interrupted:
-            if block.is_being_left() or block.is_importing(frame):
+    for scope in _running:
+        if scope.interrupted:
+            if scope.is_being_left() or scope.is_importing(frame):
                 return
-            raise block.make_exception()
+            raise scope.make_exception()
     if _due is not None:
         error, _due = _due, None
         raise error

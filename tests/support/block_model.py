@@ -1,7 +1,9 @@
 """A model of blocks: ranks that go through the same program in every order of their steps, fail and die.
 
 Each request to the store is one step, and the order of the steps of different ranks is random. The ranks do what
-`nn_parallel._engine.ranks.blocks` does; which block a failure ends, they ask the code of the package itself.
+`nn_parallel._engine.ranks.blocks` does; which block a failure ends, they ask the code of the package itself. In some
+programs a rank leaves out calls and barriers. Then ranks are at different ones, and need not agree, but all come to an
+end; and if nothing else goes wrong, all close the process group, or none does.
 
     python -m tests.support.block_model --seconds 600
 """
@@ -27,7 +29,7 @@ Steps = Iterator[None]
 
 
 class Item(NamedTuple):
-    """A block that holds others, a barrier, or a call of one rank."""
+    """A block that holds others, a barrier, a call of one rank, or such a call with a barrier."""
 
     name: str
     kind: str
@@ -56,6 +58,21 @@ class Block:
     begin: float = math.inf
     end: float = math.inf
     must_leave: bool = False
+    has_passed: bool = False
+    is_mixed: bool = False
+
+
+class Report(NamedTuple):
+    """What a rank says of itself."""
+
+    generation: int = -1
+    call: int = 0
+    is_over: bool = False
+    made: tuple[str, ...] = ()  # the calls of this generation
+    has_left: bool = False
+
+    def is_other_call(self, call: int, name: str) -> bool:
+        return len(self.made) >= call and self.made[call - 1] != name
 
 
 class Store:
@@ -64,7 +81,7 @@ class Store:
     def __init__(self) -> None:
         self.arrived = Counter[int]()  # by generation
         self.ended: dict[int, GenerationEnd] = {}
-        self.reports: dict[int, tuple[int, int, bool]] = {}  # by rank: the generation, the call, whether that is over
+        self.reports: dict[int, Report] = {}  # by rank
         self.failed: set[tuple[int, int]] = set()  # calls: the generation and the number
         self.dead: set[int] = set()
 
@@ -72,15 +89,20 @@ class Store:
 class Rank:
     """A rank that goes through a program; `log` is what became of blocks and barriers, `calls` of calls."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, chance: random.Random, fails: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, chance: random.Random, fails: float, leaves_out: float
+    ) -> None:
         self.log: list[tuple[str, str]] = []
         self.calls: dict[str, str] = {}
+        self.closes: dict[int, bool] = {}  # by generation: whether its end has closed the process group
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._chance = chance
         self._fails = fails
-        self._generation = self._barriers = self._calls = 0
+        self._leaves_out = leaves_out
+        self._generation = self._barriers = 0
+        self._made: list[str] = []  # the calls of this generation
         self._blocks: list[Block] = []
 
     def run(self, program: list[Item]) -> Steps:
@@ -89,14 +111,20 @@ class Rank:
         except (RankError, Failed):
             self.log.append(("the program", "has failed"))
         assert not self._blocks
+        yield
+        self._post(has_left=True)
 
     def _run(self, program: list[Item]) -> Steps:
         for item in program:
             yield from self._work()
             so_far = len(self.log)
+            if item.kind != "block" and self._chance.random() < self._leaves_out:
+                continue
             try:
                 if item.kind == "call":
                     yield from self._call(item)
+                elif item.kind == "call with a barrier":
+                    yield from self._call_with_barrier(item)
                 else:
                     yield from self._block(item)
             except RankError:
@@ -109,7 +137,7 @@ class Rank:
                 self._note(item, "has passed")
 
     def _note(self, item: Item, outcome: str) -> None:
-        if item.kind == "call":
+        if item.kind.startswith("call"):
             self.calls[item.name] = outcome  # in a block that fails, not all ranks get as far
         else:
             self.log.append((item.name, outcome))
@@ -131,71 +159,119 @@ class Rank:
     def _call(self, item: Item) -> Steps:
         """A call that one rank runs; its failure leaves the block around whole."""
         self._raise_if_ended()
-        self._calls += 1
-        this = self._generation, self._calls
+        self._made.append(item.name)
+        this = self._generation, len(self._made)
         if item.runner == self._rank:
             yield
             has_failed = self._chance.random() < self._fails
             if has_failed:
                 self._store.failed.add(this)
             yield
-            self._store.reports[self._rank] = *this, True
+            self._post(is_over=True)
         else:
+            yield
+            self._post()
             while True:
                 is_dead = item.runner in self._store.dead
                 yield
-                generation, number, is_over = self._store.reports.get(item.runner, (-1, 0, False))
-                if (generation, number) > this or ((generation, number) == this and is_over):
-                    if generation > this[0]:
+                report = self._store.reports.get(item.runner, Report())
+                if report.generation == this[0] and report.is_other_call(this[1], item.name):
+                    raise Failed({self._rank: "another call"})
+                if report[:2] > this or (report[:2] == this and (report.is_over or report.has_left)):
+                    if report.generation > this[0]:
                         self._raise_if_ended()
                     break
-                if is_dead:
-                    raise Failed({item.runner: "has died"})
+                if is_dead or report.has_left:
+                    raise Failed({item.runner: "has died" if is_dead else "has left"})
                 yield
                 self._raise_if_ended()
             has_failed = this in self._store.failed
         if has_failed:
             raise RankError
 
-    def _block(self, item: Item) -> Steps:
-        """A block, or a barrier, which is a block that never begins."""
-        block, is_outermost = Block(), not self._blocks
-        around = None if is_outermost else self._blocks[-1]
+    def _call_with_barrier(self, item: Item) -> Steps:
+        """A call after which all ranks wait for each other, also if it has failed."""
+        barrier = self._new_barrier()
+        has_failed = False
         try:
-            if item.kind == "block":
-                block.begin = self._barriers + 1
-                yield from self._meet()
-                self._blocks.append(block)
-                yield from self._work()
-                yield from self._run(item.inner)
-                yield from self._work()
-                self._raise_if_ended()
-            block.end = self._barriers + 1
-            yield from self._meet()
-        except (RankError, Failed, Interrupted) as error:
-            end = yield from self._end_generation(getattr(error, "failures", {}))
-            if end.fails(block.begin, block.end, is_outermost):
-                self._generation += 1
-                self._barriers = self._calls = 0
-                for entered in self._blocks:
-                    entered.begin = 0
-                raise RankError from None
-            if around is not None:
-                around.must_leave = True
-                raise Interrupted from None
-            assert end.barriers >= block.end  # it has passed
-        finally:
-            if block in self._blocks:
-                self._blocks.remove(block)
+            try:
+                yield from self._call(item)
+            except RankError:
+                has_failed = True
+            yield from self._meet(barrier, f"the end of {item.name}")
+            barrier.has_passed = True
+        except (Failed, Interrupted) as error:
+            yield from self._leave(barrier, error)
+        if has_failed:
+            raise RankError
 
-    def _meet(self) -> Steps:
+    def _new_barrier(self) -> Block:
+        """A barrier is a block that never begins."""
         self._raise_if_ended_around()
         self._barriers += 1
+        return Block(end=self._barriers)
+
+    def _block(self, item: Item) -> Steps:
+        """A block, or a barrier."""
+        if item.kind == "barrier":
+            block = self._new_barrier()
+            try:
+                yield from self._meet(block, item.name)
+            except (Failed, Interrupted) as error:
+                yield from self._leave(block, error)
+            return
+        self._raise_if_ended_around()
+        block = Block()
+        around = list(self._blocks)
+        try:
+            self._barriers += 1
+            block.begin = self._barriers
+            yield from self._meet(block, item.name)
+            self._blocks.append(block)
+            yield from self._work()
+            yield from self._run(item.inner)
+            yield from self._work()
+            self._raise_if_ended()
+            self._barriers += 1
+            block.end = self._barriers
+            yield from self._meet(block, f"the end of {item.name}")
+        except (RankError, Failed, Interrupted) as error:
+            self._blocks = around
+            yield from self._leave(block, error)
+        finally:
+            self._blocks = around
+
+    def _leave(self, block: Block, error: BaseException) -> Steps:
+        """End the generation; raise what all ranks raise, or leave the block around."""
+        around = self._blocks[-1] if self._blocks else None
+        end = yield from self._end_generation(getattr(error, "failures", {}), block.is_mixed)
+        if end.fails(block.begin, block.end, is_outermost=around is None):
+            self.closes[self._generation] = block.begin <= end.barriers or end.is_mixed
+            self._generation += 1
+            self._barriers = 0
+            self._made.clear()
+            for entered in self._blocks:
+                entered.begin = 0
+            yield
+            self._post()
+            raise RankError from None
+        if around is not None:
+            around.must_leave = True
+            raise Interrupted from None
+        assert end.barriers >= block.end or end.is_mixed  # it has passed
+
+    def _meet(self, block: Block, name: str) -> Steps:
+        self._raise_if_ended_around()
+        self._made.append(name)
         all_arrived = self._barriers * self._world_size
+        yield
+        self._post()
         yield
         self._store.arrived[self._generation] += 1
         while True:
             dead = sorted(self._store.dead)
+            yield
+            has_left = self._check_neighbor(block, name)
             yield
             arrived = self._store.arrived[self._generation]
             if arrived >= END_MARK:
@@ -206,24 +282,41 @@ class Rank:
                 if end is not None:
                     raise Interrupted
             elif arrived >= all_arrived:
+                yield
+                self._check_neighbor(block, name)
                 return
+            elif has_left:
+                raise Failed({self._rank: "a rank has left"})
             if dead:
                 raise Failed({dead[0]: "has died"})
             if self._chance.random() < self._fails / 10:
                 raise Failed({self._rank: "a timeout"})
 
+    def _check_neighbor(self, block: Block, name: str) -> bool:
+        """Raise if the rank before this one is at another barrier; return whether it has left the others."""
+        report = self._store.reports.get((self._rank - 1) % self._world_size, Report())
+        if report.generation == self._generation and report.is_other_call(len(self._made), name):
+            block.is_mixed = True
+            raise Failed({self._rank: "another barrier"})
+        return report.has_left
+
+    def _post(self, *, is_over: bool = False, has_left: bool = False) -> None:
+        made = tuple(self._made)
+        self._store.reports[self._rank] = Report(self._generation, len(made), is_over, made, has_left)
+
     def _raise_if_ended_around(self) -> None:
         if self._blocks and self._blocks[-1].must_leave:
             raise Interrupted
 
-    def _end_generation(self, failures: dict[int, str]) -> Generator[None, None, GenerationEnd]:
+    def _end_generation(self, failures: dict[int, str], is_mixed: bool) -> Generator[None, None, GenerationEnd]:
         if self._generation not in self._store.ended:
             yield
             self._store.arrived[self._generation] += END_MARK
             arrived = self._store.arrived[self._generation] % END_MARK
             yield
+            barriers = min(arrived // self._world_size, self._barriers - is_mixed)
             told = {rank: Failure("Exception", None, text, "", "", {}) for rank, text in failures.items()}
-            self._store.ended.setdefault(self._generation, GenerationEnd(arrived // self._world_size, told))
+            self._store.ended.setdefault(self._generation, GenerationEnd(barriers, told, is_mixed))
         yield
         return self._store.ended[self._generation]  # what `yield from` evaluates to
 
@@ -231,7 +324,8 @@ class Rank:
 def random_program(chance: random.Random, world_size: int, depth: int = 0) -> list[Item]:
     program = []
     for _ in range(chance.randint(1, 3)):
-        kind = chance.choice(["block", "block", "barrier", "call"]) if depth < 3 else "call"
+        kinds = ["block", "block", "barrier", "call", "call with a barrier"] if depth < 3 else ["call"]
+        kind = chance.choice(kinds)
         inner = random_program(chance, world_size, depth + 1) if kind == "block" else []
         name = f"{kind} {chance.randrange(1 << 30)}"
         program.append(Item(name, kind, chance.random() < 0.7, chance.randrange(world_size), inner))
@@ -244,7 +338,11 @@ def outcome_of_trial(seed: int) -> tuple[str, list[list[tuple[str, str]]]]:
     world_size, fails = chance.randint(2, 4), chance.choice([0.0, 0.02, 0.1])
     dies = chance.choice([0.0, 0.0, 0.003])
     store, program = Store(), random_program(chance, world_size)
-    ranks = [Rank(store, rank, world_size, random.Random(f"{seed} {rank}"), fails) for rank in range(world_size)]
+    leaves_out = {chance.randrange(world_size): 0.3} if seed % 4 == 0 else {}  # by rank
+    ranks = [
+        Rank(store, rank, world_size, random.Random(f"{seed} {rank}"), fails, leaves_out.get(rank, 0.0))
+        for rank in range(world_size)
+    ]
     running = {rank: each.run(program) for rank, each in enumerate(ranks)}
     for _ in range(MOST_STEPS):
         if not running:
@@ -258,6 +356,13 @@ def outcome_of_trial(seed: int) -> tuple[str, list[list[tuple[str, str]]]]:
     logs = [each.log for each in ranks]
     if running:
         return f"ranks {sorted(running)} have not ended", logs
+    closes = {(generation, closed) for each in ranks for generation, closed in each.closes.items()}
+    if leaves_out:  # later on, ranks may be in different blocks
+        closes = {each for each in closes if each[0] == 0 and fails == dies == 0.0}
+    if len(dict(closes)) < len(closes):
+        return "not all ranks have closed the process group", logs
+    if leaves_out:
+        return "", logs
     living = [log for rank, log in enumerate(logs) if rank not in store.dead]
     calls = Counter((name, outcome) for each in ranks for name, outcome in each.calls.items())
     if any(log != living[0] for log in living) or len({name for name, _ in calls}) < len(calls):

@@ -106,7 +106,6 @@ class Blocks:
             ParallelError: the ranks are not in the same call; the message names both.
         """
         (runner,) = call.ranks
-        deadline = deadline_of(timeout_s)
         failures: Mapping[int, BaseException] = {}
         with self._barrier(call, timeout_s) if barrier else NO_BARRIER as meet:
             self._begin(call)
@@ -127,8 +126,7 @@ class Blocks:
                     self.nested_in = outer
             else:
                 yield False
-                says = "" if timeout_s else "waits in"
-                failures = self._await_outcome(Wait(call, call.ranks, FINISHED, deadline, says))
+                failures = self._await_outcome(self._wait(call, call.ranks, FINISHED, timeout_s))
             meet()
         if failures:
             raise self._error(call, failures)
@@ -163,8 +161,7 @@ class Blocks:
         self._raise_if_must_leave()
         block, watchdog = BlockState(call, self._innermost, timeout_s), self.watch()
         with watchdog.entered(block), self._on_all_ranks(block):
-            self._barriers += 1
-            block.begin = self._barriers
+            block.begin = self._next_barrier()
             self._begin(call)
             limits_s = timeout_s, self.context.timeout.total_seconds()
             come_by = min(block.first_due().deadline, *map(deadline_of, limits_s))
@@ -218,6 +215,10 @@ class Blocks:
         self._raise_if_must_leave()
         self.reports.begin(call)
 
+    def _wait(self, call: Call, ranks: Sequence[int], phase: int, timeout_s: float | None) -> Wait:
+        """A wait that begins now. The others are told of it only if this rank will not give up and go on."""
+        return Wait(call, ranks, phase, deadline_of(timeout_s), "" if timeout_s else "waits in")
+
     def _await_outcome(self, wait: Wait) -> dict[int, Exception]:
         """Return once the rank that runs the present call has done so: how it has failed; nothing if it succeeded."""
         (rank,), report = wait.ranks, NO_REPORT
@@ -268,6 +269,11 @@ class Blocks:
 
     # The parts of a barrier and of a block.
 
+    def _next_barrier(self) -> int:
+        """Return the number of the barrier that this rank comes to now."""
+        self._barriers += 1
+        return self._barriers
+
     @property
     def _innermost(self) -> BlockState | None:
         return self._entered[-1] if self._entered else None
@@ -276,13 +282,11 @@ class Blocks:
     def _barrier(self, call: Call, timeout_s: float | None) -> Iterator[Callable[[], None]]:
         """A barrier, at which each rank arrives by calling what this yields; whoever leaves before, leaves it."""
         self._raise_if_must_leave()
-        self._barriers += 1
-        barrier = BlockState(call, self._innermost, end=self._barriers)
+        barrier = BlockState(call, self._innermost, end=self._next_barrier())
 
         def meet() -> None:
             self._begin(call)
-            says = "" if timeout_s else "waits in"
-            self._meet(barrier, Wait(call, self._others, ARRIVED, deadline_of(timeout_s), says))
+            self._meet(barrier, self._wait(call, self._others, ARRIVED, timeout_s))
             barrier.has_passed = True
 
         with self._on_all_ranks(barrier):
@@ -294,8 +298,7 @@ class Blocks:
             raise failure
         call = block.call._replace(function=f"the end of {block.call.function}")
         self._begin(call)
-        self._barriers += 1
-        block.end = self._barriers
+        block.end = self._next_barrier()
         block.deadline = min(block.deadline, deadline_of(block.timeout_s))
         self._meet(block, Wait(call, self._others, ARRIVED, block.first_due().deadline, "waits at"))
 
@@ -379,24 +382,23 @@ class Blocks:
         """
         failures = self._failures_of(block, error)
         described = self._described(failures)
-        closes_group = True  # if the store is gone, and the next line raises
         try:
             record = self._end_generation(described, block.is_mixed)
-            fails = record.fails(block.begin, block.end, is_outermost=block.around is None)
-            closes_group = fails and (block.begin <= record.barriers or record.is_mixed)
-            if not fails:
-                if block.around is None:
-                    return None
-                block.around.must_leave = True
-                return Interrupted()  # which user code does not catch on the way there, to go on
-            own = exceptions_in(failures)
-            known = {rank: own[rank] for rank in own if record.failures[rank] == described[rank]}
-            self.begin_generation(self.generation + 1)
-            self.reports.post(WAITING)
-            return self._error(block.call, rebuilt(record.failures) | known)
-        finally:
-            if closes_group:
-                self.context.group.close()
+        except BaseException:  # the store is gone
+            self.context.group.close()
+            raise
+        if not record.fails(block.begin, block.end, is_outermost=block.around is None):
+            if block.around is None:
+                return None
+            block.around.must_leave = True
+            return Interrupted()  # which user code does not catch on the way there, to go on
+        if block.begin <= record.barriers or record.is_mixed:  # some rank has run code in it, perhaps a collective
+            self.context.group.close()
+        self.begin_generation(self.generation + 1)
+        self.reports.post(WAITING)
+        own = exceptions_in(failures)  # as it was raised here, with its traceback
+        known = {rank: own[rank] for rank in own if record.failures[rank] == described[rank]}
+        return self._error(block.call, rebuilt(record.failures) | known)
 
     def _end_generation(self, failures: dict[int, Failure], is_mixed: bool) -> GenerationEnd:
         """End the generation, if nobody has: how it has ended, with these ``failures`` among the others.

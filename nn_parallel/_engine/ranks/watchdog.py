@@ -78,7 +78,7 @@ class Watchdog:
         self._blocks = entered
         self._changed = Condition()
         self._stopped = False
-        self._look_at = 0.0  # when to look next, where this rank stands
+        self._next_look = 0.0  # when to look next, where this rank stands
         self._told: Standing | None = None
         self._state: Any = None  # as it was at the last look, see `_last_collectives`,
         self._last: list[Collective] = []  # and what it found then
@@ -146,23 +146,23 @@ class Watchdog:
                     if block is not None:  # most are over in a moment, and this thread would hold them up
                         self._changed.wait(times.FIRST_LOOK_AFTER_S)
                         continue
-                if block is None and (left := self._look_at - time.monotonic()) > 0:
+                if block is None and (left := self._next_look - time.monotonic()) > 0:
                     self._changed.wait(left)
                     continue
             self._connection.answer_by = block.first_due().deadline if block is not None else math.inf
             must_leave = False
             reason: Exception | None = None
             try:
-                self._look_at_links()
+                self._check_links()
                 if block is not None:  # first: what is found below may only follow from that
                     must_leave = self._has_failed(block, generation)
                 if not must_leave and block is not None:
                     reason = self._timeout(block) or self._context.group.error()
-                if not must_leave and reason is None and time.monotonic() >= self._look_at:
+                if not must_leave and reason is None and time.monotonic() >= self._next_look:
                     reason = self._look(block)
             except Exception as error:  # the store is gone, or worse: what it should tell of would never be heard
                 reason = _as_reason(error)
-                self._look_at = time.monotonic() + times.STAND_EVERY_S
+                self._next_look = time.monotonic() + times.STAND_EVERY_S
                 if block is None and self._is_host_out_of_reach() and position().may_wait:
                     self._end_collective(reason)
             if block is None:
@@ -174,7 +174,7 @@ class Watchdog:
                     self._changed.wait(pause)
                     pause = min(pause * (1 + share), most_s)
 
-    def _look_at_links(self) -> None:
+    def _check_links(self) -> None:
         """Let all know of the ranks on other nodes that rank 0 has lost; it leaves its own collective after them.
 
         Else its launcher, which may end the ranks beside one that fails, would end them before they can tell.
@@ -182,7 +182,7 @@ class Watchdog:
         links = self._context.links
         if links is not None and links.look() and self._context.rank == 0:
             self._connection.write(LOST_KEY, Lost(links.lost))
-            self._look_at = time.monotonic() + 2 * times.STAND_EVERY_S
+            self._next_look = time.monotonic() + 2 * times.STAND_EVERY_S
 
     def _is_host_out_of_reach(self) -> bool:
         """Return whether the node of the store is, so that gloo's connections do not end by themselves."""
@@ -240,7 +240,7 @@ class Watchdog:
 
         Outside of all blocks its collective is ended here, also if it waits for a rank that is lost.
         """
-        self._look_at = time.monotonic() + times.STAND_EVERY_S
+        self._next_look = time.monotonic() + times.STAND_EVERY_S
         if block is None and self._can_raise and (failure := self._failure_on_accelerator()):
             self._end_collective(failure)
             return None
@@ -338,7 +338,7 @@ class Watchdog:
         and has not entered the collective yet, never enters it. It may be late for hours and still come in any other
         case, of which nothing is said.
         """
-        self._look_at += (len(others) + 1) * self._context.world_size / times.STANDINGS_PER_S
+        self._next_look += (len(others) + 1) * self._context.world_size / times.STANDINGS_PER_S
         key, number = self._key_of(stuck_in.group), stuck_in.number
         for rank in others:
             theirs = self._connection.read(standing_key(rank), Standing)
