@@ -14,6 +14,7 @@ import itertools
 import os
 import pickle
 import shutil
+import stat
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,10 +42,12 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object], keep: int) ->
     with _locked(new) as file:
         try:
             with contextlib.suppress(OSError):  # there is none to replace, or a file system without modes
-                shutil.copymode(path, new)
+                new.chmod(path.stat().st_mode | stat.S_IWUSR)  # so that it can be taken over, if this process is killed
             write(file)
             file.flush()
             os.fsync(file.fileno())
+            with contextlib.suppress(OSError):
+                shutil.copymode(path, new)
             _rotate(path, keep)
             os.replace(new, path)
         except BaseException:

@@ -198,3 +198,33 @@ def test_who_may_read_a_checkpoint_stays_as_it_was(tmp_path: Path) -> None:
     path.chmod(0o640)
     save_checkpoint(path, step=1)
     assert path.stat().st_mode & 0o777 == 0o640
+
+
+REPLACES = """
+import os, pwd, signal, sys
+from nn_parallel import save_checkpoint
+path, unused = sys.argv[1:3]
+save_checkpoint(unused, step=0)  # all is imported now
+if os.getuid() == 0:  # who may do anything
+    os.setuid(pwd.getpwnam("nobody").pw_uid)
+if sys.argv[3:]:
+    save_checkpoint(path, step=1)
+    os.chmod(path, 0o444)
+    os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+save_checkpoint(path, step=2)
+"""
+
+
+def test_what_a_killed_process_has_left_is_taken_over(tmp_path: Path) -> None:
+    """Also beside a checkpoint that nobody may write to."""
+    (script := tmp_path / "script.py").write_text(REPLACES)
+    (folder := tmp_path / "run").mkdir()
+    for each in (tmp_path, *tmp_path.parents[:2]):
+        each.chmod(0o755)
+    folder.chmod(0o777)
+    command = [sys.executable, script, folder / "a.pt", tmp_path / "unused.pt"]
+    assert subprocess.run([*command, "dies"], timeout=60).returncode == -signal.SIGKILL
+    assert sorted(os.listdir(folder)) == [".a.pt.new", "a.pt"]
+    subprocess.run(command, timeout=60, check=True)
+    assert os.listdir(folder) == ["a.pt"]
+    assert load_checkpoint(folder / "a.pt")["step"] == 2
