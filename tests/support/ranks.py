@@ -29,7 +29,7 @@ import pytest
 from nn_parallel import ParallelExecutor
 from nn_parallel._engine.pickling import _code_of_file
 
-START_WITHIN_S = 25.0
+START_WITHIN_S = 60.0  # also on a machine that does much else
 ANSWER_WITHIN_S = 25.0
 END_WITHIN_S = 30.0
 NOTE_CHARACTERS = 20_000  # of what the ranks have printed, under an exception that one of them has raised
