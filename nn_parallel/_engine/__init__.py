@@ -1,14 +1,15 @@
 """The engine beneath the public functions. Nothing here is public; any release may change it.
 
 The map: every file, from the bottom up. A file imports only files that stand before it in this list, and of the public
-files only the vocabulary: `nn_parallel.errors`, `nn_parallel.world` and the version. A folder may appear twice,
-where another folder lies between its parts::
+files only the vocabulary: `nn_parallel.errors`, `nn_parallel.world` and the version. A folder appears twice where
+another one lies between its parts. Files that are listed as shared lie in this folder itself::
 
     shared
         garbage_collection  Python's collector, kept out of an import
         descendants         the processes that a process has started
         polling             look again and again, at first without sleeping
         interrupts          an exception raised in the main thread from another thread or by a signal
+        background          work in a thread that goes on after a call
         tracebacks          tracebacks without frames of this package
         failures            an exception as plain data; the `RankError` of several ranks
         devices             the devices that exist; the parameter ``device`` of a function
@@ -77,7 +78,7 @@ The invariants, which every change keeps:
 
 - Outcomes travel through the store, beside the collectives. A failing rank cannot know in which collective the others
   are. Nothing that comes from the store is unpickled.
-- A rank raises the *cause*. Its own "connection closed" is a consequence and no failure of its own.
+- Every rank raises the *cause*: what failed first. A "connection closed" that follows from it is not told.
 - All ranks go through the same blocks in the same order, and each block has failed on all ranks or on none.
 - A failing rank closes no more than it must. A call of one rank closes no group. A failing block closes the group;
   `initialize_ddp` makes it again on the kept store, named by its generation.
@@ -89,17 +90,19 @@ The invariants, which every change keeps:
 A failure, from where it is raised to where all ranks raise it. Rank 1 raises in a block, and rank 0 is in a collective:
 
 1. On rank 1 the exception comes out of the user's code into `Blocks.block`, and there into `_on_all_ranks` (blocks).
-   `_fail` describes it as plain data (failures), and `_end_generation` writes it into the store: the keys ``arrived/G``
-   and ``ended/G`` (store, records).
-2. The watchdog thread of rank 0 finds ``ended/G`` (`Watchdog._has_failed`). `_free` interrupts the main thread
+   `_leave_block` describes it as plain data (failures), and `_end_generation` writes it into the store: the keys
+   ``arrived/G`` and ``ended/G`` (store, records).
+2. The watchdog thread of rank 0 finds ``ended/G`` (`Watchdog._has_ended`). `_free` interrupts the main thread
    (interrupts) and ends the connections of gloo, or aborts NCCL (`Group.abort`).
-3. The main thread of rank 0 comes to `_on_all_ranks` as well, by `Interrupted`, or as its collective raises that the
-   connection is lost. That is only a consequence, so it adds nothing, and rebuilds what rank 1 has written.
-4. Both ranks close their group, which frees nobody else, and raise a `RankError` (`Blocks._error`) out of the block
-   that has failed, with rank 1's exception in it.
+3. The main thread of rank 0 comes to `_on_all_ranks` as well, by `Interrupted`, or by the error of its collective that
+   the connection is lost. Both only follow from step 2. So rank 0 tells of no failure of its own, and rebuilds the
+   exception of rank 1 from ``ended/G``.
+4. On both ranks `GenerationEnd.fails` says which block has failed. Each rank closes its own group, which wakes no other
+   rank, and raises a `RankError` out of that block (`Blocks._error`), with rank 1's exception in it.
+5. Who catches it may go on: `initialize_ddp` makes the group again, and calls and barriers are counted from one.
 
-If rank 1 is killed, nobody writes in step 1. In step 2 the watchdog of rank 0 sees the death (liveness), and in step 3
-rank 0 finds it again (`_seek_deaths`), so that it is rank 0 who ends the generation.
+If rank 1 is killed, nobody writes in step 1. Either gloo raises by itself on rank 0, whose main thread then looks who
+has died (`_seek_deaths`), or its watchdog sees the death (`Watchdog._death`). In both cases rank 0 ends the generation.
 
 The words:
 
@@ -108,7 +111,7 @@ rank
 worker
     One process of a pool. During `run` each worker is a rank.
 call
-    A function that one rank runs while the others wait.
+    What all ranks call together: a function that one rank runs while the others wait, a block or a barrier.
 block
     Code that all ranks begin and end together.
 barrier

@@ -9,72 +9,74 @@ import atexit
 import contextlib
 import logging
 import os
+import shutil
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
+from .._engine import background
 from .._engine.ranks.blocks import block
 from .._engine.ranks.context import rank_context
 from ..errors import ParallelError
 from ..ranks import on_rank
-from ._shards import failure_of_ranks
+from ._shards import Shards, write_shards
 
 logger = logging.getLogger("nn_parallel")
 
 
 class Saving(NamedTuple):
-    """What this rank does of a checkpoint that is being written."""
+    """A checkpoint that is being written."""
 
-    shards: Future[object] | None  # its part of the sharded tensors, if there are any
-    file: Future[None] | None  # on rank 0: once all shards are there
-    group: dist.ProcessGroup | None  # without which the shards cannot be written
-
-    @property
-    def last(self) -> Future[Any] | None:
-        """Return what ends last; None if this rank does nothing."""
-        return self.file or self.shards
-
-    def wait(self) -> BaseException | None:
-        """Wait until it has come to its end; return what went wrong."""
-        return None if self.last is None else self.last.exception()
+    end: Future[Exception | None]  # of this rank's thread, with what rank 0 has to tell of what went wrong
+    group: dist.ProcessGroup | None  # the default one, if the threads speak with each other
+    writes_file: bool  # as rank 0 does
 
     @property
-    def is_cut_off(self) -> bool:
-        """Return whether the process group has been closed since."""
-        return self.shards is not None and dist.group.WORLD is not self.group
+    def is_given_up(self) -> bool:
+        """Return whether the process groups have been closed since, so that the shards cannot be written."""
+        return self.group is not None and self.group is not dist.group.WORLD
 
 
 def save_in_background(
-    shards: Future[object] | None, write_file: Callable[[], None] | None, until_written: contextlib.ExitStack
+    shards: Shards, folder: Path | None, write_file: Callable[[], None] | None, until_written: contextlib.ExitStack
 ) -> None:
     """Let a checkpoint be written until the next `finish_saving`, or until this rank leaves the others.
 
+    All ranks call it.
+
     Args:
-        shards: the writing of the sharded tensors, if there are any.
+        shards: what the tensors hold now is written.
+        folder: where to; None if there are none.
         write_file: on rank 0, puts the file in place, once the shards of all ranks are there.
-        until_written: closed at the end of that.
+        until_written: closed at the end.
     """
     global _running
-    group = dist.group.WORLD
+    group: dist.ProcessGroup | None = None
+    default = None if folder is None else dist.group.WORLD
+    if folder is not None:
+        with block("save_checkpoint()"):
+            shards.copy()
+            context = rank_context()
+            if context is not None and dist.get_world_size() > 1:
+                group = context.group.for_thread(context.store, context.timeout)
 
-    def complete(write_file: Callable[[], None]) -> None:
+    def write() -> Exception | None:
         with until_written:
-            if shards is not None:
-                shards.result()
-                if dist.group.WORLD is not group:  # without one, torch takes this rank for the only one
+            failure: Exception | None = None
+            if folder is not None:
+                failure = write_shards(shards, folder, group)
+                if default is not dist.group.WORLD:  # without a group, torch takes this rank for the only one
                     raise ParallelError("The process group has been closed.")
-            write_file()
+            if failure is None and write_file is not None:
+                failure = _problem_of(write_file)
+            if failure is not None and folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            return failure
 
-    file: Future[None] | None = None
-    if write_file is not None:
-        thread = ThreadPoolExecutor(1, thread_name_prefix="save_checkpoint")
-        file = thread.submit(complete, write_file)
-        thread.shutdown(wait=False)
-    _running = Saving(shards, file, group)
-    if (context := rank_context()) is not None:
-        context.group.background = _running.last
+    _running = Saving(background.start(write, "nn_parallel save_checkpoint"), default, write_file is not None)
 
 
 def finish_saving(caller: str) -> None:
@@ -86,30 +88,47 @@ def finish_saving(caller: str) -> None:
         RankTimeoutError: a rank has not come.
     """
     global _running
-    saving, _running = _running, None
-    is_cut_off = saving is not None and saving.is_cut_off
-
-    def save_checkpoint() -> None:
-        error = None if saving is None else saving.wait()
-        if error is None:
-            return
-        failure = failure_of_ranks(error)
-        if failure is None and is_cut_off and not isinstance(error, OSError):
-            logger.warning("The checkpoint before is not saved: ranks have failed while it was written.")
-        else:
-            raise failure or error
+    saving = _running
+    failure: Exception | None = None
+    is_given_up = False
 
     with block(caller):
-        if saving is not None and saving.shards is not None and not is_cut_off:
-            error = saving.shards.exception()
-            if error is not None and failure_of_ranks(error) is None:  # of this rank alone: others may wait for it
+        if saving is not None:
+            error = saving.end.exception()
+            is_given_up = error is not None and saving.is_given_up
+            if error is None:
+                failure = saving.end.result()
+            elif not is_given_up:  # of this rank alone, for whom the threads of the others wait
+                _running = None
                 raise error
+    _running = None
+
+    def save_checkpoint() -> None:
+        if failure is not None:
+            raise failure
+        if is_given_up:
+            logger.warning("The checkpoint before is not saved: ranks have failed while it was written.")
+
     on_rank(0)(save_checkpoint)()
+
+
+def _problem_of(write_file: Callable[[], None]) -> Exception | None:
+    try:
+        write_file()
+    except Exception as error:
+        return error
+    return None
 
 
 @atexit.register
 def _tell_at_exit() -> None:
-    if _running is not None and (error := _running.wait()) is not None:
+    if _running is None:
+        return
+    if _running.is_given_up and not _running.end.done():
+        error: BaseException | None = ParallelError("The process group was closed before its shards were written.")
+    else:
+        error = _running.end.exception() or _running.end.result()
+    if error is not None and _running.writes_file:
         logger.error("The last checkpoint could not be saved.", exc_info=error)
 
 

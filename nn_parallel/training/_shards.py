@@ -14,7 +14,6 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -22,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from .._engine.failures import rank_error
-from .._engine.ranks.context import rank_context
 from ..errors import RemoteTraceback
 
 LOCK = "lock"  # the name of a file that is locked while a folder is written
@@ -45,12 +43,18 @@ class Shards:
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.are_copies = False  # in the memory of the CPU
         self._path_of: dict[int, str] = {}  # by the identity of what stands for the tensor
 
     def add(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
         """Have ``tensor`` written; returns what stands for it."""
         self.tensors[path] = tensor.detach()
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    def copy(self) -> None:
+        """Have written what the tensors hold now, whatever becomes of them."""
+        self.tensors = {path: tensor.to("cpu", copy=True) for path, tensor in self.tensors.items()}
+        self.are_copies = True
 
     def find(self, states: Any, path: str = "") -> None:
         """Learn for which tensors those of no device stand in ``states``."""
@@ -103,62 +107,40 @@ class Shards:
             raise ValueError(f"the tensors in {folder} cannot be read: {cause[0]}") from cause[0]
 
 
-def write_shards(shards: Shards, folder: Path) -> Exception | None:
-    """Write them into ``folder``, each rank its part. All ranks call it, in a block.
+def write_shards(shards: Shards, folder: Path, group: dist.ProcessGroup | None = None) -> Exception | None:
+    """Write them into ``folder``, each rank its part. All ranks call it.
 
-    Returns why ranks could not, the same on all of them: it is no reason to close the process group.
-    """
-    from torch.distributed import checkpoint
+    Args:
+        shards: the tensors.
+        folder: a folder that all ranks reach.
+        group: by which the ranks speak with each other; None for the default one.
 
-    try:
-        checkpoint.save(shards.tensors, storage_writer=checkpoint.FileSystemWriter(folder))
-    except checkpoint.CheckpointException as error:
-        return failure_of_ranks(error)
-    return None
-
-
-def write_shards_in_background(shards: Shards, folder: Path) -> Future[object]:
-    """Copy them into the memory of the CPU; a thread of each rank writes its part. All ranks call it, in a block.
-
-    What ranks could not do is the same on all of them, see `failure_of_ranks`.
-    """
-    from torch.distributed import checkpoint
-
-    context = rank_context()
-    assert context is not None
-    # torch leaves out those of no dimension when it copies.
-    tensors = {path: tensor if tensor.dim() else tensor.clone() for path, tensor in shards.tensors.items()}
-    written = checkpoint.async_save(
-        tensors,
-        storage_writer=checkpoint.FileSystemWriter(folder),
-        process_group=context.group.for_thread(context.store, context.timeout),
-    )
-    assert isinstance(written, Future)  # else the writer would not copy by itself
-    return written
-
-
-def failure_of_ranks(error: BaseException) -> Exception | None:
-    """Return what ``error`` of torch tells of the ranks that could not write their parts; None if it is of no rank.
+    Returns:
+        Why ranks could not, the same on all of them: it is no reason to close the process group.
 
     Raises:
-        BaseException: this rank was interrupted, as by Ctrl-C.
+        Exception: what the others do not know of, so that they wait for this rank.
     """
     from torch.distributed import checkpoint
 
-    if not isinstance(error, checkpoint.CheckpointException):
-        return None
-    failures = dict[int, Exception]()
-    for rank, (failure, frames) in error.failures.items():
-        if isinstance(failure, Exception):
-            failure.__cause__ = RemoteTraceback(f"rank {rank}", "".join(frames.format()))
-            failures[rank] = failure
-        elif rank == dist.get_rank():
-            raise failure
-    if not failures:
-        return None
-    if dist.get_world_size() == 1:
-        return failures[0]
-    return rank_error("save_checkpoint()", dist.get_world_size(), failures)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    writer = checkpoint.FileSystemWriter(folder)
+    if shards.are_copies:  # else torch waits for the first GPU, whichever one this rank has
+        writer.per_thread_copy_ahead = 0
+    try:
+        checkpoint.save(shards.tensors, storage_writer=writer, process_group=group)
+    except checkpoint.CheckpointException as error:
+        failures = dict[int, Exception]()
+        for failed, (failure, frames) in error.failures.items():
+            if isinstance(failure, Exception):
+                failure.__cause__ = RemoteTraceback(f"rank {failed} of {world_size}", "".join(frames.format()))
+                failures[failed] = failure
+            elif failed == rank:  # interrupted, as by Ctrl-C
+                raise failure from None
+        if not failures:
+            raise
+        return rank_error("save_checkpoint()", world_size, failures) if world_size > 1 else failures[0]
+    return None
 
 
 def _load_data(path: Path) -> Any:

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,7 +29,6 @@ from ._shards import (
     remove_folders,
     sync_directory,
     write_shards,
-    write_shards_in_background,
 )
 from ._states import load, loadable, stored, whole
 from .collectives import all_gather_object, all_ranks
@@ -57,10 +55,11 @@ def save_checkpoint(
             whole one: with `torch.distributed.checkpoint`, into a folder ``last.pt.shards`` beside the file. All ranks
             must reach it, by a common disk, also to load from it.
         asynchronous: return once all is copied in the memory of the CPU, and write it in a thread while training goes
-            on. The next call of `save_checkpoint` or `load_checkpoint`, `cleanup_ddp` and the end of the process wait
-            for it; the first two raise what went wrong, on every rank, and at the end that is logged. Until all of it
-            is written, at ``path`` is the checkpoint before. It needs the process group to write what is sharded: if
-            ranks fail together meanwhile, that is given up. Call `cleanup_ddp` before your own code destroys a group.
+            on. The next call of `save_checkpoint` or `load_checkpoint`, `cleanup_ddp` and the end of the process, or
+            of the call of a pool, wait for it; the first two raise what went wrong, on every rank, and at the end that
+            is logged. Until all of it is written, at ``path`` is the checkpoint before. What is sharded needs the
+            process group: if ranks fail together meanwhile, it is given up. Call `cleanup_ddp` before your own code
+            destroys a group.
         state: anything with a ``state_dict`` (models, optimizers, schedulers, scalers, prepared loaders); numbers,
             strings, tensors, and lists, tuples and dicts of them. Models are saved without their wrappers, and sharded
             ones whole, with their optimizers; NumPy's numbers as Python's.
@@ -102,11 +101,7 @@ def save_checkpoint(
             if in_memory is not None:
                 copy = functools.partial(shutil.copyfileobj, until_written.enter_context(in_memory))
                 write = functools.partial(write_checkpoint, file, copy, keep, folder)
-            written: Future[object] | None = None
-            if folder is not None:
-                with block("save_checkpoint()"):
-                    written = write_shards_in_background(shards, folder)
-            save_in_background(written, write, until_written.pop_all())
+            save_in_background(shards, folder, write, until_written.pop_all())
             return
         failure: Exception | None = None
         if folder is not None:

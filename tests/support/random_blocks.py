@@ -75,14 +75,11 @@ class Program:
             time.sleep(self._late_s * self._lateness.random())
         kind, who = chance.randrange(8), chance.randrange(self._world_size)
         if kind == 0:
-            self.log.append(on_rank(who, broadcast=True)(lambda: who)())
+            self._note(lambda: self.log.append(on_rank(who, broadcast=True)(lambda: who)()))
         elif kind == 1:
             self._note(lambda: on_rank(who, barrier=True)(self._fail_sometimes)(chance.random()))
         elif kind == 2:
-            total = torch.ones(1)
-            initialize_ddp()
-            dist.all_reduce(total)
-            self.log.append(int(total))
+            self._note(self._all_reduce)
         elif kind == 3:
             self._note(lambda: barrier(timeout=GIVES_UP_AFTER_S))
         elif kind == 4:
@@ -104,6 +101,12 @@ class Program:
             self.log.append((error.rank, str(error.failures[error.rank])))
         else:
             self.log.append("has passed")
+
+    def _all_reduce(self) -> None:
+        total = torch.ones(1)
+        initialize_ddp()  # may raise that a rank gave up the barrier before, just as all had come
+        dist.all_reduce(total)
+        self.log.append(int(total))
 
     def _fail_sometimes(self, number: float) -> None:
         if number < 0.5:

@@ -122,7 +122,7 @@ class LaunchedRanks:
     ) -> None:
         self._closed = True
         if self._block is not None:
-            self._block.__exit__(kind, error, traceback)
+            self._block.__exit__(kind, error, traceback)  # an error that comes out of the body is never swallowed
 
     def _raise_if_closed(self) -> None:
         if self._closed:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from ...errors import RemoteError, TransferError
 from ...world import World
+from .. import background
 from ..by_value.globals import forget, store_object, stored_object
 from ..by_value.reducer import AnswerReducer
 from ..devices import call_on_device, synchronize, synchronize_in_thread
@@ -227,6 +228,7 @@ class _Worker:
         except BaseException as error:
             raise TransferError(f"The call cannot be rebuilt in the worker: {error!r}") from error
         result = call_on_device(fn, args, kwargs, self.device if task.pass_device else None)
+        background.finish()  # the process may end with its pool
         if not _is_spent:
             synchronize(self.device)  # what fails there is this task's failure, and not that of the next one
         if self._rank is not None and task.world_size > 1 and self._rank.has_store:
@@ -279,7 +281,6 @@ class _Worker:
 
     def _leave(self) -> None:
         if self._rank is not None:
-            self._rank.group.finish_background()
             self._rank.leave(abort=True)
             self._reports = None
 

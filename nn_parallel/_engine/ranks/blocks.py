@@ -8,11 +8,11 @@ go through the same barriers in the same order, so one counter serves for all: t
 barrier is complete once ``b * world_size`` have arrived.
 
 A rank that has to leave early, by its own exception, a timeout or a death that it sees, *ends the generation*: it adds
-`END_MARK` to the counter. From then on nobody passes a barrier by the counter alone. Then it writes a `GenerationEnd`:
-how many barriers were complete, and what failed. The first rank to write one decides for all; if a rank dies in
-between, another one that sees the death does the same. Which block has failed follows from that number, alike on all
-ranks: the innermost one that was open. There all ranks raise what the record says, and begin the next generation, in
-which calls and barriers are counted from one again.
+`END_MARK` to the counter. From then on a rank at a barrier waits for the `GenerationEnd` before it goes on: the record
+of how many barriers were complete, and what failed. The first rank to write one decides for all. If it dies between the
+mark and the record, a rank that sees the death writes the record. Which block has failed follows from the number of
+barriers, alike on all ranks: the innermost one that was open. There all ranks raise what the record says, and begin the
+next generation, in which calls and barriers are counted from one again.
 
 If a generation ends while a rank is in the body of a block, this block has failed, and the watchdog frees the rank. If
 the rank is at a barrier, the number tells whether all had come.
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ...errors import ParallelError, RankError, RankTimeoutError
-from ..failures import Failure, rank_error, rank_names
+from ..failures import Failure, lost_connection, rank_error, rank_names
 from ..interrupts import DeferredSignals, Interrupted
 from ..polling import looks
 from ..tracebacks import user_frames
@@ -47,7 +47,7 @@ from .records import (
 )
 from .reports import Reports, Wait, deadline_of
 from .store import arrived_key, decode, encode, ended_key
-from .watchdog import BlockState, Watchdog, cause_of, is_consequence
+from .watchdog import BlockState, Watchdog, cause_of
 
 UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
 NO_BARRIER = contextlib.nullcontext(lambda: None)
@@ -261,7 +261,7 @@ class Blocks:
     def _raise_if_generation_ended(self) -> None:
         """Raise in a block if the generation has ended: this is the block that has failed."""
         if self._entered and self._has_generation_ended():
-            self._entered[-1].must_leave = True
+            self._entered[-1].make_leave()
             raise Interrupted
 
     def _has_generation_ended(self) -> bool:
@@ -317,7 +317,7 @@ class Blocks:
             if arrived >= END_MARK:
                 record = self._connection.read(ended_key(self.generation), GenerationEnd)
                 if record is not None and record.barriers < self._barriers:
-                    block.must_leave = True
+                    block.make_leave()
                     raise Interrupted
                 return record is not None
             if arrived >= all_arrived:
@@ -338,7 +338,7 @@ class Blocks:
         """Raise if the rank before this one is at another barrier; return whether it has left the others.
 
         Where ranks are at different barriers, some rank at each of them has such a neighbor. A rank whose neighbor is
-        at the same one may come through, as the counter is one for all barriers.
+        at the same one may go on, as one counter serves for all barriers: so the end of the generation tells of that.
         """
         report = self.reports.of(self._neighbor)
         if report.progress.generation == self.generation:
@@ -357,14 +357,19 @@ class Blocks:
         except BaseException as error:
             if block.has_passed:
                 raise
-            if block.around is not None:  # it may have failed just before this one began
-                block.must_leave = block.must_leave or block.around.must_leave
-                block.reason = block.reason or block.around.reason
-            # The frames that hand ``error`` to this one keep it, and since Python 3.12 this frame keeps them.
-            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+            raised: BaseException | None = None
             with DeferredSignals():  # Ctrl-C leaves no generation half ended
-                raised = self._fail(block, cause_of(error, block.reason))
-            is_of_block = isinstance(error, Exception) or (isinstance(error, Interrupted) and block.must_leave)
+                if block.around is not None and block.around.must_leave:  # it has failed just before this one began
+                    block.make_leave(block.around.reason)
+                is_of_block = isinstance(error, Exception) or (isinstance(error, Interrupted) and block.must_leave)
+                # The frames that hand ``error`` to this one keep it, and since Python 3.12 this frame keeps them.
+                error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+                try:
+                    raised = self._leave_block(block, cause_of(error, block.reason))
+                except ParallelError:  # the store is gone
+                    self.context.group.close()
+                    if is_of_block:
+                        raise
             try:
                 if not is_of_block:  # it has its own way out: a SystemExit, a KeyboardInterrupt, the end of a task
                     raise
@@ -373,26 +378,27 @@ class Blocks:
             finally:
                 del raised  # it would live in a cycle with its traceback, and all that the frames there hold
 
-    def _fail(self, block: BlockState, error: BaseException) -> BaseException | None:
-        """End the generation with ``error``, which has come up in ``block``: what to raise there.
+    def _leave_block(self, block: BlockState, error: BaseException) -> BaseException | None:
+        """End the generation with ``error``, which has come up in ``block``, or at a barrier alone.
 
-        - If this block fails, what all ranks raise.
-        - If the block around it does, `Interrupted`, which comes out there.
-        - If neither does, nothing: all ranks had come to the end in the same instant. Their next barrier raises it.
+        Returns:
+            What to raise there. If this block has failed, the error of all ranks. If the one around it has,
+            `Interrupted`, which comes out there. None if neither has, as all ranks had come to the end just then: this
+            rank goes on, and its next barrier raises the failure.
+
+        Raises:
+            ParallelError: the store is gone.
         """
         failures = self._failures_of(block, error)
         described = self._described(failures)
-        try:
-            record = self._end_generation(described, block.is_mixed)
-        except BaseException:  # the store is gone
-            self.context.group.close()
-            raise
+        record = self._end_generation(described, block.is_mixed)
         if not record.fails(block.begin, block.end, is_outermost=block.around is None):
             if block.around is None:
                 return None
-            block.around.must_leave = True
-            return Interrupted()  # which user code does not catch on the way there, to go on
-        if block.begin <= record.barriers or record.is_mixed:  # some rank has run code in it, perhaps a collective
+            block.around.make_leave()
+            return Interrupted()  # no `except Exception` on the way there catches it
+        # Some rank has run code in it, perhaps a collective. In a barrier alone, which never begins, nobody has.
+        if block.begin <= record.barriers or record.is_mixed:
             self.context.group.close()
         self.begin_generation(self.generation + 1)
         self.reports.post(WAITING)
@@ -403,14 +409,14 @@ class Blocks:
     def _end_generation(self, failures: dict[int, Failure], is_mixed: bool) -> GenerationEnd:
         """End the generation, if nobody has: how it has ended, with these ``failures`` among the others.
 
-        The cause, which comes first, is the same on all ranks; which others a rank sees depends on when it looks. Where
-        barriers are mixed, the present one has not been complete, whoever has arrived somewhere.
+        The cause, which comes first, is the same on all ranks; which others a rank sees depends on when it looks. If
+        ranks are at different barriers, the counter tells nothing of the present one: it was not complete.
         """
         key = ended_key(self.generation)
         text = self._connection.get(key)
         if text is None:
             arrived = self._connection.add(arrived_key(self.generation), END_MARK) % END_MARK
-            barriers = min(arrived // self.world_size, self._barriers - 1 if is_mixed else self._barriers)
+            barriers = min(arrived // self.world_size, self._barriers - is_mixed)
             text = self._connection.swap(key, "", encode(GenerationEnd(barriers, failures, is_mixed)))
         while True:
             record = decode(GenerationEnd, key, text)
@@ -421,7 +427,9 @@ class Blocks:
 
     def _failures_of(self, block: BlockState, error: BaseException) -> dict[int, BaseException]:
         """What this rank has to tell of; nothing if it only follows from the failure that others know already."""
-        if is_consequence(error) and (block.must_leave or not isinstance(error, Interrupted)):
+        if isinstance(error, Interrupted) and block.must_leave:  # else it is the end of a task
+            return {}
+        if lost_connection(error):
             deaths = self._seek_deaths(block)
             if deaths or self._has_generation_ended():
                 return deaths

@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 import time
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from ...errors import LaunchError
 from ...world import World
+from .. import background
 from ..devices import synchronize_in_thread
 from ..failures import summary
 from . import nccl, times
@@ -52,7 +52,7 @@ class Group:
         self.first_id = 0  # of the present groups, in torch's flight recorder
         self.begun = 0, 0  # the generation, and how many groups this rank has begun to make in it: alike on all ranks
         self.interrupted = False  # connections have been ended, because a rank has failed; until the group is closed
-        self.times_closed = 0  # changes as a group begins to be closed, and when it is
+        self.times_closed = 0  # rises before and after a group is closed: a late `abort` of it does nothing
         self.cannot_end = False  # its abort hangs
         self._names: list[str] = []  # of the groups of which there may be something in the store
         self._sockets: dict[int, int] = {}  # of all groups: fd -> inode
@@ -64,7 +64,6 @@ class Group:
         self._store: dist.Store | None = None  # through which the ranks of a group find each other
         self._store_sockets: dict[int, int] = {}  # its connection, until that is ended
         self._for_thread: dist.ProcessGroup | None = None
-        self.background: Future[Any] | None = None  # what another thread does, perhaps by `for_thread`
         self._half_closed: list[socket.socket] = []  # of a closed group, whose other ranks may still write
         self._on_release = contextlib.ExitStack()
 
@@ -138,8 +137,8 @@ class Group:
     def for_thread(self, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
         """A process group of all ranks, by gloo, for the collectives of another thread. All ranks are here.
 
-        It lives as long as the default group. Its collectives have as long as those of any group by default, however
-        short the timeout of the others is.
+        It is for work of `background`, and is closed with the default group. Its collectives have as long as those of
+        any group by default, however short the timeout of the others is.
 
         Args:
             store: that of the ranks, by the connection of this thread.
@@ -150,12 +149,6 @@ class Group:
             _set_timeout(times.DEFAULT_TIMEOUT, self._for_thread)
             self.find_connections(store)
         return self._for_thread
-
-    def finish_background(self) -> None:
-        """Wait for what another thread does, before the process group is closed, without which it may not go on."""
-        if self.background is not None:
-            self.background.exception()
-            self.background = None
 
     def close(self, *, abort: bool = True, within_s: float = math.inf) -> None:
         """Close the process group, without waiting for any peer; `initialize_ddp` makes it anew.
@@ -182,7 +175,9 @@ class Group:
             _closed.extend(group for group, name in _groups().items() if name in self._found)
             dist.destroy_process_group()
             self.default = None
-        self._for_thread = self.background = None
+        if self._for_thread is not None:
+            self._for_thread = None
+            background.finish(times.THREAD_LEAVES_WITHIN_S)
         with self._closing:
             self.times_closed += 1
             self._sockets, self.interrupted = {}, False
@@ -198,11 +193,11 @@ class Group:
         _drop_closed_groups()
 
     def abort(self, times_closed: int | None = None) -> None:
-        """Free this rank from its collective, or from making a group. Any thread may call this, more than once.
+        """Free this rank from its collective, or from making a group, as NCCL has it, and by the end of gloo's sockets.
 
-        Interrupt the main thread before: a collective of an accelerator that is aborted leaves wrong numbers behind.
-        Backends that have an abort of their own, as NCCL, end their collectives by it. Gloo has none: what frees a rank
-        at once is the end of its own connections. `shutdown` ends them for every thread that uses them and leaves the
+        Any thread may call this, more than once. Interrupt the main thread before: a collective of an accelerator that
+        is aborted leaves wrong numbers behind. Gloo has no abort: what frees a rank at once is that its own connections
+        end, so that its collective raises. `shutdown` ends them for every thread that uses them and leaves the
         closing to gloo. A descriptor is touched only while it is still the same socket (its inode), and never a
         listening one, whose loss ends the process.
 
@@ -303,9 +298,7 @@ class Group:
         for fd in list(sockets):
             inode = sockets.pop(fd, None)  # None: another thread has taken it
             if (connection := duplicate(fd, inode)) is not None:
-                self._half_closed.append(
-                    connection
-                )  # first: it is closed in the end, also if it is no longer connected
+                self._half_closed.append(connection)  # before `shutdown`, which fails if it is connected no longer
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RD)
 

@@ -17,6 +17,7 @@ from torch.utils.data import get_worker_info
 
 from ...errors import LaunchError
 from ...world import World
+from .. import background
 from ..devices import existing_device, named_device
 from ..tracebacks import hide_own_frames
 from . import times
@@ -110,7 +111,7 @@ def _leave(*, abort: bool, within_s: float = math.inf) -> None:
     if context is None or context.is_inherited:
         return
     if not abort:
-        context.group.finish_background()
+        background.finish()  # it may need the process group
     if context.world.launcher == "external":
         return
     if context.world.launcher == "executor":

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...errors import ParallelError, RankTimeoutError
+from ...errors import ParallelError, RankError, RankTimeoutError
 from ..devices import synchronize
-from ..failures import collective_timed_out, lost_connection
+from ..failures import collective_timed_out, lost_connection, rank_error
 from ..interrupts import (
     CancelScope,
     Condition,
@@ -55,10 +55,18 @@ class BlockState:
     deadline: float = math.inf  # when its time is over
     body: CancelScope = field(default_factory=CancelScope)
     is_active: bool = False  # its body runs
-    has_passed: bool = False  # all ranks have come to its end
+    has_passed: bool = False  # of a barrier alone: all ranks have come
     is_mixed: bool = False  # another rank was at another barrier
-    must_leave: bool = False  # this rank has to: it has failed, or the one around it has, or it is to fail here
-    reason: Exception | None = None  # why it is to fail here
+    must_leave: bool = False  # see `make_leave`
+    reason: Exception | None = None
+
+    def make_leave(self, reason: Exception | None = None) -> None:
+        """Note that this rank has to leave it, by `Interrupted`.
+
+        Without a ``reason``, which is for all ranks to raise, another rank has told already why.
+        """
+        self.must_leave = True
+        self.reason = self.reason or reason
 
     def first_due(self) -> BlockState:
         """Return that of this block and those around it whose time is over first."""
@@ -92,7 +100,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def entered(self, block: BlockState) -> Iterator[None]:
-        """From entering a block until its end, that of its failure included: what is around it is not watched."""
+        """From entering a block until its end, the handling of its failure included: the one around is not watched."""
         with self._changed:
             self._blocks.append(block)
         try:
@@ -155,9 +163,9 @@ class Watchdog:
             try:
                 self._check_links()
                 if block is not None:  # first: what is found below may only follow from that
-                    must_leave = self._has_failed(block, generation)
+                    must_leave = block.must_leave or self._has_ended(generation)
                 if not must_leave and block is not None:
-                    reason = self._timeout(block) or self._context.group.error()
+                    reason = self._death(block) or self._timeout(block) or self._context.group.error()
                 if not must_leave and reason is None and time.monotonic() >= self._next_look:
                     reason = self._look(block)
             except Exception as error:  # the store is gone, or worse: what it should tell of would never be heard
@@ -190,7 +198,7 @@ class Watchdog:
         return host is not None and host.is_out_of_reach and not self._context.group.interrupted
 
     def _free(self, block: BlockState, generation: int, reason: Exception | None) -> None:
-        """Have this rank leave ``block``: again and again, as a group may just be made, or a wait begin.
+        """Have this rank leave ``block``. Called at every look, as the first may miss a group that is just being made.
 
         First comes the interrupt, and then the abort, after which a collective of an accelerator returns wrong numbers.
         """
@@ -201,8 +209,7 @@ class Watchdog:
     def _end_body(self, block: BlockState, generation: int, reason: Exception | None) -> None:
         with self._changed:
             if block is self._innermost() and generation == self._context.generation:  # else another one has ended
-                block.must_leave = True
-                block.reason = block.reason or reason
+                block.make_leave(reason)
                 block.body.interrupt()
                 self._context.group.abort()
 
@@ -216,12 +223,18 @@ class Watchdog:
         """The innermost block, if its body runs: what is around it fails with it, if nobody catches."""
         return self._blocks[-1] if self._blocks and self._blocks[-1].is_active else None
 
-    def _has_failed(self, block: BlockState, generation: int) -> bool:
-        """Whether ``block`` has failed, or a rank has died in it."""
-        if block.must_leave or self._connection.get(ended_key(generation)) is not None:
-            return True
-        # Each rank looks after one other, and whoever sees a death tells all.
-        return self._liveness.is_dead((self._context.rank + 1) % self._context.world_size)
+    def _has_ended(self, generation: int) -> bool:
+        """Return whether another rank has ended it, so that the innermost block has failed."""
+        return self._connection.get(ended_key(generation)) is not None
+
+    def _death(self, block: BlockState) -> RankError | None:
+        """The error of all ranks, if one has died: each looks after the next one, and who sees a death tells all."""
+        me, world_size = self._context.rank, self._context.world_size
+        if not self._liveness.is_dead((me + 1) % world_size):
+            return None
+        dead = self._liveness.dead([rank for rank in range(world_size) if rank != me])
+        deaths = {rank: self._liveness.death(rank, block.call) for rank in dead}
+        return rank_error(block.call.function, world_size, deaths)
 
     def _timeout(self, block: BlockState) -> RankTimeoutError | None:
         """The error of all ranks, if the time of ``block`` is over, or of one around it."""

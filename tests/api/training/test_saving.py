@@ -6,10 +6,12 @@ import contextlib
 import errno
 import logging
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,16 +23,19 @@ from torch import nn
 from nn_parallel import (
     ParallelExecutor,
     RankError,
+    RankTimeoutError,
     all_gather_tensor,
+    any_rank,
     barrier,
     cleanup_ddp,
     current_world,
     initialize_ddp,
     load_checkpoint,
+    on_rank,
     prepare_model,
     save_checkpoint,
 )
-from tests.support.ranks import Ranks, launched
+from tests.support.ranks import Ranks, free_port, launched
 
 Run = Callable[..., list[Any]]
 KINDS = [("ddp", False), ("fsdp", False), ("fsdp", True)]
@@ -189,16 +194,143 @@ def test_what_cannot_be_loaded_is_refused_at_once(executor2: ParallelExecutor, t
     assert os.listdir(tmp_path) == []
 
 
-def test_a_pool_ends_when_all_is_written(tmp_path: Path) -> None:
-    """The file is there after the block, though no rank has waited for it."""
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_a_pool_has_run_is_written(executor2: ParallelExecutor, tmp_path: Path, alone: bool) -> None:
+    """The file is there when the call returns: its worker may end then."""
 
     def scenario() -> None:
-        initialize_ddp()
+        original = os.fsync
+
+        def fsync(fd: Any) -> None:
+            time.sleep(0.2)
+            original(fd)
+
+        os.fsync = fsync
         save_checkpoint(tmp_path / "a.pt", asynchronous=True, sharded=True, model=filled("fsdp", 4.0))
 
-    with ParallelExecutor(num_workers=2, devices="cpu") as pool:
-        pool.run(scenario)
+    executor2.submit(scenario).result() if alone else executor2.run(scenario)
+    assert (tmp_path / "a.pt").exists()
     assert values(tmp_path / "a.pt") == {4.0}
+
+
+def test_a_save_that_is_tried_again_waits_for_the_one_before(tmp_path: Path) -> None:
+    """A rank came too late, which is an error on all. What went wrong with the one before is not lost by that."""
+    path = tmp_path / "last.pt"
+
+    def scenario() -> Any:
+        rank, told = initialize_ddp(timeout=1.5).rank, []
+        model = filled("fsdp", 1.0)
+        with full_disk(0):
+            save_checkpoint(path, sharded=True, asynchronous=True, model=model)
+            if rank == 1:
+                time.sleep(2)  # longer than the timeout
+            for _ in range(3):
+                try:
+                    save_checkpoint(path, asynchronous=True, sharded=True, model=model)
+                except (RankError, RankTimeoutError) as error:
+                    told.append(type(error).__name__)
+                    os.fsync = fsync
+        return told, values(path)
+
+    fsync = os.fsync
+    with launched(2) as ranks:
+        assert ranks.run(scenario) == [(["RankTimeoutError", "RankError"], {1.0})] * 2
+
+
+def test_a_failed_block_does_not_end_the_writing_of_a_file(tmp_path: Path) -> None:
+    """That needs no process group: `cleanup_ddp` waits for it."""
+
+    def scenario() -> bool:
+        rank, path = initialize_ddp().rank, tmp_path / "a.pt"
+        with slow_disk() as there:
+            save_checkpoint(path, asynchronous=True, step=1)
+            with pytest.raises(RankError), ParallelExecutor():
+                if rank == 1:
+                    raise ValueError
+            threading.Timer(0.3, there.set).start()
+            cleanup_ddp()
+        return rank != 0 or path.exists()
+
+    with launched(2) as ranks:
+        assert ranks.run(scenario) == [True, True]
+        ranks.run(initialize_ddp)
+
+
+NEVER_WRITTEN = """
+import os, sys, threading, torch, torch.distributed as dist
+from torch import nn
+from nn_parallel import initialize_ddp, prepare_model, save_checkpoint
+rank = initialize_ddp().rank
+model = prepare_model(nn.Linear(3, 5), strategy="fsdp")
+os.fsync = lambda fd: threading.Event().wait()
+save_checkpoint(sys.argv[1], asynchronous=True, sharded=True, model=model)
+if rank == 1:
+    raise ValueError("bad batch")
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_disk_that_never_answers_holds_up_no_failure(tmp_path: Path) -> None:
+    """Outside of all blocks: the ranks end at once, though their threads write."""
+    (script := tmp_path / "script.py").write_text(NEVER_WRITTEN)
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, tmp_path / "a.pt"],
+            env=os.environ | place | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all("ValueError: bad batch" in each for each in told)
+    assert "The last checkpoint could not be saved." in told[0]
+    assert "The last checkpoint could not be saved." not in told[1]
+    assert not (tmp_path / "a.pt").exists()
+
+
+@pytest.mark.slow
+def test_blocks_fail_at_any_moment_of_a_save(tmp_path: Path) -> None:
+    """At the path is the one before, or the new one; all go on."""
+    path = tmp_path / "last.pt"
+
+    def scenario(seconds: float) -> tuple[list[int], list[str]]:
+        chance, own_chance = random.Random(5), random.Random(current_world().rank)
+        model, kept, saved, original = filled("fsdp", 1.0), [], 0, os.fsync
+
+        def fsync(fd: Any) -> None:
+            time.sleep(own_chance.choice([0, 0, 0.01, 0.03]))
+            original(fd)
+
+        os.fsync = fsync
+        end = time.monotonic() + seconds
+        while not any_rank(time.monotonic() > end):
+            saved += 1
+            failing, late = chance.randrange(2), chance.choice([0, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05])
+            ends_after = chance.choice([0, late])
+            save_checkpoint(path, asynchronous=True, sharded=True, model=model, step=saved)
+            with pytest.raises(RankError), ParallelExecutor():
+                if current_world().rank == failing:
+                    time.sleep(late)
+                    raise ValueError
+                time.sleep(ends_after)
+            model = filled("fsdp", 1.0)
+            if saved % 3 == 0 and on_rank(0, broadcast=True)(path.exists)():
+                kept.append(load_checkpoint(path)["step"])
+        return kept, [thread.name for thread in threading.enumerate() if "save" in thread.name]
+
+    with launched(2) as ranks:
+        ranks.run(initialize_ddp)
+        (kept, threads), second = ranks.run(scenario, 8.0)
+    assert second == (kept, threads)
+    assert kept == sorted(kept)
+    assert kept
+    assert threads == []
 
 
 def test_a_failure_that_torch_cannot_tell_the_others_is_told_too(run: Run, tmp_path: Path) -> None:
