@@ -25,7 +25,11 @@ def start(work: Callable[[], R], name: str) -> Future[R]:
 
     _under_way.add(end)
     end.add_done_callback(_under_way.discard)
-    threading.Thread(target=run, args=[end], name=name, daemon=True).start()
+    try:
+        threading.Thread(target=run, args=[end], name=name, daemon=True).start()
+    except BaseException:  # there can be no further thread, for instance
+        _under_way.discard(end)
+        raise
     return end
 
 

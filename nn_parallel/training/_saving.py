@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -51,19 +51,13 @@ def save_in_background(
         shards: what the tensors hold now is written.
         folder: where to; None if there are none.
         write_file: on rank 0, puts the file in place, once the shards of all ranks are there.
-        until_written: closed at the end.
+        until_written: closed at the end, if it can begin.
     """
     global _running
     group: dist.ProcessGroup | None = None
     default = None if folder is None else dist.group.WORLD
-    if folder is not None:
-        with block("save_checkpoint()"):
-            shards.copy()
-            context = rank_context()
-            if context is not None and dist.get_world_size() > 1:
-                group = context.group.for_thread(context.store, context.timeout)
 
-    def write() -> Exception | None:
+    def write(until_written: contextlib.ExitStack) -> Exception | None:
         with until_written:
             failure: Exception | None = None
             if folder is not None:
@@ -71,12 +65,25 @@ def save_in_background(
                 if default is not dist.group.WORLD:  # without a group, torch takes this rank for the only one
                     raise ParallelError("The process group has been closed.")
             if failure is None and write_file is not None:
-                failure = _problem_of(write_file)
-            if failure is not None and folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+                try:
+                    write_file()
+                except Exception as error:
+                    failure = error
             return failure
 
-    _running = Saving(background.start(write, "nn_parallel save_checkpoint"), default, write_file is not None)
+    with block("save_checkpoint()"):
+        if folder is not None:
+            shards.copy()
+            context = rank_context()
+            if context is not None and dist.get_world_size() > 1:
+                group = context.group.for_thread(context.store, context.timeout)
+        from_now_on = until_written.pop_all()
+        try:
+            end = background.start(functools.partial(write, from_now_on), "nn_parallel save_checkpoint")
+        except BaseException:
+            from_now_on.close()
+            raise
+        _running = Saving(end, default, write_file is not None)
 
 
 def finish_saving(caller: str) -> None:
@@ -110,14 +117,6 @@ def finish_saving(caller: str) -> None:
             logger.warning("The checkpoint before is not saved: ranks have failed while it was written.")
 
     on_rank(0)(save_checkpoint)()
-
-
-def _problem_of(write_file: Callable[[], None]) -> Exception | None:
-    try:
-        write_file()
-    except Exception as error:
-        return error
-    return None
 
 
 @atexit.register

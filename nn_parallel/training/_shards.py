@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._engine.failures import rank_error
-from ..errors import RemoteTraceback
+from .._engine.failures import Failure, rank_error, summary
+from ..errors import RemoteError
 
 LOCK = "lock"  # the name of a file that is locked while a folder is written
 # What the index of the folder is made of. It is a pickle, in which torch would allow anything.
@@ -132,13 +132,15 @@ def write_shards(shards: Shards, folder: Path, group: dist.ProcessGroup | None =
     except checkpoint.CheckpointException as error:
         failures = dict[int, Exception]()
         for failed, (failure, frames) in error.failures.items():
-            if isinstance(failure, Exception):
-                failure.__cause__ = RemoteTraceback(f"rank {failed} of {world_size}", "".join(frames.format()))
-                failures[failed] = failure
-            elif failed == rank:  # interrupted, as by Ctrl-C
-                raise failure from None
-        if not failures:
-            raise
+            if not isinstance(failure, Exception):  # interrupted, as by Ctrl-C
+                if failed == rank:
+                    raise failure from None
+                failure = RemoteError(summary(failure))
+            described = Failure.of(failure, "")._replace(
+                where=f"rank {failed} of {world_size}", traceback="".join([*frames.format(), summary(failure)])
+            )
+            failure.__cause__ = described.as_cause()
+            failures[failed] = failure
         return rank_error("save_checkpoint()", world_size, failures) if world_size > 1 else failures[0]
     return None
 
@@ -161,7 +163,7 @@ class DataUnpickler(pickle.Unpickler):
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder for the shards of the checkpoint ``path``, locked in the block; it is removed if the block raises."""
+    """A folder for the shards of the checkpoint ``path``, locked in the block: nobody removes it."""
     folder = folder_of_all(path) / secrets.token_hex(4)
     folder.mkdir(parents=True)
     with open(folder / LOCK, "wb") as lock:
@@ -169,9 +171,6 @@ def new_folder(path: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             yield folder
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
         finally:
             with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_UN)  # also for processes that were forked meanwhile

@@ -91,6 +91,8 @@ def save_checkpoint(
         states = {name: stored(name, value, take) for name, value in state.items()}
         states[RANDOM_STATES] = all_gather_object(_random_state())
     with contextlib.ExitStack() as until_written:
+        if world.is_main:
+            until_written.callback(_remove_unused_shards, file)
         folder: Path | None = None
         if shards.tensors:
             folder = on_rank(0, broadcast=True)(until_written.enter_context)(new_folder(file))
@@ -99,9 +101,10 @@ def save_checkpoint(
             in_memory = on_rank(0)(dumped)(states)
             write: Callable[[], None] | None = None
             if in_memory is not None:
-                copy = functools.partial(shutil.copyfileobj, until_written.enter_context(in_memory))
-                write = functools.partial(write_checkpoint, file, copy, keep, folder)
-            save_in_background(shards, folder, write, until_written.pop_all())
+                write = functools.partial(
+                    _write_file, file, functools.partial(shutil.copyfileobj, in_memory), keep, folder
+                )
+            save_in_background(shards, folder, write, until_written)
             return
         failure: Exception | None = None
         if folder is not None:
@@ -111,7 +114,7 @@ def save_checkpoint(
         def save_checkpoint() -> None:
             if failure is not None:
                 raise failure
-            write_checkpoint(file, functools.partial(dump, states), keep, folder)
+            _write_file(file, functools.partial(dump, states), keep, folder)
 
         on_rank(0)(save_checkpoint)()
 
@@ -187,22 +190,22 @@ def _problem_of(step: Callable[[], None]) -> Exception | None:
     return own or next((ValueError(problem) for problem in problems if problem is not None), None)
 
 
-def write_checkpoint(path: Path, write: Callable[[IO[bytes]], object], keep: int, folder: Path | None) -> None:
-    """Write the file at ``path``, and remove the shards that neither it nor the checkpoints before it refer to.
-
-    ``folder``: where the shards of the new one are, if it has any.
-    """
+def _write_file(path: Path, write: Callable[[IO[bytes]], object], keep: int, folder: Path | None) -> None:
+    """Write the file at ``path``, once the names of its shards in their ``folder`` are on the disk, if it has any."""
     if folder is not None:
         sync_directory(folder)
         sync_directory(folder.parent)
     replace_file(path, write, keep)
+
+
+def _remove_unused_shards(path: Path) -> None:
+    """Remove the shards that neither the checkpoint at ``path`` nor those before it refer to."""
     if folder_of_all(path).exists():
         try:
-            folders = {_folder(file, read_checkpoint(file)[0]) for file in [path, *_files_before(path)]}
-        except (OSError, ValueError) as error:  # it may refer to any of them
+            files = [file for file in (path, *_files_before(path)) if file.exists()]
+            remove_folders(path, {_folder(file, read_checkpoint(file)[0]) for file in files})
+        except (OSError, ValueError) as error:  # a file that cannot be read may refer to any of them
             logger.warning("Old shards of %s are kept: %s", path, error)
-        else:
-            remove_folders(path, folders)
 
 
 def _folder(path: Path, saved: dict[str, Any]) -> Path:

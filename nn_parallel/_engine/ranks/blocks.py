@@ -398,10 +398,13 @@ class Blocks:
             block.around.make_leave()
             return Interrupted()  # no `except Exception` on the way there catches it
         # Some rank has run code in it, perhaps a collective. In a barrier alone, which never begins, nobody has.
-        if block.begin <= record.barriers or record.is_mixed:
-            self.context.group.close()
-        self.begin_generation(self.generation + 1)
-        self.reports.post(WAITING)
+        closes_group = block.begin <= record.barriers or record.is_mixed
+        try:
+            self.begin_generation(self.generation + 1)
+            self.reports.post(WAITING)
+        finally:
+            if closes_group:
+                self.context.group.close()
         own = exceptions_in(failures)  # as it was raised here, with its traceback
         known = {rank: own[rank] for rank in own if record.failures[rank] == described[rank]}
         return self._error(block.call, rebuilt(record.failures) | known)

@@ -132,6 +132,7 @@ class Group:
             sys.excepthook = hook  # each init chains one more
         self._found = set(_groups().values())  # of other groups there is none yet
         self.default = dist.group.WORLD
+        self._for_thread = None  # that of a group which the user has destroyed
         _drop_closed_groups()
 
     def for_thread(self, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:

@@ -107,12 +107,10 @@ def _leave_at_exit() -> None:
 
 
 def _leave(*, abort: bool, within_s: float = math.inf) -> None:
-    context = rank_context()
-    if context is None or context.is_inherited:
-        return
     if not abort:
         background.finish()  # it may need the process group
-    if context.world.launcher == "external":
+    context = rank_context()
+    if context is None or context.is_inherited or context.world.launcher == "external":
         return
     if context.world.launcher == "executor":
         context.group.close(abort=abort, within_s=within_s)

@@ -27,7 +27,7 @@ DIES_WITHIN_S = 2.0  # a process that ends by an exception outside all blocks, a
 FIRST_LOOK_AFTER_S = 0.001  # of a block: most are over by then
 STAND_EVERY_S = 0.02 if os.environ.get("NN_PARALLEL_DEBUG") == "1" else 0.5  # where its rank stands
 STANDINGS_PER_S = 10_000  # that all ranks read together, where all are stuck
-THREAD_LEAVES_WITHIN_S = 1.0  # a collective of a group that is closed: after that it is not in one, but writes
+THREAD_LEAVES_WITHIN_S = 0.2  # a collective of a group that is closed: after that it is not in one, but writes
 WATCHDOG_ENDS_WITHIN_S = 1.0  # it may sit in a store whose host is gone
 
 # Connections.

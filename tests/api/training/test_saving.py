@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nn_parallel import (
@@ -211,6 +212,110 @@ def test_what_a_pool_has_run_is_written(executor2: ParallelExecutor, tmp_path: P
     executor2.submit(scenario).result() if alone else executor2.run(scenario)
     assert (tmp_path / "a.pt").exists()
     assert values(tmp_path / "a.pt") == {4.0}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_goes_wrong_after_it_is_in_place(executor2: ParallelExecutor, tmp_path: Path, asynchronous: bool) -> None:
+    """That is an error, and takes nothing of the checkpoint away."""
+    path = tmp_path / "last.pt"
+
+    def scenario() -> Any:
+        initialize_ddp()
+        model, original = filled("fsdp", 1.0), os.fsync
+        save_checkpoint(path, sharded=True, model=model)
+        fill(model, 2.0)
+
+        def fsync(fd: Any) -> None:
+            if isinstance(fd, int) and os.path.samestat(os.fstat(fd), tmp_path.stat()):
+                raise OSError(errno.EIO, "Input/output error")
+            original(fd)
+
+        os.fsync = fsync
+        try:
+            save_checkpoint(path, sharded=True, asynchronous=asynchronous, model=model)
+            load_checkpoint(path)
+        except RankError as error:
+            return str(error.failures[0]), values(path)
+        finally:
+            os.fsync = original
+
+    assert executor2.run(scenario) == [("[Errno 5] Input/output error", {2.0})] * 2
+
+
+def test_the_ranks_of_a_run_that_fails_live_on(executor2: ParallelExecutor, tmp_path: Path) -> None:
+    """Though one of them is writing, and goes on with that."""
+
+    def scenario() -> None:
+        initialize_ddp()
+        model, original = filled("fsdp", 1.0), os.fsync
+
+        def fsync(fd: Any) -> None:
+            time.sleep(1)
+            original(fd)
+
+        os.fsync = fsync
+        save_checkpoint(tmp_path / "a.pt", sharded=True, asynchronous=True, model=model)
+        os.fsync = original
+        if current_world().rank == 1:
+            raise ValueError("bad batch")
+        barrier()
+
+    before = executor2.run(os.getpid)
+    with pytest.raises(RankError, match="bad batch"):
+        executor2.run(scenario)
+    assert executor2.run(os.getpid) == before
+
+
+def test_a_group_that_was_destroyed_and_made_again(tmp_path: Path) -> None:
+    """The group of the threads is made again, too."""
+
+    def scenario() -> Any:
+        for number in range(2):
+            initialize_ddp()
+            save_checkpoint(tmp_path / "a.pt", sharded=True, asynchronous=True, model=filled("fsdp", number))
+            kept = values(tmp_path / "a.pt")
+            dist.destroy_process_group()
+        initialize_ddp()
+        return kept
+
+    with launched(2) as ranks:
+        assert ranks.run(scenario) == [{1.0}] * 2
+
+
+def test_ctrl_c_on_one_rank_that_writes(tmp_path: Path) -> None:
+    """It is a KeyboardInterrupt there, and a RankError on the others."""
+
+    def scenario() -> Any:
+        initialize_ddp()
+        model = filled("fsdp", 1.0)
+
+        def fsync(fd: Any) -> None:
+            raise KeyboardInterrupt
+
+        original = os.fsync
+        if current_world().rank == 1:
+            os.fsync = fsync
+        try:
+            save_checkpoint(tmp_path / "a.pt", sharded=True, model=model)
+        except BaseException as error:
+            return type(error).__name__, [str(each) for each in getattr(error, "failures", {}).values()]
+        finally:
+            os.fsync = original
+
+    with launched(2) as ranks:
+        first, second = ranks.run(scenario)
+        ranks.run(initialize_ddp)
+    assert first == ("RankError", ["KeyboardInterrupt: "])
+    assert second == ("KeyboardInterrupt", [])
+
+
+def test_cleanup_ddp_of_one_process_waits_for_it(tmp_path: Path) -> None:
+    """Also where it has nothing else to clean up."""
+    with slow_disk() as there:
+        save_checkpoint(tmp_path / "a.pt", asynchronous=True, step=1)
+        threading.Timer(0.2, there.set).start()
+        cleanup_ddp()
+    assert (tmp_path / "a.pt").exists()
 
 
 def test_a_save_that_is_tried_again_waits_for_the_one_before(tmp_path: Path) -> None:

@@ -246,6 +246,7 @@ def test_a_rank_that_cannot_write_leaves_the_old_checkpoint(
             assert dist.group.WORLD is group  # models that it connects go on
             assert type(error.failures[1]) is OSError
             assert "write_data" in str(error.failures[1].__cause__.tb)  # type: ignore[union-attr]
+            assert str(error.failures[1].__cause__) == "raised by rank 1 of 2"
             return str(error)
         finally:
             FileSystemWriter.write_data = original  # type: ignore[method-assign]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -112,6 +114,38 @@ def test_a_killed_rank_has_forked(victim: int) -> None:
             assert kind == RankError.__name__
             assert f"Rank {victim}" in told
             assert seconds < AT_ONCE_S
+
+
+def leave_without_a_store(wait: Callable[[], object], exits: bool) -> tuple[str, bool]:
+    """What this rank raises in a block in which rank 0 is killed; whether its process group is still there."""
+    rank = initialize_ddp().rank
+    try:
+        with ParallelExecutor():
+            if rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                wait()
+            except BaseException:
+                if exits:
+                    sys.exit(3)
+                raise
+    except BaseException as error:
+        return type(error).__name__, dist.is_initialized()
+    return "", dist.is_initialized()
+
+
+def all_reduce_for_ever() -> None:
+    while True:
+        dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("wait", [all_reduce_for_ever, functools.partial(time.sleep, 60)])
+@pytest.mark.parametrize(("exits", "raised"), [(False, "RankError"), (True, "SystemExit")])
+def test_who_leaves_a_block_without_a_store(wait: Callable[[], object], exits: bool, raised: str) -> None:
+    """The process group is closed, also if gloo is the first to see the death; a SystemExit stays one."""
+    with launched(2) as ranks:
+        ranks.run(initialize_ddp)
+        assert ranks.run(leave_without_a_store, wait, exits, only=[1], also=[0]) == [(raised, False)]
 
 
 def test_a_fork_leaves_the_connections_of_its_rank_as_they_are() -> None:
