@@ -247,15 +247,18 @@ def test_the_ranks_of_a_run_that_fails_live_on(executor2: ParallelExecutor, tmp_
 
     def scenario() -> None:
         initialize_ddp()
-        model, original = filled("fsdp", 1.0), os.fsync
+        model, original, writes = filled("fsdp", 1.0), os.fsync, threading.Event()
 
         def fsync(fd: Any) -> None:
-            time.sleep(1)
+            writes.set()
+            time.sleep(3)
+            os.fsync = original
             original(fd)
 
         os.fsync = fsync
         save_checkpoint(tmp_path / "a.pt", sharded=True, asynchronous=True, model=model)
-        os.fsync = original
+        writes.wait()
+        barrier()
         if current_world().rank == 1:
             raise ValueError("bad batch")
         barrier()
