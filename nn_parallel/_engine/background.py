@@ -12,7 +12,15 @@ R = TypeVar("R")
 
 
 def start(work: Callable[[], R], name: str) -> Future[R]:
-    """Begin ``work`` in a thread called ``name``. The thread ends with the process, which may wait: see `finish`."""
+    """Begin ``work`` in a thread, as `in_thread` does. Who ends the process waits for it before: see `finish`."""
+    end = in_thread(work, name)
+    _under_way.add(end)
+    end.add_done_callback(_under_way.discard)
+    return end
+
+
+def in_thread(work: Callable[[], R], name: str) -> Future[R]:
+    """Begin ``work`` in a thread called ``name``, which ends with the process: nobody has to wait for it."""
     end = Future[R]()
 
     def run(end: Future[R] | None) -> None:
@@ -23,18 +31,12 @@ def start(work: Callable[[], R], name: str) -> Future[R]:
             end.set_exception(error)
             end = None  # the error holds this frame: they would live in a cycle, with all that the work holds
 
-    _under_way.add(end)
-    end.add_done_callback(_under_way.discard)
-    try:
-        threading.Thread(target=run, args=[end], name=name, daemon=True).start()
-    except BaseException:  # there can be no further thread, for instance
-        _under_way.discard(end)
-        raise
+    threading.Thread(target=run, args=[end], name=name, daemon=True).start()
     return end
 
 
 def finish(within_s: float | None = None) -> None:
-    """Return when all of it has come to its end, or after ``within_s``."""
+    """Return when all that was begun by `start` has come to its end, or after ``within_s``."""
     wait(set(_under_way), within_s)
 
 

@@ -7,7 +7,6 @@ import inspect
 import math
 import operator
 import os
-import threading
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, SupportsIndex
 import torch
 
 from ..errors import LaunchError
+from .background import in_thread
 
 
 def existing_device(device: torch.device | str) -> torch.device:
@@ -99,18 +99,7 @@ def synchronize(device: torch.device) -> None:
 
 def synchronize_in_thread(device: torch.device) -> Future[None]:
     """Return the end of `synchronize`, which no signal interrupts, in a thread that nobody has to wait for."""
-    end = Future[None]()
-
-    def wait() -> None:
-        try:
-            synchronize(device)
-        except Exception as error:
-            end.set_exception(error)
-        else:
-            end.set_result(None)
-
-    threading.Thread(target=wait, name="nn_parallel synchronize", daemon=True).start()
-    return end
+    return in_thread(functools.partial(synchronize, device), "nn_parallel synchronize")
 
 
 def parse_devices(devices: str | torch.device | Sequence[str | torch.device | int]) -> list[torch.device]:

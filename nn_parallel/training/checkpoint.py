@@ -22,14 +22,7 @@ from ..ranks import broadcast, on_rank
 from ._checkpoint_file import FileIdentity, dump, dumped, read_checkpoint, replace_file
 from ._random_numbers import random_state, set_random_state
 from ._saving import finish_saving, save_in_background
-from ._shards import (
-    Shards,
-    folder_of_all,
-    new_folder,
-    remove_folders,
-    sync_directory,
-    write_shards,
-)
+from ._shards import Shards, folder_of_all, new_folder, remove_folders, sync_directory, write_shards
 from ._states import load, loadable, stored, whole
 from .collectives import all_gather_object, all_ranks
 from .model import unwrap_model
@@ -101,9 +94,8 @@ def save_checkpoint(
             in_memory = on_rank(0)(dumped)(states)
             write: Callable[[], None] | None = None
             if in_memory is not None:
-                write = functools.partial(
-                    _write_file, file, functools.partial(shutil.copyfileobj, in_memory), keep, folder
-                )
+                copy = functools.partial(shutil.copyfileobj, in_memory)
+                write = functools.partial(_write_file, file, copy, keep, folder)
             save_in_background(shards, folder, write, until_written)
             return
         failure: Exception | None = None

@@ -63,7 +63,7 @@ class Block:
 
 
 class Report(NamedTuple):
-    """What a rank says of itself."""
+    """The report of a rank, as the others read it."""
 
     generation: int = -1
     call: int = 0

@@ -25,7 +25,7 @@ def test_it_goes_on_and_is_waited_for() -> None:
 
 
 def test_its_error_holds_nothing_for_long() -> None:
-    """What the work holds, as a model's tensors, goes with its end, without Python's collector."""
+    """The memory of the work, such as a model's tensors, is freed at its end, without Python's collector."""
 
     class Large: ...
 

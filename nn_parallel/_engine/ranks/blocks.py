@@ -443,8 +443,8 @@ class Blocks:
         for waited in looks(*times.POLL):
             if self._has_generation_ended() or waited > times.CAUSE_WITHIN_S:
                 break
-            if dead := self.reports.liveness.dead(self._others):
-                return {rank: self.reports.liveness.death(rank, block.call) for rank in dead}
+            if deaths := self.reports.liveness.deaths(self._others, block.call):
+                return {**deaths}
         return {}
 
 

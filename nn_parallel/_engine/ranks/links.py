@@ -87,7 +87,7 @@ class Links:
             return None
         except OSError as error:
             return OUT_OF_REACH if error.errno in NO_ANSWER else RESET
-        if len(data) != HELLO.size or connection.fileno() in self._rank_of:  # the end, or no rank of ours
+        if len(data) != HELLO.size or connection.fileno() in self._rank_of:  # closed, or no rank sent this
             return ENDED
         (self._rank_of[connection.fileno()],) = HELLO.unpack(data)
         return None

@@ -62,6 +62,10 @@ class Liveness:
                 self._look_up(rank)
         return death(rank, self._members.get(rank), self._how.get(rank, ENDED), self._context.lost_after_s, what)
 
+    def deaths(self, ranks: Sequence[int], what: object) -> dict[int, WorkerDiedError]:
+        """Return the errors of those of ``ranks`` that are dead, by rank."""
+        return {rank: self.death(rank, what) for rank in self.dead(ranks)}
+
     def close(self) -> None:
         for pidfd in self._rank_of:
             self._poll.unregister(pidfd)

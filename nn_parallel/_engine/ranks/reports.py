@@ -56,7 +56,7 @@ class Wait(NamedTuple):
     ranks: Sequence[int]
     phase: int  # of the call, which they have to reach
     deadline: float
-    says: str  # for the others, before the call; empty if they are told nothing, as this rank may give up and go on
+    says: str  # what the others are told of it; empty if nothing, as this rank may give up the wait
 
 
 class Reports:
@@ -233,7 +233,7 @@ class Reports:
         if report.progress.call < self.number:
             return
         theirs = report.made_as(self.number)
-        # None where the rank is too far ahead to know. Its outcome is still told by its list of failures.
+        # None if that call is too long ago to be known. Whether it has failed, the list of failures tells.
         if theirs is not None and theirs.what != call.what:
             self.post(self.phase)  # where this rank is, before it goes: the other may wait for it and must see it too
             raise ParallelError(

@@ -81,6 +81,8 @@ class Watchdog:
         """``reports`` tell how far this rank has got; ``entered`` are the blocks that it is in, the innermost last."""
         self._context = context
         self._reports = reports
+        self._others = [rank for rank in range(context.world_size) if rank != context.rank]
+        self._next_rank = (context.rank + 1) % context.world_size
         self._connection = context.connect()
         self._liveness = Liveness(context, self._connection)
         self._blocks = entered
@@ -229,12 +231,10 @@ class Watchdog:
 
     def _death(self, block: BlockState) -> RankError | None:
         """The error of all ranks, if one has died: each looks after the next one, and who sees a death tells all."""
-        me, world_size = self._context.rank, self._context.world_size
-        if not self._liveness.is_dead((me + 1) % world_size):
+        if not self._liveness.is_dead(self._next_rank):
             return None
-        dead = self._liveness.dead([rank for rank in range(world_size) if rank != me])
-        deaths = {rank: self._liveness.death(rank, block.call) for rank in dead}
-        return rank_error(block.call.function, world_size, deaths)
+        deaths = self._liveness.deaths(self._others, block.call)
+        return rank_error(block.call.function, self._context.world_size, deaths)
 
     def _timeout(self, block: BlockState) -> RankTimeoutError | None:
         """The error of all ranks, if the time of ``block`` is over, or of one around it."""
@@ -243,8 +243,7 @@ class Watchdog:
             return None
         me = self._context.rank
         here = Standing(f"is {position()}", stack(), {}, None)
-        others = (rank for rank in range(self._context.world_size) if rank != me)
-        standings = {me: here} | {rank: self._connection.read(standing_key(rank), Standing) for rank in others}
+        standings = {me: here} | {rank: self._connection.read(standing_key(rank), Standing) for rank in self._others}
         silent = [rank for rank, each in standings.items() if each is None or not each.waits_for(me)]
         return timeout_error(f"{due.call} did not end within timeout={due.timeout_s:g} s", silent, standings)
 
@@ -297,7 +296,7 @@ class Watchdog:
         before = self._nccl
         self._nccl = group.progress_of_nccl()
         stands_still = self._nccl != "" and self._nccl == before
-        next_rank = (self._context.rank + 1) % self._context.world_size
+        next_rank = self._next_rank
         try:
             failure = group.error()
             if failure is not None and (collective_timed_out(failure) or not self._has_one_left()):
@@ -311,8 +310,7 @@ class Watchdog:
 
     def _has_one_left(self) -> bool:
         """Return whether a rank has left the others as it should, which closes its connections."""
-        others = (rank for rank in range(self._context.world_size) if rank != self._context.rank)
-        return any(has_left(self._context, self._connection, rank) for rank in others)
+        return any(has_left(self._context, self._connection, rank) for rank in self._others)
 
     def _end_collective(self, reason: Exception) -> None:
         """Outside all blocks: gloo's collective raises, in torch's words, so the cause is told before.

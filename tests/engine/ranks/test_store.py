@@ -118,7 +118,7 @@ def test_a_killed_rank_has_forked(victim: int) -> None:
 
 
 def leave_without_a_store(wait: Callable[[], object], exits: bool, waits: Path) -> tuple[str, bool]:
-    """What this rank raises in a block in which rank 0 is killed; whether its process group is still there."""
+    """Return what this rank raises in a block as rank 0 is killed, and whether its process group is still there."""
     rank = initialize_ddp().rank
     try:
         with ParallelExecutor():
