@@ -39,7 +39,8 @@ class ParallelExecutor(Executor):
     Args:
         num_gpus: the first so many accelerators; on a machine without any, so many CPU workers.
         pass_device: bind the worker's device to a function's parameter called ``device``, wherever it stands; the
-            caller's positional arguments fill the others. A function without one is called without it.
+            caller's positional arguments fill the others. A function without one is called without it, and so is one
+            of an installed library, such as `numpy.zeros`.
         devices: ``"cpu"``, ``"all"``, ``"0,2-3"`` or a list of devices. If neither this nor ``num_gpus`` is given: all
             accelerators, or one CPU worker per core where there is none.
         num_workers: how many workers, over these devices in turn. If None: one per device, one per core on the CPU.

@@ -12,10 +12,10 @@ another one lies between its parts. Files that are listed as shared lie in this 
         background          work in a thread that goes on after a call
         tracebacks          tracebacks without frames of this package
         failures            an exception as plain data; the `RankError` of several ranks
+        process_environment  environment, directory and import path of the script; what is installed
         devices             the devices that exist; the parameter ``device`` of a function
         diagnostics         the part of an object that cannot be pickled
         pickling            objects to bytes and back, tensors by their storage
-        process_environment  environment, directory and import path of the script
         stack_dump          the stacks of the processes of a job, for ``nn-parallel stacks``
     ranks: how the processes of a world find each other, talk, and fail together
         environment         a launcher's variables -> rank, world size, address

@@ -17,6 +17,7 @@ import torch
 
 from ..errors import LaunchError
 from .background import in_thread
+from .process_environment import is_installed
 
 
 def existing_device(device: torch.device | str) -> torch.device:
@@ -213,12 +214,13 @@ def call_on_device(
     """Call ``fn`` with ``device`` bound to its parameter of that name, wherever it stands.
 
     The caller's positional arguments fill the other parameters: ``def f(device, data)`` is called for ``f(data)``. A
-    function without such a parameter, a caller that passed ``device=`` itself and ``device=None`` change nothing.
+    function without such a parameter, one of an installed library, as `numpy.zeros`, a caller that passed ``device=``
+    itself and ``device=None`` change nothing.
 
     Raises:
         TypeError: there are more positional arguments than other parameters; and whatever ``fn`` raises.
     """
-    if device is None or "device" in kwargs or not (place := _device_parameter(fn)):
+    if device is None or "device" in kwargs or not (place := _device_parameter(fn)) or _is_of_a_library(fn):
         return fn(*args, **kwargs)
     kind, before, most = place
     if len(args) > most:
@@ -265,6 +267,12 @@ def _device_parameter(fn: Callable[..., Any]) -> tuple[Any, int, float] | None:
     bound = kinds.pop("device")
     most = sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds.values())
     return bound, before, math.inf if inspect.Parameter.VAR_POSITIONAL in kinds.values() else most
+
+
+def _is_of_a_library(fn: Callable[..., Any]) -> bool:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return is_installed(getattr(fn, "__module__", None))
 
 
 def _expand(part: str | torch.device | int, found: list[torch.device]) -> list[torch.device]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -81,6 +82,12 @@ def user_sys_path() -> list[str]:
     return [each for each in sys.path if not f"{each}{os.sep}".startswith(INSTALLED)]
 
 
+def is_installed(module: str | None) -> bool:
+    """Return whether a loaded module is part of Python or of an installed package, and not the user's own."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return str(file).startswith(INSTALLED) if file else module in sys.stdlib_module_names
+
+
 def _environ() -> dict[bytes, bytes]:
     data: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]  # a copy takes twenty times as long
     return data
@@ -93,4 +100,13 @@ def working_directory() -> str:
     return ""
 
 
-INSTALLED = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
+def _installation() -> Iterator[str]:
+    """Yield the folders of Python's own modules and of packages, those of the user and of the system too."""
+    for kind in ("stdlib", "platstdlib", "purelib", "platlib"):
+        yield sysconfig.get_path(kind)
+    for path in sys.path:
+        if os.path.basename(path) in ("site-packages", "dist-packages"):
+            yield path
+
+
+INSTALLED = tuple(f"{path}{os.sep}" for path in dict.fromkeys(_installation()))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import re
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -332,6 +334,16 @@ def test_a_function_without_such_a_parameter_is_called_as_it_is() -> None:
     assert call_on_device(lambda **device: device, (), {"a": 1}, DEVICE) == {"a": 1}
     assert call_on_device(max, (1, 2), {}, DEVICE) == 2  # a builtin that tells no signature
     assert call_on_device(dict, (), {"a": 1}, DEVICE) == {"a": 1}
+
+
+@pytest.mark.parametrize("fn", [np.zeros, functools.partial(np.zeros, dtype=int), torch.nn.GroupNorm])
+def test_a_function_of_a_library_is_called_as_it_is(fn: Callable[..., Any]) -> None:
+    """What it takes for a device is its own affair: that of numpy is a text."""
+    assert "device" in inspect.signature(fn).parameters
+    args = (2, 4) if fn is torch.nn.GroupNorm else (2,)
+    assert repr(call_on_device(fn, args, {}, DEVICE)) == repr(fn(*args))
+    if fn is torch.nn.GroupNorm:
+        assert call_on_device(fn, args, {}, DEVICE).weight.device == CPU
 
 
 @pytest.mark.parametrize("fn", [last, keyword_only])
