@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
+
+PR_SET_PDEATHSIG = 1
 
 
 def descendants_of(pid: int) -> list[int]:
@@ -22,6 +26,13 @@ def children_of(pid: int) -> list[int]:
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
                 children += map(int, file.read().split())
     return children
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process as its parent, of that number, ends. It forgets this as the user changes."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def is_stopped(pid: int) -> bool:

@@ -1,14 +1,67 @@
-"""The environment, working directory, import path and resource tracker of the script, and how a worker follows them."""
+"""What a process forked from the script would inherit, and how a worker gets it and follows later changes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
+import signal
 import sys
 import sysconfig
+import time
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class ProcessAttributes(NamedTuple):
+    """What the kernel hands down from a process to its children."""
+
+    blocked_signals: frozenset[int]
+    umask: int
+    niceness: int
+    affinity: frozenset[int]
+    limits: dict[int, tuple[int, int]]
+    groups: tuple[int, ...]
+    group_ids: tuple[int, int, int]  # real, effective, saved
+    user_ids: tuple[int, int, int]
+
+    @classmethod
+    def of_this_process(cls) -> ProcessAttributes:
+        """Return those of the calling thread."""
+        return cls(
+            frozenset(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
+            _umask(),
+            os.getpriority(os.PRIO_PROCESS, 0),
+            frozenset(os.sched_getaffinity(0)),
+            {kind: resource.getrlimit(kind) for kind in _LIMITS},
+            tuple(os.getgroups()),
+            os.getresgid(),
+            os.getresuid(),
+        )
+
+    def adopt(self) -> None:
+        """Give them to this process. What it has already is not set, as that may need privileges.
+
+        Raises:
+            OSError, ValueError: this process may not have them.
+        """
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked_signals)
+        now = self.of_this_process()
+        os.umask(self.umask)
+        if self.niceness != now.niceness:
+            os.setpriority(os.PRIO_PROCESS, 0, self.niceness)
+        if self.affinity != now.affinity:
+            os.sched_setaffinity(0, self.affinity)
+        for kind, limit in self.limits.items():
+            if limit != now.limits[kind]:
+                resource.setrlimit(kind, limit)
+        if self.groups != now.groups:
+            os.setgroups(self.groups)
+        if self.group_ids != now.group_ids:
+            os.setresgid(*self.group_ids)
+        if self.user_ids != now.user_ids:  # last: it may be what allows the rest
+            os.setresuid(*self.user_ids)
 
 
 class ProcessEnvironment:
@@ -68,6 +121,7 @@ def adopt(
             os.environb.pop(name, None)
         else:
             os.environb[name] = value
+    time.tzset()
     with contextlib.suppress(OSError):  # it was removed
         os.chdir(directory)
     if tracker is not None:
@@ -93,6 +147,12 @@ def _environ() -> dict[bytes, bytes]:
     return data
 
 
+def _umask() -> int:
+    """Return the umask as the kernel tells it: `os.umask` would change that of all threads for a moment."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
+
+
 def working_directory() -> str:
     """Return the working directory; an empty text if it was removed."""
     with contextlib.suppress(OSError):  # it was removed
@@ -109,4 +169,5 @@ def _installation() -> Iterator[str]:
             yield path
 
 
+_LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 INSTALLED = tuple(f"{path}{os.sep}" for path in dict.fromkeys(_installation()))

@@ -1,4 +1,4 @@
-"""Environment, directory, import path and resource tracker of the script reach its workers."""
+"""What a process forked from the script would inherit reaches its workers."""
 
 from __future__ import annotations
 
@@ -56,3 +56,63 @@ memory.close()
 memory.unlink()
 """
     assert run_script(code, tmp_path) == ["3"]
+
+
+ATTRIBUTES = """
+import os, resource, signal, time
+from nn_parallel import ParallelExecutor
+
+def see():
+    signals = sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+    with open("/proc/self/status") as file:
+        status = dict(line.split(":", 1) for line in file)
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    limits = [resource.getrlimit(getattr(resource, name)) for name in names]
+    return (status["Umask"], os.sched_getaffinity(0), os.nice(0), limits, signals, time.strftime("%Z"), time.tzname,
+            os.getresuid(), os.getresgid(), os.getgroups())
+
+def change():
+    os.umask(0o077)
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    os.nice(3)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    os.environ["TZ"] = "America/New_York"
+    time.tzset()
+    if os.getuid() == 0:
+        os.setgroups([65533])
+        os.setresgid(65534, 65534, 65534)
+        os.setresuid(65534, 65534, 65534)
+"""
+
+
+def test_a_new_pool_inherits_what_a_fork_of_the_script_would(tmp_path: Path) -> None:
+    """Limits, affinity, umask, blocked signals, time zone; and work of a program that dropped root runs without."""
+    code = f"""{ATTRIBUTES}
+with ParallelExecutor(num_workers=1, devices="cpu") as ex:
+    print(ex.submit(see).result() == see())
+change()
+with ParallelExecutor(num_workers=1, devices="cpu") as ex:
+    print(ex.submit(see).result() == see() or (ex.submit(see).result(), see()))
+    try:
+        ex.submit(os._exit, 3).result()
+    except Exception as error:
+        print(type(error).__name__)
+    print(ex.submit(see).result() == see())
+"""
+    assert run_script(code, tmp_path) == ["True", "True", "WorkerDiedError", "True"]
+
+
+def test_sigchld_may_be_blocked_in_the_script(tmp_path: Path) -> None:
+    """As in a program that waits for it by `signal.sigwait`: deaths of workers are seen, and the pool ends."""
+    code = """
+import os, signal
+from nn_parallel import ParallelExecutor
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+with ParallelExecutor(num_workers=1, devices="cpu") as ex:
+    print(type(ex.submit(os._exit, 3).exception(60)).__name__)
+    print(signal.SIGCHLD in ex.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result())
+print("end")
+"""
+    assert run_script(code, tmp_path) == ["WorkerDiedError", "True", "end"]

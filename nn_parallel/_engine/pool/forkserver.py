@@ -30,11 +30,11 @@ import weakref
 from collections.abc import Iterable
 from multiprocessing import resource_tracker
 
-from ..descendants import children_of, descendants_of
+from ..descendants import children_of, descendants_of, end_with
 from .channel import receive_fds
 from .worker import flush_output, work
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def serve(control_fd: int, parent_pid: int, parent: int) -> None:
@@ -44,7 +44,8 @@ def serve(control_fd: int, parent_pid: int, parent: int) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTTIN, signal.SIGTTOU):  # in the background, a terminal would stop workers
         signal.signal(number, signal.SIG_IGN)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the script may have blocked SIGCHLD
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if os.getppid() != parent_pid:
         return
     gc.collect()
@@ -134,9 +135,7 @@ class _Server:
         code = 1
         try:
             os.setpgid(0, 0)
-            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != server:
-                os._exit(1)
+            end_with(server)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -183,10 +182,6 @@ class _Server:
         pool, number = worker
         with contextlib.suppress(OSError):  # the pool is gone
             pool.send(json.dumps({"worker": number, **what}).encode())
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def _kill_worker(pid: int) -> None:

@@ -14,12 +14,14 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import threadpoolctl
 import torch
 import torch.distributed as dist
 
@@ -28,10 +30,12 @@ from ...world import World
 from .. import background
 from ..by_value.globals import forget, store_object, stored_object
 from ..by_value.reducer import AnswerReducer
+from ..descendants import end_with
 from ..devices import call_on_device, synchronize, synchronize_in_thread
 from ..failures import Failure, qualified_name
 from ..interrupts import CancelScope, Interrupted, keep_handler
 from ..pickling import Packed, dumps, loads
+from ..process_environment import ProcessAttributes
 from ..ranks.blocks import blocks_of
 from ..ranks.context import RankContext, current_world, join, rank_context
 from ..ranks.records import HAS_LEFT, WAITING, Progress, Waits, call_name
@@ -74,6 +78,7 @@ class WorkerSetup(NamedTuple):
     argv: list[str]
     main_file: str | None
     authkey: bytes  # of `multiprocessing`: for its managers, listeners and queues
+    attributes: ProcessAttributes
 
 
 def work(sock: socket.socket, control: socket.socket) -> int:
@@ -129,6 +134,7 @@ class _Worker:
         self._store: dist.Store | None = None
         self._store_address = "", 0
         self._cores = -1  # not known yet
+        self._environ = setup.environ
         self._switching = threading.Lock()  # between the main thread, which changes tasks, and the one that cancels
         self._task = self._cancelled = NO_TASK
         self._block = CancelScope()  # what the main thread does for the task
@@ -178,7 +184,7 @@ class _Worker:
         """How it ended, whether blocks failed inside, and what comes of it."""
         if task.cores != self._cores:
             self._cores = task.cores
-            torch.set_num_threads(max(1, task.cores))  # OMP_NUM_THREADS is read when torch is loaded: too late here
+            _use_threads(max(1, task.cores), self._environ)
         generation = task.generation
         if self._reports is not None:
             self._reports.waits = None
@@ -365,9 +371,14 @@ def flush_output() -> None:
 
 
 def _become_like_the_parent(setup: WorkerSetup) -> None:
+    server = os.getppid()
+    setup.attributes.adopt()
+    end_with(server)  # again, as the user may have changed
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGURG, STACK_SIGNAL])  # by which the pool reaches it
     if dict(os.environ) != setup.environ:  # or it would take half a MiB of memory of its own
         os.environ.clear()
         os.environ.update(setup.environ)
+        time.tzset()
     with contextlib.suppress(OSError):  # it was removed meanwhile
         os.chdir(setup.directory)
     sys.path[:] = setup.path
@@ -382,6 +393,16 @@ def _become_like_the_parent(setup: WorkerSetup) -> None:
     device = torch.device(setup.device)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)  # before anything can open a context on device 0
+
+
+def _use_threads(n: int, environ: Mapping[str, str]) -> None:
+    """Have libraries compute with ``n`` threads: by a call where they are loaded, else by variables that they read.
+
+    A variable that the script has set stays, ``environ`` being its environment.
+    """
+    torch.set_num_threads(n)
+    threadpoolctl.threadpool_limits(n, user_api="blas")  # of numpy
+    os.environ.update({name: str(n) for name in _THREAD_VARIABLES if name not in environ})
 
 
 def _reseed() -> None:
@@ -405,5 +426,6 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
     return dumps((RemoteError(f"{qualified_name(type(error))}: {failure.message}"), failure))
 
 
+_THREAD_VARIABLES = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "BLIS_NUM_THREADS"
 _is_spent = False  # no task can succeed in this process any more
 _NOTHING = dumps(None)

@@ -22,6 +22,7 @@ from ..by_value.packer import PackedCall
 from ..descendants import is_stopped
 from ..failures import exit_reason
 from ..pickling import Packed
+from ..process_environment import ProcessAttributes
 from ..stack_dump import by_call_site, is_whole, users_part
 from .channel import Channel, Payload
 from .forkserver_client import Exited, ServerConnection
@@ -139,6 +140,7 @@ class WorkerProcess:
             argv=list(sys.argv),
             main_file=getattr(sys.modules.get("__main__"), "__file__", None),
             authkey=bytes(multiprocessing.current_process().authkey),
+            attributes=ProcessAttributes.of_this_process(),
         )
         packed = Packed(pickle.dumps(tuple(setup)), is_plain=True)
         with contextlib.suppress(OSError):  # the fork server will tell

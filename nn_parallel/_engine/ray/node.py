@@ -6,10 +6,8 @@ actor runs no user code itself, so it answers while its workers are busy.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -21,10 +19,10 @@ import torch
 from ..._version import __version__
 from ...errors import LaunchError, WorkerDiedError
 from ..by_value.packer import Handle, PackedCall, Packer
+from ..descendants import end_with
 from ..devices import accelerators
 from ..failures import rank_names
 from ..pool.channel import Payload, Received
-from ..pool.forkserver import PR_SET_PDEATHSIG
 from ..pool.pool import Pool
 from ..pool.pool_store import PoolStore
 from ..pool.processes import Settings
@@ -43,8 +41,7 @@ class RayNode:
         if version != __version__:
             told = f"nn_parallel {version} asks, {__version__} is on {socket.gethostname()}"
             raise LaunchError(f"All nodes need the same version: {told}.")
-        # With the node, which the process of an actor outlives otherwise.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        end_with(os.getppid())  # the node, which the process of an actor outlives otherwise
         self._kept: dict[int, Handle] = {}
         self._share: _Share | None = None  # of the run
         self.cancelled = 0  # the number of the last run that was cancelled

@@ -54,6 +54,33 @@ def test_threads_are_shared_out() -> None:
         assert pool.run(lambda: float((torch.ones(500, 500) @ torch.ones(500, 500)).sum())) == [500.0**3]
 
 
+def _blas_threads() -> dict[str, int]:
+    """Of each library that is loaded; scipy has one of its own, which is loaded only now."""
+    import scipy.linalg  # type: ignore[import-untyped]
+    import threadpoolctl
+
+    assert scipy.linalg
+    found = threadpoolctl.threadpool_info()
+    return {library["filepath"]: library["num_threads"] for library in found if library["user_api"] == "blas"}
+
+
+def test_the_threads_of_other_libraries_are_shared_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers on two cores use one thread each in numpy's and scipy's products, and not two."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    cores = nn_parallel._engine.devices.cpu_count()
+    with ParallelExecutor(num_workers=cores, devices="cpu") as pool:
+        threads = pool.run(_blas_threads)
+        assert threads[0]
+        assert {n for each in threads for n in each.values()} == {1}
+        pool.resize(1)
+        (threads_of_one,) = pool.run(_blas_threads)
+        assert set(threads_of_one.values()) == {cores}
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "7")
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        assert pool.run(os.environ.get, "OPENBLAS_NUM_THREADS") == ["7"]
+
+
 def _draw() -> tuple[float, ...]:
     """A number of each generator; numpy's is made here, and so is not in what the workers were forked from."""
     import random
