@@ -63,6 +63,7 @@ class ParallelExecutor(Executor):
         TransferError: the initializer cannot be sent.
         LaunchError: with ``engine="ray"``, there is no cluster, no room in it in time, or a node is not fit.
         ImportError: with ``engine="ray"``, Ray is not installed.
+        ParallelError: a worker imports a module that makes an executor at its top.
 
     Example::
 

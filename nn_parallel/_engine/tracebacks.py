@@ -14,11 +14,12 @@ import os
 import sys
 import traceback
 import warnings
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from ..errors import ParallelError
 
 MAX_TRACEBACK_CHARS = 20_000
+IMPORT_SYSTEM = "<frozen importlib._bootstrap>"  # the file of its frames
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -45,6 +46,19 @@ def warn_user(message: str) -> None:
         frame = frame.f_back
         level += 1
     warnings.warn(message, RuntimeWarning, stacklevel=level)
+
+
+def importing_module() -> str | None:
+    """Return the name of the module whose import has called into this function, of the innermost one; None: no import."""
+    frame: FrameType | None = sys._getframe()
+    module = None
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            module = module or str(frame.f_globals.get("__name__"))
+        elif module is not None and frame.f_code.co_filename == IMPORT_SYSTEM:
+            return module
+        frame = frame.f_back
+    return None
 
 
 @functools.cache  # once for a process

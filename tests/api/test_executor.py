@@ -39,6 +39,7 @@ from nn_parallel import (
 from nn_parallel._engine.pool import worker_process as process
 from nn_parallel._engine.pool.pool import Pool
 from tests.support.ranks import launched
+from tests.support.scripts import run_script
 
 
 def _printed(error: BaseException) -> str:
@@ -682,3 +683,26 @@ def test_what_is_shown_of_an_executor() -> None:
         ex.resize(2)
         assert repr(ex) == "<ParallelExecutor: workers: 2 on cpu>"
     assert repr(ex) == "<ParallelExecutor: shut down>"
+
+
+def test_a_module_that_makes_a_pool_as_it_is_imported(tmp_path: Path) -> None:
+    """Workers import the module as well: the first one says so, and starts none of its own."""
+    (tmp_path / "experiment.py").write_text(
+        """
+import os, sys
+from nn_parallel import ParallelExecutor
+print("imported", file=open("imports", "a"))
+def square(x): return x * x
+with ParallelExecutor(num_workers=1, devices="cpu") as ex:
+    try:
+        list(ex.map(square, range(3)))
+    except Exception as error:
+        print(error)
+    print(ex.submit(pow, 2, 3).result())
+"""
+    )
+    told, power = run_script("import experiment\n", tmp_path)
+    assert "Module experiment makes a ParallelExecutor as it is imported" in told
+    assert "Make the executor in a function." in told
+    assert power == "8"
+    assert (tmp_path / "imports").read_text().split() == ["imported"] * 2

@@ -16,8 +16,9 @@ import torch
 from ...errors import ParallelError
 from ..by_value.packer import CallOptions, Packer
 from ..devices import choose_devices, count, cpu_count
+from ..ranks.context import current_world
 from ..ranks.membership import as_seconds, join_launched_world
-from ..tracebacks import hide_own_frames
+from ..tracebacks import hide_own_frames, importing_module
 from .launched_ranks import LaunchedRanks
 from .pool import Pool
 from .processes import Settings
@@ -61,7 +62,9 @@ def make_backend(wanted: PoolOptions, options: CallOptions) -> Backend:
 
     Raises:
         TypeError, ValueError, TransferError, LaunchError, ImportError: as `nn_parallel.ParallelExecutor`.
+        ParallelError: this is the import of a module in a worker.
     """
+    _refuse_in_import_of_worker()
     context = join_launched_world()
     if context is not None:
         ranks = LaunchedRanks(context, options.timeout_s)
@@ -73,6 +76,19 @@ def make_backend(wanted: PoolOptions, options: CallOptions) -> Backend:
     if sys.platform != "linux":
         raise ParallelError("ParallelExecutor starts worker processes on Linux only: use WSL, Linux or torchrun.")
     return _start_on_ray(wanted, options) if wanted.engine == "ray" else _start_here(wanted, options)
+
+
+def _refuse_in_import_of_worker() -> None:
+    """Raise `ParallelError` where a worker imports a module that makes an executor at its top.
+
+    The workers of that executor would import the module as well, and so on without end.
+    """
+    module = importing_module()
+    if module is not None and current_world().launcher == "executor":
+        raise ParallelError(
+            f"Module {module} makes a ParallelExecutor as it is imported. Workers import the module, too, and each "
+            "would start workers of its own. Make the executor in a function."
+        )
 
 
 def _start_here(wanted: PoolOptions, options: CallOptions) -> StartedWorkers:
