@@ -49,7 +49,7 @@ def warn_user(message: str) -> None:
 
 
 def importing_module() -> str | None:
-    """Return the name of the module whose import has called into this function, of the innermost one; None: no import."""
+    """Return the name of the module whose import has called this function, the innermost one; None if none has."""
     frame: FrameType | None = sys._getframe()
     module = None
     while frame is not None:

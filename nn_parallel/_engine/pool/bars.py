@@ -82,6 +82,15 @@ class Screen:
         return f"{self._bar_prefix}{line.text.rstrip()}\n" if line.text.strip() else ""  # it has been cleared
 
 
+def is_drawn(stream: Any) -> bool:
+    """Return whether lines can be drawn again on a stream: on a terminal, or under the cell of a notebook."""
+    return _is_in_notebook(stream) or stream.isatty()
+
+
+def _is_in_notebook(stream: Any) -> bool:
+    return type(stream).__module__.startswith("ipykernel")
+
+
 class Bars:
     """Shows the bars of all workers: on a terminal, or under the cell of a notebook."""
 
@@ -91,24 +100,23 @@ class Bars:
         self._under_cell: Any = None
 
     def print(self, stream: IO[str], text: str, rank: int, owner: object, bars: list[str]) -> None:
-        """Print ``text``, and under it all bars, with those of ``owner`` as they are now."""
+        """Print ``text``, and under it all bars, with those of ``owner`` as they are now. See `is_drawn`."""
         if not (bars or self._of_ranks):
             if text:
                 stream.write(text)
                 stream.flush()
             return
         with self._lock:
-            in_notebook = type(stream).__module__.startswith("ipykernel")
-            on_terminal = not in_notebook and stream.isatty()
+            in_notebook = _is_in_notebook(stream)
             had_some = bool(self._of_ranks)
-            if bars and (in_notebook or on_terminal):
+            if bars:
                 self._of_ranks[rank, owner] = bars
             else:
                 self._of_ranks.pop((rank, owner), None)
             shown = [bar for key in sorted(self._of_ranks, key=lambda key: key[0]) for bar in self._of_ranks[key]]
             if in_notebook and (shown or had_some):
                 self._show_under_cell("\n".join(shown))
-            elif on_terminal and (shown or had_some):
+            elif shown or had_some:
                 text = CLEAR_BELOW + text + _drawn(shown, is_at_begin=text[-1:] in ("", "\n"))
             if text:
                 stream.write(text)

@@ -5,22 +5,32 @@ from __future__ import annotations
 import codecs
 import contextlib
 import os
+import re
 import sys
 import threading
+from typing import Any
 
-from .bars import Bars, Screen
+from .bars import Bars, Screen, is_drawn
 
 CHUNKS_AT_A_TIME = 16
+LINE_BYTES = 1 << 16  # a longer line is copied in parts
 
 
 class Output:
-    """Copies what a worker prints to this process's stream of the same name, a whole line at a time."""
+    """Copies what a worker prints to this process's stream of the same name, a whole line at a time.
+
+    On a terminal and in a notebook it is text, with the bars of all workers below. Any other stream gets the bytes as
+    they are.
+    """
 
     def __init__(self, fd: int, name: str, rank: int, *, has_prefix: bool) -> None:
         self.fd, self._name, self._rank = fd, name, rank
         prefix = f"[rank {rank}] "
+        self._prefix = prefix.encode() if has_prefix else b""
         self._screen = Screen(prefix if has_prefix else "", bar_prefix=prefix)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._line = b""  # that has not ended
+        self._begins_line = True
         self._copying = threading.Lock()
         self.holds_some = False  # it may have read what it has not copied
         os.set_blocking(fd, False)
@@ -30,14 +40,14 @@ class Output:
         with self._copying:
             self.holds_some = True
             more = self._copy(flush)
-            self.holds_some = not self._screen.is_empty
+            self.holds_some = bool(self._line) or not self._screen.is_empty
             return more
 
     def close(self) -> None:
         """Copy the rest; a bar stays as it is."""
         self.copy(flush=True)
         with self._copying:
-            self._show(self._screen.end())
+            self._draw(self._screen.end())
         os.close(self.fd)
 
     def _copy(self, flush: bool) -> bool:
@@ -49,13 +59,35 @@ class Output:
                     break
                 read += chunk
         flush = flush or not more
-        self._show(self._screen.print(self._decoder.decode(read, final=flush), flush))
-        return more
-
-    def _show(self, text: str) -> None:
         stream = getattr(sys, self._name)  # as it is now: a notebook's cell, a redirected stream
         with contextlib.suppress(Exception):  # closed by the user: nobody to tell
-            _bars.print(stream, text, self._rank, self, self._screen.bars)
+            if is_drawn(stream):
+                self._draw(self._screen.print(self._decoder.decode(self._line + read, final=flush), flush))
+                self._line = b""
+            else:
+                self._write(stream, bytes(read), flush)
+        return more
+
+    def _draw(self, text: str) -> None:
+        with contextlib.suppress(Exception):
+            _bars.print(getattr(sys, self._name), text, self._rank, self, self._screen.bars)
+
+    def _write(self, stream: Any, read: bytes, flush: bool) -> None:
+        """Write what has been read, but for a line that has not ended."""
+        whole = self._line + read
+        end = len(whole) if flush or len(whole) > LINE_BYTES else max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
+        done, self._line = whole[:end], whole[end:]
+        if not done:
+            return
+        if self._prefix:
+            begins, self._begins_line = self._begins_line, done.endswith(b"\n")
+            done = self._prefix * begins + re.sub(rb"\n(?!\Z)", b"\n" + self._prefix, done)
+        if hasattr(stream, "buffer"):
+            stream.flush()
+            stream.buffer.write(done)
+        else:
+            stream.write(self._decoder.decode(done, final=flush))
+        stream.flush()
 
 
 _bars = Bars()

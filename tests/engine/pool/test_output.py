@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,3 +52,32 @@ def test_an_endless_writer_does_not_hold_up_the_others(
     assert [own_executor2.submit(len, [1]).result(10) for _ in range(20)] == [1] * 20
     own_executor2.submit(os.kill, started, signal.SIGKILL).result(10)
     capsys.readouterr()
+
+
+ROWS = [b"1,2\r\n", bytes(range(0xF0, 0x100)), b"10%\rdone\n", b"\n\n", "\u00fc".encode()]
+
+
+@pytest.mark.parametrize("prefix", [b"", b"[rank 0] "])
+def test_a_file_gets_the_bytes_as_they_are(tmp_path: Path, prefix: bytes) -> None:
+    """Line ends of Windows, what is no text, bars; with ``prefix_output`` each line after its rank."""
+    code = f"""
+import os
+from nn_parallel import ParallelExecutor
+with ParallelExecutor(num_workers=1, devices="cpu", prefix_output={bool(prefix)}) as ex:
+    print("the script's own")
+    for row in {ROWS}:
+        ex.submit(os.write, 1, row).result()
+"""
+    (tmp_path / "script.py").write_text(code)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    printed = b"".join(ROWS)
+    lines = (prefix + line for line in printed.split(b"\n"))
+    assert done.stdout == b"the script's own\n" + b"\n".join(lines)
+
+
+def test_a_stream_of_text_gets_text(own_executor2: ParallelExecutor) -> None:
+    """As `io.StringIO`, which takes no bytes: a character may arrive in two parts."""
+    with contextlib.redirect_stdout(io.StringIO()) as stream:
+        own_executor2.submit(lambda: [os.write(1, part) for part in (b"a\r\n\xc3", b"\xbc\xff\n")]).result()
+    assert stream.getvalue() == "a\r\n\u00fc\ufffd\n"
