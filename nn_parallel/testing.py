@@ -46,10 +46,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_POOLS] = {}
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the ranks."""
-    for pool in config.stash[_POOLS].values():
-        pool.shutdown()
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """End the ranks after the last test. They write what they have covered then, and pytest-cov reports after this."""
+    try:
+        return (yield)
+    finally:
+        for pool in session.config.stash[_POOLS].values():
+            pool.shutdown()
 
 
 @pytest.hookimpl(tryfirst=True)

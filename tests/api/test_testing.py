@@ -183,3 +183,16 @@ def test_the_ranks_are_kept_and_end_with_the_run(tmp_path: Path) -> None:
     pids = [path.name.removeprefix("pid") for path in tmp_path.glob("pid*")]
     assert len(pids) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_what_ranks_cover_is_reported(tmp_path: Path) -> None:
+    """By pytest-cov, with coverage's own patch for processes: the lines that ran on a rank only."""
+    (tmp_path / "covered.py").write_text("def f(x):\n    if x:\n        return 1\n    return 2\n")
+    (tmp_path / "test_covered.py").write_text(
+        "import covered\nimport pytest\n\n@pytest.mark.ranks(2)\ndef test_f():\n    assert covered.f(1) == 1\n"
+    )
+    (tmp_path / ".coveragerc").write_text("[run]\npatch = subprocess\nparallel = true\n")
+    command = [sys.executable, "-m", "pytest", "-q", "--cov=covered", "--cov-report=term-missing"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^covered.py +4 +1 +75% +4$", done.stdout, re.MULTILINE), done.stdout
