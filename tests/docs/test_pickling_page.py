@@ -150,6 +150,51 @@ ROWS = {
         ["call(f)", "! os.environ['ROW_OF_TEST'] = '1'", "call(f)", "! del os.environ['ROW_OF_TEST']", "call(f)"],
         "None 1 None",
     ),
+    "variables of the environment": (
+        "import sys\ndef f(): return os.environ.get('ROW_OF_TEST'), '/row/of/test' in sys.path",
+        [
+            *("! os.environ['ROW_OF_TEST'] = '1'", "! sys.path.append('/row/of/test')", "call(f)"),
+            *("! sys.path.remove('/row/of/test')", "! del os.environ['ROW_OF_TEST']", "call(f)"),
+        ],
+        "('1', True) (None, False)",
+    ),
+    "umask, user and groups": (
+        "def f():\n with open('/proc/self/status') as file: return [line for line in file if line.startswith('Umask')]",
+        ["call(f) == f()", "! before = os.umask(0o077)", "call(f) == f()", "! _ = os.umask(before)"],
+        "True False",
+    ),
+    "threads of torch": (
+        "from nn_parallel._engine.devices import cpu_count\ndef f(): return torch.get_num_threads() == cpu_count()",
+        ["call(f)"],
+        "True",
+    ),
+    "random numbers": (
+        "from nn_parallel import seed_everything\ndef f(): return seed_everything(1) or torch.rand(1).item()\n"
+        "def g(): return torch.rand(1).item()",
+        ["! state = torch.get_rng_state()", "call(f) == call(f)", "call(g) == g()", "! torch.set_rng_state(state)"],
+        "True False",
+    ),
+    "`torch.set_default_dtype`": (
+        "def f(): return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), "
+        "torch.get_float32_matmul_precision()",
+        ["! torch.set_float32_matmul_precision('high')", "call(f)", "! torch.set_float32_matmul_precision('highest')"],
+        "(torch.float32, False, 'highest')",
+    ),
+    "`warnings.filterwarnings`": (
+        "import logging\ndef f(): return logging.root.level, logging.root.handlers",
+        ["! level = logging.root.level", "! logging.root.setLevel(10)", "call(f)", "! logging.root.setLevel(level)"],
+        "(30, [])",
+    ),
+    "`torch.set_grad_enabled`": (
+        "def f(): return torch.is_grad_enabled()",
+        ["! with torch.no_grad(): print(f(), call(f))"],
+        "False True",
+    ),
+    "what a library was told": (
+        "import decimal\ndef f(): return decimal.getcontext().prec",
+        ["! decimal.getcontext().prec = 5", "call(f)", "! decimal.getcontext().prec = 28"],
+        "28",
+    ),
 }
 PAGE = (ROOT / "docs" / "explanation" / "pickling.md").read_text()
 TABLE = [line.removeprefix("| ") for line in PAGE.splitlines() if line.startswith("| ") and "in a worker" not in line]
