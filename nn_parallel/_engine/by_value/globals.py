@@ -312,7 +312,8 @@ def make_class(key: str, metaclass: type, name: str, bases: tuple[type, ...], bo
         if known.__bases__ != bases and not keys.originates_here(known):
             _native(metaclass, "__setattr__")(known, "__bases__", bases)
         return known
-    with _no_init_subclass(bases):
+    owners = {base for each in bases for base in each.__mro__} - {object}
+    with _without_hook("__init_subclass__", owners):
         made: type = _native(metaclass, "__new__")(metaclass, name, bases, body)
     keys.add(made, key)
     return made
@@ -336,8 +337,11 @@ def complete_class(cls: type, state: tuple[Any, Sequence[str], Sequence[type]]) 
         if name in vars(cls):
             type.__delattr__(cls, name)
     _attribute_names[key] = set(names)
-    for subclass in virtual_subclasses:
-        abc.ABCMeta.register(cls, subclass)  # type: ignore[arg-type]
+    with _without_hook(
+        "__subclasshook__", cls.__mro__[:-1] if virtual_subclasses else ()
+    ):  # it may read what comes later
+        for subclass in virtual_subclasses:
+            abc.ABCMeta.register(cls, subclass)  # type: ignore[arg-type]
 
 
 def make_member(cls: type, name: str, data_type: type, args: tuple[Any, ...]) -> Any:
@@ -375,28 +379,40 @@ def _native(metaclass: type, method: str) -> Callable[..., Any]:
     raise AssertionError("`type` has both")
 
 
-@contextlib.contextmanager
-def _no_init_subclass(bases: tuple[type, ...]) -> Iterator[None]:
-    """Keep ``__init_subclass__`` of the bases from running; Python has no way to make a type without it.
+def make_instance(cls: type) -> Any:
+    """Return an instance of a class that is being made and holds it: its own ``__new__`` may read what comes later."""
+    return _native(cls, "__new__")(cls)
 
-    Each class that has the method gets another one meanwhile, which does nothing in this thread.
+
+def make_property(kind: type[property], *functions_and_doc: Any) -> property:
+    """Return an instance of a subclass of `property`, past an ``__init__`` that takes something else."""
+    made = property.__new__(kind)
+    property.__init__(made, *functions_and_doc)
+    return made
+
+
+@contextlib.contextmanager
+def _without_hook(name: str, classes: Iterable[type]) -> Iterator[None]:
+    """Keep a hook of these classes, such as ``__init_subclass__``, from running in this thread.
+
+    Python has no other way to make a type without it. Each class gets another hook meanwhile.
     """
-    owners = {base for each in bases for base in each.__mro__ if "__init_subclass__" in vars(base)} - {object}
     thread = threading.get_ident()
     with _making_classes:
-        originals = {owner: vars(owner)["__init_subclass__"] for owner in owners}
+        originals = {owner: vars(owner)[name] for owner in classes if name in vars(owner)}
         try:
             for owner, original in originals.items():
 
-                def init_subclass(cls: type, original: Any = original, /, **kwargs: Any) -> None:
+                def hook(cls: type, original: Any = original, /, *args: Any, **kwargs: Any) -> Any:
                     if threading.get_ident() != thread:
-                        original.__get__(None, cls)(**kwargs)
+                        return original.__get__(None, cls)(*args, **kwargs)
+                    return NotImplemented
 
-                type.__setattr__(owner, "__init_subclass__", classmethod(init_subclass))
+                type.__setattr__(owner, name, classmethod(hook))
             yield
         finally:
             for owner, original in originals.items():
-                type.__setattr__(owner, "__init_subclass__", original)
+                type.__setattr__(owner, name, original)
 
 
 # Globals

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import builtins
 import contextlib
+import copyreg
 import datetime
 import dis
 import enum
@@ -15,6 +16,7 @@ import logging
 import multiprocessing.connection
 import os
 import pathlib
+import pickle
 import re
 import sys
 import types
@@ -241,7 +243,7 @@ def is_definition(obj: Any, is_global: bool = False) -> bool:
         return _is_own_global(obj) and holds_no_data(obj)
     if kind is not _Cached:
         return False
-    return is_global or keys.of(obj) is not None or module_defining(obj) is not None
+    return is_global or keys.of(obj) is not None or global_naming(obj) is not None
 
 
 def _is_own_global(fn: types.FunctionType) -> bool:
@@ -422,6 +424,13 @@ class Reducer(Pickler):
 
     def _reduce_other(self, obj: Any) -> Any:
         kind = type(obj)
+        if id(kind) in self.by_value and isinstance(kind.__new__, types.FunctionType):
+            reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            if reduced[:2] == (copyreg.__newobj__, (kind,)):  # type: ignore[attr-defined]
+                return receiving.make_instance, (kind,), *reduced[2:]
+        if issubclass(kind, property) and kind is not property:
+            functions = obj.fget, obj.fset, obj.fdel
+            return receiving.make_property, (kind, *functions, obj.__doc__), getattr(obj, "__dict__", None)
         if kind is _Cached:
             return make_cached, (obj.__wrapped__, obj.cache_parameters(), obj.__dict__)
         if kind is typing.NewType:
@@ -620,6 +629,13 @@ class Reducer(Pickler):
         """Reduce a `typing.ForwardRef` without the globals that it holds from Python 3.14 on."""
         return type(reference), (reference.__forward_arg__,)
 
+    def _reduce_weak_reference(self, reference: weakref.ref[Any]) -> Any:
+        """Reduce a `weakref.ref` without a callback: what it refers to is held by something else that is sent."""
+        referent = reference()
+        if reference.__callback__ is not None or referent is None:
+            return NotImplemented
+        return weakref.ref, (referent,)
+
     def _reduce_weak_dict(self, obj: Any) -> Any:
         return type(obj), (dict(obj),)
 
@@ -636,6 +652,7 @@ class Reducer(Pickler):
         functools.cached_property: _reduce_cached_property,
         functools.partialmethod: _reduce_partialmethod,
         typing.ForwardRef: _reduce_forward_reference,
+        weakref.ref: _reduce_weak_reference,
         weakref.WeakKeyDictionary: _reduce_weak_dict,
         weakref.WeakValueDictionary: _reduce_weak_dict,
         multiprocessing.connection.Connection: _refuse_connection,
@@ -722,7 +739,10 @@ def global_naming(obj: Any) -> GlobalName | None:
     """Return the global through which `pickle` finds a class or function by its name, if it does."""
     module = module_defining(obj)
     name = str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", ""))
-    return None if module is None else GlobalName(namespace_of(vars(module)), name.partition(".")[0])
+    if module is not None:
+        return GlobalName(namespace_of(vars(module)), name.partition(".")[0])
+    own = getattr(getattr(obj, "__wrapped__", obj), "__globals__", {})  # of a module that is not in `sys.modules`
+    return GlobalName(namespace_of(own), name) if own.get(name) is obj else None
 
 
 def _reduce_type_parameter(parameter: Any) -> tuple[Any, ...]:

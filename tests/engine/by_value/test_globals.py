@@ -266,6 +266,36 @@ def look():
     try: raise Bad(3, "bad")
     except Bad as error: return error.code, str(error), Options(lr=1.0), x.grad.item(), len(Rows())
 """,
+    "an instance in its own class": """
+class Single:
+    _instance = None
+    def __new__(cls):
+        if cls._instance is None: cls._instance = super().__new__(cls)
+        return cls._instance
+    def __init__(self): self.x = 1
+import collections
+class Pair(collections.namedtuple("Pair", "a b")): pass
+Pair.ORIGIN = Pair(0, 0)
+first = Single()
+def look(): return Single() is Single(), Single().x, Pair.ORIGIN
+""",
+    "an abstract class that asks for itself": """
+import abc
+class Shape(abc.ABC):
+    @classmethod
+    def __subclasshook__(cls, C): return True if cls is Shape and "quack" in vars(C) else NotImplemented
+class Duck:
+    def quack(self): pass
+class Virtual: pass
+Shape.register(Virtual)
+def look(): return isinstance(Duck(), Shape), isinstance(Virtual(), Shape), isinstance(3, Shape)
+""",
+    "a property of a kind of its own": """
+class lazy(property):
+    def __init__(self, fget, unit): super().__init__(fget); self.unit = unit
+class A: x = lazy(lambda self: 3, "m")
+def look(): return A().x, A.x.unit, type(A.x).__name__
+""",
     "typing's own objects": """
 import typing
 T, P, Ts = typing.TypeVar("T", bound=int), typing.ParamSpec("P"), typing.TypeVarTuple("Ts")
@@ -367,6 +397,21 @@ MARK = _Mark()
 def f(x=MISSING, y=MARK): return x is MISSING, y is MARK
 def look(): return f(), f(1)
 """,
+    "a weak reference": """
+import weakref
+class Node: pass
+def track(fn):
+    holder = []
+    @functools.wraps(fn)
+    def inner(x): return fn(x), holder[0]() is inner
+    holder.append(weakref.ref(inner))
+    return inner
+@track
+def f(x): return x
+node = Node()
+node.itself = weakref.ref(node)
+def look(): return f(1), node.itself() is node
+""",
     "methods as keys": """
 class Service:
     def handle(self): return 1
@@ -424,6 +469,13 @@ RETURNS = {
         "k = 1\ndef look(): return lambda: k",
         ["! g = call(look)", "g()", "! k = 2", "g(), g.__globals__ is globals()"],
         "1 2 True",
+    ),
+    "functions of a module that is in no list of modules": (
+        "import types\nm = types.ModuleType('by_hand_of_test')\n"
+        "exec('import functools\\ndef a(): return 1\\n@functools.cache\\ndef c(x): return x\\nclass K: pass', "
+        "vars(m))\ndef echo(x): return x",
+        ["[call(echo, each) is each for each in (m.a, m.c, m.K)]"],
+        "[True, True, True]",
     ),
     "a function of a dict that the task made": (
         "def look():\n names = {'k': 5}\n exec('def f(): return g() + k\\ndef g(): return k', names)\n"
