@@ -384,6 +384,11 @@ def make_instance(cls: type) -> Any:
     return _native(cls, "__new__")(cls)
 
 
+def dead_reference() -> weakref.ref[Any]:
+    """Return a weak reference to what is gone."""
+    return weakref.ref(Missing())
+
+
 def make_property(kind: type[property], *functions_and_doc: Any) -> property:
     """Return an instance of a subclass of `property`, past an ``__init__`` that takes something else."""
     made = property.__new__(kind)

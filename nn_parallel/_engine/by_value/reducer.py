@@ -631,10 +631,10 @@ class Reducer(Pickler):
 
     def _reduce_weak_reference(self, reference: weakref.ref[Any]) -> Any:
         """Reduce a `weakref.ref` without a callback: what it refers to is held by something else that is sent."""
-        referent = reference()
-        if reference.__callback__ is not None or referent is None:
+        if reference.__callback__ is not None:
             return NotImplemented
-        return weakref.ref, (referent,)
+        referent = reference()
+        return (receiving.dead_reference, ()) if referent is None else (weakref.ref, (referent,))
 
     def _reduce_weak_dict(self, obj: Any) -> Any:
         return type(obj), (dict(obj),)

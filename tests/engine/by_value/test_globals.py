@@ -410,7 +410,8 @@ def track(fn):
 def f(x): return x
 node = Node()
 node.itself = weakref.ref(node)
-def look(): return f(1), node.itself() is node
+gone = weakref.ref(Node())
+def look(): return f(1), node.itself() is node, gone()
 """,
     "methods as keys": """
 class Service:
