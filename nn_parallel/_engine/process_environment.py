@@ -138,6 +138,8 @@ def user_sys_path() -> list[str]:
 
 def is_installed(module: str | None) -> bool:
     """Return whether a loaded module is part of Python or of an installed package, and not the user's own."""
+    if module == "__main__":
+        return False
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     return str(file).startswith(INSTALLED) if file else module in sys.stdlib_module_names
 

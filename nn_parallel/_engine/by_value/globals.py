@@ -337,9 +337,8 @@ def complete_class(cls: type, state: tuple[Any, Sequence[str], Sequence[type]]) 
         if name in vars(cls):
             type.__delattr__(cls, name)
     _attribute_names[key] = set(names)
-    with _without_hook(
-        "__subclasshook__", cls.__mro__[:-1] if virtual_subclasses else ()
-    ):  # it may read what comes later
+    owners = cls.__mro__[:-1] if virtual_subclasses else ()
+    with _without_hook("__subclasshook__", owners):  # it may read globals that are bound later
         for subclass in virtual_subclasses:
             abc.ABCMeta.register(cls, subclass)  # type: ignore[arg-type]
 
@@ -400,7 +399,7 @@ def make_property(kind: type[property], *functions_and_doc: Any) -> property:
 def _without_hook(name: str, classes: Iterable[type]) -> Iterator[None]:
     """Keep a hook of these classes, such as ``__init_subclass__``, from running in this thread.
 
-    Python has no other way to make a type without it. Each class gets another hook meanwhile.
+    Python has no way to make or register a type without calling its hooks. So each class gets another one meanwhile.
     """
     thread = threading.get_ident()
     with _making_classes:

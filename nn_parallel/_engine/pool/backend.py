@@ -16,7 +16,7 @@ import torch
 from ...errors import ParallelError
 from ..by_value.packer import CallOptions, Packer
 from ..devices import choose_devices, count, cpu_count
-from ..ranks.context import current_world
+from ..ranks.context import rank_context
 from ..ranks.membership import as_seconds, join_launched_world
 from ..tracebacks import hide_own_frames, importing_module
 from .launched_ranks import LaunchedRanks
@@ -83,8 +83,8 @@ def _refuse_in_import_of_worker() -> None:
 
     The workers of that executor would import the module as well, and so on without end.
     """
-    module = importing_module()
-    if module is not None and current_world().launcher == "executor":
+    module, context = importing_module(), rank_context()
+    if module is not None and context is not None and context.world.launcher == "executor":
         raise ParallelError(
             f"Module {module} makes a ParallelExecutor as it is imported. Workers import the module, too, and each "
             "would start workers of its own. Make the executor in a function."

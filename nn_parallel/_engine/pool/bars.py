@@ -84,7 +84,7 @@ class Screen:
 
 def is_drawn(stream: Any) -> bool:
     """Return whether lines can be drawn again on a stream: on a terminal, or under the cell of a notebook."""
-    return _is_in_notebook(stream) or stream.isatty()
+    return _is_in_notebook(stream) or (hasattr(stream, "isatty") and stream.isatty())
 
 
 def _is_in_notebook(stream: Any) -> bool:

@@ -32,7 +32,7 @@ from multiprocessing import resource_tracker
 
 from ..descendants import children_of, descendants_of, end_with
 from .channel import receive_fds
-from .worker import flush_output, work
+from .worker import blas_libraries, flush_output, work
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -48,6 +48,7 @@ def serve(control_fd: int, parent_pid: int, parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if os.getppid() != parent_pid:
         return
+    blas_libraries()
     gc.collect()
     gc.freeze()  # a collection in a worker would touch, and so copy, the pages that all share
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # of torch's libraries

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -21,7 +22,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-import threadpoolctl
 import torch
 import torch.distributed as dist
 
@@ -183,6 +183,8 @@ class _Worker:
     def perform(self, task: TaskHeader, unpack: Unpack) -> tuple[int, bool, Packed]:
         """How it ended, whether blocks failed inside, and what comes of it."""
         if task.cores != self._cores:
+            if self._cores >= 0:
+                blas_libraries.cache_clear()  # tasks may have loaded some
             self._cores = task.cores
             _use_threads(max(1, task.cores), self._environ)
         generation = task.generation
@@ -395,13 +397,21 @@ def _become_like_the_parent(setup: WorkerSetup) -> None:
         torch.accelerator.set_device_index(device.index or 0)  # before anything can open a context on device 0
 
 
+@functools.cache
+def blas_libraries() -> Any:
+    """Return those that are loaded, as numpy's. To find them takes milliseconds, so the fork server does it once."""
+    import threadpoolctl
+
+    return threadpoolctl.ThreadpoolController().select(user_api="blas")
+
+
 def _use_threads(n: int, environ: Mapping[str, str]) -> None:
     """Have libraries compute with ``n`` threads: by a call where they are loaded, else by variables that they read.
 
     A variable that the script has set stays, ``environ`` being its environment.
     """
     torch.set_num_threads(n)
-    threadpoolctl.threadpool_limits(n, user_api="blas")  # of numpy
+    blas_libraries().limit(limits=n)
     os.environ.update({name: str(n) for name in _THREAD_VARIABLES if name not in environ})
 
 
