@@ -117,12 +117,20 @@ def check(cell: Cell, error: BaseException | None, seconds: float) -> str:
 
 
 POOL_CELLS = [cell for cell in table() if cell.mode in POOL_MODES]
+IN_A_CALL = {cell.phase for cell in POOL_CELLS} - {"idle", "at start", "at shutdown"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "cell", [c for c in POOL_CELLS if c.phase not in ("idle", "at start", "at shutdown")], ids=lambda cell: cell.id
-)
+def in_a_pool(*phases: str) -> list[Any]:
+    """The cells of these phases. An item of a map is a task as that of `submit` is: few of them are slow tests."""
+    cells = list[Any]()
+    for cell in POOL_CELLS:
+        if cell.phase in phases:
+            is_slow = cell.mode != "map" or cell.phase == "running"
+            cells.append(pytest.param(cell, marks=pytest.mark.slow if is_slow else pytest.mark.faults, id=cell.id))
+    return cells
+
+
+@pytest.mark.parametrize("cell", in_a_pool(*IN_A_CALL))
 def test_during_a_call(cell: Cell, executor2: ParallelExecutor, record: Any) -> None:
     """The error names the cause, comes at once, and the pool goes on."""
     assert executor2.run(go_on) == [2, 2]  # whole, after the last cell
@@ -141,8 +149,7 @@ def test_during_a_call(cell: Cell, executor2: ParallelExecutor, record: Any) -> 
     record(told=told, seconds=seconds)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", [c for c in POOL_CELLS if c.phase == "idle"], ids=lambda cell: cell.id)
+@pytest.mark.parametrize("cell", in_a_pool("idle"))
 def test_idle(cell: Cell, executor2: ParallelExecutor, record: Any) -> None:
     """A worker that dies while it has nothing to do is replaced; one that is stopped is a hang of the next call."""
     pids, before = executor2.run(os.getpid), workers()
@@ -193,8 +200,7 @@ def wait_for_replacement(pid: int, before: set[int]) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", [c for c in POOL_CELLS if c.phase == "at start"], ids=lambda cell: cell.id)
+@pytest.mark.parametrize("cell", in_a_pool("at start"))
 def test_at_start(cell: Cell, record: Any) -> None:
     """A fault in the initializer is an error of every call, and the block is left at once."""
     fault = FAULTS[cell.fault]
@@ -215,8 +221,7 @@ def test_at_start(cell: Cell, record: Any) -> None:
     record(told=kind, seconds=seconds)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", [c for c in POOL_CELLS if c.phase == "at shutdown"], ids=lambda cell: cell.id)
+@pytest.mark.parametrize("cell", in_a_pool("at shutdown"))
 def test_at_shutdown(cell: Cell, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault in a task that runs while the pool shuts down is that task's error, and the shutdown ends."""
     pool = ParallelExecutor(num_workers=2, devices="cpu", timeout=TIMEOUT_S if is_hang(cell) else None)

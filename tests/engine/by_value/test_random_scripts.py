@@ -11,7 +11,7 @@ from tests.support.random_scripts import disagreement
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 400, 100))
+@pytest.mark.parametrize("first", range(0, 200, 100))
 def test_script_and_worker_agree(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """After each change of the script, whatever it defines, redefines or changes in place."""
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])

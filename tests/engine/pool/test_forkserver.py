@@ -116,7 +116,7 @@ PHASES = ["start", "transfer", "run", "shutdown"]
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(
-    "repetition", [pytest.param(n, marks=pytest.mark.slow if n < 4 else pytest.mark.faults) for n in range(50)]
+    "repetition", [pytest.param(n, marks=pytest.mark.slow if n < 2 else pytest.mark.faults) for n in range(50)]
 )
 def test_a_killed_parent_leaves_nothing(tmp_path: Path, phase: str, repetition: int) -> None:
     """SIGKILL at a random moment of a phase: no worker, no DataLoader process, no fork server lives on."""
