@@ -8,6 +8,7 @@ import os
 import signal
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def descendants_of(pid: int) -> list[int]:
@@ -28,9 +29,14 @@ def children_of(pid: int) -> list[int]:
     return children
 
 
+def prctl(option: int, value: int) -> None:
+    """Set an option of this process; see ``man 2 prctl``."""
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
 def end_with(parent: int) -> None:
     """Have the kernel kill this process as its parent, of that number, ends. It forgets this as the user changes."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 

@@ -34,6 +34,7 @@ else:
 
 UNINTERRUPTED = True
 PATIENCE_S = 1.0
+IMPORT_SYSTEM = "<frozen importlib._bootstrap>"  # the file of its frames
 IMPORT_PATIENCE_S = 30.0  # a whole program may run in an import
 
 
@@ -250,7 +251,7 @@ def _imports(frame: FrameType | None) -> int:
     """How many frames on the stack are those of the import system."""
     count = 0
     while frame is not None:
-        count += frame.f_code.co_filename == "<frozen importlib._bootstrap>"
+        count += frame.f_code.co_filename == IMPORT_SYSTEM
         frame = frame.f_back
     return count
 

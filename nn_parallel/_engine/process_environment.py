@@ -1,4 +1,4 @@
-"""What a process forked from the script would inherit, and how a worker gets it and follows later changes."""
+"""A worker has what a fork of the script would: the attributes of its process, and the environment as it changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class ProcessAttributes(NamedTuple):
-    """What the kernel hands down from a process to its children."""
+    """The attributes of a process that a child inherits, and that a fork server has as they were when it began."""
 
     blocked_signals: frozenset[int]
     umask: int

@@ -17,9 +17,9 @@ import warnings
 from types import FrameType, TracebackType
 
 from ..errors import ParallelError
+from .interrupts import IMPORT_SYSTEM
 
 MAX_TRACEBACK_CHARS = 20_000
-IMPORT_SYSTEM = "<frozen importlib._bootstrap>"  # the file of its frames
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 

@@ -1,4 +1,4 @@
-"""What a process forked from the script would inherit reaches its workers."""
+"""Workers have the attributes and the environment of the script, as a fork of it would."""
 
 from __future__ import annotations
 

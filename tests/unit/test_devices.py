@@ -338,7 +338,7 @@ def test_a_function_without_such_a_parameter_is_called_as_it_is() -> None:
 
 @pytest.mark.parametrize("fn", [np.zeros, functools.partial(np.zeros, dtype=int), torch.nn.GroupNorm])
 def test_a_function_of_a_library_is_called_as_it_is(fn: Callable[..., Any]) -> None:
-    """What it takes for a device is its own affair: that of numpy is a text."""
+    """Its parameter ``device`` means something else: numpy takes a text."""
     assert "device" in inspect.signature(fn).parameters
     args = (2, 4) if fn is torch.nn.GroupNorm else (2,)
     assert repr(call_on_device(fn, args, {}, DEVICE)) == repr(fn(*args))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import fcntl
 import gc
 import glob
@@ -30,11 +29,9 @@ import weakref
 from collections.abc import Iterable
 from multiprocessing import resource_tracker
 
-from ..descendants import children_of, descendants_of, end_with
+from ..descendants import PR_SET_CHILD_SUBREAPER, children_of, descendants_of, end_with, prctl
 from .channel import receive_fds
 from .worker import blas_libraries, flush_output, work
-
-PR_SET_CHILD_SUBREAPER = 36
 
 
 def serve(control_fd: int, parent_pid: int, parent: int) -> None:
@@ -45,7 +42,7 @@ def serve(control_fd: int, parent_pid: int, parent: int) -> None:
     for number in (signal.SIGINT, signal.SIGTTIN, signal.SIGTTOU):  # in the background, a terminal would stop workers
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the script may have blocked SIGCHLD
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent_pid:
         return
     blas_libraries()

@@ -46,8 +46,8 @@ class Output:
     def close(self) -> None:
         """Copy the rest; a bar stays as it is."""
         self.copy(flush=True)
-        with self._copying:
-            self._draw(self._screen.end())
+        with self._copying, contextlib.suppress(Exception):
+            self._draw(self._stream, self._screen.end())
         os.close(self.fd)
 
     def _copy(self, flush: bool) -> bool:
@@ -59,29 +59,36 @@ class Output:
                     break
                 read += chunk
         flush = flush or not more
-        stream = getattr(sys, self._name)  # as it is now: a notebook's cell, a redirected stream
+        stream = self._stream
         with contextlib.suppress(Exception):  # closed by the user: nobody to tell
             if is_drawn(stream):
-                self._draw(self._screen.print(self._decoder.decode(self._line + read, final=flush), flush))
+                self._draw(stream, self._screen.print(self._decoder.decode(self._line + read, final=flush), flush))
                 self._line = b""
             else:
                 self._write(stream, bytes(read), flush)
         return more
 
-    def _draw(self, text: str) -> None:
-        with contextlib.suppress(Exception):
-            _bars.print(getattr(sys, self._name), text, self._rank, self, self._screen.bars)
+    @property
+    def _stream(self) -> Any:
+        return getattr(sys, self._name)  # as it is now: a notebook's cell, a redirected stream
+
+    def _draw(self, stream: Any, text: str) -> None:
+        _bars.print(stream, text, self._rank, self, self._screen.bars)
 
     def _write(self, stream: Any, read: bytes, flush: bool) -> None:
         """Write what has been read, but for a line that has not ended."""
         whole = self._line + read
         end = len(whole) if flush or len(whole) > LINE_BYTES else max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
-        done, self._line = whole[:end], whole[end:]
+        done = whole[:end]
+        self._line = whole[end:]
         if not done:
             return
         if self._prefix:
-            begins, self._begins_line = self._begins_line, done.endswith(b"\n")
-            done = self._prefix * begins + re.sub(rb"\n(?!\Z)", b"\n" + self._prefix, done)
+            text = re.sub(rb"\n(?!\Z)", b"\n" + self._prefix, done)
+            if self._begins_line:
+                text = self._prefix + text
+            self._begins_line = done.endswith(b"\n")
+            done = text
         if hasattr(stream, "buffer"):
             stream.flush()
             stream.buffer.write(done)

@@ -1,4 +1,4 @@
-"""What workers draw again and again: one line each on a terminal and under a cell."""
+"""Bars that workers draw are one line each on a terminal and under a cell."""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ def test_in_a_file(go: Path) -> None:
     command = [sys.executable, "-c", SCRIPT.format(go=str(go))]
     done = subprocess.run(command, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count(b"\repoch: 100%") == done.stderr.count(b"\rbatch:   0%") == 2
+    for drawn in (b"\repoch:   0%", b"\rbatch:   0%", b"\repoch: 100%"):
+        assert done.stderr.count(drawn) >= 2  # by each rank, and once more where tqdm finds that time has passed
     assert sorted(done.stdout.splitlines()) == [b"loss 0", b"loss 1"]
 
 
