@@ -18,8 +18,7 @@ import torch
 
 from nn_parallel import ParallelExecutor, on_rank
 from nn_parallel._engine.descendants import children_of
-from nn_parallel._engine.pool.pool import Pool
-from nn_parallel._engine.pool.site import LocalSite
+from nn_parallel._engine.pool.started_workers import StartedWorkers
 
 SAMPLES = 20
 QUANTITIES = ("memory, MiB", "descriptors", "threads", "keys in the store")
@@ -107,10 +106,9 @@ def state(pool: ParallelExecutor) -> tuple[float, ...]:
 
 
 def _keys(pool: ParallelExecutor) -> int:
-    assert isinstance(pool._backend, Pool)
-    site = pool._backend._supervisor._site
-    assert isinstance(site, LocalSite)
-    store = site._store._store
+    workers = pool._backend
+    assert isinstance(workers, StartedWorkers)
+    store = workers.pool._store._store
     return store.num_keys() if store is not None else 0
 
 

@@ -8,30 +8,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nn_parallel._engine.pickling import Pickler
-from nn_parallel._engine.pool.channel import Channel, Payload, Received
+from nn_parallel._engine.pickling import Pickler, dumps
+from nn_parallel._engine.pool.channel import Channel, Payload
+from nn_parallel._engine.pool.memory_files import Files
 
 
 class Ends:
-    """Both ends of a connection in this process."""
+    """Both ends of a connection in this process, and the files of the first."""
 
     def __init__(self) -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sender = Channel(here)
-        self.receiver = Channel(there)
+        self.sender, self.receiver = Channel(here, "I", "I"), Channel(there, "I", "I")
+        self.files = Files()
+        self._arriving, self._returning = self.receiver.messages(), self.sender.messages()
 
     def send(self, obj: Any) -> Any:
-        """Return ``obj`` as the receiver gets it."""
-        self.sender.send((7,), Payload(Pickler(share=True).pack(obj)))
-        header, payload = self.receive()
-        assert header == (7,)
-        return payload.load()
+        """``obj`` as the receiver gets it."""
+        self.sender.send((7,), Payload(Pickler(share=True).pack(obj), self.files))
+        header, unpack = next(self._arriving)
+        assert header == [7]
+        return unpack()
 
-    def receive(self) -> tuple[Any, Received]:
-        """Return the next message."""
-        message = self.receiver.receive()
-        assert message is not None
-        return message
+    def answer(self) -> None:
+        """Let the receiver say what it has let go of."""
+        self.receiver.send((0,), Payload(dumps(None), self.files))
+        next(self._returning)
 
 
 def memory_files() -> int:
