@@ -18,7 +18,8 @@ import torch
 
 from nn_parallel import ParallelExecutor, on_rank
 from nn_parallel._engine.descendants import children_of
-from nn_parallel._engine.pool.started_workers import StartedWorkers
+from nn_parallel._engine.pool.pool import Pool
+from nn_parallel._engine.pool.site import LocalSite
 
 SAMPLES = 20
 QUANTITIES = ("memory, MiB", "descriptors", "threads", "keys in the store")
@@ -106,9 +107,10 @@ def state(pool: ParallelExecutor) -> tuple[float, ...]:
 
 
 def _keys(pool: ParallelExecutor) -> int:
-    workers = pool._backend
-    assert isinstance(workers, StartedWorkers)
-    store = workers.pool._store._store
+    assert isinstance(pool._backend, Pool)
+    site = pool._backend._supervisor._site
+    assert isinstance(site, LocalSite)
+    store = site._store._store
     return store.num_keys() if store is not None else 0
 
 

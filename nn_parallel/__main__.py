@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from . import GPU, LaunchError, list_gpus, parse_gpu_selection, select_gpus
 from ._engine.devices import accelerators, as_table, cpu_count
 from ._engine.ranks.environment import detect_launch
-from ._engine.stack_dump import by_call_site, processes_of, stacks_of, users_part
+from ._engine.stack_dump import by_call_site, name_of, stacks_below, users_part
 from ._version import __version__
 from .doctor import examine
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(given[1:])
         options = _parser().parse_args(given)
         return {"gpus": _gpus, "doctor": _doctor, "stacks": _stacks}[options.command](options)
-    except (LaunchError, ValueError) as error:
+    except (ImportError, LaunchError, ValueError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
 
@@ -131,19 +131,22 @@ def _doctor(_: argparse.Namespace) -> int:
 def _stacks(options: argparse.Namespace) -> int:
     if options.pid < 1:
         raise ValueError(f"{options.pid} is no process id.")
-    found = processes_of(options.pid)
-    if not found:
-        raise ValueError(
-            f"no process that uses nn_parallel is {options.pid} or descends from it, as far as you may look into it: "
-            "give the process id of the script, of a rank or of the launcher, as ps shows them."
-        )
-    stacks = stacks_of(found)
-    count = Counter(process.name for process in found)  # two pools have ranks of the same names
-    full = {process: f"{process.name} (pid {process.pid})" for process in found}
-    print(by_call_site({full[each] if count[each.name] > 1 else each.name: stack for each, stack in stacks.items()}))
-    for process, stack in stacks.items():
-        print(f"\n{full[process]}, innermost frame first:\n{users_part(stack) or '  It did not tell.'}")
+    stacks = stacks_below(options.pid)
+    names = {pid: name_of(pid, _launched_rank) for pid in stacks}
+    full = {pid: f"{name} (pid {pid})" for pid, name in names.items()}
+    count = Counter(names.values())  # two pools have ranks of the same names
+    print(by_call_site({full[pid] if count[names[pid]] > 1 else names[pid]: stacks[pid] for pid in stacks}))
+    for pid, stack in stacks.items():
+        print(f"\n{full[pid]}, innermost frame first:\n{users_part(stack) or '  It has no Python frame.'}")
     return 0
+
+
+def _launched_rank(environ: Mapping[str, str]) -> int | None:
+    try:
+        launch = detect_launch(environ)
+    except LaunchError:
+        return None
+    return None if launch is None else launch.rank
 
 
 def _for_cuda(gpus: list[GPU]) -> str:

@@ -121,7 +121,8 @@ class ParallelExecutor(Executor):
             RankError: ``fn`` raised on a rank, its result could not be sent, or a process died. The others are freed
                 from collectives and interrupted, killed after half a second if that does not help; the pool is whole
                 again afterwards.
-            RankTimeoutError: a rank took longer than ``timeout``; the message holds the Python stack of each that did.
+            RankTimeoutError: a rank took longer than ``timeout``; the message holds the Python stack of each that did,
+                but for one that is stopped or in C code that holds the GIL.
             TransferError: ``fn`` or an argument cannot be sent; nothing was started.
             ExecutorClosedError: after `shutdown`.
 
@@ -141,7 +142,8 @@ class ParallelExecutor(Executor):
         Returns:
             A future of the result. An exception in ``fn`` is raised as itself, with the remote traceback as its cause;
             a process that dies as `WorkerDiedError`, for this task only; one that takes longer than ``timeout`` as
-            `RankTimeoutError`; what cannot be sent, either way, as `TransferError`.
+            `RankTimeoutError`; what cannot be sent, either way, as `TransferError`. A done-callback is called in a
+            thread of the executor, where waiting for another of its calls is a `ParallelError`.
 
         Raises:
             ExecutorClosedError: after `shutdown`.
@@ -158,19 +160,21 @@ class ParallelExecutor(Executor):
         fn: Callable[..., R],
         *iterables: Iterable[Any],
         timeout: float | None = None,
-        chunksize: int = 1,
+        chunksize: int | None = None,
         progress: Any = False,
     ) -> Iterator[R]:
         """Call ``fn`` on every item, the items spread over the devices as these become free.
 
         Args:
             timeout: seconds from this call until a result must be there; `TimeoutError` from the iterator otherwise.
-            chunksize: how many items go to a device at a time.
+            chunksize: how many items go to a device at a time. If None: as many small items as it does in about 10
+                milliseconds, and long ones each by itself.
             progress: True, or a bar of tqdm: it counts the results as they are taken; under a launcher, on rank 0, its
                 share of the items. With True there is a bar in a notebook or on a terminal, and none elsewhere.
 
         Returns:
-            An iterator over the results, in the order of the items; an exception of ``fn`` comes out at its place.
+            An iterator over the results, in the order of the items; an exception of ``fn`` comes out at its place. A
+            process that dies is a `WorkerDiedError` of each item that it was sent and has not answered.
             Under a launcher each rank computes its share and every rank gets all results.
 
         Raises:
@@ -184,8 +188,11 @@ class ParallelExecutor(Executor):
         """
         total = min((len(each) for each in iterables if isinstance(each, Sized)), default=None)
         shown = Progress(progress, total, call_name(fn))
-        items = zip(*iterables, strict=False)
-        return self._backend.map(fn, items, self._options, timeout, count("chunksize", chunksize), shown)
+        items: Iterable[tuple[Any, ...]] = zip(*iterables, strict=False)
+        if all(type(each) in (list, tuple, range) for each in iterables):
+            items = list(items)  # to draw an item runs no code of the user's
+        size = None if chunksize is None else count("chunksize", chunksize)
+        return self._backend.map(fn, items, self._options, timeout, size, shown)
 
     def put(self, obj: Any) -> Any:
         """Send ``obj`` once to each worker that needs it, and hand out a handle to pass to any number of calls.

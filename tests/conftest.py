@@ -23,13 +23,13 @@ import pytest
 
 from nn_parallel import ParallelExecutor, initialize_ddp, on_rank
 from nn_parallel._engine.descendants import children_of
-from nn_parallel._engine.pool import forkserver_client
+from nn_parallel._engine.pool import forkserver_client, memory_files
 from nn_parallel._engine.ranks import blocks, rendezvous
 from nn_parallel.testing import pool_of
 from tests.support import laboratory
 from tests.support.laboratory import Node
 from tests.support.processes import abandoned_in_shared_memory
-from tests.support.ranks import AnyRanks, Ranks, launched, trim
+from tests.support.ranks import AnyRanks, Ranks, launched
 from tests.support.scripts import HEADER
 
 
@@ -229,7 +229,6 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 def _settle(pools: list[ParallelExecutor]) -> None:
     for pool in pools:
         pool.run(_connect)
-        trim(pool)
 
 
 def _connect() -> None:
@@ -240,6 +239,7 @@ def _connect() -> None:
 
 
 def _state() -> dict[str, object]:
+    memory_files._kept.clear()  # files of this process that wait to be filled again
     return {
         "children": set(children_of(os.getpid())) - {forkserver_client.fork_server_pid()},
         "files": Counter(_open_files()),

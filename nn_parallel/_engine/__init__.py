@@ -16,7 +16,7 @@ another one lies between its parts. Files that are listed as shared lie in this 
         devices             the devices that exist; the parameter ``device`` of a function
         diagnostics         the part of an object that cannot be pickled
         pickling            objects to bytes and back, tensors by their storage
-        stack_dump          the stacks of the processes of a job, for ``nn-parallel stacks``
+        stack_dump          the stack of this process; those of a job, for ``nn-parallel stacks``
     ranks: how the processes of a world find each other, talk, and fail together
         environment         a launcher's variables -> rank, world size, address
         times               how long ranks wait, and how often they look
@@ -40,36 +40,33 @@ another one lies between its parts. Files that are listed as shared lie in this 
         rank_choice         the ranks that an argument ``rank`` names
         run_on_ranks        the decorator of `on_rank`, the block of `rank_first`
         stop_signals        a signal to one rank stops all ranks at the same step
-    pool: the wire
-        memory_files        shared memory for large payloads
-        channel             messages between the parent and a worker
     by_value: functions, classes and globals of a script, as they reach a worker
         globals             the script's functions, classes and globals in a worker
         reducer             pickle by name, by key or by value
         packer              pack a call
-    pool: worker processes, and the calls of `ParallelExecutor`
-        messages            what a worker is told of a task
+    pool: workers, and the calls of `ParallelExecutor`
+        memory_files        shared memory for large payloads
+        channel             messages between the pool and a worker
+        messages            their headers
         evidence            why a process died
+        pool_store          the store of a pool's ranks
         worker              the main loop of a worker
         forkserver          the process that forks workers and reaps them
-        forkserver_boot     its first lines
-        forkserver_client   the fork server, as the parent sees it
+        forkserver_client   the fork server, as the script sees it
         progress, bars      the bar of a map; bars that workers draw
         output              what workers print
-        tasks               run, submit, map, resize
-        worker_process      one worker, as the parent sees it
-        poller              wait for many descriptors
-        processes           the workers of a pool
-        pool_store          the store of a pool's ranks
-        pool                the queue, and the thread that supervises it
+        event_loop          descriptors, timers and posted functions, in one thread
+        tasks               run, submit, map, resize, and their futures
+        protocols           what a pool asks of its workers, and an executor of a pool
+        worker_process      a worker process on this machine
+        site                this machine, as the place of workers
+        supervisor          the thread of a pool: its tasks and workers
+        pool                the calls of an executor on started workers
         launched_ranks      the calls of an executor on the ranks of a launcher
-    ray: the workers of a pool on a Ray cluster
-        messages            what the script and the nodes send each other
-        node                the actor of one node
-        room                place for actors in a cluster
-        pool                the queue of such a pool
+    ray: workers on a Ray cluster
+        worker              the actor of a worker
+        room                the cluster, as the place of workers
     pool: the choice of a backend
-        started_workers     the calls of an executor on started workers
         backend             launched ranks, workers here, or workers on Ray
     shared
         data_parallel       a batch split over devices, in threads
@@ -124,8 +121,10 @@ watchdog
     The thread of a rank that frees it from a wait that cannot end.
 store
     The TCPStore by which the ranks met. `StoreClient` is a connection to it.
+supervisor
+    The thread of a pool, which owns its tasks and workers.
 channel
-    The socket between the parent and one worker.
+    The socket between a pool and one worker.
 memory file
     An anonymous file (memfd) that holds a large payload and is mapped by each receiver.
 fork server

@@ -127,8 +127,10 @@ def collective_timed_out(error: BaseException) -> bool:
     return "gloo/transport" in text or text.startswith("NCCL: ")
 
 
-def exit_reason(exitcode: int) -> str:
-    """``"exited with code 3"`` or ``"was killed by SIGKILL"``."""
+def exit_reason(exitcode: int | None) -> str:
+    """``"exited with code 3"`` or ``"was killed by SIGKILL"``; ``"died"`` where the exit code is not known."""
+    if exitcode is None:
+        return "died"
     if exitcode >= 0:
         return f"exited with code {exitcode}"
     try:

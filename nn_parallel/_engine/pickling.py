@@ -45,23 +45,29 @@ class Packed(NamedTuple):
     pickle: bytes
     buffers: Sequence[memoryview] = ()
     shared: Sequence[torch.UntypedStorage] = ()
-    is_plain: bool = False  # nothing in it needs `loads`: ``pickle.loads`` does, in a tenth of the time
 
     def after(self, first: Packed) -> Packed:
         """Return this pickle with another one before it, which is read first and whose object is dropped."""
         assert not first.buffers
         assert not first.shared
-        return self._replace(pickle=first.pickle + self.pickle, is_plain=False)
+        return self._replace(pickle=first.pickle + self.pickle)
 
 
 def dumps(obj: Any, parts: Callable[[], Mapping[str, Any]] | None = None) -> Packed:
     """Pickle ``obj`` for a process that has run the same script; see `Pickler.pack`."""
-    return dump_atoms(obj) or Pickler().pack(obj, parts)
+    atoms = dump_atoms(obj)
+    return Pickler().pack(obj, parts) if atoms is None else Packed(atoms)
 
 
-def dump_atoms(obj: Any) -> Packed | None:
-    """Pickle numbers, short texts and the like, and short tuples of them, in a tenth of the time; None for all else."""
-    return Packed(pickle.dumps(obj, protocol=5), is_plain=True) if _is_atomic(obj) else None
+def dump_atoms(obj: Any) -> bytes | None:
+    """Pickle numbers, short texts and the like, and short tuples of them; None for all else.
+
+    ``pickle.loads`` reads the pickle, which takes a tenth of the time that `loads` takes.
+    """
+    if not _is_atomic(obj):
+        return None
+    pickled = pickle.dumps(obj, protocol=5)
+    return pickled if len(pickled) < LARGE_BYTES else None
 
 
 def loads(

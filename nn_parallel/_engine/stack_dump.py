@@ -1,93 +1,82 @@
-"""Where the processes of a job stand, as another process sees it, told in a line for each call site.
+"""The stacks of the processes of a job, told in a line for each call site.
 
-Each process that takes part *offers* its stack: a thread of its own writes it into a memory file, when it is asked by a
-byte in a pipe. Who may look into ``/proc`` of such a process finds both there, by the name of the file.
-
-Where C code holds the GIL, that thread cannot run. Then a signal makes Python's `faulthandler` write the stack. That is
-kept for then: of Python code that runs it now and again reads a frame that is just being made, and ends the process.
+`stacks_below` looks into other processes by py-spy, which reads their memory: they take no part in it. So it sees a
+process that is stopped, that holds the GIL in C code, or that does not use this package.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import glob
+import json
 import os
 import re
-import signal
+import subprocess
 import sys
 import sysconfig
 import threading
-import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from . import devices
-from .descendants import descendants_of
+from .descendants import descendants_of, is_stopped
 from .failures import rank_names
 from .tracebacks import PACKAGE_FOLDER
 
-SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2
-WITHIN_S = 0.5  # for a process to write its stack, which takes milliseconds where it gets a core
 MAX_FRAMES = 100
-_NAME = "stack of nn_parallel "
+PY_SPY_WITHIN_S = 30.0
 
 
-class Process(NamedTuple):
-    """A process that offers its stack."""
+def stacks_below(pid: int) -> dict[int, str]:
+    """Return the stacks of the main threads of a process and all Python processes below it, by their process ids.
 
-    pid: int
-    name: str  # as it has said: ``rank 3``, ``the script``
-    file: str  # the path of its memory file
-    pipe: str  # of the pipe by which it is asked
-
-
-def offer_stack(name: str | None = None) -> None:
-    """Let others see where the main thread of this process stands from now on, under ``name``.
-
-    Without one a process offers it as ``the script``, unless it does already.
+    Raises:
+        ImportError: py-spy is not installed.
+        ValueError: no such process runs Python, or this user may not look into it.
     """
-    global _offered
-    if not hasattr(os, "memfd_create"):  # only Linux has it
-        return
-    pid, (owner, *before) = os.getpid(), _offered
-    if name is None and owner == pid:
-        return
-    asked, ask = os.pipe()
-    file = os.memfd_create(f"{_NAME}{pid} {ask} {name or 'the script'}", os.MFD_CLOEXEC)
-    _offered = pid, ask, asked, file
-    faulthandler.register(SIGNAL, file, all_threads=False)
-    threading.Thread(target=_tell, args=[asked, file], name="nn_parallel stack", daemon=True).start()
-    for fd in before[:1] if owner == pid else before:  # with the first one ends the thread, which closes the others
-        os.close(fd)
-
-
-def processes_of(pid: int) -> list[Process]:
-    """Those that offer their stacks, of a process and all that descends from it."""
-    return [found for each in [pid, *descendants_of(pid)] for found in _found(each)]
-
-
-def stacks_of(processes: Iterable[Process]) -> dict[Process, str]:
-    """The stack of each, innermost frame first; empty for a process that has not written it in time."""
-    begins = {process: _size(process) for process in processes}
-    stacks = dict.fromkeys(begins, "")
-    for ask in (_ask_thread, _ask_faulthandler):
-        for process, stack in stacks.items():
-            if not is_whole(stack):
-                with contextlib.suppress(OSError):  # it has ended
-                    ask(process)
-        deadline = time.monotonic() + WITHIN_S
-        while time.monotonic() < deadline and not all(map(is_whole, stacks.values())):
-            for process, begin in begins.items():
-                with contextlib.suppress(OSError), open(process.file, "rb") as file:
-                    file.seek(begin)
-                    stacks[process] = file.read().decode(errors="replace")
-            time.sleep(0.002)  # nobody tells when a memory file has grown
+    program = Path(sysconfig.get_path("scripts"), "py-spy")
+    if not program.exists():
+        raise ImportError("stacks are read by py-spy, which is not installed: pip install nn_parallel[debug]")
+    stacks: dict[int, str] = {}
+    told = "there is no such process"
+    for each in [pid, *descendants_of(pid)]:
+        command = [str(program), "dump", "--json", "--pid", str(each)]
+        if is_stopped(each):
+            command.append("--nonblocking")  # py-spy cannot stop it
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_WITHIN_S)
+        if done.returncode == 0:
+            stacks[each] = _main_thread(each, json.loads(done.stdout))
+        elif each == pid and os.path.exists(f"/proc/{pid}"):
+            told = done.stderr.strip().partition("\n")[0].removeprefix("Error: ")
+    if not stacks:
+        raise ValueError(f"py-spy finds no Python process with the id {pid} or below it: {told}.")
     return stacks
+
+
+def name_of(pid: int, rank_in: Callable[[Mapping[str, str]], int | None]) -> str:
+    """Return ``rank 3`` for a rank, and ``process 4711`` for any other process.
+
+    A worker of a pool has set its own name; of other processes the environment says it, which ``rank_in`` reads.
+    """
+    rank = None
+    with contextlib.suppress(OSError):  # it has ended
+        own_name = Path(f"/proc/{pid}/comm").read_text().strip()
+        if own_name.startswith("rank "):
+            return own_name
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        environ = dict(os.fsdecode(pair).split("=", 1) for pair in pairs if b"=" in pair)
+        rank = rank_in(environ)
+    return f"process {pid}" if rank is None else f"rank {rank}"
+
+
+def take_name(rank: int) -> None:
+    """Let this process be seen as that rank, by `name_of` and by ``ps``."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(f"rank {rank}")
 
 
 def main_frame() -> FrameType | None:
@@ -152,57 +141,17 @@ def _together(names: Iterable[str]) -> str:
     return ", ".join(([rank_names(ranks)] if ranks else []) + others)
 
 
-def _found(pid: int) -> Iterator[Process]:
-    if not _catches_signal(pid):  # the signal would end it
-        return
-    for path in glob.glob(f"/proc/{pid}/fd/*"):
-        with contextlib.suppress(OSError):
-            _, found, rest = os.readlink(path).removesuffix(" (deleted)").partition(_NAME)
-            owner, ask, name = rest.split(" ", 2) if found else ("", "", "")
-            if owner == str(pid):  # else it is a fork of the owner
-                yield Process(pid, name, path, f"/proc/{pid}/fd/{ask}")
-
-
-def _catches_signal(pid: int) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
-        for line in file:
-            name, _, value = line.partition(":")
-            if name == "SigCgt":
-                return bool(int(value, 16) >> (SIGNAL - 1) & 1)
-    return False
-
-
-def _tell(asked: int, file: int) -> None:
-    """Write the stack whenever a byte arrives, until the pipe is closed."""
-    while os.read(asked, 1):
-        os.write(file, main_stack().encode(errors="backslashreplace"))
-    os.close(asked)
-    os.close(file)
-
-
-def _size(process: Process) -> int:
-    with contextlib.suppress(OSError):  # it has ended
-        return os.stat(process.file).st_size
-    return 0
-
-
-def _ask_thread(process: Process) -> None:
-    pipe = os.open(process.pipe, os.O_WRONLY | os.O_NONBLOCK)
-    try:
-        os.write(pipe, b"?")
-    finally:
-        os.close(pipe)
-
-
-def _ask_faulthandler(process: Process) -> None:
-    os.kill(process.pid, SIGNAL)
+def _main_thread(pid: int, threads: list[dict[str, Any]]) -> str:
+    """Return the stack that py-spy tells of the main thread, as `main_stack` writes it."""
+    frames: list[dict[str, Any]] = next((each["frames"] for each in threads if each["os_thread_id"] == pid), [])
+    lines = [(frame["filename"], frame["line"], frame["name"].rpartition(".")[2]) for frame in frames]
+    return "".join(f'  File "{path}", line {line} in {name}\n' for path, line, name in lines)
 
 
 def _call(function: str) -> str:
     return function if function.startswith("<") else f"{function}()"
 
 
-_offered: tuple[int, ...] = (0,)  # by this process, asked by this pipe, of which it reads this end, in this file
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LIBRARIES = PACKAGE_FOLDER, _TORCH, sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep

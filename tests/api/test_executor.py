@@ -36,8 +36,7 @@ from nn_parallel import (
     initialize_ddp,
     on_rank,
 )
-from nn_parallel._engine.pool import worker_process as process
-from nn_parallel._engine.pool.pool import Pool
+from nn_parallel._engine.pool import site, supervisor
 from tests.support.ranks import launched
 from tests.support.scripts import run_script
 
@@ -445,7 +444,7 @@ def test_a_failing_initializer_is_an_error_of_every_call() -> None:
         raise ValueError("no data set")
 
     with ParallelExecutor(num_workers=2, devices="cpu", initializer=prepare) as pool:
-        with pytest.raises(ParallelError, match="The initializer failed in Worker .*no data set"):
+        with pytest.raises(ParallelError, match="The initializer failed in worker [01]: .*no data set"):
             pool.submit(int).result()
         with pytest.raises(ParallelError, match="no data set"):
             pool.run(int)
@@ -473,7 +472,7 @@ def test_the_start_of_workers_has_no_limit(initializer: Any, monkeypatch: pytest
 def test_a_start_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for ever for a worker that does not come."""
     monkeypatch.setattr(sys, "argv", [*sys.argv, SlowToArrive("last")])
-    monkeypatch.setattr(process, "START_WITHIN_S", 0.2)
+    monkeypatch.setattr(supervisor, "START_WITHIN_S", 0.2)
     told = pytest.raises(
         RankTimeoutError, match=r"(?s)The start of workers did not end within 0.2 s.*\n\nWorker 0 \(pid"
     )
@@ -660,7 +659,7 @@ def test_a_removed_directory_harms_no_replacement(tmp_path: Path, monkeypatch: p
 def test_a_fault_of_the_supervisor_is_told(own_executor2: ParallelExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the pool's own thread cannot go on, whoever waits gets an error, and so does every later call."""
     own_executor2.run(int)
-    monkeypatch.setattr(Pool, "_start", lambda pool, index: 1 / 0)
+    monkeypatch.setattr(site, "WorkerProcess", lambda *_: 1 / 0)
     with pytest.raises(WorkerDiedError):
         own_executor2.submit(os._exit, 1).result(20)
     for _ in range(2):

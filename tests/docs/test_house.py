@@ -65,9 +65,9 @@ ELSEWHERE = {  # the tests of a module that has no file of its name, and why
     "ranks.reports": "engine/ranks/test_calls.py",
     "ranks.times": "engine/ranks/test_deadlock.py",
     "ranks.nccl": "engine/test_accelerators.py",  # needs an accelerator, a made-up one at least
-    "pool.forkserver_boot": "engine/pool/test_forkserver.py",  # its first lines
+    "pool.protocols": "engine/pool/test_pool.py",  # by those who implement them
+    "pool.supervisor": "engine/pool/test_pool.py",  # by the calls of its pool
     "pool.messages": "engine/pool/test_worker.py",  # records
-    "ray.messages": "engine/ray/test_pool.py",
     "training.shares": "api/training/test_data.py",
 }
 

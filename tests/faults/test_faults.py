@@ -24,7 +24,7 @@ from nn_parallel import ParallelError, ParallelExecutor, RankError, current_worl
 from nn_parallel._engine.by_value.packer import CallOptions
 from nn_parallel._engine.descendants import children_of
 from nn_parallel._engine.pool import forkserver_client
-from nn_parallel._engine.pool.pool import Pool
+from nn_parallel._engine.pool.event_loop import EventLoop
 from tests.support.fault_table import (
     FAULTS,
     LAUNCHED_MODES,
@@ -228,10 +228,10 @@ def test_at_shutdown(cell: Cell, record: Any, monkeypatch: pytest.MonkeyPatch) -
     pool.run(int)
     outcome: list[Any] = []
     handed_in = threading.Event()
-    hand_out = Pool._hand_out
+    post = EventLoop.post
 
-    def tell(pool: Pool, task: Any = None) -> None:
-        hand_out(pool, task)
+    def tell(loop: EventLoop, *call: Any) -> None:
+        post(loop, *call)
         handed_in.set()
 
     def make_the_call() -> None:
@@ -240,7 +240,7 @@ def test_at_shutdown(cell: Cell, record: Any, monkeypatch: pytest.MonkeyPatch) -
         except BaseException as raised:
             outcome.append(raised)
 
-    monkeypatch.setattr(Pool, "_hand_out", tell)
+    monkeypatch.setattr(EventLoop, "post", tell)
     caller = threading.Thread(target=make_the_call)
     start = time.monotonic()
     caller.start()

@@ -280,7 +280,11 @@ def expected(cell: Cell) -> tuple[str, str] | None:
     if cell.mode in LAUNCHED_MODES and cell.fault in ("SIGSTOP", "C call that holds the GIL"):
         return "RankTimeoutError", "Rank 0 waited"  # that rank cannot say where it stands
     if cell.phase == "idle" and fault.kind == "death" and cell.mode == ON_RAY:
-        return "WorkerDiedError", ""  # the ranks on other nodes have begun when its node tells that it was replaced
+        return "WorkerDiedError", "died while"  # the other ranks have begun when Ray tells of it
+    if cell.mode == ON_RAY and fault.kind == "death":
+        return "WorkerDiedError", "died while"  # its exit code is Ray's to know
+    if cell.mode == ON_RAY and cell.fault in ("SIGSTOP", "C call that holds the GIL"):
+        return "RankTimeoutError", "did not tell its stack"  # nobody on its node asks in another way
     if cell.phase == "idle" and fault.kind == "death":
         return None  # the worker is replaced; whoever calls next does not notice
     return fault.error

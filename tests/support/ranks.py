@@ -26,7 +26,6 @@ from typing import Any, Protocol
 import cloudpickle
 import pytest
 
-from nn_parallel import ParallelExecutor
 from nn_parallel._engine.pickling import _code_of_file
 
 START_WITHIN_S = 60.0  # also on a machine that does much else
@@ -34,11 +33,6 @@ ANSWER_WITHIN_S = 25.0
 END_WITHIN_S = 30.0
 NOTE_CHARACTERS = 20_000  # of what the ranks have printed, under an exception that one of them has raised
 AT_ONCE_S = 5.0  # what comes at once, on a busy machine; no timeout in the tests is as short
-
-
-def trim(pool: ParallelExecutor) -> None:
-    """Let go of the memory files that ``pool`` keeps to fill them again."""
-    pool._backend.pool.packer.files.trim(0)  # type: ignore[union-attr]
 
 
 class AnyRanks(Protocol):

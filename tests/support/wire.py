@@ -8,31 +8,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nn_parallel._engine.pickling import Pickler, dumps
-from nn_parallel._engine.pool.channel import Channel, Payload
-from nn_parallel._engine.pool.memory_files import Files
+from nn_parallel._engine.pickling import Pickler
+from nn_parallel._engine.pool.channel import Channel, Payload, Received
 
 
 class Ends:
-    """Both ends of a connection in this process, and the files of the first."""
+    """Both ends of a connection in this process."""
 
     def __init__(self) -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sender, self.receiver = Channel(here, "I", "I"), Channel(there, "I", "I")
-        self.files = Files()
-        self._arriving, self._returning = self.receiver.messages(), self.sender.messages()
+        self.sender = Channel(here)
+        self.receiver = Channel(there)
 
     def send(self, obj: Any) -> Any:
-        """``obj`` as the receiver gets it."""
-        self.sender.send((7,), Payload(Pickler(share=True).pack(obj), self.files))
-        header, unpack = next(self._arriving)
-        assert header == [7]
-        return unpack()
+        """Return ``obj`` as the receiver gets it."""
+        self.sender.send((7,), Payload(Pickler(share=True).pack(obj)))
+        header, payload = self.receive()
+        assert header == (7,)
+        return payload.load()
 
-    def answer(self) -> None:
-        """Let the receiver say what it has let go of."""
-        self.receiver.send((0,), Payload(dumps(None), self.files))
-        next(self._returning)
+    def receive(self) -> tuple[Any, Received]:
+        """Return the next message."""
+        message = self.receiver.receive()
+        assert message is not None
+        return message
 
 
 def memory_files() -> int:

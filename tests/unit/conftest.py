@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nn_parallel._engine.pool.pool import Pool
+from nn_parallel._engine.pool.forkserver_client import ServerConnection
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,4 +17,4 @@ def _no_worker_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object) -> None:
         raise AssertionError("a test in tests/unit starts no workers: move it to tests/engine or tests/api")
 
-    monkeypatch.setattr(Pool, "__init__", start)
+    monkeypatch.setattr(ServerConnection, "__init__", start)

@@ -165,15 +165,11 @@ class CachedFunction:
 def store_object(number: int, unpack: Unpack) -> None:
     """Store the object that has arrived under ``number``."""
     stored[number] = Stored(unpack)
-    if number in _forgotten_before:
-        forget(number)
 
 
 def forget(number: int) -> None:
-    """Let go of a stored object. The order to do so may arrive before the object."""
-    _forgotten_before.add(number)
-    if stored.pop(number, None) is not None:
-        _forgotten_before.discard(number)
+    """Let go of a stored object."""
+    stored.pop(number, None)
 
 
 def stored_object(number: int) -> Any:
@@ -503,7 +499,6 @@ def bind(namespace: Namespace, name: str, number: int, value: Any) -> None:
 keys = Keys()
 namespaces = weakref.WeakValueDictionary[int, Namespace]()  # by the identity of their dicts, which they keep alive
 stored: dict[int, Stored] = {}  # by the numbers of handles
-_forgotten_before = set[int]()  # the numbers of objects that were to be forgotten before they had arrived
 _received_namespaces: list[Namespace] = []  # kept alive: functions refer to the dict only
 _versions: dict[str, int] = {}  # by the keys of definitions: the number of the version that is here
 _awaited: dict[str, Needed] = {}  # what is to be made before the call begins

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from ..pickling import Packed, dump_atoms, dumps
-from ..pool.channel import Payload
-from ..pool.memory_files import Files
 from ..process_environment import ProcessEnvironment
 from ..ranks.records import call_name
 from ..tracebacks import warn_user
@@ -42,9 +40,9 @@ class Handle:
     The workers let go of the object when the last reference to its handle is gone.
     """
 
-    def __init__(self, payload: Payload, what: str, owner: object, number: int | None = None) -> None:
-        """``number``: that of the handle in another process which this one stands for."""
-        self.number = next(_numbers) if number is None else number
+    def __init__(self, payload: Any, what: str, owner: object) -> None:
+        """``payload``: the packed object, as `Packer` sends it."""
+        self.number = next(_numbers)
         self.payload = payload
         self._what = what
         self.owner = owner
@@ -63,13 +61,16 @@ class Handle:
 class PackedCall:
     """A packed function and its arguments, with the handles of what workers need before: it keeps these alive."""
 
+    __slots__ = ("alive", "arguments", "function", "handles", "name", "options", "payload")
+
     def __init__(
         self,
         name: str,
         options: CallOptions,
-        payload: Payload,
         handles: list[Handle],
         function: int = 0,
+        arguments: bytes | None = None,
+        payload: Any = None,
         alive: Sequence[Any] = (),
     ) -> None:
         """Hold what is sent.
@@ -77,26 +78,24 @@ class PackedCall:
         Args:
             name: the name of the function, for errors.
             options: those of the executor.
-            payload: the pickle.
             handles: what the workers need to have before.
             function: the number under which the workers keep the function; 0: it is in the payload.
+            arguments: the pickled arguments, where the function is kept and they are numbers, texts and the like.
+            payload: the packed ``(fn, args, kwargs)`` in all other cases.
             alive: definitions and globals that a result may refer to.
         """
         self.name = name
         self.options = options
-        self.payload = payload
         self.handles = handles
         self.function = function
+        self.arguments = arguments
+        self.payload = payload
         self.alive = alive
-
-    @classmethod
-    def unsent(cls, name: str, options: CallOptions) -> PackedCall:
-        """Stands for one that could not be packed."""
-        return cls(name, options, _NOTHING, [])
 
     def release(self) -> None:
         """Drop what only the workers needed; `alive` stays for a result that has not been rebuilt yet."""
-        self.handles, self.payload = [], _NOTHING
+        self.handles = []
+        self.payload = None
 
 
 class Definition:
@@ -296,13 +295,17 @@ class _SentFunction:
 class Packer:
     """Packs what one pool sends."""
 
-    def __init__(self, on_forgotten: Callable[[], object], is_elsewhere: bool = False) -> None:
-        """``on_forgotten`` is called when there is something new in ``forgotten``, by the collector, in any thread.
+    def __init__(
+        self, make_payload: Callable[[Packed], Any], on_forgotten: Callable[[int], None], is_elsewhere: bool = False
+    ) -> None:
+        """Pack nothing yet.
 
-        ``is_elsewhere``: the workers are on other machines.
+        Args:
+            make_payload: copies a packed object to where it is sent from.
+            on_forgotten: called with the number of a handle that is gone, by the collector, in any thread.
+            is_elsewhere: the workers are on other machines.
         """
-        self.files = Files()
-        self.forgotten = deque[int]()  # the numbers of handles that are gone: workers may forget their objects
+        self.make_payload = make_payload
         self._on_forgotten = on_forgotten
         self._process_environment = ProcessEnvironment(is_elsewhere)
         self._environment: Handle | None = None  # of the environment, once it has changed
@@ -323,35 +326,31 @@ class Packer:
     ) -> PackedCall:
         """Return the call as it is sent; ``name`` is told in errors.
 
-        It is several pickles in one message: of `adopt_environment` if that has changed, of `prepare`, and of
-        ``(fn, args, kwargs)``, where ``fn`` is None if the workers keep it. What the handles of the call stand for is
-        sent before.
+        The payload is several pickles: of `adopt_environment` if that has changed, of `prepare`, and of ``(fn, args,
+        kwargs)``, where ``fn`` is None if the workers keep it. What the handles of the call stand for is sent before.
 
         Raises:
             TransferError: it cannot be pickled.
         """
-        name = name or call_name(fn)
+        return self.look_at(fn, options, name).pack(args, kwargs)
+
+    def look_at(self, fn: Callable[..., Any], options: CallOptions, name: str = "") -> FunctionPacker:
+        """Return what packs calls of ``fn`` as `pack` does, as long as nothing that it refers to is bound anew."""
         with self.lock:
             if self._process_environment.changed():
                 self._environment = self._make_handle(dumps(self._process_environment), "process environment")
-            environment = self._environment
-            sent = self._sent_function(fn)
-        if sent and (atoms := dump_atoms((None, args, kwargs)) if args or kwargs else _NO_ARGUMENTS):
-            payload = Payload(atoms, self.files)
-            return PackedCall(name, options, payload, sent.handles, sent.handle.number, sent.alive)
-        call = _CallReducer(self)
-        packed = call.pack((None if sent else fn, args, kwargs), functools.partial(_call_parts, fn, args, kwargs))
-        handles = [*call.handles, *_handles_of(call, environment)]
-        if call.needed or call.constants:
-            packed = packed.after(_DefinitionReducer().pack(Deferred(receiving.prepare, *call.prepare_arguments())))
-        if environment is not None:
-            packed = packed.after(dumps(Deferred(receiving.adopt_environment, environment.number)))
-        self._warn_of_reloads(call.users_modules)
-        _warn_of_copied_parameters(call)
-        if sent:
-            handles += sent.handles
-        number = sent.handle.number if sent else 0
-        return PackedCall(name, options, Payload(packed, self.files), handles, number, call.alive())
+            return FunctionPacker(self, fn, options, name or call_name(fn), self._environment, self._sent_function(fn))
+
+    def warn_of_reloads(self, modules: Mapping[str, types.ModuleType]) -> None:
+        """Warn of modules of the user's that were reloaded since workers first needed them."""
+        for name, module in modules.items():
+            spec = self._specs.setdefault(name, module.__spec__)
+            if spec is not module.__spec__:
+                self._specs[name] = module.__spec__
+                warn_user(
+                    f"Module {name} was reloaded in this process, but workers keep what they have imported. Make a new "
+                    f"executor, or send the module by value: cloudpickle.register_pickle_by_value({name})."
+                )
 
     def put(self, obj: Any) -> Handle:
         """Pack ``obj`` for the workers to keep as long as its handle lives."""
@@ -374,15 +373,10 @@ class Packer:
 
     def close(self) -> None:
         """The pool has ended."""
-        self.files.close()
+        self._on_forgotten = lambda number: None  # nobody needs to know
         self._functions.clear()
         self._environment = None
         self._definitions.clear()
-
-    def forget(self, number: int) -> None:
-        """The handle of this number is gone."""
-        self.forgotten.append(number)
-        self._on_forgotten()
 
     def _define(self, obj: Any) -> Definition:
         key = keys.of_or_add(obj)
@@ -396,8 +390,8 @@ class Packer:
         return Definition(obj, key, parts, pickler, made_before, self._make_handle(packed, "definition"))
 
     def _make_handle(self, packed: Packed, what: str) -> Handle:
-        handle = Handle(Payload(packed, self.files), what, self)
-        weakref.finalize(handle, self.forget, handle.number).atexit = False
+        handle = Handle(self.make_payload(packed), what, self)
+        weakref.finalize(handle, self._on_forgotten, handle.number).atexit = False
         return handle
 
     def _sent_function(self, fn: Any) -> _SentFunction | None:
@@ -425,15 +419,48 @@ class Packer:
         handle = self._make_handle(dumps(CachedFunction(environment, before.pickle, packed.pickle)), "function")
         return _SentFunction(fn, call, [handle, *_handles_of(call, self._environment)], self._environment)
 
-    def _warn_of_reloads(self, modules: Mapping[str, types.ModuleType]) -> None:
-        for name, module in modules.items():
-            spec = self._specs.setdefault(name, module.__spec__)
-            if spec is not module.__spec__:
-                self._specs[name] = module.__spec__
-                warn_user(
-                    f"Module {name} was reloaded in this process, but workers keep what they have imported. Make a new "
-                    f"executor, or send the module by value: cloudpickle.register_pickle_by_value({name})."
-                )
+
+class FunctionPacker:
+    """Packs calls of one function."""
+
+    def __init__(
+        self,
+        packer: Packer,
+        fn: Callable[..., Any],
+        options: CallOptions,
+        name: str,
+        environment: Handle | None,
+        sent: _SentFunction | None,
+    ) -> None:
+        """``sent``: the function as the workers keep it, if they do."""
+        self._packer = packer
+        self._fn = fn
+        self._options = options
+        self._name = name
+        self._environment = environment
+        self._sent = sent
+
+    def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedCall:
+        """As `Packer.pack`."""
+        sent = self._sent
+        if sent and not kwargs and (arguments := dump_atoms(args)) is not None:
+            return PackedCall(self._name, self._options, sent.handles, sent.handle.number, arguments, alive=sent.alive)
+        call = _CallReducer(self._packer)
+        packed = call.pack(
+            (None if sent else self._fn, args, kwargs), functools.partial(_call_parts, self._fn, args, kwargs)
+        )
+        handles = [*call.handles, *_handles_of(call, self._environment)]
+        if call.needed or call.constants:
+            packed = packed.after(_DefinitionReducer().pack(Deferred(receiving.prepare, *call.prepare_arguments())))
+        if self._environment is not None:
+            packed = packed.after(dumps(Deferred(receiving.adopt_environment, self._environment.number)))
+        self._packer.warn_of_reloads(call.users_modules)
+        _warn_of_copied_parameters(call)
+        if sent:
+            handles += sent.handles
+        number = sent.handle.number if sent else 0
+        payload = self._packer.make_payload(packed)
+        return PackedCall(self._name, self._options, handles, number, payload=payload, alive=call.alive())
 
 
 def _handles_of(call: _CallReducer, environment: Handle | None) -> list[Handle]:
@@ -545,5 +572,4 @@ _CALLED_ONCE = "called once"
 _NEVER_SENT = "not sent by itself, as it refers to data"
 _MISSING = itertools.repeat(Missing)
 _numbers = itertools.count(1)
-_NOTHING, _NO_ARGUMENTS = Payload(Packed(b""), Files()), dumps((None, (), {}))
 _CONTAINERS = (dict, list, set, deque)

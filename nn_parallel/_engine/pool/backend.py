@@ -15,17 +15,16 @@ import torch
 
 from ...errors import ParallelError
 from ..by_value.packer import CallOptions, Packer
-from ..devices import choose_devices, count, cpu_count
+from ..devices import choose_devices, cpu_count
 from ..ranks.context import rank_context
 from ..ranks.membership import as_seconds, join_launched_world
 from ..tracebacks import hide_own_frames, importing_module
 from .launched_ranks import LaunchedRanks
 from .pool import Pool
-from .processes import Settings
-from .started_workers import StartedWorkers
+from .protocols import Backend
+from .site import LocalSite
 
 UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
-Backend = LaunchedRanks | StartedWorkers
 SHARED_IDLE_LIMIT_S = 60.0  # after which the workers of a shared backend end
 logger = logging.getLogger("nn_parallel")
 
@@ -91,29 +90,27 @@ def _refuse_in_import_of_worker() -> None:
         )
 
 
-def _start_here(wanted: PoolOptions, options: CallOptions) -> StartedWorkers:
+def _start_here(wanted: PoolOptions, options: CallOptions) -> Pool:
     devices_for = functools.partial(choose_devices, wanted.num_gpus, wanted.devices)
     chosen = devices_for(wanted.num_workers)
     if wanted.devices is None and chosen[0].type == "cpu":
         n = len(chosen)
         logger.info("No accelerator: %d CPU workers, %d threads each.", n, max(1, cpu_count() // n))
-    settings = Settings(
-        devices=chosen,
-        pack_initializer=_initializer_packer(wanted, options),
-        idle_limit_s=wanted.idle_limit_s,
-        prefix_output=wanted.prefix_output,
-    )
-    return StartedWorkers(devices_for, Pool(settings))
+    site = LocalSite(wanted.prefix_output)
+    return Pool(site, devices_for, wanted.num_workers, _initializer_packer(wanted, options), wanted.idle_limit_s)
 
 
-def _start_on_ray(wanted: PoolOptions, options: CallOptions) -> StartedWorkers:
-    from ..ray.pool import RayPool
-    from ..ray.room import Wanted, resources_for
+def _start_on_ray(wanted: PoolOptions, options: CallOptions) -> Pool:
+    from ..ray.room import RaySite, Wanted, resources_for
 
     resources, number = resources_for(wanted.num_gpus, wanted.devices, wanted.num_workers, wanted.resources_per_worker)
     placed = Wanted(resources, wanted.placement, as_seconds(wanted.wait_for_resources) or 0.0, wanted.prefix_output)
-    pool = RayPool(number, placed, _initializer_packer(wanted, options), wanted.idle_limit_s)
-    return StartedWorkers(lambda number: [torch.device("cpu")] * count("num_workers", number), pool)
+    site = RaySite(number, placed)
+    try:
+        return Pool(site, site.devices_for, number, _initializer_packer(wanted, options), wanted.idle_limit_s)
+    except BaseException:  # the initializer cannot be pickled, or Ctrl-C: nobody else gives the room back
+        site.close()
+        raise
 
 
 def _initializer_packer(wanted: PoolOptions, options: CallOptions) -> Callable[..., Any] | None:

@@ -1,267 +1,214 @@
-"""Messages between the parent and a worker: one packet each, over a Unix socket that keeps their bounds.
+"""Messages between the pool and a worker, over a Unix socket that keeps their bounds.
 
-A message is a header of a few numbers and a packed object. A small object lies in the packet itself, any other one in a
-memory file whose descriptor comes along. So a message is sent whole or not at all, and it fits into the buffer of the
-socket: sending it waits for nobody, as a rule.
+A message is a header, a tuple of its kind, and the payload: an object as a pickle and buffers. What is small lies in
+the packet itself; anything else in a memory file whose descriptor comes along. So a message fits into the buffer of
+the socket.
 """
 
 from __future__ import annotations
 
 import array
-import contextlib
 import errno
-import functools
 import mmap
 import os
 import pickle
 import select
 import socket
-import struct
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import TransferError
 from ..pickling import Buffer, Packed, loads
 from ..polling import Spin
-from .memory_files import Files, FilledFile, join, map_shared, read_file, shared_descriptor, split
+from .memory_files import Descriptor, fill, map_private, map_shared, shared_descriptor
 
-# Before the header: is it plain; how many files are given back; how many descriptors come along; how many buffers the
-# payload holds, 0 if it is a pickle alone; number and size of the file that holds the payload. After the header: the
-# numbers of the files given back, and the payload where there is no file.
-_HEAD = "=?HIIQQ"
-_NUMBER = struct.Struct("=q")
-_SMALL_BYTES = 1 << 16
+ROOM_WITHIN_S = 5.0
+SMALL_BYTES = 1 << 16  # of the payload in a packet
+FILES_AT_ONCE = 64  # that wait to be sent: descriptors are scarce
 _PACKET_BYTES = 1 << 17  # at most
 _FDS_AT_ONCE = 250  # the kernel takes 253 with one packet
-_ONLY_FDS = b" "  # a packet of descriptors that belong to the message after it
 _ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)
-_CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # an integer, as it takes 0.5 us to combine members of an enum
-_AT_ONCE = _CLOEXEC | int(socket.MSG_DONTWAIT)
-_TRUNCATED = int(socket.MSG_CTRUNC)
-ROOM_WITHIN_S = 5.0
-
-Header = Sequence[Any]
-Unpack = Callable[[], Any]  # the packed object; raises whatever unpickling raises
-Message = tuple[Header, Unpack]
-
-
-@dataclass(slots=True)
-class Received:
-    """An object as it has arrived: called, it unpickles that."""
-
-    pickle: bytes | memoryview
-    buffers: Sequence[Buffer] | None = None  # None: ``pickle.loads`` does
-    device: torch.device | None = None
-    shared: Sequence[Buffer] = ()
-
-    def __call__(self) -> Any:
-        """The object. Raises whatever unpickling raises."""
-        if self.buffers is None:
-            return pickle.loads(self.pickle)
-        return loads(self.pickle, self.buffers, self.device, self.shared)
+_CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
 class Payload:
-    """A packed object as messages carry it: bytes if it is small, else a memory file, or copies to be put into one."""
+    """A packed object as messages carry it. What is large is copied, since its owner may change it."""
 
-    def __init__(self, packed: Packed, files: Files) -> None:
+    def __init__(self, packed: Packed) -> None:
         """Copy what is large.
 
         Raises:
             TransferError: there is no memory file to be had.
         """
-        self.shared, self.is_plain = packed.shared, packed.is_plain
-        self.inline, self.buffer_count = _small_payload(packed)
-        self._file: FilledFile | None = None
+        buffers = [memoryview(packed.pickle), *packed.buffers]
+        self.sizes = [buffer.nbytes for buffer in buffers]
+        self.shared = packed.shared
+        self.inline: list[bytes] = []
+        self._file: Descriptor | None = None
         self._copies: list[memoryview] = []
-        if self.inline is None:
-            buffers = _buffers(packed)
-            self.buffer_count, self._file = len(buffers), _filled(files.fill, buffers)
-            if self._file is None:  # too many are in use: one is filled when this is sent
-                self._copies = [memoryview(bytes(buffer)) for buffer in buffers]
-
-    def packed(self) -> Packed:
-        """What it was made of."""
-        if self.inline is None:
-            pickled, *buffers = self._file.buffers() if self._file is not None else self._copies
-        elif self.buffer_count:
-            pickled, *buffers = split(memoryview(self.inline), self.buffer_count)
+        if sum(self.sizes) <= SMALL_BYTES:
+            self.inline = [bytes(buffer) for buffer in buffers]
+        elif len(_files) < FILES_AT_ONCE:
+            self._file = _filled(buffers)
+            _files.add(self._file)
         else:
-            pickled, buffers = memoryview(self.inline), []
-        return Packed(bytes(pickled), buffers, self.shared, self.is_plain)
+            self._copies = [memoryview(bytes(buffer)) for buffer in buffers]
 
-    def file(self) -> FilledFile | None:
-        """The memory file; None if the object is small. Raises as the constructor."""
-        return self._file or (_filled(FilledFile.once, self._copies) if self._copies else None)
+    def file(self) -> Descriptor | None:
+        """Return the memory file, or None if the object is small. Raises as the constructor."""
+        return _filled(self._copies) if self._copies else self._file
 
 
+@dataclass(slots=True)
+class Received:
+    """The payload of a message as it has arrived."""
+
+    pickle: Buffer | bytes
+    buffers: Sequence[Buffer] = ()
+    shared: Sequence[Buffer] = ()
+    error: OSError | None = None  # why it could not be received
+
+    def load(self, device: torch.device | None = None) -> Any:
+        """Unpickle the object; accelerator tensors land on ``device``. Raises whatever unpickling raises."""
+        if self.error is not None:
+            raise OSError(*self.error.args)  # a new one: with its traceback it would refer to whoever catches it
+        return loads(self.pickle, self.buffers, device, self.shared)
+
+
+class _Packet(NamedTuple):
+    data: bytes
+    fds: Sequence[int] = ()
+    owners: Sequence[object] = ()  # of the descriptors, which stay open until the packet is sent
+
+
+@dataclass
 class Channel:
     """One end of a connection."""
 
-    def __init__(self, sock: socket.socket, sends: str, receives: str) -> None:
-        """``sends`` and ``receives`` are the formats of the headers, as for `struct`."""
-        self.sock = sock
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _PACKET_BYTES)  # a larger packet is refused
-        self.device: torch.device | None = None  # where accelerator tensors of what arrives land; None: on the CPU
-        self._sends, self._receives = struct.Struct(_HEAD + sends), struct.Struct(_HEAD + receives)
-        self._lent: dict[int, FilledFile] = {}  # what the other side may have a map of
-        self._returned = deque[int]()  # what this side has let go of, and the other has not heard of
+    sock: socket.socket
+    _outbox: deque[_Packet] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _PACKET_BYTES)  # a larger packet is refused
         self._packet = memoryview(mmap.mmap(-1, _PACKET_BYTES, mmap.MAP_PRIVATE))  # takes memory as it is used
-        self._fds = list[int]()  # of the message that arrives; some come before it
+        self._fds: list[int] = []  # of the message that arrives; some come before it
         self._has_all_fds = True  # fewer arrive where this process may not open more
-        self.has_strays = False  # descriptors were sent, and their message could not be
-        self.spins = False  # before it waits for a message
         self._spin = Spin()
         self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
+        self._poll.register(self.sock, select.POLLIN)
 
-    def send(self, header: Header, payload: Payload) -> None:
-        """Send one message.
+    def enqueue(self, header: Any, payload: Payload | None = None) -> None:
+        """Have a message sent by `flush`.
+
+        Raises:
+            TransferError: there is no memory file, or no descriptor, to be had.
+        """
+        self._outbox += _packets(header, payload)
+
+    def flush(self) -> bool:
+        """Send what is enqueued, as far as there is room without waiting; return whether that was all.
+
+        Raises:
+            OSError: the other side is gone, or the kernel takes no more descriptors (ETOOMANYREFS).
+        """
+        while self._outbox:
+            packet = self._outbox[0]
+            try:
+                if packet.fds:
+                    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", packet.fds))]
+                    self.sock.sendmsg([packet.data], ancillary, socket.MSG_DONTWAIT)
+                else:
+                    self.sock.send(packet.data, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            self._outbox.popleft()
+        return True
+
+    def send(self, header: Any, payload: Payload | None = None) -> None:
+        """Send a message; wait for room if there is none.
 
         Raises:
             OSError: the other side is gone.
-            TransferError: there is no room for its descriptors, or no memory file; others can be sent.
+            TransferError: it could not be sent in time; others can.
         """
-        if payload.inline is not None and not payload.shared and not self._returned:
-            head = self._sends.pack(payload.is_plain, 0, 0, payload.buffer_count, 0, 0, *header)
-            self.sock.send(head + payload.inline)
-            return
-        file, number, size = payload.file(), 0, 0
-        opened: list[int] = []
-        fds = [shared_descriptor(storage, opened) for storage in payload.shared]
-        if file is not None:
-            number, size = file.number, file.size
-            fds.append(file.fd)
-            if number:
-                self._lent[number] = file
-        returned = [self._returned.popleft() for _ in range(len(self._returned))]
-        head = self._sends.pack(payload.is_plain, len(returned), len(fds), payload.buffer_count, number, size, *header)
-        packet = b"".join((head, *map(_NUMBER.pack, returned), payload.inline or b""))
-        try:
-            while len(fds) > _FDS_AT_ONCE:
-                send_fds(self.sock, _ONLY_FDS, fds[:_FDS_AT_ONCE])
-                self.has_strays = True
-                del fds[:_FDS_AT_ONCE]
-            send_fds(self.sock, packet, fds)
-            self.has_strays = False
-        except BaseException:
-            self._lent.pop(number, None)
-            self._returned.extend(returned)
-            raise
-        finally:
-            for fd in opened:
-                os.close(fd)
+        self.enqueue(header, payload)
+        deadline = time.monotonic() + ROOM_WITHIN_S
+        while True:
+            try:
+                if self.flush():
+                    return
+                select.select([], [self.sock], [])
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS:
+                    raise
+                if time.monotonic() > deadline:
+                    self._outbox.clear()
+                    raise no_room(error) from error
+                time.sleep(0.001)  # nobody tells when there is room
 
-    def receive(self, *, wait: bool = True) -> Message | None:
-        """The next message; None if there is none yet and this need not ``wait`` for it.
+    def receive(self, *, wait: bool = True) -> tuple[Any, Received] | None:
+        """Return the next message; None if there is none yet and this need not ``wait`` for it.
 
         Raises:
             EOFError: the other side has closed.
             ConnectionResetError: the other side has closed, and had not read what it was sent last.
         """
-        head, packet = self._receives, self._packet
+        flags = _CLOEXEC if wait else _CLOEXEC | socket.MSG_DONTWAIT
         while True:
             try:
-                size, fds, is_whole = receive_fds(self.sock, packet, _CLOEXEC if wait else _AT_ONCE)
+                size, fds, is_whole = receive_fds(self.sock, self._packet, flags)
             except BlockingIOError:
                 return None
             if not size:
                 raise EOFError
             self._fds += fds
             self._has_all_fds &= is_whole
-            if size >= head.size:
-                break
-        fds, is_whole, self._fds, self._has_all_fds = self._fds, self._has_all_fds, [], True
-        is_plain, returns, fd_count, buffer_count, number, file_size, *header = head.unpack_from(packet)
-        start = head.size
-        if returns:
-            start += returns * _NUMBER.size
-            self._take_back(packet[head.size : start])
-        inline = packet[start:size]
-        if is_plain and not (fds or fd_count):
-            return header, Received(bytes(inline))
-        payload, shared = None, list[memoryview]()
-        if fd_count or fds:
-            try:
-                payload, shared = self._map(deque(fds), is_whole, fd_count, number, file_size)
-            except OSError as error:
-                if error.errno is None:  # of a signal's handler
-                    raise
-                return header, functools.partial(_raise, *error.args)
-        if not buffer_count:
-            return header, Received(bytes(inline), [], self.device, shared)
-        pickled, *buffers = split(payload or memoryview(bytearray(inline)), buffer_count)
-        return header, Received(pickled, buffers, self.device, shared)
+            if size == len(_ONLY_FDS):
+                continue
+            header, sizes, descriptor_count, inline = pickle.loads(self._packet[:size])
+            if not (self._fds or descriptor_count):
+                return header, Received(inline[0] if inline else b"", list(map(bytearray, inline[1:])))
+            fds, is_whole, self._fds, self._has_all_fds = self._fds, self._has_all_fds, [], True
+            return header, _mapped(fds, is_whole, descriptor_count, sizes, inline)
 
-    def messages(self) -> Iterator[Message]:
-        """The messages that arrive, one after another, until the other side closes."""
-        with contextlib.suppress(EOFError, ConnectionResetError):
-            while True:
-                yield self.receive()  # type: ignore[misc]  # it waits; and through no variable, which would keep memory
-                if self.spins:
-                    self._spin.until(self.has_more)
+    def wait_for_more(self) -> None:
+        """Look for a message for a moment, which is sooner than to be put to sleep and woken."""
+        self._spin.until(self.has_more)
 
     def has_more(self) -> bool:
-        """Whether there is something to read, be it the end."""
+        """Return whether there is something to read, be it the end."""
         return bool(self._poll.poll(0))
 
     def close(self) -> None:
-        """The other side is gone, and its maps with it."""
-        self._lent.clear()
+        """Close this end."""
+        self._outbox.clear()
         self.sock.close()
         while self._fds:
             os.close(self._fds.pop())
 
-    def _take_back(self, numbers: memoryview) -> None:
-        """The other side has let go of these files; a negative number says that a fork of it may still have the map."""
-        for (number,) in _NUMBER.iter_unpack(numbers):
-            filled = self._lent.pop(abs(number), None)
-            if filled is not None and number < 0:
-                filled.spoil()
-
-    def _map(
-        self, fds: deque[int], is_whole: bool, count: int, number: int, size: int
-    ) -> tuple[memoryview | None, list[memoryview]]:
-        """The payload in the memory file, if one came, and the memory that is shared; closes ``fds``."""
-        try:
-            while len(fds) > count:  # of a message that was not sent after them
-                os.close(fds.popleft())
-            if not is_whole and count:
-                if number:
-                    self._returned.append(number)
-                raise OSError(errno.EMFILE, "no free file descriptor for what came with the message")
-            payload = read_file(fds.pop(), number, size, self._returned) if size else None
-            return payload, [map_shared(fds.popleft()) for _ in range(len(fds))]
-        finally:
-            for fd in fds:
-                os.close(fd)
-
 
 def send_fds(sock: socket.socket, message: bytes, fds: Sequence[int]) -> None:
-    """Send a packet with descriptors; if the kernel takes no more of these, wait a while for others to receive theirs.
+    """Send a packet with descriptors; if the kernel takes no more of these, wait until others have received theirs.
 
     Raises:
         OSError: the other side is gone.
         TransferError: there was no room in time.
     """
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
     deadline = time.monotonic() + ROOM_WITHIN_S
     while True:
         try:
-            sock.sendmsg([message], ancillary)
+            sock.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
         except OSError as error:
-            # Of descriptors that nobody has received yet all of a user's processes together may have as many as one
-            # may have open.
             if error.errno != errno.ETOOMANYREFS:
                 raise
             if time.monotonic() > deadline:
-                told = f"for {ROOM_WITHIN_S:g} s too many have been on their way to processes that do not receive them"
-                raise TransferError(f"No room for the descriptors of shared tensors: {told} ({error}).") from error
+                raise no_room(error) from error
             time.sleep(0.001)  # nobody tells when there is room
         else:
             return
@@ -276,30 +223,68 @@ def receive_fds(
     """
     size, ancillary, received, _ = sock.recvmsg_into([packet], _ANCILLARY, flags)
     fds = [fd for _, _, some in ancillary for fd in array.array("i", some)] if ancillary else []
-    return size, fds, not received & _TRUNCATED
+    return size, fds, not received & socket.MSG_CTRUNC
 
 
-def _buffers(packed: Packed) -> list[memoryview]:
-    return [memoryview(packed.pickle), *packed.buffers]
+def no_room(error: OSError) -> TransferError:
+    """Return the error of a message whose descriptors the kernel does not take.
+
+    The kernel limits the descriptors in flight per user to RLIMIT_NOFILE, and then fails with ETOOMANYREFS (unix(7)).
+    """
+    told = f"for {ROOM_WITHIN_S:g} s too many have been on their way to processes that do not receive them"
+    return TransferError(f"No room for the descriptors of shared tensors: {told} ({error}).")
 
 
-def _small_payload(packed: Packed) -> tuple[bytes | bytearray | None, int]:
-    """What a packet holds of the object, or None if that is not small; and how many buffers it is made of."""
-    if not packed.buffers:
-        return packed.pickle if len(packed.pickle) <= _SMALL_BYTES else None, 0
-    buffers = _buffers(packed)
-    return join(buffers, _SMALL_BYTES), len(buffers)
+def _packets(header: Any, payload: Payload | None) -> list[_Packet]:
+    if payload is None:
+        return [_Packet(pickle.dumps((header, (), 0, ())))]
+    fds: list[int] = []
+    owners: list[object] = [payload]
+    try:
+        for storage in payload.shared:
+            fd, owner = shared_descriptor(storage)
+            fds.append(fd)
+            owners.append(owner)
+        if (file := payload.file()) is not None:
+            fds.append(file.fd)
+            owners.append(file)
+    except OSError as error:
+        raise TransferError(f"Cannot open shared memory: {error}. Raise `ulimit -n`.") from error
+    sizes = payload.sizes if file is not None else ()
+    packets = []
+    rest = fds[:]
+    while len(rest) > _FDS_AT_ONCE:
+        packets.append(_Packet(_ONLY_FDS, rest[:_FDS_AT_ONCE], owners))
+        del rest[:_FDS_AT_ONCE]
+    data = pickle.dumps((header, sizes, len(fds), payload.inline))
+    return [*packets, _Packet(data, rest, owners)]
 
 
-def _filled(
-    fill: Callable[[Sequence[memoryview]], FilledFile | None], buffers: Sequence[memoryview]
-) -> FilledFile | None:
+def _mapped(fds: list[int], is_whole: bool, count: int, sizes: Sequence[int], inline: Sequence[bytes]) -> Received:
+    """Map the memory that came with a message. Descriptors before the last ``count`` belong to an unsent message."""
+    owned = [Descriptor(fd) for fd in fds]
+    del owned[: max(0, len(fds) - count)]
+    if count and not (is_whole and len(owned) == count):
+        return Received(b"", error=OSError(errno.EMFILE, "no free file descriptor for what came with the message"))
+    try:
+        if sizes:
+            file = owned.pop()
+            first, *buffers = map_private(file.fd, sizes)
+        else:
+            first = memoryview(inline[0])
+            buffers = [memoryview(bytearray(buffer)) for buffer in inline[1:]]
+        return Received(first, buffers, [map_shared(descriptor.fd) for descriptor in owned])
+    except OSError as error:
+        return Received(b"", error=OSError(*error.args))
+
+
+def _filled(buffers: Sequence[memoryview]) -> Descriptor:
     try:
         return fill(buffers)
     except OSError as error:
         why = str(error)  # and no more of it: its traceback would keep the file
-    raise TransferError(f"There is no memory file to be had for what is large: {why}.")
+    raise TransferError(f"Cannot allocate shared memory for a large object: {why}.")
 
 
-def _raise(*args: Any) -> NoReturn:
-    raise OSError(*args)  # a new one each time: with its traceback it would refer to whoever catches it
+_ONLY_FDS = b" "  # a packet of descriptors that belong to the message after it
+_files = weakref.WeakSet[Descriptor]()  # filled and waiting to be sent, or kept to be sent again

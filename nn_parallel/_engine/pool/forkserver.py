@@ -3,20 +3,20 @@
 One per program, started for the first pool and kept for the next ones. It runs no tensor operation (a forked OpenMP
 pool hangs) and never looks for a GPU, so a fork of it is as good as a fresh process.
 
-Whatever its workers start ends with it: it is the subreaper of all its descendants, and watches the parent through a
-pidfd. A pipe would not do: anyone who has forked keeps its other end open. What a worker has started ends with the
-worker: its process group, and, if the worker is killed or leaves, what descends from it in other sessions. Orphans in
-other sessions end with the fork server.
+Whatever a worker has started ends with it, daemons in other sessions too. The kernel gives an orphan to its nearest
+ancestor that is a *subreaper*. Each worker is one, so what it has started stays below it; the fork server is one, so it
+inherits this when the worker ends. The rule is: a child of the fork server that is no worker is killed.
 
-It stays in the parent's session. Linux shares the cores between sessions first (autogroup): with workers in another
-one, a supervisor that had something to do was left without a core for more than a second beside two busy programs.
+The fork server watches the script through a pidfd. A pipe would not do: anyone who has forked keeps its other end open.
+It stays in the session of the script. Linux shares the cores between sessions first (autogroup): with workers in
+another one, a supervisor that had something to do was left without a core for more than a second beside two busy
+programs.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import gc
 import glob
 import json
@@ -26,24 +26,24 @@ import signal
 import socket
 import traceback
 import weakref
-from collections.abc import Iterable
 from multiprocessing import resource_tracker
 
-from ..descendants import PR_SET_CHILD_SUBREAPER, children_of, descendants_of, end_with, prctl
+from ..descendants import PR_SET_CHILD_SUBREAPER, children_of, end_with, prctl
 from .channel import receive_fds
 from .worker import blas_libraries, flush_output, work
 
 
-def serve(control_fd: int, parent_pid: int, parent: int) -> None:
-    """Fork workers for the pools whose connections arrive on ``control_fd``, until that or the parent ends.
-
-    ``parent`` is a pidfd of it.
-    """
+def serve(control_fd: int, parent_pid: int) -> None:
+    """Fork workers for the pools whose connections arrive on ``control_fd``, until that or the parent ends."""
     for number in (signal.SIGINT, signal.SIGTTIN, signal.SIGTTOU):  # in the background, a terminal would stop workers
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the script may have blocked SIGCHLD
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if os.getppid() != parent_pid:
+    try:
+        parent = os.pidfd_open(parent_pid)
+    except ProcessLookupError:
+        return
+    if os.getppid() != parent_pid:  # it has ended, and another process has got its number
         return
     blas_libraries()
     gc.collect()
@@ -51,10 +51,11 @@ def serve(control_fd: int, parent_pid: int, parent: int) -> None:
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # of torch's libraries
         finalizer.atexit = False  # a worker finalizes what is its own
     with socket.socket(fileno=control_fd) as control:
+        server = _Server(control, parent)
         try:
-            _Server(control, parent).loop()
+            server.loop()
         finally:
-            _kill_descendants()
+            server.end()
 
 
 class _Server:
@@ -63,9 +64,7 @@ class _Server:
         self._parent = parent
         self._packet = bytearray(64)
         self._pools: dict[int, socket.socket] = {}
-        self._workers: dict[
-            int, tuple[socket.socket, int]
-        ] = {}  # by process id: its pool's connection, its number there
+        self._workers: dict[int, tuple[socket.socket, int]] = {}  # by pid: its pool's connection, its number there
         self._child_ended, self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(self._wakeup)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -92,15 +91,22 @@ class _Server:
                     self._pools[fd] = socket.socket(fileno=fd)
                     self._poll.register(fd, select.POLLIN)
 
+    def end(self) -> None:
+        """Kill all workers, and what they have started."""
+        self._workers.clear()
+        while self._kill_strangers():
+            with contextlib.suppress(ChildProcessError):
+                pid, _ = os.waitpid(-1, 0)
+                _remove_shared_memory(pid)
+
     def _serve_pool(self, pool: socket.socket) -> None:
         try:
             size, fds, _ = receive_fds(pool, self._packet)
         except ConnectionError:  # closed with something of ours unread
             size, fds = 0, []
         if not size:  # the pool is closed: nobody waits for its workers
-            for pid in [pid for pid, (owner, _) in self._workers.items() if owner is pool]:
-                _kill_worker(pid)
-                del self._workers[pid]  # reaped like any orphan
+            self._workers = {pid: worker for pid, worker in self._workers.items() if worker[0] is not pool}
+            self._kill_strangers()
             self._poll.unregister(pool)
             del self._pools[pool.fileno()]
             pool.close()
@@ -121,7 +127,7 @@ class _Server:
             for pid in [
                 pid for pid, known in self._workers.items() if known == worker
             ]:  # its number until it is reaped
-                _kill_worker(pid) if int(what) == signal.SIGKILL else os.kill(pid, int(what))
+                os.kill(pid, int(what))
 
     def _fork(self, fds: list[int]) -> int:
         server = os.getpid()
@@ -134,6 +140,7 @@ class _Server:
         try:
             os.setpgid(0, 0)
             end_with(server)
+            prctl(PR_SET_CHILD_SUBREAPER, 1)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -153,28 +160,34 @@ class _Server:
             tracker = vars(resource_tracker)["_resource_tracker"]
             if tracker._pid is not None:  # the worker's own, and not that of the script
                 tracker._stop()  # it removes what is left, and ends
-            _kill(descendants_of(os.getpid()))
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(code)
 
     def _reap(self) -> None:
-        while True:
+        has_ended = True
+        while has_ended:
             try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
                 return
-            if ended is None:
-                return
-            pid = ended.si_pid
+            has_ended = pid != 0
             worker = self._workers.pop(pid, None)
-            if worker is not None:
-                _kill_group(pid, signal.SIGKILL)  # still a zombie: the number cannot belong to anyone else
-            _, status, usage = os.wait4(pid, 0)
-            _remove_shared_memory(pid)
+            if has_ended:
+                _remove_shared_memory(pid)
             if worker is not None:
                 self._tell(worker, exitcode=os.waitstatus_to_exitcode(status), max_rss_kib=usage.ru_maxrss)
+        self._kill_strangers()
+
+    def _kill_strangers(self) -> bool:
+        """Kill the children that are no workers; return whether there was one that this process may kill."""
+        has_killed = False
+        for pid in set(children_of(os.getpid())) - self._workers.keys():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+                has_killed = True
+        return has_killed
 
     def _tell(self, worker: tuple[socket.socket, int], **what: int) -> None:
         pool, number = worker
@@ -182,49 +195,8 @@ class _Server:
             pool.send(json.dumps({"worker": number, **what}).encode())
 
 
-def _kill_worker(pid: int) -> None:
-    """Kill a worker, its process group, and all that descends from it, in whichever session."""
-    _kill_group(pid, signal.SIGSTOP)  # so that it starts nothing any more
-    others = descendants_of(pid)  # before they lose their parent
-    _kill_group(pid, signal.SIGKILL)
-    _kill(others)
-
-
-def _kill_group(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
-
-
-def _kill_descendants() -> None:
-    """Kill whatever descends from this process: as its subreaper it inherits every orphan, daemons too."""
-    while _kill(children_of(os.getpid())):
-        with contextlib.suppress(ChildProcessError):
-            pid, _ = os.waitpid(-1, 0)
-            _remove_shared_memory(pid)
-
-
-def _kill(pids: Iterable[int]) -> bool:
-    """Kill these processes; whether there was one that this process may kill."""
-    has_killed = False
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-            has_killed = True
-    return has_killed
-
-
 def _remove_shared_memory(pid: int) -> None:
-    """Remove what a process left that was killed as it sent a tensor: torch makes a named file and unlinks it soon.
-
-    A process with the same number in another pid namespace may have made a file there, too. It has that open or mapped
-    until it has unlinked it, and then the kernel grants no lease.
-    """
+    """Remove what a process left that was killed as it sent a tensor: torch makes a named file and unlinks it soon."""
     for path in glob.glob(f"/dev/shm/torch_{pid}_*"):
         with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # sent if it is opened now; SIGIO would end this process
-                fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-                os.unlink(path)
-            finally:
-                os.close(fd)
+            os.unlink(path)

@@ -14,11 +14,18 @@ import threading
 import weakref
 from typing import Any, NamedTuple
 
-from . import forkserver_boot as boot
 from .channel import send_fds
 from .evidence import OomKills
 
 STOP_WITHIN_S = 10.0
+
+
+_SERVE = """
+import sys
+control, parent, *sys.path[:] = sys.argv[1:]
+from nn_parallel._engine.pool.forkserver import serve
+serve(int(control), int(parent))
+"""
 
 
 class Forked(NamedTuple):
@@ -95,9 +102,9 @@ class _ForkServer:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [entry for entry in sys.path if isinstance(entry, str)]
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        arguments = [str(theirs.fileno()), str(self.owner), json.dumps(path)]
+        arguments = [str(theirs.fileno()), str(self.owner), *path]
         self._process = subprocess.Popen(
-            [sys.executable, *flags, boot.__file__, *arguments],
+            [sys.executable, *flags, "-c", _SERVE, *arguments],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # it prints nothing, and each worker has a pipe of its own

@@ -89,7 +89,7 @@ class LaunchedRanks:
         items: Iterable[tuple[Any, ...]],
         options: CallOptions,
         timeout_s: float | None,
-        chunksize: int,
+        chunksize: int | None,
         progress: Progress,
     ) -> Iterator[R]:
         """As `ParallelExecutor.map`; each item is the arguments of a call."""
@@ -107,7 +107,7 @@ class LaunchedRanks:
         """As `ParallelExecutor.resize`."""
         raise ValueError(f"resize() does not apply here: the workers are the {self._context.world_size} ranks.")
 
-    def shutdown(self, wait: bool, cancel_futures: bool) -> None:
+    def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
         """As `ParallelExecutor.shutdown`."""
         self._closed = True
 

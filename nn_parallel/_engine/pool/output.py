@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import sys
-import threading
 from typing import Any
 
 from .bars import Bars, Screen, is_drawn
@@ -31,22 +30,19 @@ class Output:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._line = b""  # that has not ended
         self._begins_line = True
-        self._copying = threading.Lock()
-        self.holds_some = False  # it may have read what it has not copied
+        self.holds_some = False  # it has read what it has not copied
         os.set_blocking(fd, False)
 
     def copy(self, flush: bool = False) -> bool:
         """Copy what is there now, with ``flush`` an unfinished line too; False at the end of the stream."""
-        with self._copying:
-            self.holds_some = True
-            more = self._copy(flush)
-            self.holds_some = bool(self._line) or not self._screen.is_empty
-            return more
+        more = self._copy(flush)
+        self.holds_some = bool(self._line) or not self._screen.is_empty
+        return more
 
     def close(self) -> None:
         """Copy the rest; a bar stays as it is."""
         self.copy(flush=True)
-        with self._copying, contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):
             self._draw(self._stream, self._screen.end())
         os.close(self.fd)
 

@@ -7,7 +7,9 @@ import torch.distributed as dist
 from ..ranks.sockets import listen_at, loopback
 from ..ranks.stop_signals import ASKED, pass_on_to
 from ..ranks.store import STOP_KEY
-from .worker import LOOPBACK, ranks_prefix
+
+LOOPBACK = "::1"  # see `loopback`
+ranks_prefix = "group{}".format  # of the keys in the store, by the number of the ranks' group
 
 
 class PoolStore:
@@ -19,9 +21,9 @@ class PoolStore:
         self._store: dist.TCPStore | None = None
         self._port = self._group = 0
 
-    def port(self, group: int) -> int:
-        """The port where it listens; what other groups than this one have left is deleted."""
-        if self._group != group:
+    def address(self, group: int) -> tuple[str, int]:
+        """Return host and port of the store; what groups before this one have left there is deleted."""
+        if self._group < group:
             if self._store is None:
                 self._store = self._open()
             else:
@@ -30,7 +32,7 @@ class PoolStore:
                         self._store.delete_key(key)
             self._group = group
             pass_on_to(self)
-        return self._port
+        return self._host, self._port
 
     def ask_to_stop(self) -> None:
         """Have `stop_requested` return true to the ranks."""

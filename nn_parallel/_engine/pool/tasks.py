@@ -1,379 +1,406 @@
-"""What a pool is asked to do: a call on one worker, a call on all of them, or to have another number of workers."""
+"""What a pool is asked to do: a call on one worker, on all of them, or on each item; another number of workers.
+
+A task belongs to the pool's thread, which begins and ends it. Whoever has asked for it waits on its future.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import functools
 import logging
-import os
+import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, InvalidStateError
-from queue import SimpleQueue
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from ...errors import ExecutorClosedError, ParallelError, RankError, TransferError
-from ..by_value.packer import PackedCall, Packer
+from ..by_value.packer import PackedCall
 from ..failures import lost_connection, rank_error
-from ..interrupts import Condition
-from .channel import Unpack
-from .messages import Ranks
-from .worker import CANCELLED, FAILED, SUCCEEDED
+from .channel import Received
+from .messages import ALONE, Answer, Outcome, Ranks
 
 logger = logging.getLogger("concurrent.futures")  # where the standard library tells of callbacks that raise
-Callback = Callable[[concurrent.futures.Future[Any]], object]
+TAKEN_OVER_AFTER_S = 1.0
 
 
-class Callbacks:
-    """Calls the done-callbacks of one pool's futures, one after another, in a thread of its own.
+class _Lock:
+    """The lock of a future, which is taken over if its owner does not release it within a second.
 
-    So a callback may wait for its own pool, whose answers other threads read. And what it raises is logged, whatever it
-    is: no signal is handled in this thread, so that SystemExit and KeyboardInterrupt are the callback's own.
+    Ctrl-C is raised in the main thread between any two instructions of Python code. Between taking a lock and entering
+    the block of ``with``, or in `concurrent.futures.wait` before it, it leaves the lock taken for ever, and the pool's
+    thread would wait for it when it completes the future. Python code cannot close that gap. But the standard library
+    holds the lock for a few lines, in which it waits for nothing. Should the owner be in them after all, as in the
+    handler of a signal that takes long, its release is that of the lock which it had.
     """
+
+    soon_until = 0.0  # until then locks are taken over at once: Ctrl-C in `wait` leaves many taken
 
     def __init__(self) -> None:
-        self._due = SimpleQueue[tuple[Callback, concurrent.futures.Future[Any]] | None]()
-        self.thread = threading.Thread(target=self._loop, name="nn_parallel callbacks", daemon=True)
+        self._lock = threading.Lock()
+        self._held: tuple[int, threading.Lock] | None = None  # by whom, and which of the locks
 
-    def call(self, fn: Callback, future: concurrent.futures.Future[Any]) -> None:
-        """Have ``fn(future)`` called after those that came before."""
-        self._due.put((fn, future))
+    def acquire(self) -> bool:
+        """Wait until the lock is free."""
+        lock = self._lock
+        while not lock.acquire(timeout=0.01 if time.monotonic() < _Lock.soon_until else TAKEN_OVER_AFTER_S):
+            _Lock.soon_until = time.monotonic() + 10 * TAKEN_OVER_AFTER_S
+            lock = self._lock = threading.Lock()
+        self._held = threading.get_ident(), lock
+        return True
 
-    def end(self) -> None:
-        """Wait for the last call, and end the thread."""
-        self._due.put(None)
-        self.thread.join()
+    def release(self) -> None:
+        """Let others have the lock, if it is still this thread's."""
+        held = self._held
+        if held is not None and held[0] == threading.get_ident():
+            self._held = None
+            held[1].release()
 
-    def _loop(self) -> None:
-        while (due := self._due.get()) is not None:
-            fn, future = due
-            try:
-                fn(future)
-            except BaseException:
-                logger.exception("exception calling callback for %r", future)
-            del due, fn, future  # nothing of it lives on while this waits for the next
+    def _is_owned(self) -> bool:
+        """Return whether this thread holds the lock. For `threading.Condition`."""
+        return self._held is not None and self._held[0] == threading.get_ident()
 
+    def __enter__(self) -> bool:
+        return self.acquire()
 
-class Answer:
-    """How a worker has ended a task. Its result or exception is rebuilt by who asks for it, in that thread.
-
-    So what user code does as it is unpickled, or what takes long, holds up nobody else, and Ctrl-C is raised in it.
-    """
-
-    __slots__ = ("_call", "outcome", "unpack")
-
-    def __init__(self, call: PackedCall, outcome: int, unpack: Unpack) -> None:
-        self._call, self.outcome, self.unpack = call, outcome, unpack
-
-    @classmethod
-    def of(cls, call: PackedCall, error: Exception, outcome: int = FAILED) -> Answer:
-        """That of a worker which did not answer, because of ``error``."""
-        return cls(call, outcome, lambda: (error, None))
-
-    def rebuild(self) -> tuple[Any, Exception | None]:
-        """The result, or None and the exception. Called until it returns once: then the memory is the result's."""
-        if self.outcome == CANCELLED:
-            return None, ExecutorClosedError(f"The executor was shut down while {self._call.name} ran.")
-        try:
-            value = self.unpack()
-        except (Exception, SystemExit) as error:  # a KeyboardInterrupt may be the user's
-            return None, self._unusable(error)
-        raised: Exception | None = None
-        if self.outcome != SUCCEEDED:
-            raised, failure = value
-            value = None
-            if raised is not None and failure is not None:
-                raised.__cause__ = failure.as_cause()
-        del self.unpack  # last, as Ctrl-C may come before: it keeps the memory of the answer
-        return value, raised
-
-    def _unusable(self, cause: BaseException) -> TransferError:  # no lines of `rebuild`: `cause` would refer to `error`
-        error = TransferError(f"The result of {self._call.name} cannot be rebuilt in the parent process: {cause!r}")
-        error.__cause__ = cause
-        return error
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class Future(concurrent.futures.Future[Any]):
-    """What a pool will have done."""
+    """The standard library's future, completed by a pool's thread."""
 
-    def __init__(self, callbacks: Callbacks) -> None:
+    def __init__(self, thread: threading.Thread | None) -> None:
+        """``thread`` completes the future; None: any."""
         super().__init__()
-        self._callbacks = callbacks
-        self._condition = Condition()  # left locked by Ctrl-C in who waits, it would stop whoever completes this
-
-    def add_done_callback(self, fn: Callback) -> None:
-        """Call ``fn(self)`` once this is over: in this thread if it is over now, else in the pool's for callbacks."""
-        super().add_done_callback(fn if self.done() else functools.partial(self._callbacks.call, fn))
-
-    def begin(self, world_size: int = 0) -> bool:
-        """Whether it is still wanted; from here on it cannot be cancelled.
-
-        It begins again if its worker has exited and had not read it.
-        """
-        is_open = self.cancelled() or not self.done()  # else the user has completed it
-        return self.running() or (is_open and self.set_running_or_notify_cancel())
-
-    def fail(self, error: Exception) -> None:
-        """End it with ``error``, wherever it is, if it has not ended."""
-        if self.begin():
-            with contextlib.suppress(InvalidStateError):
-                self.set_exception(error)
-
-    def discard(self) -> None:
-        """It has not begun, and will not."""
-        if self.cancel():
-            self.begin()  # tells those who wait for it
-        else:  # it was about to begin again
-            self.fail(ExecutorClosedError("The executor was shut down before the call began."))
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a future belongs to the process that made it: send its result() instead")
-
-
-class CallFuture(Future):
-    """A call on whichever worker is free first."""
-
-    _result: Any  # the standard library's: an `Answer` until somebody asks for it
-    _exception: Any
-
-    def __init__(self, call: PackedCall, callbacks: Callbacks) -> None:
-        super().__init__(callbacks)
-        self.call = call
-        self._rebuilding = threading.Lock()
-
-    def complete(self, rank: int, answer: Answer) -> None:
-        """Its worker has answered, or has exited."""
-        self.call.release()  # the result may be taken much later
-        with contextlib.suppress(InvalidStateError):  # it has run out of time, or the user has set it
-            self.set_result(answer) if answer.outcome == SUCCEEDED else self.set_exception(answer)  # type: ignore[arg-type]
+        self._condition = threading.Condition(_Lock())  # type: ignore[arg-type]
+        self._thread = thread
 
     def result(self, timeout: float | None = None) -> Any:
         """As `concurrent.futures.Future.result`."""
-        self.exception(timeout)
+        self.raise_in_own_thread()
         try:
-            return super().result()
+            return super().result(timeout)
         finally:
             del self  # it would live in a cycle with the traceback
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As `concurrent.futures.Future.exception`."""
-        super().exception(timeout)
-        with self._rebuilding:
-            for answer in (self._result, self._exception):
-                if isinstance(answer, Answer):
-                    self._result, self._exception = answer.rebuild()
-        return super().exception()
+        self.raise_in_own_thread()
+        return super().exception(timeout)
 
-    def _get_snapshot(self) -> Any:
-        """What asyncio reads of a future, from Python 3.14 on."""
-        if self.done() and not self.cancelled():
-            self.exception()
-        return super()._get_snapshot()  # type: ignore[misc]
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[Any]], object]) -> None:
+        """As `concurrent.futures.Future.add_done_callback`; in the pool's thread all that ``fn`` raises is logged."""
+
+        def call(future: concurrent.futures.Future[Any]) -> None:
+            try:
+                fn(future)
+            except Exception:
+                raise  # the standard library logs it
+            except BaseException:
+                if threading.current_thread() is not self._thread:
+                    raise
+                logger.exception("exception calling callback for %r", future)
+
+        super().add_done_callback(call)
+
+    def raise_in_own_thread(self) -> None:
+        """Refuse to wait in the thread that completes this future, where callbacks are called."""
+        if threading.current_thread() is self._thread and not self.done():
+            raise ParallelError(
+                "A done-callback cannot wait for another call of its executor, whose answers arrive in the thread that "
+                "runs the callback. Let the callback submit the call, and add a callback to that."
+            )
+
+    def complete(self, value: Any, error: BaseException | None = None) -> None:
+        """Set the result or the exception, unless there is one."""
+        if not self.running() and not self.done():
+            self.set_running_or_notify_cancel()
+        with contextlib.suppress(InvalidStateError):  # it has run out of time, or the user has completed it
+            if error is None:
+                self.set_result(value)
+            else:
+                self.set_exception(error)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a future belongs to the process that made it: send its result() instead")
 
 
-class Mapped:
-    """What the items of one map share."""
+class Task:
+    """Something that is done by workers. It is over when each has answered it, or has exited."""
 
-    def __init__(self) -> None:
-        self.is_wanted = True
-        self._awaited: Item | None = None
-        self._ended = threading.Lock()  # released when that is over: a semaphore which an interrupt leaves whole
-        self._ended.acquire()
+    ranks = ALONE  # of which the workers are
 
-    def ended(self, item: Item) -> None:
-        """An item is over."""
-        if self._awaited is item:
-            with contextlib.suppress(RuntimeError):  # it is released already, for one that nobody had to wait for
-                self._ended.release()
+    def __init__(self, call: PackedCall) -> None:
+        self.call = call
 
-    def wait(self, item: Item, deadline: float) -> None:
-        """Wait until ``item`` is over, or raise `TimeoutError` at ``deadline``."""
-        self._awaited = item
-        while not item.is_over():
-            if (left := deadline - time.monotonic()) <= 0:
-                raise TimeoutError
-            self._ended.acquire(timeout=min(left, threading.TIMEOUT_MAX))
+    @property
+    def calls(self) -> Sequence[bytes]:
+        """The arguments of the calls, where the workers keep the function."""
+        return () if self.call.arguments is None else (self.call.arguments,)
 
+    def begin(self) -> bool:
+        """Return whether the task is still wanted."""
+        return True
 
-class Item:
-    """One call of a map: as `CallFuture`, without what a future costs, a third of the time of a small task."""
+    def complete(self, rank: int, answer: Answer, payload: Received) -> None:
+        """The worker of ``rank`` has answered."""
+        raise NotImplementedError
 
-    __slots__ = ("_mapped", "answer", "call")
-
-    def __init__(self, call: PackedCall, mapped: Mapped) -> None:
-        self.call, self._mapped = call, mapped
-        self.answer: Answer | None = None
-
-    def is_over(self) -> bool:
-        """Whether `result` would not wait."""
-        return self.answer is not None
-
-    def begin(self, world_size: int = 0) -> bool:
-        """Whether it is still wanted."""
-        return self._mapped.is_wanted
-
-    def complete(self, rank: int, answer: Answer) -> None:
-        """Its worker has answered, or has exited."""
-        if self.answer is None:
-            self.answer = answer
-            self.call.release()  # the results may be taken much later
-            self._mapped.ended(self)
+    def lose(self, rank: int, error: Exception) -> None:
+        """The worker of ``rank`` will not answer."""
+        raise NotImplementedError
 
     def fail(self, error: Exception) -> None:
-        """End it with ``error``, wherever it is."""
-        self.complete(0, Answer.of(self.call, error))
+        """End with ``error``, whatever the workers still answer."""
+        raise NotImplementedError
 
     def discard(self) -> None:
-        """It has not begun, and will not."""
+        """End a task that has not begun, as the pool is shut down."""
+        self.fail(ExecutorClosedError("The executor was shut down before the call began."))
+
+
+class SingleTask(Task):
+    """A call on whichever worker is free first."""
+
+    def __init__(self, call: PackedCall, future: Future) -> None:
+        super().__init__(call)
+        self.future = future
+
+    def begin(self) -> bool:
+        """As `Task.begin`; a future that was completed by the user is not wanted."""
+        is_completed = self.future.done() and not self.future.cancelled()
+        return not is_completed and self.future.set_running_or_notify_cancel()
+
+    def complete(self, rank: int, answer: Answer, payload: Received) -> None:
+        """As `Task.complete`."""
+        self.future.complete(*rebuild(self.call, answer, payload))
+
+    def lose(self, rank: int, error: Exception) -> None:
+        """As `Task.lose`."""
+        self.future.complete(None, error)
+
+    def fail(self, error: Exception) -> None:
+        """As `Task.fail`."""
+        self.future.complete(None, error)
+
+    def discard(self) -> None:
+        """As `Task.discard`: the future is cancelled."""
+        if self.future.cancel():
+            self.future.set_running_or_notify_cancel()  # tells those who wait for it
+
+
+class InitializerTask(Task):
+    """The initializer: the first task of each worker. Its failure is that of the pool."""
+
+    def __init__(self, call: PackedCall, fail_pool: Callable[[ParallelError], None]) -> None:
+        super().__init__(call)
+        self._fail_pool = fail_pool
+
+    def complete(self, rank: int, answer: Answer, payload: Received) -> None:
+        """As `Task.complete`."""
+        _, error = rebuild(self.call, answer, payload)
+        if error is not None and answer.outcome is not Outcome.CANCELLED:
+            broken = ParallelError(f"The initializer failed in worker {rank}: {error!r}")
+            broken.__cause__ = error
+            self._fail_pool(broken)
+
+    def lose(self, rank: int, error: Exception) -> None:
+        """As `Task.lose`: the worker that takes the place of this one runs the initializer again."""
+
+    def fail(self, error: Exception) -> None:
+        """As `Task.fail`."""
+        self._fail_pool(error if isinstance(error, ParallelError) else ParallelError(str(error)))
+
+
+class RunTask(Task):
+    """A call on every worker at once."""
+
+    def __init__(self, call: PackedCall, future: Future) -> None:
+        super().__init__(call)
+        self.future = future
+        self._results: dict[int, Any] = {}  # by rank
+        self._failures: dict[int, Exception] = {}  # by rank, the first one first
+        self._cut_off: Exception | None = None  # the error of a rank that was cancelled
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank has not succeeded."""
+        return bool(self._failures or self._cut_off or self.future.done())
+
+    def begin_on(self, ranks: Ranks) -> None:
+        """Begin on the workers that are these ranks."""
+        self.ranks = ranks
+
+    def complete(self, rank: int, answer: Answer, payload: Received) -> None:
+        """As `Task.complete`."""
+        self._results[rank], error = rebuild(self.call, answer, payload)
+        if answer.outcome is Outcome.CANCELLED:
+            self._cut_off = error
+        elif isinstance(error, RankError):  # what a rank knows of the failures of others is theirs
+            for other, failure in error.failures.items():
+                self._failures.setdefault(other, failure)
+        elif error is not None and (rank not in self._failures or lost_connection(self._failures[rank])):
+            self._failures[rank] = error
+        self._end_if_all_answered()
+
+    def lose(self, rank: int, error: Exception) -> None:
+        """As `Task.lose`."""
+        self._results[rank] = None
+        if isinstance(error, ExecutorClosedError):
+            self._cut_off = error
+        else:
+            self._failures[rank] = error
+        self._end_if_all_answered()
+
+    def fail(self, error: Exception) -> None:
+        """As `Task.fail`."""
+        self.future.complete(None, error)
+
+    def _end_if_all_answered(self) -> None:
+        if len(self._results) < self.ranks.world_size:
+            return
+        results = [self._results[rank] for rank in range(len(self._results))]
+        self._results.clear()
+        if self._failures:
+            self.future.complete(None, rank_error(self.call.name, len(results), self._failures))
+        else:
+            self.future.complete(results, self._cut_off)
+
+
+class Mapping:
+    """The items of one `map`, and what has come of them. Its iterator takes results in another thread."""
+
+    def __init__(self) -> None:
+        self.batch_size = 1  # of the next batch
+        self.is_wanted = True
+        self.waiting = 0  # items in the queue
+        self.outcomes: dict[int, tuple[Any, Exception | None]] = {}  # by item: its result, or its exception
+        self._awaited: tuple[int, Future] | None = None
+
+    def await_item(self, index: int, future: Future) -> None:
+        """Complete the future once the item is over. Called in the pool's thread."""
+        if index in self.outcomes:
+            future.complete(None)
+        else:
+            self._awaited = index, future
+
+    def end_item(self, index: int, value: Any, error: Exception | None) -> None:
+        """An item is over."""
+        self.outcomes[index] = value, error
+        if self._awaited is not None and self._awaited[0] == index:
+            self._awaited[1].complete(None)
+            self._awaited = None
+
+
+class MapItem(Task):
+    """One call of a `map`, as it waits in the queue."""
+
+    __slots__ = ("call", "index", "mapping")
+
+    def __init__(self, call: PackedCall, mapping: Mapping, index: int) -> None:
+        self.call = call
+        self.mapping = mapping
+        self.index = index
+
+    def begin(self) -> bool:
+        """As `Task.begin`."""
+        return self.mapping.is_wanted
+
+    def can_be_joined_by(self, other: MapItem) -> bool:
+        """Return whether a worker can do this item and another one of the same `map` in one batch."""
+        has_small_arguments = self.call.arguments is not None and other.call.arguments is not None
+        return has_small_arguments and other.call.function == self.call.function
+
+    def fail(self, error: Exception) -> None:
+        """As `Task.fail`."""
+        self.mapping.end_item(self.index, None, error)
+
+    def discard(self) -> None:
+        """As `Task.discard`."""
         self.fail(CancelledError())
 
-    def result(self, deadline: float) -> Any:
-        """Its result, to be taken once, or its exception; `TimeoutError` if neither is there at ``deadline``."""
-        self._mapped.wait(self, deadline)
-        assert self.answer is not None
-        value, error = self.answer.rebuild()
-        if error is None:
-            return value
-        try:
-            raise error
-        finally:
-            del error  # it would live in a cycle with its traceback
+
+class Batch(Task):
+    """Items of a `map` that a worker does one after another. Some may be left, which go back to the queue."""
+
+    def __init__(self, items: Sequence[MapItem]) -> None:
+        super().__init__(items[0].call)
+        self.mapping = items[0].mapping
+        self.left = list(items)
+        self.time_out: Any = None  # the deadline of the call that has not ended when the batch is handed back
+        self._error: Exception | None = None
+
+    @property
+    def calls(self) -> Sequence[bytes]:
+        """As `Task.calls`."""
+        return [item.call.arguments for item in self.left if item.call.arguments is not None]
+
+    def complete(self, rank: int, answer: Answer, payload: Received) -> None:
+        """As `Task.complete`; `left` are then the items that the worker has not begun."""
+        for item, result in zip(self.left, answer.results, strict=False):
+            self.mapping.end_item(item.index, pickle.loads(result), None)
+        del self.left[: len(answer.results)]
+        if answer.outcome is not None:
+            last = self.left.pop(0)
+            value, error = rebuild(last.call, answer, payload)
+            if answer.outcome is Outcome.CANCELLED:
+                error = self._error or error
+            self.mapping.end_item(last.index, value, error)
+
+    def split(self, begun: int) -> list[MapItem]:
+        """Take the items out that the worker has not begun, all but so many; return them."""
+        items = self.left[begun:]
+        del self.left[begun:]
+        return items
+
+    def lose(self, rank: int, error: Exception) -> None:
+        """As `Task.lose`."""
+        for item in self.left:
+            item.fail(self._error or error)
+        self.left.clear()
+
+    def fail(self, error: Exception) -> None:
+        """Have ``error`` be that of the item which is cancelled now, or of all if the worker exits."""
+        self._error = error
 
 
-class Resize(Future):
+class ResizeTask(Task):
     """Another number of workers, from when all tasks before it are over."""
 
-    def __init__(self, devices: list[torch.device], callbacks: Callbacks) -> None:
-        super().__init__(callbacks)
+    def __init__(self, devices: list[torch.device], future: Future) -> None:
         self.devices = devices
+        self.future = future
+        self.has_begun = False
+
+    def fail(self, error: Exception) -> None:
+        """As `Task.fail`."""
+        self.future.complete(None, error)
 
     def discard(self) -> None:
-        """As `Future.discard`."""
+        """As `Task.discard`."""
         self.fail(ExecutorClosedError("The executor was shut down before it was resized."))
 
 
-class Run:
-    """A call on every worker at once; over when each has answered or has exited."""
-
-    def __init__(self, call: PackedCall, ranks: Ranks | None = None) -> None:
-        """``ranks``: those of which the workers are some; None: they are all."""
-        self.call, self.ranks = call, ranks
-        self.answers: dict[int, Answer] = {}  # by rank, in the order of their arrival
-        self._missing: set[int] | None = None  # until it begins
-        self.error: Exception | None = None
-        self._over = threading.Lock()
-        self._over.acquire()
-
-    def is_over(self) -> bool:
-        """Whether `result` would not wait."""
-        return self._missing == set()
-
-    def begin(self, world_size: int) -> bool:
-        """It begins on so many workers."""
-        self._missing = set(range(world_size))
-        return True
-
-    def complete(self, rank: int, answer: Answer) -> None:
-        """The worker of ``rank`` has answered, or has exited."""
-        if self._missing and rank in self._missing:
-            self.answers[rank] = answer
-            self._missing.discard(rank)
-            if not self._missing:
-                self._release()
-
-    def fail(self, error: Exception) -> None:
-        """End it with ``error``, whatever the workers still say."""
-        self.error = self.error or error
-        if self._missing is None or self._missing:
-            self._missing = set()
-            self._release()
-
-    def discard(self) -> None:
-        """It has not begun, and will not."""
-        self.fail(ExecutorClosedError("The executor was shut down before the call began."))
-
-    def wait(self) -> None:
-        """Wait for the end, once."""
-        self._over.acquire()
-
-    def result(self) -> list[Any]:
-        """Wait for the end; the results in rank order, or what went wrong."""
-        self.wait()
-        if self.error is not None:
-            raise self.error
-        results, failures, cut_off = dict[int, Any](), dict[int, Exception](), None
-        for rank, answer in self.answers.items():
-            results[rank], error = answer.rebuild()
-            if answer.outcome == CANCELLED:
-                cut_off = error
-            elif isinstance(error, RankError):  # what a rank knows of others' failures is theirs
-                for other, failure in error.failures.items():
-                    failures.setdefault(other, failure)
-            elif error is not None and (rank not in failures or lost_connection(failures[rank])):
-                failures[rank] = error
-        if failures:
-            raise rank_error(self.call.name, len(results), failures)
-        if cut_off is not None:  # on some rank, with no failure that would tell why
-            raise cut_off
-        return [results[rank] for rank in range(len(results))]
-
-    def _release(self) -> None:
-        with contextlib.suppress(RuntimeError):  # two threads have ended it: the last answer came as its time was over
-            self._over.release()
+def rebuild(call: PackedCall, answer: Answer, payload: Received) -> tuple[Any, Exception | None]:
+    """Return the result of the last call of a task, or None and its exception."""
+    if answer.outcome is Outcome.CANCELLED:
+        return None, ExecutorClosedError(f"The executor was shut down while {call.name} ran.")
+    try:
+        value = pickle.loads(answer.results[-1]) if answer.outcome is None else payload.load()
+    except BaseException as error:  # of user code that rebuilds an object
+        return None, _unusable(call, error)
+    if answer.outcome is not Outcome.FAILED:
+        return value, None
+    raised, failure = value
+    raised.__cause__ = failure.as_cause()
+    return None, raised
 
 
-class InitializerTask(NamedTuple):
-    """The initializer: the first task of each worker."""
-
-    call: PackedCall
-
-    @staticmethod
-    def failed(where: str, answer: Answer) -> ParallelError:
-        """The error of the pool after that of its initializer in the worker ``where``."""
-        _, error = answer.rebuild()
-        broken = ParallelError(f"The initializer failed in {where}: {error!r}")
-        broken.__cause__ = error
-        return broken
-
-
-Task = CallFuture | Item | Run
-
-
-class TakesTasks:
-    """Whether a pool takes tasks: not when it is closing or cannot go on, nor in a fork of its process."""
-
-    def __init__(self, packer: Packer) -> None:
-        self._pid, self._packer, self.callbacks = os.getpid(), packer, Callbacks()
-        self._closing = False
-        self._broken: ParallelError | None = None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it takes no more tasks, at least of this process."""
-        return self._closing or self._is_inherited
-
-    @property
-    def packer(self) -> Packer:
-        """Packs what can be submitted now: not in a fork, which would pack into memory that it shares with us."""
-        self._raise_if_forked()
-        self._raise_if_closed()
-        return self._packer
-
-    @property
-    def _is_inherited(self) -> bool:
-        """Whether this process is a fork: it has the object, but neither its threads nor the right to its workers."""
-        return self._pid != os.getpid()
-
-    def _raise_if_forked(self) -> None:
-        if self._is_inherited:
-            raise ExecutorClosedError(f"This executor belongs to process {self._pid}; a fork of it makes its own.")
-
-    def _raise_if_closed(self) -> None:
-        if self._broken is not None:
-            raise self._broken
-        if self._closing:
-            raise ExecutorClosedError
+def _unusable(call: PackedCall, cause: BaseException) -> TransferError:
+    error = TransferError(f"The result of {call.name} cannot be rebuilt in the parent process: {cause!r}")
+    error.__cause__ = cause
+    return error

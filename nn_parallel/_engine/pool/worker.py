@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import gc
 import multiprocessing
 import os
+import pickle
 import random
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
 import traceback
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,51 +34,36 @@ from ..descendants import end_with
 from ..devices import call_on_device, synchronize, synchronize_in_thread
 from ..failures import Failure, qualified_name
 from ..interrupts import CancelScope, Interrupted, keep_handler
-from ..pickling import Packed, dumps, loads
-from ..process_environment import ProcessAttributes
+from ..pickling import Packed, dump_atoms, dumps, loads
 from ..ranks.blocks import blocks_of
 from ..ranks.context import RankContext, current_world, join, rank_context
 from ..ranks.records import HAS_LEFT, WAITING, Progress, Waits, call_name
 from ..ranks.reports import Reports
-from ..ranks.sockets import loopback
 from ..ranks.watchdog import cause_of
-from ..stack_dump import main_stack, offer_stack
+from ..stack_dump import main_stack, take_name
 from ..tracebacks import user_frames
-from .channel import Channel, Payload, Unpack
-from .memory_files import Files
-from .messages import TASK_FORMAT, Places, TaskHeader
+from .channel import SMALL_BYTES, Channel, Payload, Received
+from .messages import (
+    HAND_BACK,
+    STARTED,
+    TELL_STACK,
+    Answer,
+    ForgetObjects,
+    KeepObject,
+    Order,
+    Outcome,
+    Ranks,
+    TaskHeader,
+    WorkerSetup,
+)
+from .pool_store import ranks_prefix
 
 UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
 R = TypeVar("R")
-NO_TASK, STARTED = -1, 0  # less than the number of any task; the number of the answer that says the worker is set up
+NO_TASK = -1  # less than the number of any task
 INTERRUPT_EVERY_S = 0.02
 RECOVERS_WITHIN_S = 10.0
-SUCCEEDED, FAILED, CANCELLED = range(3)  # how a task ends
-
-# The header of an answer, whose packed object is the result, or the exception and its `Failure`: the task's number;
-# how it ended; whether a block of a run failed inside, which went on, so that its group was closed, perhaps not on all
-# ranks; whether the worker can do no more, as its accelerator fails whatever is asked of it.
-ANSWER_FORMAT = "QB??"
-# What the parent orders a worker beside its tasks: a kind and a number.
-Order = struct.Struct("=BQ")
-CANCEL, FORGET, TELL_STACK = range(3)
-LOOPBACK = "::1"  # of the pool's store, see `loopback`
-ranks_prefix = "group{}".format  # of the keys in the pool's store, by the number of the ranks' group
-STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 1  # has faulthandler tell the stack of the main thread
-
-
-class WorkerSetup(NamedTuple):
-    """What no fork can know: the packed object of the first message."""
-
-    rank: int
-    device: str
-    environ: dict[str, str]
-    directory: str
-    path: list[str]
-    argv: list[str]
-    main_file: str | None
-    authkey: bytes  # of `multiprocessing`: for its managers, listeners and queues
-    attributes: ProcessAttributes
+RESULTS_BYTES = SMALL_BYTES // 2  # of the results that one answer holds, beside the last
 
 
 def work(sock: socket.socket, control: socket.socket) -> int:
@@ -86,55 +71,70 @@ def work(sock: socket.socket, control: socket.socket) -> int:
 
     Meanwhile a thread follows the orders that arrive on ``control``, where also the stacks go that are asked for.
     """
-    faulthandler.register(STACK_SIGNAL, control.fileno(), all_threads=False)
-    connection, files = Channel(sock, sends=ANSWER_FORMAT, receives=TASK_FORMAT), Files()
-    arriving = connection.messages()
-    first = next(arriving, None)
-    if first is None:
-        return 0
-    _, unpack = first
-    setup = WorkerSetup(*unpack())
-    _become_like_the_parent(setup)
-    keep_handler()
-    offer_stack(f"rank {setup.rank}")
-    worker = _Worker(setup)
-    connection.device = worker.device
-    connection.send((STARTED, SUCCEEDED, False, False), Payload(_NOTHING, files))
-    threading.Thread(target=worker.follow_orders, args=[control], name="nn_parallel orders", daemon=True).start()
-    for message in arriving:
-        header, unpack = message
-        task = TaskHeader(*header)
-        if not task.is_call:
-            store_object(task.number, unpack)
-            continue
-        connection.spins = task.cores > 0
-        outcome, failed_inside, packed = worker.perform(task, unpack)
-        del message, unpack  # a tensor that the result does not need must not outlive its task
-        flush_output()
-        try:
-            try:
-                payload = Payload(packed, files)
-                del packed
-                connection.send((task.number, outcome, failed_inside, _is_spent), payload)
-            except TransferError as error:
-                told = Payload(_pack_exception(error, worker.where(task)), files)
-                connection.send((task.number, FAILED, failed_inside, _is_spent), told)
-        except ConnectionError:  # the parent is gone
-            return 0
+    channel = Channel(sock)
+    with contextlib.suppress(EOFError, ConnectionError):  # the script is gone, or lets this worker go
+        setup, _ = channel.receive()  # type: ignore[misc]  # it waits
+        _become_like_the_parent(setup)
+        keep_handler()
+        take_name(setup.rank)
+        worker = TaskRunner(setup.rank, torch.device(setup.device), setup.environ, channel.send)
+        channel.send(Answer(STARTED))
+        threading.Thread(target=worker.follow_orders, args=[control], name="nn_parallel orders", daemon=True).start()
+        while True:
+            _serve(channel, worker)
     return 0
 
 
-class _Worker:
-    def __init__(self, setup: WorkerSetup) -> None:
-        self._index = setup.rank
-        self.device = torch.device(setup.device)
+def _serve(channel: Channel, worker: TaskRunner) -> None:
+    """Do what the next message says. A function of its own, so that nothing of the message lives on in a variable."""
+    header, payload = channel.receive()  # type: ignore[misc]  # it waits
+    if isinstance(header, KeepObject):
+        store_object(header.number, functools.partial(payload.load, worker.device))
+        return
+    if isinstance(header, ForgetObjects):
+        for number in header.numbers:
+            forget(number)
+        return
+    answer, packed = worker.perform(header, payload)
+    del payload  # a tensor that the result does not need must not outlive its task
+    flush_output()
+    try:
+        message = packed and Payload(packed)
+        del packed
+        channel.send(answer, message)
+    except TransferError as error:
+        answer = answer._replace(outcome=Outcome.FAILED)
+        channel.send(answer, Payload(_pack_exception(error, worker.where(header))))
+    if header.cores:
+        channel.wait_for_more()
+
+
+class TaskRunner:
+    """Does the tasks of one worker, in the main thread of its process; other threads cancel them."""
+
+    def __init__(
+        self, rank: int, device: torch.device, environ: Mapping[str, str], send: Callable[[Answer], object]
+    ) -> None:
+        """Do nothing yet.
+
+        Args:
+            rank: that of the worker.
+            device: that of its tasks.
+            environ: the environment of the script.
+            send: called with answers that come before the last one to a task.
+        """
+        self._send = send
+        self._calls = deque[bytes | Received]()  # of the task, that have not begun
+        self._results: list[bytes] = []  # of those that are over
+        self._index = rank
+        self.device = device
         self._alone = RankContext(World(False, 0, 0, 1, self.device, launcher="executor"))
         self._rank: RankContext | None = None  # as a rank, with the group of this number
         self._group = 0
         self._store: dist.Store | None = None
         self._store_address = "", 0
         self._cores = -1  # not known yet
-        self._environ = setup.environ
+        self._environ = environ
         self._switching = threading.Lock()  # between the main thread, which changes tasks, and the one that cancels
         self._task = self._cancelled = NO_TASK
         self._block = CancelScope()  # what the main thread does for the task
@@ -142,27 +142,31 @@ class _Worker:
         self._deadlock: Exception | None = None  # why it was interrupted, if it was not cancelled
 
     def follow_orders(self, control: socket.socket) -> None:
-        """Cancel and forget as the parent says, until it is gone."""
+        """Cancel tasks and tell the stack as the pool says, until it is gone."""
         interrupting = False
         with contextlib.suppress(ConnectionError):
             while True:
                 if interrupting and not select.select([control], [], [], INTERRUPT_EVERY_S)[0]:
-                    interrupting = self._interrupt_cancelled()
+                    interrupting = self.interrupt_cancelled()
                     continue
                 order = control.recv(Order.size, socket.MSG_WAITALL)
                 if not order:
                     return
-                kind, number = Order.unpack(order)
-                if kind == FORGET:
-                    forget(number)
-                elif kind == TELL_STACK:
+                (number,) = Order.unpack(order)
+                if number == TELL_STACK:
                     control.send(main_stack().encode(errors="backslashreplace"))
+                elif number == HAND_BACK:
+                    self.hand_back()
                 else:
-                    self._cancelled = number  # it may not have begun yet
-                    interrupting = self._interrupt_cancelled()
+                    interrupting = self.cancel(number)
 
-    def _interrupt_cancelled(self) -> bool:
-        """Interrupt the cancelled task; whether it runs."""
+    def cancel(self, number: int) -> bool:
+        """Interrupt the task of this number, also if it begins later; as `interrupt_cancelled`."""
+        self._cancelled = number
+        return self.interrupt_cancelled()
+
+    def interrupt_cancelled(self) -> bool:
+        """Interrupt the cancelled task; return whether it runs, so that this is to be called again."""
         with self._switching:
             if self._task != self._cancelled:
                 return False
@@ -172,6 +176,14 @@ class _Worker:
                 context.group.abort()
             return True
 
+    def hand_back(self) -> None:
+        """Answer the calls of the batch that are over, and begin none but the one that runs."""
+        with self._switching:
+            if self._task != NO_TASK and (self._results or self._calls):
+                self._send(Answer(self._task, self._results, goes_on=True))
+                self._results = []
+                self._calls.clear()
+
     def _end_deadlock(self, reason: Exception) -> None:
         """Interrupt the task, which waits in a collective that cannot end, or has failed."""
         with self._switching:
@@ -180,8 +192,8 @@ class _Worker:
                 self._block.interrupt()
                 self._rank.group.abort()
 
-    def perform(self, task: TaskHeader, unpack: Unpack) -> tuple[int, bool, Packed]:
-        """How it ended, whether blocks failed inside, and what comes of it."""
+    def perform(self, task: TaskHeader, payload: Received) -> tuple[Answer, Packed | None]:
+        """Do a task; return the answer to it, and what goes with that."""
         if task.cores != self._cores:
             if self._cores >= 0:
                 blas_libraries.cache_clear()  # tasks may have loaded some
@@ -190,45 +202,74 @@ class _Worker:
         generation = task.generation
         if self._reports is not None:
             self._reports.waits = None
-        context = self._enter(task, generation) if task.world_size else self._alone
+        context = self._enter(task, generation) if task.ranks.world_size else self._alone
         join(context)
         with self._switching:
-            self._task, self._block.interrupted = task.number, self._cancelled == task.number
+            self._task = task.number
+            self._block.interrupted = self._cancelled == task.number
             self._deadlock = None
+            self._calls.extend(task.calls or [payload])
+        outcome, packed = None, None
         try:
             try:
                 with self._block:
-                    outcome, packed = SUCCEEDED, self._call(task, unpack)
+                    packed = self._do_calls(task)
+                outcome = packed and Outcome.SUCCEEDED
             finally:
                 with self._switching:  # from here on nothing interrupts it
                     self._task = NO_TASK
+                    results = self._results
+                    self._results = []
+                    self._calls.clear()
         except BaseException as error:
             error = cause_of(error, self._deadlock)
             if isinstance(error, Interrupted):
-                outcome, packed = CANCELLED, _NOTHING
+                outcome = Outcome.CANCELLED
             else:
-                outcome, packed = FAILED, _pack_exception(error, self.where(task))
-        if task.world_size and outcome != SUCCEEDED:
+                outcome, packed = Outcome.FAILED, _pack_exception(error, self.where(task))
+        has_failed = outcome in (Outcome.FAILED, Outcome.CANCELLED)
+        if task.ranks.world_size and has_failed:
             # It frees the ranks that wait for this one in a collective: only once this cannot be cancelled any more,
             # or what they then raise could outrun the cause.
             context.group.close()
-        if outcome != SUCCEEDED:
+        if has_failed:
             _recover(self.device)
         join(self._alone)
-        return outcome, task.world_size > 0 and context.generation != generation, packed
+        failed_inside = task.ranks.world_size > 0 and context.generation != generation
+        return Answer(task.number, results, outcome, failed_inside=failed_inside, is_spent=_is_spent), packed
 
     def where(self, task: TaskHeader) -> str:
-        """Where a task runs, for the description of its failure."""
-        where = f"rank {self._index} of {task.world_size}" if task.world_size else "a single task"
+        """Return where a task runs, for the description of its failure."""
+        size = task.ranks.world_size
+        where = f"rank {self._index} of {size}" if size else "a single task"
         return f"{where} on {self.device}"
 
-    def _call(self, task: TaskHeader, unpack: Unpack) -> Packed:
-        result = in_this_process(self._result, task, unpack)
-        return AnswerReducer().pack(result, lambda: {"the result": result})
+    def _do_calls(self, task: TaskHeader) -> Packed | None:
+        """Do the calls of a task, and keep results that are numbers, texts and the like.
 
-    def _result(self, task: TaskHeader, unpack: Unpack) -> Any:
+        Returns:
+            The first result that is none of these, after which no call is begun.
+        """
+        begun = time.monotonic()
+        size = 0
+        while self._calls:
+            result = in_this_process(self._call, task, self._calls.popleft())
+            atoms = dump_atoms(result)
+            if atoms is None:
+                return AnswerReducer().pack(result, functools.partial(dict, {"the result": result}))
+            with self._switching:  # not while the calls are handed back
+                self._results.append(atoms)
+            size += len(atoms)
+            if size > RESULTS_BYTES or time.monotonic() - begun > task.seconds:
+                break
+        return None
+
+    def _call(self, task: TaskHeader, arguments: bytes | Received) -> Any:
         try:
-            *_, fn, args, kwargs = unpack()
+            if isinstance(arguments, Received):
+                fn, args, kwargs = arguments.load(self.device)
+            else:
+                fn, args, kwargs = None, pickle.loads(arguments), {}
             if task.function:
                 fn = stored_object(task.function).function()
         except Interrupted:
@@ -238,8 +279,8 @@ class _Worker:
         result = call_on_device(fn, args, kwargs, self.device if task.pass_device else None)
         background.finish()  # the process may end with its pool
         if not _is_spent:
-            synchronize(self.device)  # what fails there is this task's failure, and not that of the next one
-        if self._rank is not None and task.world_size > 1 and self._rank.has_store:
+            synchronize(self.device)  # what fails there is the failure of this call, and not that of the next one
+        if self._rank is not None and task.ranks.world_size > 1 and self._rank.has_store:
             self._say_returned(task, call_name(fn))
         return result
 
@@ -250,22 +291,21 @@ class _Worker:
         here.reports.post(HAS_LEFT)  # makes no more calls in this generation
         if not dist.is_initialized():
             return
-        others = [rank for rank in range(task.world_size) if rank != self._index]
+        others = [rank for rank in range(task.ranks.world_size) if rank != self._index]
         next_run = Progress(task.generation + (1 << 32), 0, WAITING)
         here.watch()  # tells the others
         self._reports = here.reports
         self._reports.waits = Waits(f"has returned from {name}", tuple(others), next_run)
 
     def _enter(self, task: TaskHeader, generation: int) -> RankContext:
-        """This worker as a rank of a run."""
-        if self._rank is None or self._group != task.group:
+        """Make this worker a rank of a run."""
+        ranks = task.ranks
+        if self._rank is None or self._group != ranks.group:
             self._leave()
-            self._group = task.group
-            places: Places | None = stored_object(task.places) if task.places else None
-            nodes = places.nodes if places else [0] * task.world_size
-            host = places.store_host if places else loopback(LOOPBACK)
+            self._group = ranks.group
+            nodes = ranks.nodes or [0] * ranks.world_size
             self._rank = RankContext(
-                self._world_of(nodes), lambda: self._open_store(host, task), one_node=len(set(nodes)) == 1
+                self._world_of(nodes), lambda: self._open_store(ranks), one_node=len(set(nodes)) == 1
             )
             self._rank.on_deadlock = self._end_deadlock
         self._rank.begin_generation(generation)
@@ -276,16 +316,18 @@ class _Worker:
         before, here = nodes[: self._index].count(mine), nodes.count(mine)
         return World(False, self._index, before, len(nodes), self.device, mine, here, launcher="executor")
 
-    def _open_store(self, host: str, task: TaskHeader) -> dist.Store:
-        if self._store is None or self._store_address != (host, task.store_port):
-            self._store_address = host, task.store_port
+    def store_address(self, ranks: Ranks) -> tuple[str, int]:
+        """Return host and port of the store of these ranks."""
+        return ranks.store_host, ranks.store_port
+
+    def _open_store(self, ranks: Ranks) -> dist.Store:
+        address = self.store_address(ranks)
+        if self._store is None or self._store_address != address:
+            self._store_address = address
             self._store = dist.TCPStore(
-                *self._store_address,
-                is_master=False,
-                timeout=timedelta(seconds=60),
-                wait_for_workers=False,
+                *address, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False
             )
-        return dist.PrefixStore(ranks_prefix(task.group), self._store)
+        return dist.PrefixStore(ranks_prefix(ranks.group), self._store)
 
     def _leave(self) -> None:
         if self._rank is not None:
@@ -313,7 +355,7 @@ def in_this_process(call: Callable[..., R], /, *args: Any) -> R:
 def call_each(
     fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: torch.device | None = None
 ) -> tuple[list[R], tuple[Exception, Failure] | None]:
-    """The results of a chunk of a map, up to the first call that fails; and how that one has failed."""
+    """Return the results of a chunk of a map, up to the first call that fails; and how that one has failed."""
     results: list[R] = []
     here = current_world().device
     for item in items:
@@ -376,7 +418,7 @@ def _become_like_the_parent(setup: WorkerSetup) -> None:
     server = os.getppid()
     setup.attributes.adopt()
     end_with(server)  # again, as the user may have changed
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGURG, STACK_SIGNAL])  # by which the pool reaches it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGURG])  # by which the pool reaches it
     if dict(os.environ) != setup.environ:  # or it would take half a MiB of memory of its own
         os.environ.clear()
         os.environ.update(setup.environ)
@@ -384,15 +426,19 @@ def _become_like_the_parent(setup: WorkerSetup) -> None:
     with contextlib.suppress(OSError):  # it was removed meanwhile
         os.chdir(setup.directory)
     sys.path[:] = setup.path
-    sys.argv[:] = setup.argv
-    main = types.ModuleType("__main__")
-    if setup.main_file:
-        main.__file__ = setup.main_file
-    sys.modules["__main__"] = main
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     multiprocessing.current_process().authkey = setup.authkey
+    become_script(setup.argv, setup.main_file, torch.device(setup.device))
+
+
+def become_script(argv: Sequence[str], main_file: str | None, device: torch.device) -> None:
+    """Have a ``__main__`` of this process's own, the arguments of the script, other random numbers, and a device."""
+    sys.argv[:] = argv
+    main = types.ModuleType("__main__")
+    if main_file:
+        main.__file__ = main_file
+    sys.modules["__main__"] = main
     _reseed()
-    device = torch.device(setup.device)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)  # before anything can open a context on device 0
 
@@ -438,4 +484,3 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
 
 _THREAD_VARIABLES = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "BLIS_NUM_THREADS"
 _is_spent = False  # no task can succeed in this process any more
-_NOTHING = dumps(None)

@@ -19,7 +19,6 @@ from ...errors import LaunchError, RankError, RankTimeoutError
 from ..failures import rank_names, summary
 from ..interrupts import DeferredSignals
 from ..polling import looks
-from ..stack_dump import offer_stack
 from . import times
 from .blocks import blocks_of
 from .context import RankContext, world_of
@@ -44,7 +43,6 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
     Raises:
         LaunchError: on every rank, if one of them does not come, or has no device.
     """
-    offer_stack(f"rank {launch.rank}")
     refusal: LaunchError | None = None
     try:
         world = world_of(launch, device)

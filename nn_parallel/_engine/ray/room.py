@@ -1,40 +1,51 @@
-"""A Ray cluster: connected to, and asked for room, where an actor for the workers of each node is started."""
+"""A Ray cluster, as the place where the workers of a pool run: connected to, and asked for room.
+
+The room is a placement group of Ray with a bundle of resources for each worker: Ray reserves all of them at once, and
+finds room for a bundle elsewhere when its node is gone. The workers of a node have successive ranks.
+
+Ray's own calls that are made here, in the thread of the pool, ask its head node for something and return within
+milliseconds. What takes longer, such as to find room, is looked at now and again.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
-import math
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import ray
+import torch
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ..._version import __version__
-from ...errors import LaunchError, ParallelError, WorkerDiedError
+from ...errors import LaunchError, ParallelError
+from ..by_value.packer import Packer
 from ..devices import count
-from ..failures import rank_names, summary
-from ..process_environment import user_sys_path
-from ..ranks.stop_signals import SIGNALS
-from .messages import Told, received
-from .node import RayNode
+from ..pool.event_loop import EventLoop
+from ..pool.forkserver_client import close_pools
+from ..pool.messages import Ranks
+from ..process_environment import user_sys_path, working_directory
+from ..ranks.stop_signals import SIGNALS, pass_on_to
+from .worker import ActorSetup, Orders, RayWorker, Sent, WorkerActor, raise_if_shut_down
+
+if TYPE_CHECKING:
+    from ..pool.protocols import WorkerEvents
 
 REACHED_WITHIN_S = 10.0  # the address of a cluster
 WARN_AFTER_S = 5.0  # of waiting for room
 STARTED_WITHIN_S = 60.0  # once there is room: torch may come from afar
 LOOKS_EACH_S = 0.5
-CALLS_BESIDE = 8  # that a node serves beside one for each worker
+FIRST_LOOK_S = 0.01  # for the room of a resized pool; each further look comes after twice as long
+OTHER_CALLS = 100  # that the actor of the orders serves beside those of the workers
 logger = logging.getLogger("nn_parallel")
 
 
@@ -47,36 +58,9 @@ class Wanted(NamedTuple):
     prefix_output: bool
 
     def of(self, workers: int) -> str:
-        """For a person to read."""
+        """Describe it for a person."""
         each = " and ".join(f"{amount:g} {name}" for name, amount in self.resources.items())
         return f"{workers} worker{'s' * (workers > 1)} with {each}"
-
-
-@dataclass(eq=False)
-class Node:
-    """The actor on a node, and its workers."""
-
-    actor: Any
-    ranks: list[int]
-    address: str
-    store_port: int  # where the ranks of all nodes meet; 0: not here
-    kept: set[int] = field(default_factory=set)  # the numbers of the handles that it has got
-    group: int = 1  # as it has told last
-    load: int = 0  # how many of its workers have something to do: in a run, all
-
-    def told(self, answer: Future[Any], outcome_if_gone: int) -> Told:
-        """What it has answered to a call; if it is gone, that its ranks have died."""
-        error = answer.exception()
-        if error is None:
-            pickled, *beside = answer.result()
-            told: Told = received(pickled, beside)
-            return told
-        if isinstance(error, ray.exceptions.RayTaskError):  # there is no room for the answer
-            return Told({}, ParallelError(f"The node {self.address} cannot answer: {error}"))
-        where, reason = f"The node {self.address} with {rank_names(self.ranks)}", " ".join(str(error).split())
-        gone = f"{where} is gone, says Ray: {reason}"
-        died = {rank: (outcome_if_gone, WorkerDiedError(gone, rank=rank)) for rank in self.ranks}
-        return Told(died, can_go_on=False)
 
 
 def connect() -> None:
@@ -101,7 +85,7 @@ def connect() -> None:
 
 @contextlib.contextmanager
 def _own_handlers() -> Iterator[None]:
-    """The handlers of signals that the script has set stay: Ray puts its own in their place."""
+    """Keep the handlers of signals that the script has set: Ray puts its own in their place."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -114,7 +98,7 @@ def _own_handlers() -> Iterator[None]:
 def resources_for(
     num_gpus: int | None, devices: Any, num_workers: int | None, resources_per_worker: Mapping[str, float] | None
 ) -> tuple[dict[str, float], int]:
-    """What each worker is to have, and how many there are, on the cluster that this connects to.
+    """Return what each worker is to have, and how many there are, on the cluster that this connects to.
 
     Raises:
         ValueError: ``devices`` names others than the CPU. TypeError: a count is no integer. LaunchError: as `connect`.
@@ -132,115 +116,261 @@ def resources_for(
 
 
 class Room:
-    """What Ray sets aside for so many workers: a placement group, with a bundle for each."""
+    """What Ray reserves for so many workers: a placement group, with a bundle for each."""
 
     def __init__(self, workers: int, wanted: Wanted) -> None:
         """Ask for it."""
-        self.workers, self._wanted = workers, wanted
+        self.workers: set[RayWorker] = set()  # that are in the room, or wait for it
+        self.orders: Any = None  # the actor, once there is room
+        self._size = workers
+        self._wanted = wanted
         self._group = placement_group([dict(wanted.resources)] * workers, strategy=wanted.placement.upper())
         self._bundles: list[int] = []  # by rank, those of a node together
-        self.is_wanted = True
+        self._has_warned = False
 
-    def start(self, ranks: Sequence[int], initialize: tuple[Any, ...]) -> list[Node]:
-        """Wait for it; a node for some of ``ranks`` wherever Ray has room for them now.
+    @property
+    def is_there(self) -> bool:
+        """Whether Ray has found the room."""
+        return bool(self._bundles)
 
-        ``initialize``: the message with the initializer, if there is one.
-
-        Raises:
-            ParallelError: there is no room in time, or this was given back, or a node is not fit.
-        """
-        self._wait()
-        within_s = max(self._wanted.within_s, STARTED_WITHIN_S)
-        try:
-            return self._start(ranks, initialize, time.monotonic() + within_s)
-        except ray.exceptions.RayError as error:
-            if isinstance(cause := getattr(error, "cause", None), ParallelError):
-                raise cause from None
-            is_late = isinstance(error, ray.exceptions.GetTimeoutError)
-            why = f"nothing was heard of them for {within_s:g} s" if is_late else summary(error)
-            told = f"Ray has not started {self._wanted.of(len(ranks))}: {why}; {_what_there_is()}."
-            raise ParallelError(told) from error
-
-    def give_back(self) -> None:
-        """It is not wanted any more: this ends what runs in it, and any `start`."""
-        if self.is_wanted and ray.is_initialized():
-            remove_placement_group(self._group)
-        self.is_wanted = False
-
-    def _wait(self) -> None:
-        began, wanted = time.monotonic(), self._wanted
-        warn_at = began + WARN_AFTER_S
-        while not self._group.wait(LOOKS_EACH_S):
-            self._raise_if_unwanted()
-            if time.monotonic() > began + wanted.within_s:
-                state = placement_group_table(self._group)["stats"]["scheduling_state"]
-                raise LaunchError(
-                    f"Ray found no room for {wanted.of(self.workers)} within {wanted.within_s:g} s ({state}): "
-                    f"{_what_there_is()}."
-                )
-            if time.monotonic() > warn_at:
-                warn_at = math.inf
-                logger.warning("Waiting for Ray to find room for %s: %s.", wanted.of(self.workers), _what_there_is())
-        if not self._bundles:
-            nodes = placement_group_table(self._group)["bundles_to_node_id"]
+    def look(self) -> bool:
+        """Return whether Ray has found the room, and does not search for a part of it again."""
+        table = placement_group_table(self._group)
+        is_whole: bool = table["state"] == "CREATED"
+        if is_whole and not self._bundles:
+            nodes = table["bundles_to_node_id"]
             first = {node: bundle for bundle, node in sorted(nodes.items(), reverse=True)}
             self._bundles = sorted(nodes, key=lambda bundle: (first[nodes[bundle]], bundle))
+        return is_whole
 
-    def _start(self, ranks: Sequence[int], initialize: tuple[Any, ...], deadline: float) -> list[Node]:
-        def where() -> tuple[str, str]:  # travels by value: what runs it need not import this package
-            import ray
+    def wait(self) -> None:
+        """Wait until Ray has found the room.
 
-            return ray.get_runtime_context().get_node_id(), ",".join(map(str, ray.get_gpu_ids()))
+        Raises:
+            LaunchError: it has not in time.
+        """
+        began = time.monotonic()
+        while not (self._group.wait(LOOKS_EACH_S) and self.look()):
+            self.raise_if_late(began)
 
-        wanted, places = self._wanted, dict[str, dict[int, str]]()
-        asked = [ray.remote(where).options(**self._options(rank)).remote() for rank in ranks]
-        for rank, (node, gpu) in zip(ranks, self._told(asked, deadline), strict=True):
-            places.setdefault(node, {})[rank] = gpu
-        cores, actors, started = max(1, int(wanted.resources.get("CPU", 1))), list[Any](), []
-        for place in places.values():
-            here, gpus = list(place), [gpu for gpu in place.values() if gpu]
-            options = self._options(here[0]) | {"max_concurrency": len(here) + CALLS_BESIDE}
-            actors.append(ray.remote(RayNode).options(**options).remote(__version__))
-            like_this = wanted.prefix_output, os.getcwd(), user_sys_path(), sys.argv
-            has_store = here[0] == 0 and len(here) < self.workers
-            started.append(actors[-1].start.remote(here, has_store, gpus, cores, *like_this, *initialize))
-        try:
-            told = self._told(started, deadline)
-        except BaseException:
-            for actor in actors:  # it has the room that the next attempt needs
-                ray.kill(actor)
-            raise
-        return [
-            Node(actor, list(place), *where) for actor, place, where in zip(actors, places.values(), told, strict=True)
-        ]
+    def raise_if_late(self, began: float) -> None:
+        """Raise `LaunchError` if room has been waited for since then for too long; warn once, some time before that."""
+        waited_s = time.monotonic() - began
+        if waited_s > self._wanted.within_s:
+            state = placement_group_table(self._group)["stats"]["scheduling_state"]
+            raise LaunchError(
+                f"Ray found no room for {self._wanted.of(self._size)} within {self._wanted.within_s:g} s ({state}): "
+                f"{_what_there_is()}."
+            )
+        if waited_s > WARN_AFTER_S and not self._has_warned:
+            self._has_warned = True
+            wanted = self._wanted.of(self._size)
+            logger.warning("Waiting for Ray to find room for %s: %s.", wanted, _what_there_is())
 
-    def _told(self, asked: list[Any], deadline: float) -> list[Any]:
-        """What is told, in time, and before this room is given back."""
-        missing = asked
-        while missing and time.monotonic() < deadline:
-            self._raise_if_unwanted()
-            _, missing = ray.wait(asked, num_returns=len(asked), timeout=LOOKS_EACH_S)
-        told: list[Any] = ray.get(asked, timeout=0)
-        return told
+    def raise_if_silent(self, began: float) -> None:
+        """Raise `ParallelError` if workers have been starting in the room since then for too long."""
+        within_s = max(self._wanted.within_s, STARTED_WITHIN_S)
+        if time.monotonic() > began + within_s:
+            raise ParallelError(
+                f"Ray has not started {self._wanted.of(self._size)}: nothing was heard of them for {within_s:g} s; "
+                f"{_what_there_is()}."
+            )
 
-    def _raise_if_unwanted(self) -> None:
-        if not (self.is_wanted and ray.is_initialized()):  # what is asked next would start Ray again
-            raise LaunchError("Nobody waits for the workers any more.")
+    def start_orders(self) -> None:
+        """Start the actor that passes on orders, beside rank 0. Ray starts it again if it is lost."""
+        options = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": self._size + OTHER_CALLS}
+        self.orders = ray.remote(Orders).options(**options, scheduling_strategy=self._place(0)).remote()
 
-    def _options(self, rank: int) -> dict[str, Any]:
-        """Ray's, for what is to have the room of a rank."""
+    def actor_class(self, rank: int) -> Any:
+        """Return the class of actors that have the resources of a worker of this rank."""
         resources = dict(self._wanted.resources)
-        return {
-            "num_cpus": resources.pop("CPU", 0),
-            "num_gpus": resources.pop("GPU", 0),
-            "resources": resources,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, self._bundles[rank]),
-        }
+        options = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0), "resources": resources}
+        return ray.remote(WorkerActor).options(**options, scheduling_strategy=self._place(rank))
+
+    def give_back(self) -> None:
+        """Have Ray end what runs in the room, or the search for it."""
+        if ray.is_initialized():
+            if self.orders is not None:
+                ray.kill(self.orders)
+            remove_placement_group(self._group)
+
+    def _place(self, rank: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self._group, self._bundles[rank])
+
+
+class RaySite:
+    """Workers on a Ray cluster; implements `Site`."""
+
+    def __init__(self, workers: int, wanted: Wanted) -> None:
+        """Wait until there is room for so many workers.
+
+        Raises:
+            LaunchError: there is none in time.
+        """
+        self._size = workers
+        self._wanted = wanted
+        self._workers: dict[int, RayWorker] = {}  # by rank, those that were started last
+        self._looks_again_s = LOOKS_EACH_S  # for room
+        self._room: Room | None = Room(workers, wanted)  # None: it was given back, as it was not found
+        self._former_rooms: set[Room] = set()  # whose workers are leaving
+        self._is_open = False
+        try:
+            self._room.wait()
+        except BaseException:
+            self._room.give_back()
+            raise
+
+    def devices_for(self, workers: int | None) -> list[torch.device]:
+        """Return the devices of so many workers. Each worker calls the accelerator the first that Ray lets it see."""
+        device = torch.device("cuda", 0) if "GPU" in self._wanted.resources else torch.device("cpu")
+        return [device] * count("num_workers", self._size if workers is None else workers)
+
+    def make_packer(self, on_forgotten: Callable[[int], None]) -> Packer:
+        """As `Site.make_packer`."""
+        return Packer(Sent, on_forgotten, is_elsewhere=True)
+
+    def open(self, loop: EventLoop, events: WorkerEvents) -> None:
+        """As `Site.open`."""
+        self._loop = loop
+        self._events = events
+        self._is_open = True
+        self._look_at_times()
+
+    def start(self, rank: int, device: torch.device) -> RayWorker:
+        """As `Site.start`."""
+        worker = RayWorker(rank, device, self._loop, self._events, self._forget_worker)
+        self._workers[rank] = worker
+        if ray.is_initialized():
+            if self._room is None:
+                self._room = Room(self._size, self._wanted)
+            self._room.workers.add(worker)
+            if self._room.is_there:
+                self._begin(self._room, worker)
+            elif self._looks_again_s >= LOOKS_EACH_S:
+                self._looks_again_s = FIRST_LOOK_S
+                self._loop.call_later(self._looks_again_s, self._fill)
+        return worker
+
+    def resize(self, workers: int) -> bool:
+        """As `Site.resize`: another number of workers has another room, and the workers in this one leave it."""
+        if workers == self._size:
+            return True
+        self._size = workers
+        former = self._room
+        self._room = None
+        if former is not None:
+            self._former_rooms.add(former)
+            self._give_back_unused()
+        return False
+
+    def cores_for(self, workers: int) -> int:
+        """As `Site.cores_for`."""
+        return max(1, int(self._wanted.resources.get("CPU", 1)))
+
+    def ranks(self, world_size: int, group: int) -> Ranks:
+        """As `Site.ranks`; the ranks ask the actor `Orders` for the address of the store."""
+        names = [self._workers[rank].node for rank in range(world_size)]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return Ranks(world_size, group=group, nodes=[numbers[name] for name in names])
+
+    def close(self) -> None:
+        """As `Site.close`."""
+        self._is_open = False
+        for room in (*self._former_rooms, *([] if self._room is None else [self._room])):
+            room.give_back()
+        self._former_rooms.clear()
+        self._room = None
+        self._workers.clear()
+
+    def ask_to_stop(self) -> None:
+        """Have `stop_requested` return true to the ranks. Called by the handler of a signal, too."""
+        self._loop.post(self._pass_on_stop)
+
+    def _pass_on_stop(self) -> None:
+        if self._room is not None and self._room.orders is not None and ray.is_initialized():
+            self._room.orders.ask_to_stop.remote()
+
+    def _look_at_times(self) -> None:
+        """See now and again whether Ray still is there, and whether workers have started in time."""
+        if not self._is_open:
+            return
+        try:
+            raise_if_shut_down()
+            if self._room is not None:
+                self._look_at_starts(self._room)
+        except ParallelError as error:
+            self._events.fail(error)
+        self._loop.call_later(LOOKS_EACH_S, self._look_at_times)
+
+    def _look_at_starts(self, room: Room) -> None:
+        starting = [worker for worker in room.workers if not worker.pid]
+        if not starting:
+            return
+        began = min(worker.asked_at for worker in starting)
+        try:
+            if time.monotonic() > began + min(WARN_AFTER_S, self._wanted.within_s) and not room.look():
+                room.raise_if_late(began)
+            room.raise_if_silent(began)
+        except ParallelError as error:
+            for worker in starting:
+                worker.withdraw()
+            if not room.workers:
+                room.give_back()
+                self._room = None
+            self._events.no_room(starting, error)
+
+    def _fill(self) -> None:
+        """Start the workers that wait for room, if there is some now."""
+        room = self._room
+        self._looks_again_s = min(2 * self._looks_again_s, LOOKS_EACH_S)
+        if room is None or not self._is_open or not ray.is_initialized():
+            self._looks_again_s = LOOKS_EACH_S
+        elif room.look():
+            self._looks_again_s = LOOKS_EACH_S
+            for worker in room.workers:
+                if not worker.has_begun:
+                    self._begin(room, worker)
+        else:
+            self._loop.call_later(self._looks_again_s, self._fill)
+
+    def _begin(self, room: Room, worker: RayWorker) -> None:
+        """Start the actor of a worker, in the room that there is."""
+        if room.orders is None:
+            room.start_orders()
+            pass_on_to(self)
+        setup = ActorSetup(
+            rank=worker.rank,
+            key=worker.key,
+            has_accelerator=worker.device.type != "cpu",
+            directory=working_directory(),
+            path=user_sys_path(),
+            argv=list(sys.argv),
+            main_file=getattr(sys.modules.get("__main__"), "__file__", None),
+            prefix_output=self._wanted.prefix_output,
+        )
+        worker.begin(room.actor_class(worker.rank), room.orders, setup)
+
+    def _forget_worker(self, worker: RayWorker) -> None:
+        """A worker has exited."""
+        for room in (self._room, *self._former_rooms):
+            if room is not None:
+                room.workers.discard(worker)
+        self._give_back_unused()
+
+    def _give_back_unused(self) -> None:
+        for room in [room for room in self._former_rooms if not room.workers]:
+            self._former_rooms.remove(room)
+            room.give_back()
 
 
 def _what_there_is() -> str:
-    def told(resources: Mapping[str, float]) -> str:
+    def described(resources: Mapping[str, float]) -> str:
         names = sorted(name for name in resources if ":" not in name and "_group_" not in name and "memory" not in name)
         return ", ".join(f"{resources[name]:g} {name}" for name in names) or "nothing"
 
-    return f"the cluster has {told(ray.cluster_resources())}, of which {told(ray.available_resources())} is free"
+    return (
+        f"the cluster has {described(ray.cluster_resources())}, of which {described(ray.available_resources())} is free"
+    )
+
+
+atexit.register(close_pools)  # which is called before what Ray has registered as it was imported

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from nn_parallel._engine.pool import memory_files
 from tests.support.wire import Ends
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
+    memory_files._kept.clear()  # of other tests
     pair = Ends()
     yield pair
+    memory_files._kept.clear()
     pair.sender.close()
     pair.receiver.close()
-    pair.files.close()

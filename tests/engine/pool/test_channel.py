@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import resource
 import socket
@@ -22,7 +21,6 @@ from torch.utils.data import DataLoader
 from nn_parallel import ParallelExecutor, TransferError, current_world
 from nn_parallel._engine.pickling import Pickler, dumps
 from nn_parallel._engine.pool import channel as connection
-from nn_parallel._engine.pool import memory_files as memfd
 from nn_parallel._engine.pool.channel import Payload
 from tests.support.wire import Ends, descriptors, maps, memory_files
 
@@ -67,7 +65,9 @@ def test_without_memory_files_what_is_large_is_an_error() -> None:
         pids = ex.run(os.getpid)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
         try:
-            with pytest.raises(TransferError, match="no memory file to be had.*: .*File too large"):
+            with pytest.raises(
+                TransferError, match="Cannot allocate shared memory for a large object: .*File too large"
+            ):
                 ex.run(lambda x: (x + 1).sum().item(), torch.zeros(LARGE))
             assert ex.run(os.getpid) == pids
         finally:
@@ -76,16 +76,15 @@ def test_without_memory_files_what_is_large_is_an_error() -> None:
 
 @pytest.mark.slow
 def test_more_than_there_are_descriptors_for_is_copied(ends: Ends) -> None:
-    """However much is on its way and however much the receiver keeps, the sender's descriptors do not run out."""
-    most = memfd.FILES_AT_ONCE + 20
-    payloads = [Payload(dumps(torch.full((1 << 15,), float(k))), ends.files) for k in range(most)]
-    assert memory_files() == memfd.FILES_AT_ONCE
+    """However much is on its way, the sender's descriptors do not run out."""
+    most = connection.FILES_AT_ONCE + 20
+    before = len(list(descriptors()))
+    payloads = [Payload(dumps(torch.full((1 << 15,), float(k)))) for k in range(most)]
+    assert len(list(descriptors())) - before == 2 * connection.FILES_AT_ONCE  # ours, and those on their way
     kept = []
-    for payload in payloads:
-        ends.sender.send((7,), payload)
-        _, unpack = next(ends._arriving)
-        kept.append(unpack())
-    assert memory_files() == memfd.FILES_AT_ONCE
+    while payloads:
+        ends.sender.send((7,), payloads.pop(0))
+        kept.append(ends.receive()[1].load())
     assert [int(each[-1]) for each in kept] == list(range(most))
 
 
@@ -113,7 +112,7 @@ def test_what_just_fits_into_a_packet_and_what_does_not(ends: Ends, size: int) -
 
 def test_what_was_copied_is_let_go_of(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver keeps nothing of a message that its user has dropped."""
-    monkeypatch.setattr(memfd, "FILES_AT_ONCE", 0)
+    monkeypatch.setattr(connection, "FILES_AT_ONCE", 0)
     tensor = torch.zeros(1 << 15)
     tracemalloc.start()
     try:
@@ -126,20 +125,19 @@ def test_what_was_copied_is_let_go_of(ends: Ends, monkeypatch: pytest.MonkeyPatc
 def test_a_receiver_without_descriptors_says_so_and_goes_on(ends: Ends) -> None:
     """The message is lost, and told; the next ones are themselves."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ends.sender.send((1,), Payload(dumps(torch.ones(LARGE)), ends.files))
-    ends.sender.send((2,), Payload(dumps(torch.full((LARGE,), 2.0)), ends.files))
+    ends.sender.send((1,), Payload(dumps(torch.ones(LARGE))))
+    ends.sender.send((2,), Payload(dumps(torch.full((LARGE,), 2.0))))
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
     try:
-        first = next(ends._arriving)
+        header, payload = ends.receive()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-    header, unpack = first
-    assert header == [1]
+    assert header == (1,)
     with pytest.raises(OSError, match="file descriptor"):
-        unpack()
-    header, unpack = next(ends._arriving)
-    assert header == [2]
-    assert unpack()[0] == 2
+        payload.load()
+    header, payload = ends.receive()
+    assert header == (2,)
+    assert payload.load()[0] == 2
 
 
 @pytest.mark.parametrize("count", [1, 600])
@@ -157,36 +155,24 @@ def test_shared_memory_stays_shared(ends: Ends, count: int) -> None:
     assert tensors[0][2] == 5
 
 
-def test_descriptors_of_a_message_that_was_not_sent_are_not_those_of_the_next(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_descriptors_of_a_message_that_was_not_sent_are_not_those_of_the_next(ends: Ends) -> None:
     """Those in packets before it had been sent already: they are closed."""
     unsent = [torch.zeros(4).share_memory_() for _ in range(600)]
-    send, sent = connection.send_fds, itertools.count(1)
-
-    def no_room(*packet: Any) -> None:
-        if next(sent) == 3:
-            raise TransferError("no room")
-        send(*packet)
-
     before = len(list(descriptors()))
-    with monkeypatch.context() as patch:
-        patch.setattr(connection, "send_fds", no_room)
-        with pytest.raises(TransferError):
-            ends.send(unsent)
+    ends.sender.enqueue((6,), Payload(Pickler(share=True).pack(unsent)))
+    ends.sender._outbox.pop()  # as after the error that there is no room for the last one
+    ends.sender.flush()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ends.sender.send(
-        (7,), Payload(Pickler(share=True).pack([torch.zeros(4).share_memory_() for _ in range(3)]), ends.files)
-    )
+    ends.sender.send((7,), Payload(Pickler(share=True).pack([torch.zeros(4).share_memory_() for _ in range(3)])))
     assert len(list(descriptors())) == before
     highest = before + 500 + 1
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest, limit[1]))  # of the three only one can be opened
     try:
-        _, unpack = next(ends._arriving)
+        _, payload = ends.receive()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     with pytest.raises(OSError, match="file descriptor"):  # and no memory of `unsent` in the place of the other two
-        unpack()
+        payload.load()
     received = ends.send([torch.full((4,), float(k)).share_memory_() for k in range(300)])
     assert [int(each[0]) for each in received] == list(range(300))
     assert len(list(descriptors())) == before

@@ -20,6 +20,7 @@ import pytest
 from tests.support.notebook import run_cells
 
 GONE_WITHIN_S = 4.0  # DataLoader processes look for themselves whether their parent is there, after 5 s
+IMPORTED_WITHIN_S = 20.0  # a fork server that imports torch sees the end of the script after that
 SCRIPT = """
 import os, signal, sys, time
 import torch
@@ -103,8 +104,8 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def assert_gone(mark: str) -> None:
-    deadline = time.monotonic() + GONE_WITHIN_S
+def assert_gone(mark: str, within_s: float = GONE_WITHIN_S) -> None:
+    deadline = time.monotonic() + within_s
     while left := marked(mark):
         names = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left if Path(f"/proc/{pid}").exists()]
         assert time.monotonic() < deadline, f"{left} live on: {names}"
@@ -126,7 +127,7 @@ def test_a_killed_parent_leaves_nothing(tmp_path: Path, phase: str, repetition: 
         )  # the moment
         process.kill()
         process.wait()
-        assert_gone(mark)
+        assert_gone(mark, IMPORTED_WITHIN_S if phase == "start" else GONE_WITHIN_S)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Memory files: filled once, mapped by each receiver, filled again only when nobody sees them."""
+"""Memory files: filled by the sender, mapped by each receiver, filled again only when nobody sees them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import pytest
 import torch
 
+from nn_parallel._engine.pool import memory_files as files
 from tests.support.wire import Ends, maps, memory_files
 
 LARGE = 1 << 18  # elements: above what stays in a pickle
@@ -23,31 +24,20 @@ def test_each_has_its_own(ends: Ends) -> None:
 
 
 def test_a_file_is_filled_again_only_when_nobody_sees_it(ends: Ends) -> None:
-    """What the receiver keeps stays what it was, through any number of later messages; what it drops is reused."""
+    """What the receiver keeps stays what it was, through any number of later messages; what it drops is used again."""
     kept = ends.send(torch.full((LARGE,), 7.0))
-    for round_ in range(20):
-        assert ends.send(torch.full((LARGE,), float(round_))).unique().tolist() == [round_]
-        ends.answer()
+    for number in range(20):
+        assert ends.send(torch.full((LARGE,), float(number))).unique().tolist() == [number]
     assert kept.unique().tolist() == [7]
-    assert memory_files() == 2  # one is kept, one is filled again and again
+    assert memory_files() == 2
+    assert maps() == 3  # two of the sender, one of the receiver
     del kept
-    ends.answer()
-    ends.files.trim(0)
-    assert (memory_files(), maps()) == (0, 0)
-
-
-def test_a_view_of_what_was_received_keeps_all_of_it(ends: Ends) -> None:
-    """One element that lives on is enough."""
-    element = ends.send([torch.full((LARGE,), 7.0), torch.zeros(LARGE)])[0][5]
-    for _ in range(3):
-        ends.answer()
-        ends.send(torch.ones(2 * LARGE))
-    assert element == 7
+    assert maps() == 2
 
 
 @pytest.mark.slow
-def test_what_a_child_may_see_is_never_filled_again(ends: Ends) -> None:
-    """A process forked while a tensor lives has it for as long as it likes; the file itself is not kept for that."""
+def test_what_a_child_may_see_is_not_filled_again(ends: Ends) -> None:
+    """A process forked while a tensor lives has it for as long as it likes."""
     kept = ends.send(torch.full((LARGE,), 7.0))
     here, there = socket.socketpair()
     child = os.fork()
@@ -59,21 +49,36 @@ def test_what_a_child_may_see_is_never_filled_again(ends: Ends) -> None:
     there.close()
     with here:
         del kept
-        ends.answer()
-        assert memory_files() == 0
         for _ in range(3):
             ends.send(torch.zeros(LARGE))
-            ends.answer()
         here.send(b"x")
         assert here.recv(1) == b"7"
     os.waitpid(child, 0)
+    assert files._kept
 
 
-def test_idle_files_are_few(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_fills_its_own(ends: Ends) -> None:
+    """It has the files of its parent, too, and each may fill only its own."""
+    received = ends.send(torch.full((LARGE,), 7.0))
+    del received
+    child = os.fork()
+    if child == 0:
+        os._exit(len(files._kept))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(files._kept) == 1
+
+
+def test_kept_files_are_few(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits to be filled again is bounded in bytes."""
-    monkeypatch.setattr(ends.files, "_idle_bytes", 10 << 20)
+    monkeypatch.setattr(files, "KEPT_BYTES", 10 << 20)
     many = [ends.send(torch.zeros(1 << 20)) for _ in range(5)]
-    assert memory_files() == 5
-    many.clear()
-    ends.answer()
     assert memory_files() == 2
+    assert all(not each.any() for each in many)
+
+
+def test_a_view_of_what_was_received_keeps_all_of_it(ends: Ends) -> None:
+    """One element that lives on is enough."""
+    element = ends.send([torch.full((LARGE,), 7.0), torch.zeros(LARGE)])[0][5]
+    for _ in range(3):
+        ends.send(torch.ones(2 * LARGE))
+    assert element == 7

@@ -1,8 +1,7 @@
-"""Tasks: futures, their callbacks, and results that are rebuilt when they are asked for."""
+"""Tasks: futures, their callbacks, and their results."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
@@ -10,31 +9,17 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 import pytest
 
 from nn_parallel import (
     ExecutorClosedError,
+    ParallelError,
     ParallelExecutor,
-    WorkerDiedError,
+    TransferError,
 )
-
-
-def test_an_answer_is_rebuilt_by_whoever_asks_for_it(executor2: ParallelExecutor) -> None:
-    """And by no thread that merely reads it. Ctrl-C meanwhile is raised there, and it can be asked for again."""
-    rebuilt_by.clear()
-    future = executor2.submit(Rebuilt)
-    wait([future])
-    assert executor2.run(int) == [0, 0]
-    assert rebuilt_by == []
-    with pytest.raises(KeyboardInterrupt):
-        future.result()
-    with ThreadPoolExecutor() as threads:
-        assert list(threads.map(lambda _: future.result(), range(4))) == ["whole"] * 4
-    assert len(rebuilt_by) == 2
-    assert rebuilt_by[0] == "MainThread"
 
 
 def test_a_result_may_be_of_a_class_that_only_its_call_knew(executor2: ParallelExecutor) -> None:
@@ -67,44 +52,58 @@ def test_a_future_that_has_raised_is_gone_with_its_last_reference(executor2: Par
     assert gone() is None
 
 
-rebuilt_by: list[str] = []
-
-
 class Rebuilt:
-    """A text, as it arrives; the first time, Ctrl-C comes meanwhile."""
+    """Raises as it is rebuilt."""
+
+    def __init__(self, kind: type[BaseException]) -> None:
+        self.kind = kind
 
     def __reduce__(self) -> Any:
-        return rebuild, ()
+        return raise_it, (self.kind,)
 
 
-def rebuild() -> str:
-    rebuilt_by.append(threading.current_thread().name)
-    if len(rebuilt_by) == 1:
-        signal.raise_signal(signal.SIGINT)
-    return "whole"
+def raise_it(kind: type[BaseException]) -> None:
+    raise kind("as it is rebuilt")
 
 
-def test_a_callback_may_wait_for_its_pool(executor2: ParallelExecutor) -> None:
-    """It is called in no thread that has to read answers, or to look after workers, as here after a death."""
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
+def test_a_result_that_cannot_be_rebuilt_is_an_error_of_its_call(
+    executor2: ParallelExecutor, kind: type[BaseException]
+) -> None:
+    """Whatever it raises; the pool goes on."""
+    with pytest.raises(TransferError, match=r"The result of .*lambda.* cannot be rebuilt"):
+        executor2.submit(lambda: Rebuilt(kind)).result()
+    assert executor2.run(int) == [0, 0]
+
+
+def test_a_callback_that_waits_for_its_pool_is_told(executor2: ParallelExecutor) -> None:
+    """The answers arrive in the thread that runs it. What is there already it gets, and it may submit."""
 
     def callback(future: Future[int]) -> None:
-        called.append(future.result())
-        called.append(executor2.run(abs, -2))
-        called.append(list(executor2.map(abs, range(-3, 0))))
-        with contextlib.suppress(WorkerDiedError):
-            executor2.submit(os._exit, 1).result()
-        executor2.resize(1)
-        called.append(executor2.submit(len, "abc").result())
-        executor2.resize(2)
-        is_over.set()
+        try:
+            outcomes.append(future.result())
+            for call in (
+                executor2.submit(abs, -1).result,
+                executor2.submit(abs, -1).exception,
+                lambda: executor2.run(int),
+                lambda: list(executor2.map(abs, [1])),
+                lambda: executor2.resize(3),
+            ):
+                with pytest.raises(ParallelError, match="A done-callback cannot wait for another call"):
+                    call()
+            later.append(executor2.submit(abs, -5))
+        finally:
+            is_over.set()
 
-    called, is_over = list[Any](), threading.Event()
+    outcomes: list[int] = []
+    later: list[Future[int]] = []
+    is_over = threading.Event()
     future = executor2.submit(lambda: time.sleep(0.1) or 1)
-    future.add_done_callback(lambda _: called.append("first"))
     future.add_done_callback(callback)
-    assert list(executor2.map(time.sleep, [0.3, 0.3])) == [None, None]  # which reads the answer of the other task, too
     assert is_over.wait(20)
-    assert called == ["first", 1, [2, 2], [3, 2, 1], 3]
+    assert outcomes == [1]
+    assert later[0].result(20) == 5
+    assert executor2.run(int) == [0, 0]  # two, as before
 
 
 @pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
@@ -147,9 +146,9 @@ def test_ctrl_c_is_raised_while_a_callback_runs(executor2: ParallelExecutor, cap
         executor2.run(time.sleep, 3600)
     interrupting.join()
     assert not is_over.is_set()
-    assert executor2.run(int) == [0, 0]  # while it still runs
     go_on.set()
     assert is_over.wait(20)
+    assert executor2.run(int) == [0, 0]
     assert not caplog.records
 
 

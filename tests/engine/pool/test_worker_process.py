@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import re
@@ -19,16 +20,6 @@ from nn_parallel import (
     RankTimeoutError,
     current_world,
 )
-from nn_parallel._engine.pool.pool import Pool
-from nn_parallel._engine.pool.processes import Processes
-from nn_parallel._engine.pool.started_workers import StartedWorkers
-from nn_parallel._engine.pool.tasks import Task
-
-
-def pool_of(executor: ParallelExecutor) -> Pool:
-    """What is behind an executor that no launcher has started."""
-    assert isinstance(executor._backend, StartedWorkers)
-    return executor._backend.pool
 
 
 def test_a_timeout_holds_the_stack_of_the_silent_worker_only() -> None:
@@ -58,39 +49,38 @@ def test_a_timeout_holds_the_stack_of_the_silent_worker_only() -> None:
     ],
     ids=["run", "map"],
 )
-def test_who_answers_a_cancellation_at_once_has_run_out_of_time(
-    call: Callable[[ParallelExecutor], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another thread may read its answer: by the time it is cancelled it is settled what the call ends with."""
-    cancel, settled = Processes.cancel, list[bool]()
-
-    def look(self: Processes, task: Task) -> None:
-        settled.append(task.is_over())
-        cancel(self, task)
-
-    monkeypatch.setattr(Processes, "cancel", look)
+def test_who_answers_a_cancellation_at_once_has_run_out_of_time(call: Callable[[ParallelExecutor], object]) -> None:
+    """By the time that the task is cancelled it is settled what the call ends with."""
     with ParallelExecutor(num_workers=1, devices="cpu", timeout=0.2) as pool:
-        with pytest.raises(RankTimeoutError, match="did not end within timeout=0.2 s"):
-            call(pool)
-        pool.run(int)
-    assert settled
-    assert all(settled)
+        for _ in range(3):
+            with pytest.raises(RankTimeoutError, match="did not end within timeout=0.2 s"):
+                call(pool)
+        assert pool.run(int) == [0]
 
 
-def test_a_process_id_that_is_told_late_starts_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker may be ready before the fork server has told its number; its time is not running then."""
-    is_told, hear = threading.Event(), Pool._hear
-    monkeypatch.setattr(Pool, "_hear", lambda self: is_told.wait(20) and hear(self))
-    with ParallelExecutor(num_workers=2, devices="cpu", timeout=5) as executor:
-        assert executor.run(int) == [0, 0]
-        workers, lock = pool_of(executor)._workers, pool_of(executor)._lock
-        assert [worker.pid for worker in workers] == [0, 0]
-        is_told.set()
-        while not all(worker.pid for worker in workers):
-            time.sleep(0.001)
-        with lock:
-            assert [worker.deadline for worker in workers] == [None, None]
-        assert executor.run(os.getpid) == [worker.pid for worker in workers]
+def test_the_item_that_takes_too_long_is_the_one_that_fails() -> None:
+    """Not those beside it in its batch."""
+    with ParallelExecutor(num_workers=1, devices="cpu", timeout=0.5) as pool:
+        results = pool.map(lambda item: time.sleep(60 if item == 100 else 0), range(200))
+        for index in range(200):
+            if index == 100:
+                with pytest.raises(RankTimeoutError):
+                    next(results)
+                results = iter(pool.map(int, range(99)))
+                break
+            next(results)
+        assert list(results) == list(range(99))
+
+
+def test_code_that_holds_the_gil_cannot_tell_its_stack() -> None:
+    """The error says so, and the worker is killed."""
+    with ParallelExecutor(num_workers=2, devices="cpu", timeout=1) as pool:
+        pids = pool.run(os.getpid)
+        with pytest.raises(RankTimeoutError, match="C code holds the GIL"):
+            pool.run(lambda: current_world().rank or ctypes.PyDLL(None).sleep(60))
+        after = pool.run(os.getpid)
+        assert after[0] != pids[0]
+        assert after[1] == pids[1]
 
 
 def test_cancelled_tasks_leave_the_workers_as_they_were(executor2: ParallelExecutor) -> None:

@@ -11,15 +11,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from nn_parallel import (
     ParallelError,
@@ -28,16 +25,6 @@ from nn_parallel import (
     WorkerDiedError,
     current_world,
 )
-from nn_parallel._engine.pool.pool import Pool
-from nn_parallel._engine.pool.processes import Processes
-from nn_parallel._engine.pool.started_workers import StartedWorkers
-from nn_parallel._engine.pool.worker_process import WorkerProcess
-
-
-def pool_of(executor: ParallelExecutor) -> Pool:
-    """What is behind an executor that no launcher has started."""
-    assert isinstance(executor._backend, StartedWorkers)
-    return executor._backend.pool
 
 
 def test_a_killed_process_leaves_no_shared_memory(executor2: ParallelExecutor, tmp_path: Path) -> None:
@@ -62,23 +49,6 @@ def test_a_killed_process_leaves_no_shared_memory(executor2: ParallelExecutor, t
         time.sleep(0.001)
 
 
-def test_shared_memory_that_a_process_has_open_is_not_removed() -> None:
-    """A process of another pid namespace may have the number of the one that has ended; this one stands in for it."""
-    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
-        pid = pool.submit(os.getpid).result()
-        left, used = Path(f"/dev/shm/torch_{pid}_1_0"), Path(f"/dev/shm/torch_{pid}_0_0")
-        try:
-            left.touch()
-            with used.open("w"):
-                with pytest.raises(WorkerDiedError):
-                    pool.submit(lambda: os.kill(os.getpid(), signal.SIGKILL)).result()
-                assert not left.exists()
-                assert used.exists()
-        finally:
-            used.unlink(missing_ok=True)
-            left.unlink(missing_ok=True)
-
-
 def test_what_a_worker_has_registered_runs_as_it_leaves(tmp_path: Path) -> None:
     """As at the end of a script: temporary folders go, also that of `multiprocessing`, and `atexit` is heard."""
 
@@ -99,32 +69,23 @@ def test_what_a_worker_has_registered_runs_as_it_leaves(tmp_path: Path) -> None:
     assert sorted(printed.getvalue().split()) == sorted(map(str, first))
 
 
-def wait_while_there(path: Path) -> None:
-    while path.exists():
+def _wait_after_the_first(folder: Path) -> None:
+    """Return in the first process that calls this, and wait in all others."""
+    (folder / str(os.getpid())).touch()
+    while len(list(folder.iterdir())) > 1:
         time.sleep(0.001)
 
 
-def test_a_worker_that_just_takes_the_place_of_another_one_ends_with_the_pool(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_just_takes_the_place_of_another_one_ends_with_the_pool(tmp_path: Path) -> None:
     """An exception in the block kills this one too, whatever its initializer waits for."""
-    start, replaces, is_slow = Processes.start, threading.Event(), tmp_path / "slow"
-
-    def start_late(processes: Processes, index: int, device: torch.device) -> WorkerProcess:
-        replaces.set()
-        while not pool_of(pool)._closing:
-            time.sleep(0.001)
-        return start(processes, index, device)
-
     with (
         contextlib.suppress(ZeroDivisionError),
-        ParallelExecutor(1, "cpu", initializer=wait_while_there, initargs=(is_slow,)) as pool,
+        ParallelExecutor(1, "cpu", initializer=_wait_after_the_first, initargs=(tmp_path,)) as pool,
     ):
         (pid,) = pool.run(os.getpid)
-        monkeypatch.setattr(Processes, "start", start_late)
-        is_slow.touch()
         os.kill(pid, signal.SIGKILL)
-        replaces.wait(10)
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.001)
         raise ZeroDivisionError
 
 
@@ -140,7 +101,6 @@ def test_shared_memory_that_a_task_has_left_goes_with_the_worker() -> None:
     assert not any(os.path.exists(f"/dev/shm/{name}") for name in names)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("own_session", [False, True])
 def test_what_a_worker_has_started_ends_with_it(own_session: bool) -> None:
     """With one that is killed because it does not end, and with one that leaves; and with no other worker."""
@@ -260,9 +220,8 @@ def test_no_more_processes_is_an_error_of_the_pool_that_needs_them(tmp_path: Pat
     assert "It could not be forked: Resource temporarily unavailable." in done.stdout
 
 
-def test_nothing_is_given_to_a_worker_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_given_to_a_worker_that_is_gone() -> None:
     """Items that come as the parent learns of its end, and what it had not begun, go to the next one."""
-    _learn_slowly_of_deaths(monkeypatch)
 
     def items(pause_s: float) -> Iterator[str]:
         yield from ["pass"] * 20
@@ -276,13 +235,3 @@ def test_nothing_is_given_to_a_worker_that_is_gone(monkeypatch: pytest.MonkeyPat
         for step in range(10):
             with pytest.raises(WorkerDiedError):
                 list(pool.map(lambda code: exec(code, {"os": os}), items(0.006 * step)))
-
-
-def _learn_slowly_of_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
-    exited = WorkerProcess.exited
-
-    def slowly(*arguments: Any) -> Any:
-        time.sleep(0.05)
-        return exited(*arguments)
-
-    monkeypatch.setattr(WorkerProcess, "exited", slowly)

@@ -17,7 +17,8 @@ from nn_parallel import (
     TransferError,
     WorkerDiedError,
 )
-from tests.support.ranks import trim
+from nn_parallel._engine.pool import memory_files as files
+from tests.support.wire import memory_files
 
 
 def test_a_map_that_nobody_reads_any_more_does_not_go_on(own_executor2: ParallelExecutor) -> None:
@@ -59,20 +60,15 @@ def test_the_items_of_a_map_are_let_go_as_they_end(own_executor2: ParallelExecut
     """Results that nobody has taken yet do not hold the memory of what was sent for them."""
     results = own_executor2.map(torch.Tensor.numel, (torch.zeros(1 << 16) for _ in range(50)))
     assert own_executor2.run(int) == [0, 0]  # all are over
-    trim(own_executor2)
-    files = [
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.islink(f"/proc/self/fd/{fd}")
-    ]
-    assert not [file for file in files if "memfd:nn_parallel" in file]
+    files._kept.clear()
+    assert memory_files() == 0
     assert list(results) == [1 << 16] * 50
 
 
 def test_map_keeps_the_order(own_executor2: ParallelExecutor) -> None:
     """Results in the order of the items, whatever the chunks; an exception comes out at its place."""
     expected = [(x, y, "cpu") for x, y in zip(range(20), range(20, 40), strict=True)]
-    for chunksize in (1, 3, 50):
+    for chunksize in (None, 1, 3, 50):
         found = own_executor2.map(
             lambda x, device, y: (x, y, str(device)), range(20), range(20, 40), chunksize=chunksize
         )

@@ -1,0 +1,157 @@
+"""What a `ParallelExecutor` asks of a pool, and a pool of its workers and of the place where they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from ...errors import ParallelError, TransferError
+from ..by_value.packer import CallOptions, PackedCall, Packer
+from .channel import Received
+from .event_loop import EventLoop
+from .messages import Answer, Ranks, TaskHeader
+from .progress import Progress
+
+
+class Backend(Protocol):
+    """What a `ParallelExecutor` asks of what is behind it. The methods do what those of the executor do."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no more calls are taken, at least of this process."""
+
+    def run(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions) -> list[Any]:
+        """As `ParallelExecutor.run`."""
+
+    def submit(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions) -> Future[Any]:
+        """As `ParallelExecutor.submit`."""
+
+    def map(
+        self,
+        fn: Callable[..., Any],
+        items: Iterable[tuple[Any, ...]],
+        options: CallOptions,
+        timeout_s: float | None,
+        chunksize: int | None,
+        progress: Progress,
+    ) -> Iterator[Any]:
+        """As `ParallelExecutor.map`; each item is the arguments of a call.
+
+        A list of items was drawn from lists, tuples and ranges, so that no code of the user's runs between two of them.
+        """
+
+    def put(self, obj: Any) -> Any:
+        """As `ParallelExecutor.put`."""
+
+    def resize(self, num_workers: int) -> None:
+        """As `ParallelExecutor.resize`."""
+
+    def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
+        """As `ParallelExecutor.shutdown`."""
+
+    def __enter__(self) -> None:
+        """As `ParallelExecutor.__enter__`."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """As `ParallelExecutor.__exit__`."""
+
+
+class Worker(Protocol):
+    """What a pool asks of a worker, in the pool's thread. Nothing waits; the worker answers by `WorkerEvents`."""
+
+    rank: int
+    device: torch.device
+    pid: int
+    exit_told_within_s: float  # how long it can take the pool to hear that the process is gone
+
+    @property
+    def description(self) -> str:
+        """As errors name the worker."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the process is stopped by a signal."""
+
+    def send(self, task: TaskHeader, call: PackedCall) -> None:
+        """Send a task, and before it the objects that it needs and this worker has not got.
+
+        Raises:
+            TransferError: it cannot be sent; the worker knows nothing of the task.
+        """
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """The handles of these numbers are gone: their objects need not be kept."""
+
+    def cancel(self, number: int) -> None:
+        """Interrupt the task of this number."""
+
+    def ask_for_stack(self) -> None:
+        """Have the worker tell where its main thread stands."""
+
+    def hand_back(self) -> None:
+        """Have the worker answer the calls of its batch that are over, and begin no more of them."""
+
+    def leave(self) -> None:
+        """Have the worker exit once it has done what it was sent."""
+
+    def kill(self) -> None:
+        """Kill the worker and what it has started."""
+
+
+class WorkerEvents(Protocol):
+    """What a pool hears of its workers, in the pool's thread."""
+
+    def forked(self, worker: Worker) -> None:
+        """The process is there."""
+
+    def answered(self, worker: Worker, answer: Answer, payload: Received) -> None:
+        """The worker has done a task, or takes tasks from now on."""
+
+    def told_stack(self, worker: Worker, text: str) -> None:
+        """The worker has told a part of its stack."""
+
+    def unread(self, worker: Worker) -> None:
+        """The worker has exited without reading what it was sent last."""
+
+    def unsent(self, worker: Worker, error: TransferError) -> None:
+        """The task could not be sent."""
+
+    def exited(self, worker: Worker, exitcode: int | None, evidence: str) -> None:
+        """The process is gone; ``evidence`` says what is known beside the exit code, which is None if it is unknown."""
+
+    def no_room(self, workers: Sequence[Worker], error: ParallelError) -> None:
+        """There has been no room for these workers in time, and they will never start."""
+
+    def fail(self, error: ParallelError) -> None:
+        """The pool cannot go on."""
+
+
+class Site(Protocol):
+    """Where the workers of one pool run."""
+
+    def make_packer(self, on_forgotten: Callable[[int], None]) -> Packer:
+        """Return the packer of calls for these workers."""
+
+    def open(self, loop: EventLoop, events: WorkerEvents) -> None:
+        """Have workers tell their events, in the thread of ``loop``."""
+
+    def start(self, rank: int, device: torch.device) -> Worker:
+        """Start a worker; it need not be there yet."""
+
+    def resize(self, workers: int) -> bool:
+        """Prepare for another number of workers; return whether those that there are can stay."""
+
+    def cores_for(self, workers: int) -> int:
+        """Return how many cores each of so many workers may use; 0: they share one."""
+
+    def ranks(self, world_size: int, group: int) -> Ranks:
+        """Return what all ranks of a run are told, their store among it."""
+
+    def close(self) -> None:
+        """End the workers that are left, and let go of everything."""
