@@ -48,7 +48,6 @@ another one lies between its parts. Files that are listed as shared lie in this 
         memory_files        shared memory for large payloads
         channel             messages between the pool and a worker
         messages            their headers
-        evidence            why a process died
         pool_store          the store of a pool's ranks
         worker              the main loop of a worker
         forkserver          the process that forks workers and reaps them
@@ -56,7 +55,8 @@ another one lies between its parts. Files that are listed as shared lie in this 
         progress, bars      the bar of a map; bars that workers draw
         output              what workers print
         event_loop          descriptors, timers and posted functions, in one thread
-        tasks               run, submit, map, resize, and their futures
+        futures             what a caller of a pool waits for
+        tasks               run, submit, map, resize, as the pool does them
         protocols           what a pool asks of its workers, and an executor of a pool
         worker_process      a worker process on this machine
         site                this machine, as the place of workers
@@ -100,6 +100,15 @@ A failure, from where it is raised to where all ranks raise it. Rank 1 raises in
 
 If rank 1 is killed, nobody writes in step 1. Either gloo raises by itself on rank 0, whose main thread then looks who
 has died (`_seek_deaths`), or its watchdog sees the death (`Watchdog._death`). In both cases rank 0 ends the generation.
+
+The death of a worker of a pool, from the kernel to the future of a `submit`:
+
+1. The kernel tells the fork server, whose child the worker is. `_reap` (forkserver) tells the pool, and kills what the
+   worker had started.
+2. In the thread of the pool, `LocalSite._hear` (site) reads that by `ServerConnection.receive` (forkserver_client). It
+   takes what the worker had answered or printed before, and calls `Supervisor.exited` (supervisor).
+3. `exited` has the `WorkerDiedError` of what the worker was doing completed into the future (`SingleTask.lose`, tasks),
+   starts another worker in the place of this one, and hands out the tasks that wait.
 
 The words:
 

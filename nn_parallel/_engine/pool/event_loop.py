@@ -10,7 +10,7 @@ import os
 import select
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..polling import Spin
@@ -88,7 +88,10 @@ class EventLoop:
     def run_posted(self) -> None:
         """Call what has been posted by now."""
         for _ in range(self._posted.qsize()):
-            call, args = self._posted.get()
+            try:
+                call, args = self._posted.get_nowait()
+            except Empty:  # once the loop is closed, more than one thread may do this
+                return
             call(*args)
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ class _Server:
         self._parent = parent
         self._packet = bytearray(64)
         self._pools: dict[int, socket.socket] = {}
-        self._workers: dict[int, tuple[socket.socket, int]] = {}  # by pid: its pool's connection, its number there
+        self._workers: dict[int, tuple[socket.socket, int]] = {}  # by pid: its pool's connection, its key there
         self._child_ended, self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(self._wakeup)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -111,8 +111,8 @@ class _Server:
             del self._pools[pool.fileno()]
             pool.close()
             return
-        what, _, number = self._packet[:size].decode().partition(" ")
-        worker = pool, int(number)
+        what, _, key = self._packet[:size].decode().partition(" ")
+        worker = pool, int(key)
         if what == "fork":
             try:
                 pid = self._fork(fds)
@@ -124,10 +124,9 @@ class _Server:
             for fd in fds:
                 os.close(fd)
         else:  # a signal
-            for pid in [
-                pid for pid, known in self._workers.items() if known == worker
-            ]:  # its number until it is reaped
-                os.kill(pid, int(what))
+            for pid, known in self._workers.items():
+                if known == worker:  # so it has not been reaped, and the number is still its own
+                    os.kill(pid, int(what))
 
     def _fork(self, fds: list[int]) -> int:
         server = os.getpid()
@@ -190,9 +189,10 @@ class _Server:
         return has_killed
 
     def _tell(self, worker: tuple[socket.socket, int], **what: int) -> None:
-        pool, number = worker
+        """Tell a pool of its worker: its ``pid``, or ``errno`` if it was not forked; or how it has ended."""
+        pool, key = worker
         with contextlib.suppress(OSError):  # the pool is gone
-            pool.send(json.dumps({"worker": number, **what}).encode())
+            pool.send(json.dumps({"key": key, **what}).encode())
 
 
 def _remove_shared_memory(pid: int) -> None:

@@ -12,10 +12,10 @@ import subprocess
 import sys
 import threading
 import weakref
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from .channel import send_fds
-from .evidence import OomKills
 
 STOP_WITHIN_S = 10.0
 
@@ -31,42 +31,44 @@ serve(int(control), int(parent))
 class Forked(NamedTuple):
     """A worker process is there."""
 
-    worker: int
+    key: int  # of the worker, as `ServerConnection.fork` returned it
     pid: int
 
 
 class Exited(NamedTuple):
     """A worker process is gone, or could not be forked."""
 
-    worker: int
+    key: int
     exitcode: int
-    evidence: str
+    evidence: str  # what is known beside the exit code
 
 
 class ServerConnection:
     """The connection of one pool to the fork server, which ends the pool's workers when it is closed."""
 
     def __init__(self) -> None:
-        self._sock, self._keys, self._oom_kills = _connect(), itertools.count(1), OomKills()
+        self._sock = _connect()
+        self._keys = itertools.count(1)
+        self._oom_kills = _OomKills()
 
     def fileno(self) -> int:
         """Is readable when there is something for `receive`."""
         return self._sock.fileno()
 
     def fork(self, fds: list[int]) -> int:
-        """Ask for a worker process with these descriptors; the number by which it is known here."""
+        """Ask for a worker process with these descriptors; return the key by which it is known here."""
         key = next(self._keys)
         with contextlib.suppress(ConnectionError):  # the server has ended: `receive` tells
             send_fds(self._sock, f"fork {key}".encode(), fds)
         return key
 
-    def signal(self, worker: int, number: int) -> None:
+    def signal(self, key: int, number: int) -> None:
         """Send a signal to a worker, SIGKILL also to all that it has started; none if it is gone."""
         with contextlib.suppress(OSError):
-            self._sock.send(f"{int(number)} {worker}".encode())
+            self._sock.send(f"{int(number)} {key}".encode())
 
     def receive(self) -> Forked | Exited:
-        """What the server tells next.
+        """Return what the server tells next.
 
         Raises:
             EOFError: it has ended.
@@ -78,20 +80,55 @@ class ServerConnection:
         if not text:
             raise EOFError
         told: dict[str, Any] = json.loads(text)
-        worker = told["worker"]
+        key = told["key"]
         if "errno" in told:
-            return Exited(worker, os.EX_OSERR, f"It could not be forked: {os.strerror(told['errno'])}.")
+            return Exited(key, os.EX_OSERR, f"It could not be forked: {os.strerror(told['errno'])}.")
         if "pid" in told:
-            return Forked(worker, told["pid"])
+            return Forked(key, told["pid"])
         evidence = f"Its memory use peaked at {told['max_rss_kib'] // 1024} MiB."
         if kills := self._oom_kills.since_last_asked():
             evidence += f" The kernel's out-of-memory killer counted {kills} kill{'s' * (kills > 1)} in this cgroup."
-        return Exited(worker, told["exitcode"], evidence)
+        return Exited(key, told["exitcode"], evidence)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold it too: closing is not enough
         self._sock.close()
+
+
+class _OomKills:
+    """Counts what the kernel's out-of-memory killer does in the cgroup of this process, which its workers share."""
+
+    def __init__(self) -> None:
+        self._events = _events_file()
+        self._seen = self._count()
+
+    def since_last_asked(self) -> int:
+        """Return the number of its kills since the last call; 0 where the kernel does not tell."""
+        before, self._seen = self._seen, self._count()
+        return self._seen - before
+
+    def _count(self) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._events.read_text().splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+        return 0
+
+
+def _events_file() -> Path:
+    """Return where the cgroup counts: ``memory.events`` of version 2, ``memory.oom_control`` of version 1."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                unified = Path("/sys/fs/cgroup", path.lstrip("/"), "memory.events")
+                if unified.exists():
+                    return unified
+            elif "memory" in controllers.split(","):
+                return Path("/sys/fs/cgroup/memory", path.lstrip("/"), "memory.oom_control")
+    return Path("/sys/fs/cgroup/memory.events")  # in a container that sees its own cgroup as the root
 
 
 class _ForkServer:

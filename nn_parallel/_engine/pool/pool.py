@@ -19,10 +19,11 @@ import torch
 from ...errors import ExecutorClosedError, ParallelError, TransferError
 from ..by_value.packer import CallOptions, PackedCall, Packer
 from .forkserver_client import close_at_exit
+from .futures import Future
 from .progress import Progress
 from .protocols import Site
 from .supervisor import Supervisor
-from .tasks import Future, MapItem, Mapping, ResizeTask, RunTask, SingleTask, Task
+from .tasks import MapItem, Mapping, ResizeTask, RunTask, SingleTask, Task
 from .worker import call_each
 
 BLOCK_ITEMS = 256  # of a map, that are packed before they are handed over
@@ -160,19 +161,10 @@ class Pool:
 
     def _add(self, *tasks: Task | ResizeTask) -> None:
         self._supervisor.post(self._supervisor.add, tasks)
-        if self._has_come_too_late():
-            for task in tasks:
-                task.discard()
+        self._supervisor.do_if_over()
 
     def _abandon(self, task: Task | ResizeTask) -> None:
         self._supervisor.post(self._supervisor.abandon, task)
-
-    def _has_come_too_late(self) -> bool:
-        """Return whether the thread is over, so that what was posted is perhaps never called."""
-        if not self._supervisor.is_over:
-            return False
-        self._supervisor.wait_for_end()
-        return True
 
     def _map(
         self,
@@ -222,8 +214,7 @@ class Pool:
         self._raise_if_inherited()
         future = self._make_future()
         self._supervisor.post(mapping.await_item, index, future)
-        if self._has_come_too_late():
-            mapping.await_item(index, future)
+        self._supervisor.do_if_over()
         if deadline is None:
             future.result()
         else:

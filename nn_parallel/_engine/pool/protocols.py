@@ -117,7 +117,7 @@ class WorkerEvents(Protocol):
         """The worker has told a part of its stack."""
 
     def unread(self, worker: Worker) -> None:
-        """The worker has exited without reading what it was sent last."""
+        """The worker has exited without reading its task."""
 
     def unsent(self, worker: Worker, error: TransferError) -> None:
         """The task could not be sent."""

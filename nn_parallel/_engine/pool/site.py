@@ -76,22 +76,22 @@ class LocalSite:
         try:
             told = self._server.receive()
         except EOFError:
-            self._lose_all()
+            self._server_ended()
             return
-        worker = self._workers[told.worker]
+        worker = self._workers[told.key]
         if isinstance(told, Forked):
             worker.pid = told.pid
             self._events.forked(worker)
         else:
-            self._lose(worker, told)
+            self._worker_exited(worker, told)
 
-    def _lose(self, worker: WorkerProcess, exited: Exited) -> None:
+    def _worker_exited(self, worker: WorkerProcess, exited: Exited) -> None:
         worker.receive_last()
         worker.close()
         del self._workers[worker.key]
         self._events.exited(worker, exited.exitcode, exited.evidence)
 
-    def _lose_all(self) -> None:
+    def _server_ended(self) -> None:
         """The fork server has ended, and its workers with it; what those have started may live on: kill it."""
         self._loop.unwatch(self._server.fileno())
         self._events.fail(ParallelError("The fork server has ended, and its workers with it. Make a new executor."))
@@ -99,4 +99,4 @@ class LocalSite:
             if worker.pid:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.pid, signal.SIGKILL)
-            self._lose(worker, Exited(worker.key, -signal.SIGKILL, "The fork server has ended."))
+            self._worker_exited(worker, Exited(worker.key, -signal.SIGKILL, "The fork server has ended."))

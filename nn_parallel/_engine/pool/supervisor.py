@@ -6,10 +6,11 @@ thread, finds nothing half done.
 
 A worker goes through these states::
 
-    STARTING -> IDLE <-> BUSY -> CANCELLING -> IDLE     it has done what it was told
-                                            -> LEAVING  it has not, and is killed
-                IDLE -> LEAVING -> EXITED               it is not needed any more
-    any state -> EXITED                                 it has died, and another one takes its place
+    STARTING -> IDLE <-> BUSY -> CANCELLING -> IDLE     it has ended its task as it was told
+    any of these -> LEAVING -> EXITED                   it is not needed any more, or was killed by the pool
+    any of these -> EXITED                              it has died
+
+A worker that has exited is replaced, unless the pool ends (`Supervisor.exited`).
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from ..failures import exit_reason
 from ..stack_dump import by_call_site, is_whole, users_part
 from .channel import Received
 from .event_loop import EventLoop
+from .futures import Future
 from .messages import BATCH_S, FIRST_TASK, STARTED, Answer, Outcome, TaskHeader
 from .protocols import Site, Worker
-from .tasks import Batch, Future, InitializerTask, MapItem, Mapping, ResizeTask, RunTask, Task
+from .tasks import Batch, InitializerTask, MapItem, Mapping, ResizeTask, RunTask, Task
 
 START_WITHIN_S = 300.0  # for a process to take tasks: longer than any machine is busy, so that no start hangs for ever
 STACK_WITHIN_S = 0.5  # for a worker to tell its stack, which takes a millisecond where it gets a core
@@ -85,7 +87,7 @@ class WorkerRecord:
     has_started: bool = False  # it takes tasks, the initializer first
     task: Task | None = None
     number: int = 0  # of the task
-    is_unread: bool = False  # the worker has exited without reading what it was sent last
+    is_unread: bool = False  # the worker has exited without reading the task
     deadline: Deadline | None = None
     stack: str = ""
 
@@ -98,7 +100,7 @@ class WorkerRecord:
         self.deadline = deadline
         self.is_unread = False
 
-    def complete(self) -> Task | None:
+    def end_task(self) -> Task | None:
         """The task of the worker, or its start, is over; return the task."""
         task = self.task
         self.task = None
@@ -171,7 +173,7 @@ class Supervisor(threading.Thread):
         self._is_closed = False  # as the thread sees it, once it has queued the tasks that came before
         self.is_over = False  # what is posted from now on may never be called
         self.broken: ParallelError | None = None  # why the pool cannot go on
-        self.packer = site.make_packer(lambda number: self.post(self._forgotten.append, number))
+        self.packer = site.make_packer(lambda number: self.post(self._add_forgotten, number))
         self._forgotten: list[int] = []  # numbers of handles that are gone: workers need not keep their objects
         self._ended = Future(None)
         self._site = site
@@ -181,7 +183,7 @@ class Supervisor(threading.Thread):
         self._queue: deque[Task | ResizeTask] = deque()
         self._records: dict[Worker, WorkerRecord] = {}  # of all workers that have not exited
         self._workers: list[WorkerRecord] = []  # by rank
-        self._failed_starts: Counter[int] = Counter()  # in a row, by the place in the pool
+        self._failed_starts: Counter[int] = Counter()  # by the place in the pool, since a worker there did a task
         self._numbers = itertools.count(FIRST_TASK)  # of tasks
         self._group = 1  # the number of the ranks' process group: see `Ranks`
         self._devices: list[torch.device] = []
@@ -210,6 +212,12 @@ class Supervisor(threading.Thread):
         self.post(self._close, cancel_waiting or kill, kill)
         if wait:
             self.wait_for_end()
+
+    def do_if_over(self) -> None:
+        """Call what has been posted too late for the thread, if it is over."""
+        if self.is_over:
+            self.wait_for_end()
+            self._loop.run_posted()
 
     def wait_for_end(self) -> None:
         """Return when the thread has ended; at once in the thread itself.
@@ -240,6 +248,9 @@ class Supervisor(threading.Thread):
                 self._queue.append(task)
         if was_empty:  # else what makes room for the first one hands out these, too
             self._hand_out()
+
+    def _add_forgotten(self, number: int) -> None:
+        self._forgotten.append(number)
 
     def abandon(self, task: Task | ResizeTask) -> None:
         """End a task that nobody waits for any more."""
@@ -289,9 +300,9 @@ class Supervisor(threading.Thread):
             self._hand_out()
             return
         self._failed_starts[record.index] = 0
-        task = record.complete()
+        task = record.end_task()
         if task is not None:  # else it has failed already
-            self._complete(task, worker, answer, payload)
+            self._task_answered(task, worker, answer, payload)
         if answer.is_spent and record.state is State.IDLE:
             record.leave()  # another one takes its place
         self._hand_out()
@@ -311,24 +322,26 @@ class Supervisor(threading.Thread):
     def unsent(self, worker: Worker, error: TransferError) -> None:
         """As `WorkerEvents.unsent`. The worker has perhaps stopped, and others need the room of these descriptors."""
         record = self._records[worker]
-        task = record.complete()
+        task = record.end_task()
         record.kill()
         if task is not None:
-            self._lose(
+            self._task_lost(
                 task, worker, TransferError(f"{task.call.name} could not be sent to {worker.description}: {error}")
             )
 
     def exited(self, worker: Worker, exitcode: int | None, evidence: str) -> None:
         """As `WorkerEvents.exited`: fail what the worker was doing, and replace it."""
         record = self._records.pop(worker)
-        error = record.death(exitcode, evidence)
+        error = record.death(exitcode, evidence)  # says what the worker was doing, which the next lines change
         before = record.state
-        task = record.complete()
+        task = record.end_task()
         record.state = State.EXITED
         if task is not None and before is State.LEAVING:
-            self._lose(task, worker, ExecutorClosedError(f"The executor was shut down while {task.call.name} ran."))
+            self._task_lost(
+                task, worker, ExecutorClosedError(f"The executor was shut down while {task.call.name} ran.")
+            )
         elif task is not None:
-            self._lose(task, worker, error)
+            self._task_lost(task, worker, error)
         if before is State.STARTING:
             self._failed_starts[record.index] += 1
             if self._failed_starts[record.index] > MAX_FAILED_STARTS:
@@ -363,7 +376,7 @@ class Supervisor(threading.Thread):
         for task in waiting:
             task.fail(self.broken)
         for record in self._records.values():
-            running = record.complete()
+            running = record.end_task()
             record.kill()
             if running is not None and running is not self._initializer:
                 running.fail(self.broken)
@@ -374,7 +387,7 @@ class Supervisor(threading.Thread):
     def run(self) -> None:
         """As `threading.Thread.run`."""
         try:
-            while not self._is_over():
+            while not self._is_done():
                 heard_until = self._loop.run_once(self._next_deadline())
                 self._forget()
                 self._keep_deadlines(heard_until)
@@ -383,7 +396,7 @@ class Supervisor(threading.Thread):
         finally:
             self._release()
 
-    def _is_over(self) -> bool:
+    def _is_done(self) -> bool:
         """Return whether all is done and everybody gone; end the workers when nothing is left to do."""
         now = time.monotonic()
         if self._has_work():
@@ -502,10 +515,10 @@ class Supervisor(threading.Thread):
             try:
                 record.worker.send(header, call)
             except TransferError as error:
-                record.complete()
-                self._lose(task, record.worker, error)
+                record.end_task()
+                self._task_lost(task, record.worker, error)
 
-    def _complete(self, task: Task, worker: Worker, answer: Answer, payload: Received) -> None:
+    def _task_answered(self, task: Task, worker: Worker, answer: Answer, payload: Received) -> None:
         """Hand the answer of a worker to its task."""
         if isinstance(task, RunTask):
             has_failed = answer.outcome in (Outcome.FAILED, Outcome.CANCELLED)
@@ -525,7 +538,7 @@ class Supervisor(threading.Thread):
         mapping.waiting += len(items)
         self._queue.extendleft(reversed(items))
 
-    def _lose(self, task: Task, worker: Worker, error: Exception) -> None:
+    def _task_lost(self, task: Task, worker: Worker, error: Exception) -> None:
         """A worker will not answer its task."""
         if isinstance(task, RunTask):
             self._group += 1

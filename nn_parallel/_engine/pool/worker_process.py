@@ -1,4 +1,8 @@
-"""A worker process of this machine, as its pool sees it: the connections to it."""
+"""A worker process of this machine, as its pool sees it: the connections to it.
+
+That the process has ended is told by the fork server alone, which reaps it. The end of a connection says less: the
+worker may have closed it, and what it has answered or printed may still be on its way.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +58,7 @@ class WorkerProcess:
         self._loop = loop
         self._events = events
         self._kept: set[int] = set()  # the numbers of the handles whose objects the worker keeps
+        self._has_task_last = False  # the last message to it was a task
         self._room_by: float | None = None  # until when descriptors must have been sent
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as given_away:
             ours: list[socket.socket] = []
@@ -114,6 +119,7 @@ class WorkerProcess:
                     self._channel.enqueue(KeepObject(handle.number), handle.payload)
                     self._kept.add(handle.number)
             self._channel.enqueue(task, call.payload)
+            self._has_task_last = True
         except TransferError as error:
             raise TransferError(f"{call.name} could not be sent to {self.description}: {error}") from error
         self._flush()
@@ -123,6 +129,7 @@ class WorkerProcess:
         for gone in _chunks(self._kept.intersection(numbers)):
             self._kept.difference_update(gone)
             self._channel.enqueue(ForgetObjects(gone))
+            self._has_task_last = False
         self._flush()
 
     def cancel(self, number: int) -> None:
@@ -165,11 +172,13 @@ class WorkerProcess:
         """Take the answer that has arrived; return False at the end of the connection."""
         try:
             received = self._channel.receive(wait=False)
-        except EOFError:  # the fork server will tell of the exit
+        except EOFError:
             self._loop.unwatch(self._channel.sock.fileno())
             return False
-        except ConnectionResetError:  # it comes once, before the answers that the worker has sent
-            self._events.unread(self)
+        except ConnectionResetError:
+            # Its end was closed with a message of ours unread. The kernel tells this once, before it gives us the
+            # answers that the worker had sent.
+            self._tell_unread()
             return True
         if received is None:
             return True
@@ -204,8 +213,8 @@ class WorkerProcess:
         try:
             has_room = self._channel.flush()
         except OSError as error:
-            if error.errno != errno.ETOOMANYREFS:  # the process has exited: the fork server will tell
-                self._events.unread(self)
+            if error.errno != errno.ETOOMANYREFS:  # it has closed its end
+                self._tell_unread()
                 return
             now = time.monotonic()
             self._room_by = self._room_by or now + channel.ROOM_WITHIN_S
@@ -216,6 +225,10 @@ class WorkerProcess:
             return
         self._room_by = None
         self._loop.watch_for_room(fd, None if has_room else self._flush)
+
+    def _tell_unread(self) -> None:
+        if self._has_task_last:
+            self._events.unread(self)
 
     def _flush_again(self) -> None:
         if self._channel.sock.fileno() >= 0:  # else it is closed

@@ -7,6 +7,7 @@ import ctypes
 import os
 import random
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -18,8 +19,10 @@ from nn_parallel import (
     ParallelExecutor,
     RankError,
     RankTimeoutError,
+    WorkerDiedError,
     current_world,
 )
+from nn_parallel._engine.by_value.globals import stored, stored_object
 
 
 def test_a_timeout_holds_the_stack_of_the_silent_worker_only() -> None:
@@ -155,3 +158,49 @@ def test_a_timeout_of_years_is_no_error() -> None:
     with ParallelExecutor(num_workers=1, devices="cpu", timeout=1e9) as pool:
         assert pool.run(lambda: time.sleep(0.1)) == [None]
         assert list(pool.map(abs, [-1], timeout=1e9)) == [1]
+
+
+def kept_numbers() -> int:
+    """How many numbers this worker keeps for handles."""
+    return sum(isinstance(stored_object(number), int) for number in stored)
+
+
+def test_a_worker_that_dies_in_a_call_was_running_it_whatever_it_was_sent_since(tmp_path: Path) -> None:
+    """That a handle is gone, which it reads only after its call."""
+    begun = tmp_path / "begun"
+
+    def wait_for_ever() -> None:
+        begun.touch()
+        time.sleep(3600)
+
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        handle = pool.put([1])
+        assert pool.run(sum, handle) == [1]
+        (pid,) = pool.run(os.getpid)
+        future = pool.submit(wait_for_ever)
+        while not begun.exists():
+            time.sleep(0.001)
+        del handle
+        pool.submit(int).cancel()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match=r"was killed by SIGKILL while running .*wait_for_ever"):
+            future.result(20)
+
+
+def test_workers_forget_all_handles_that_are_gone(executor2: ParallelExecutor) -> None:
+    """Also those that go while the pool is busy with others."""
+    handles = [executor2.put(number) for number in range(300)]
+    assert executor2.run(sum, handles) == [44850] * 2
+    assert executor2.run(kept_numbers) == [300] * 2
+
+    def keep_busy() -> None:
+        while handles:
+            executor2.submit(int).result()
+
+    busy = threading.Thread(target=keep_busy)
+    busy.start()
+    while handles:
+        handles.pop()
+    busy.join()
+    executor2.run(int)
+    assert executor2.run(kept_numbers) == [0] * 2

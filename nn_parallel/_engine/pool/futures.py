@@ -1,0 +1,128 @@
+"""The futures of a pool: those of the standard library, which Ctrl-C cannot leave locked."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import InvalidStateError
+from typing import Any, NoReturn
+
+from ...errors import ParallelError
+
+logger = logging.getLogger("concurrent.futures")  # where the standard library tells of callbacks that raise
+TAKEN_OVER_AFTER_S = 1.0
+
+
+class _Lock:
+    """The lock of a future, which is taken over if its owner does not release it within a second.
+
+    Ctrl-C is raised in the main thread between any two instructions of Python code. Between taking a lock and entering
+    the block of ``with``, or in `concurrent.futures.wait` before it, it leaves the lock taken for ever, and the pool's
+    thread would wait for it when it completes the future. Python code cannot close that gap. But the standard library
+    holds the lock for a few lines, in which it waits for nothing. Should the owner be in them after all, as in the
+    handler of a signal that takes long, its release is that of the lock which it had.
+    """
+
+    soon_until = 0.0  # until then locks are taken over at once: Ctrl-C in `wait` leaves many taken
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: tuple[int, threading.Lock] | None = None  # by whom, and which of the locks
+
+    def acquire(self) -> bool:
+        """Wait until the lock is free."""
+        lock = self._lock
+        while not lock.acquire(timeout=0.01 if time.monotonic() < _Lock.soon_until else TAKEN_OVER_AFTER_S):
+            _Lock.soon_until = time.monotonic() + 10 * TAKEN_OVER_AFTER_S
+            lock = self._lock = threading.Lock()
+        self._held = threading.get_ident(), lock
+        return True
+
+    def release(self) -> None:
+        """Let others have the lock, if it is still this thread's."""
+        held = self._held
+        if held is not None and held[0] == threading.get_ident():
+            self._held = None
+            held[1].release()
+
+    def _is_owned(self) -> bool:
+        """Return whether this thread holds the lock. For `threading.Condition`."""
+        return self._held is not None and self._held[0] == threading.get_ident()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Future(concurrent.futures.Future[Any]):
+    """The standard library's future, completed by a pool's thread."""
+
+    def __init__(self, thread: threading.Thread | None) -> None:
+        """``thread`` completes the future; None: any."""
+        super().__init__()
+        self._condition = threading.Condition(_Lock())  # type: ignore[arg-type]
+        self._thread = thread
+
+    def result(self, timeout: float | None = None) -> Any:
+        """As `concurrent.futures.Future.result`."""
+        self.raise_in_own_thread()
+        try:
+            return super().result(timeout)
+        finally:
+            del self  # it would live in a cycle with the traceback
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As `concurrent.futures.Future.exception`."""
+        self.raise_in_own_thread()
+        return super().exception(timeout)
+
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[Any]], object]) -> None:
+        """As `concurrent.futures.Future.add_done_callback`; in the pool's thread all that ``fn`` raises is logged."""
+
+        def call(future: concurrent.futures.Future[Any]) -> None:
+            try:
+                fn(future)
+            except Exception:
+                raise  # the standard library logs it
+            except BaseException:
+                if threading.current_thread() is not self._thread:
+                    raise
+                logger.exception("exception calling callback for %r", future)
+
+        super().add_done_callback(call)
+
+    def raise_in_own_thread(self) -> None:
+        """Refuse to wait in the thread that completes this future, where callbacks are called."""
+        if threading.current_thread() is self._thread and not self.done():
+            raise ParallelError(
+                "A done-callback cannot wait for another call of its executor, whose answers arrive in the thread that "
+                "runs the callback. Let the callback submit the call, and add a callback to that."
+            )
+
+    def begin(self) -> bool:
+        """Say that the call begins; return whether it is wanted: not cancelled, nor completed by the user."""
+        if self.done() and not self.cancelled():
+            return False
+        try:
+            return self.set_running_or_notify_cancel()
+        except RuntimeError:  # the user has just completed it
+            return False
+
+    def complete(self, value: Any, error: BaseException | None = None) -> None:
+        """Set the result or the exception, unless there is one."""
+        if not self.running() and not self.done():
+            self.begin()
+        with contextlib.suppress(InvalidStateError):  # it has run out of time, or the user has completed it
+            if error is None:
+                self.set_result(value)
+            else:
+                self.set_exception(error)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a future belongs to the process that made it: send its result() instead")
