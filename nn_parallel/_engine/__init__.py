@@ -103,12 +103,12 @@ has died (`_seek_deaths`), or its watchdog sees the death (`Watchdog._death`). I
 
 The death of a worker of a pool, from the kernel to the future of a `submit`:
 
-1. The kernel tells the fork server, whose child the worker is. `_reap` (forkserver) tells the pool, and kills what the
-   worker had started.
-2. In the thread of the pool, `LocalSite._hear` (site) reads that by `ServerConnection.receive` (forkserver_client). It
-   takes what the worker had answered or printed before, and calls `Supervisor.exited` (supervisor).
-3. `exited` has the `WorkerDiedError` of what the worker was doing completed into the future (`SingleTask.lose`, tasks),
-   starts another worker in the place of this one, and hands out the tasks that wait.
+1. The kernel tells the fork server, whose child the worker is, by SIGCHLD. `_reap` (forkserver) kills what the worker
+   had started, and tells the pool through their socket.
+2. In the thread of the pool, `LocalSite._hear` (site) reads that by `ServerConnection.receive` (forkserver_client).
+   `_worker_exited` takes what the worker had answered or printed before, and calls `Supervisor.exited` (supervisor).
+3. If the task is not among these answers, `exited` has the future completed with the `WorkerDiedError`
+   (`SingleTask.lose`, tasks). It starts another worker in this place, and hands out the tasks that wait.
 
 The words:
 

@@ -165,19 +165,16 @@ class _Server:
             os._exit(code)
 
     def _reap(self) -> None:
-        has_ended = True
-        while has_ended:
-            try:
-                pid, status, usage = os.wait4(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            has_ended = pid != 0
-            worker = self._workers.pop(pid, None)
-            if has_ended:
+        exited = []
+        with contextlib.suppress(ChildProcessError):  # there is none left
+            while (ended := os.wait4(-1, os.WNOHANG))[0]:
+                pid, status, usage = ended
                 _remove_shared_memory(pid)
-            if worker is not None:
-                self._tell(worker, exitcode=os.waitstatus_to_exitcode(status), max_rss_kib=usage.ru_maxrss)
-        self._kill_strangers()
+                if pid in self._workers:
+                    exited.append((self._workers.pop(pid), os.waitstatus_to_exitcode(status), usage.ru_maxrss))
+        self._kill_strangers()  # first: the worker that takes the place may need what they hold
+        for worker, exitcode, max_rss_kib in exited:
+            self._tell(worker, exitcode=exitcode, max_rss_kib=max_rss_kib)
 
     def _kill_strangers(self) -> bool:
         """Kill the children that are no workers; return whether there was one that this process may kill."""

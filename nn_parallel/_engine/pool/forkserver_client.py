@@ -96,41 +96,6 @@ class ServerConnection:
         self._sock.close()
 
 
-class _OomKills:
-    """Counts what the kernel's out-of-memory killer does in the cgroup of this process, which its workers share."""
-
-    def __init__(self) -> None:
-        self._events = _events_file()
-        self._seen = self._count()
-
-    def since_last_asked(self) -> int:
-        """Return the number of its kills since the last call; 0 where the kernel does not tell."""
-        before, self._seen = self._seen, self._count()
-        return self._seen - before
-
-    def _count(self) -> int:
-        with contextlib.suppress(OSError, ValueError):
-            for line in self._events.read_text().splitlines():
-                name, _, count = line.partition(" ")
-                if name == "oom_kill":
-                    return int(count)
-        return 0
-
-
-def _events_file() -> Path:
-    """Return where the cgroup counts: ``memory.events`` of version 2, ``memory.oom_control`` of version 1."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                unified = Path("/sys/fs/cgroup", path.lstrip("/"), "memory.events")
-                if unified.exists():
-                    return unified
-            elif "memory" in controllers.split(","):
-                return Path("/sys/fs/cgroup/memory", path.lstrip("/"), "memory.oom_control")
-    return Path("/sys/fs/cgroup/memory.events")  # in a container that sees its own cgroup as the root
-
-
 class _ForkServer:
     """The process of the fork server."""
 
@@ -220,6 +185,41 @@ def _connect() -> socket.socket:
 def fork_server_pid() -> int | None:
     """The process id of this program's fork server; None if it does not run."""
     return _fork_server.pid if _fork_server is not None else None
+
+
+class _OomKills:
+    """Counts what the kernel's out-of-memory killer does in the cgroup of this process, which its workers share."""
+
+    def __init__(self) -> None:
+        self._events = _events_file()
+        self._seen = self._count()
+
+    def since_last_asked(self) -> int:
+        """Return the number of its kills since the last call; 0 where the kernel does not tell."""
+        before, self._seen = self._seen, self._count()
+        return self._seen - before
+
+    def _count(self) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._events.read_text().splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+        return 0
+
+
+def _events_file() -> Path:
+    """Return where the cgroup counts: ``memory.events`` of version 2, ``memory.oom_control`` of version 1."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                unified = Path("/sys/fs/cgroup", path.lstrip("/"), "memory.events")
+                if unified.exists():
+                    return unified
+            elif "memory" in controllers.split(","):
+                return Path("/sys/fs/cgroup/memory", path.lstrip("/"), "memory.oom_control")
+    return Path("/sys/fs/cgroup/memory.events")  # in a container that sees its own cgroup as the root
 
 
 _fork_server: _ForkServer | None = None

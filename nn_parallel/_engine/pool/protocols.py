@@ -122,8 +122,17 @@ class WorkerEvents(Protocol):
     def unsent(self, worker: Worker, error: TransferError) -> None:
         """The task could not be sent."""
 
-    def exited(self, worker: Worker, exitcode: int | None, evidence: str) -> None:
-        """The process is gone; ``evidence`` says what is known beside the exit code, which is None if it is unknown."""
+    def exited(
+        self, worker: Worker, exitcode: int | None, evidence: str, last: Sequence[tuple[Answer, Received]] = ()
+    ) -> None:
+        """The process is gone.
+
+        Args:
+            worker: whose process it was.
+            exitcode: None if it is unknown.
+            evidence: what is known beside the exit code.
+            last: what it had answered before.
+        """
 
     def no_room(self, workers: Sequence[Worker], error: ParallelError) -> None:
         """There has been no room for these workers in time, and they will never start."""

@@ -86,10 +86,9 @@ class LocalSite:
             self._worker_exited(worker, told)
 
     def _worker_exited(self, worker: WorkerProcess, exited: Exited) -> None:
-        worker.receive_last()
-        worker.close()
         del self._workers[worker.key]
-        self._events.exited(worker, exited.exitcode, exited.evidence)
+        last = worker.finish()
+        self._events.exited(worker, exited.exitcode, exited.evidence, last)
 
     def _server_ended(self) -> None:
         """The fork server has ended, and its workers with it; what those have started may live on: kill it."""

@@ -7,8 +7,7 @@ thread, finds nothing half done.
 A worker goes through these states::
 
     STARTING -> IDLE <-> BUSY -> CANCELLING -> IDLE     it has ended its task as it was told
-    any of these -> LEAVING -> EXITED                   it is not needed any more, or was killed by the pool
-    any of these -> EXITED                              it has died
+    any of these -> LEAVING                             it is not needed any more, was killed by the pool, or has died
 
 A worker that has exited is replaced, unless the pool ends (`Supervisor.exited`).
 """
@@ -57,8 +56,7 @@ class State(enum.Enum):
     IDLE = enum.auto()
     BUSY = enum.auto()
     CANCELLING = enum.auto()  # its task has been told to end
-    LEAVING = enum.auto()  # it was told to exit, or killed by the pool: its exit is no failure
-    EXITED = enum.auto()
+    LEAVING = enum.auto()  # it was told to exit, was killed by the pool, or has exited
 
 
 class Due(enum.Enum):
@@ -104,7 +102,7 @@ class WorkerRecord:
         """The task of the worker, or its start, is over; return the task."""
         task = self.task
         self.task = None
-        if self.state not in (State.LEAVING, State.EXITED):
+        if self.state is not State.LEAVING:
             self.state = State.IDLE
             self.deadline = None
         return task
@@ -322,34 +320,34 @@ class Supervisor(threading.Thread):
     def unsent(self, worker: Worker, error: TransferError) -> None:
         """As `WorkerEvents.unsent`. The worker has perhaps stopped, and others need the room of these descriptors."""
         record = self._records[worker]
-        task = record.end_task()
         record.kill()
-        if task is not None:
-            self._task_lost(
-                task, worker, TransferError(f"{task.call.name} could not be sent to {worker.description}: {error}")
-            )
+        if record.task is not None:
+            what = f"{record.task.call.name} could not be sent to {worker.description}"
+            self._not_sent(record, TransferError(f"{what}: {error}"))
 
-    def exited(self, worker: Worker, exitcode: int | None, evidence: str) -> None:
+    def exited(
+        self, worker: Worker, exitcode: int | None, evidence: str, last: Sequence[tuple[Answer, Received]] = ()
+    ) -> None:
         """As `WorkerEvents.exited`: fail what the worker was doing, and replace it."""
-        record = self._records.pop(worker)
-        error = record.death(exitcode, evidence)  # says what the worker was doing, which the next lines change
+        record = self._records[worker]
         before = record.state
+        record.state = State.LEAVING  # whatever it has answered, it is given no more tasks
+        for answer, payload in last:
+            self.answered(worker, answer, payload)
+        del self._records[worker]
+        death = record.death(exitcode, evidence)
         task = record.end_task()
-        record.state = State.EXITED
-        if task is not None and before is State.LEAVING:
-            self._task_lost(
-                task, worker, ExecutorClosedError(f"The executor was shut down while {task.call.name} ran.")
-            )
-        elif task is not None:
-            self._task_lost(task, worker, error)
+        if task is not None:
+            cut_off = ExecutorClosedError(f"The executor was shut down while {task.call.name} ran.")
+            self._task_lost(task, worker, cut_off if before is State.LEAVING else death)
         if before is State.STARTING:
             self._failed_starts[record.index] += 1
             if self._failed_starts[record.index] > MAX_FAILED_STARTS:
-                self.fail(error)
+                self.fail(death)
         if record in self._workers:
             self._group += 1
             self._workers.remove(record)
-            if self.broken is None and (self._queue or not self._is_closed):
+            if not self._is_closed:
                 self._start_missing()
         self._hand_out()
 
@@ -458,6 +456,10 @@ class Supervisor(threading.Thread):
             needed = len(self._devices) if isinstance(task, (RunTask, ResizeTask)) else 1
             if len(idle) < needed:
                 return
+            if isinstance(
+                task, RunTask
+            ):  # while it is in the queue, as this can fail: there may be no descriptors left
+                task.begin_on(self._site.ranks(len(idle), self._group))
             self._queue.popleft()
             if isinstance(task, ResizeTask):
                 task.future.complete(None)
@@ -466,8 +468,6 @@ class Supervisor(threading.Thread):
                 if task.begin():
                     self._begin(self._batch(task), idle[:1])
             elif task.begin():
-                if isinstance(task, RunTask):
-                    task.begin_on(self._site.ranks(len(idle), self._group))
                 self._begin(task, idle[:needed])
 
     def _batch(self, first: MapItem) -> Batch:
@@ -515,8 +515,15 @@ class Supervisor(threading.Thread):
             try:
                 record.worker.send(header, call)
             except TransferError as error:
-                record.end_task()
-                self._task_lost(task, record.worker, error)
+                self._not_sent(record, error)
+
+    def _not_sent(self, record: WorkerRecord, error: TransferError) -> None:
+        """A worker has not got its task, and knows nothing of it."""
+        task = record.end_task()
+        if task is self._initializer:  # without it no worker takes tasks
+            self.fail(error)
+        elif task is not None:
+            self._task_lost(task, record.worker, error)
 
     def _task_answered(self, task: Task, worker: Worker, answer: Answer, payload: Received) -> None:
         """Hand the answer of a worker to its task."""

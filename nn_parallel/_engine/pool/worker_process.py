@@ -25,10 +25,10 @@ from ..by_value.packer import PackedCall
 from ..descendants import is_stopped
 from ..process_environment import ProcessAttributes
 from . import channel
-from .channel import Channel, no_room
+from .channel import Channel, Received, no_room
 from .event_loop import EventLoop
 from .forkserver_client import ServerConnection
-from .messages import HAND_BACK, TELL_STACK, ForgetObjects, KeepObject, Order, TaskHeader, WorkerSetup
+from .messages import HAND_BACK, TELL_STACK, Answer, ForgetObjects, KeepObject, Order, TaskHeader, WorkerSetup
 from .output import Output
 from .protocols import WorkerEvents
 
@@ -154,10 +154,21 @@ class WorkerProcess:
         """As `Worker.kill`."""
         self._server.signal(self.key, signal.SIGKILL)
 
-    def receive_last(self) -> None:
-        """Take what the worker has answered before it exited."""
-        while self._channel.has_more() and self._receive():
-            pass
+    def finish(self) -> list[tuple[Answer, Received]]:
+        """Return what the process, which is gone, had answered, and let go of it."""
+        last = []
+        while self._channel.has_more():
+            try:
+                received = self._channel.receive(wait=False)
+            except EOFError:
+                break
+            except ConnectionResetError:
+                self._tell_unread()
+                continue
+            if received is not None:  # else it is the first part of a message
+                last.append(received)
+        self.close()
+        return last
 
     def close(self) -> None:
         """Copy the last output of the process, which is gone, and close the connections to it."""
@@ -168,23 +179,21 @@ class WorkerProcess:
         self._channel.close()
         self._control.close()
 
-    def _receive(self) -> bool:
-        """Take the answer that has arrived; return False at the end of the connection."""
+    def _receive(self) -> None:
+        """Take the answer that has arrived."""
         try:
             received = self._channel.receive(wait=False)
         except EOFError:
             self._loop.unwatch(self._channel.sock.fileno())
-            return False
+            return
         except ConnectionResetError:
             # Its end was closed with a message of ours unread. The kernel tells this once, before it gives us the
             # answers that the worker had sent.
             self._tell_unread()
-            return True
-        if received is None:
-            return True
-        self._copy_output()  # what was printed before the answer must be seen before it, too
-        self._events.answered(self, *received)
-        return True
+            return
+        if received is not None:  # else it is the first part of a message
+            self._copy_output()  # what was printed before the answer must be seen before it, too
+            self._events.answered(self, *received)
 
     def _copy(self, output: Output) -> None:
         if not output.copy():

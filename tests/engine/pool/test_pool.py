@@ -535,3 +535,37 @@ def test_a_map_whose_items_fail_begins_no_more() -> None:
         begun = time.monotonic()
         pool.run(int)
         assert time.monotonic() - begun < 5  # and not 10
+
+
+NO_DESCRIPTORS = """
+import os, resource, signal, sys
+import torch
+from nn_parallel import ParallelError, ParallelExecutor
+from nn_parallel._engine.pool import forkserver_client
+
+with ParallelExecutor(num_workers=1, devices="cpu") as ex:
+    ex.run(int)
+server = forkserver_client.fork_server_pid()
+shared = torch.ones(4).share_memory_()
+initializer = {"initializer": torch.sum, "initargs": (shared,)} if sys.argv[1] == "initializer" else {}
+os.kill(server, signal.SIGSTOP)
+with ParallelExecutor(num_workers=1, devices="cpu", **initializer) as ex:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    os.kill(server, signal.SIGCONT)
+    try:
+        print(ex.run(os.getpid))
+    except ParallelError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+"""
+
+
+@pytest.mark.parametrize("lacks_them", ["initializer", "run"])
+def test_a_script_that_can_open_no_more_files_is_told(lacks_them: str, tmp_path: Path) -> None:
+    """Once its worker has started. No task begins on a worker that has not got the initializer."""
+    script = tmp_path / "script.py"
+    script.write_text(NO_DESCRIPTORS)
+    done = subprocess.run([sys.executable, script, lacks_them], capture_output=True, text=True, timeout=100)
+    assert done.stderr == ""
+    assert "Too many open files" in done.stdout
