@@ -199,14 +199,7 @@ class Pool:
             for index in range(count):
                 if index not in mapping.outcomes:
                     self._wait_for_item(mapping, index, deadline)
-                value, error = mapping.outcomes.pop(index)
-                if error is not None:
-                    try:
-                        raise error
-                    finally:
-                        del error  # it would live in a cycle with its traceback
-                yield value
-                del value
+                yield _taken(mapping, index)  # not from a variable, in which the result would live on
         finally:
             mapping.is_wanted = False  # what has not begun then never does
 
@@ -219,6 +212,17 @@ class Pool:
             future.result()
         else:
             future.result(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+
+
+def _taken(mapping: Mapping, index: int) -> Any:
+    """Take the result of an item, or raise its exception."""
+    value, error = mapping.outcomes.pop(index)
+    if error is None:
+        return value
+    try:
+        raise error
+    finally:
+        del error  # it would live in a cycle with its traceback
 
 
 def _growing_blocks(items: Iterator[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
