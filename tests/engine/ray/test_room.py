@@ -203,7 +203,7 @@ def test_there_is_no_room(ray_cluster: Any) -> None:
         assert ex.run(int) == [0, 0]
 
 
-def test_bad_input(ray_cluster: Any, executor4: ParallelExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input(ray_cluster: Any) -> None:
     """Each with a clear error."""
     for wrong in ({"engine": "dask"}, {"engine": "ray", "placement": "x"}, {"resources_per_worker": {"CPU": 1}}):
         with pytest.raises(ValueError, match=next(reversed(wrong))):
