@@ -75,6 +75,11 @@ class Failure(NamedTuple):
         return cause
 
 
+def set_cause(error: BaseException, cause: BaseException) -> None:
+    """As ``error.__cause__ = cause``, also where the class forbids that, as a frozen dataclass does."""
+    vars(BaseException)["__cause__"].__set__(error, cause)
+
+
 def rank_error(function: str, world_size: int, failures: Mapping[int, Exception]) -> RankError:
     """A `RankError` of failures in the order of their arrival, the cause first.
 

@@ -199,7 +199,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     def _noted(self, storage: torch.UntypedStorage) -> _Storage:
         """The same for every tensor in it."""
         if storage._cdata not in self._storages:
-            stays_shared = self._share and storage.device.type == "cpu" and storage.is_shared()
+            # The memory of `torch.from_file` is shared as well, but torch keeps no descriptor of it.
+            can_be_shared = storage.device.type == "cpu" and storage.is_shared() and storage.filename is None
+            stays_shared = self._share and can_be_shared
             self._storages[storage._cdata] = _Storage(storage, stays_shared)
         return self._storages[storage._cdata]
 

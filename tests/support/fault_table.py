@@ -171,7 +171,7 @@ FAULTS = {
         Fault("SIGSTOP", be_stopped, ("RankTimeoutError", "stopped"), "hang"),
         Fault("endless loop", loop_endlessly, ("RankTimeoutError", "in loop_endlessly"), "hang"),
         Fault("sleep", sleep_long, ("RankTimeoutError", "in sleep_long"), "hang"),
-        Fault("C call that holds the GIL", hold_the_gil, ("RankTimeoutError", "in hold_the_gil"), "hang"),
+        Fault("C call that holds the GIL", hold_the_gil, ("RankTimeoutError", "C code holds the GIL"), "hang"),
         Fault("collective that a peer never enters", wait_for_nobody, ("ParallelError", "can never end"), "peer"),
         Fault(
             "collective that a peer left by an exception", wait_for_a_failed_peer, ("ValueError", "bad batch"), "peer"
@@ -264,7 +264,7 @@ def expected(cell: Cell) -> tuple[str, str] | None:
         return fault.error
     if cell.phase == "pickling the task" and fault.kind == "leaving":
         return cell.fault, ""  # the caller's own way out
-    if cell.phase == "unpickling the result" and cell.fault == "KeyboardInterrupt":
+    if cell.phase == "unpickling the result" and cell.fault == "KeyboardInterrupt" and cell.mode in LAUNCHED_MODES:
         return cell.fault, ""  # the same: it may be the user's
     if cell.phase in ("pickling the task", "unpickling the task", "unpickling the result") and fault.kind in (
         "exception",

@@ -92,11 +92,6 @@ class PackedCall:
         self.payload = payload
         self.alive = alive
 
-    def release(self) -> None:
-        """Drop what only the workers needed; `alive` stays for a result that has not been rebuilt yet."""
-        self.handles = []
-        self.payload = None
-
 
 class Definition:
     """A class or function of the script, as the workers have been sent it."""

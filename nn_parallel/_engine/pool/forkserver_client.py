@@ -239,3 +239,4 @@ def _end_everything() -> None:
 
 
 close_at_exit = weakref.WeakSet[Any]()  # the pools
+os.register_at_fork(after_in_child=close_at_exit.clear)  # a child has not got their threads

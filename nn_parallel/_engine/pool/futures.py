@@ -27,20 +27,29 @@ class _Lock:
     handler of a signal that takes long, its release is that of the lock which it had.
     """
 
-    soon_until = 0.0  # until then locks are taken over at once: Ctrl-C in `wait` leaves many taken
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: tuple[int, threading.Lock] | None = None  # by whom, and which of the locks
+        self._held: tuple[int, threading.Lock, float] | None = None  # by whom, which of the locks, since when
 
     def acquire(self) -> bool:
         """Wait until the lock is free."""
-        lock = self._lock
-        while not lock.acquire(timeout=0.01 if time.monotonic() < _Lock.soon_until else TAKEN_OVER_AFTER_S):
-            _Lock.soon_until = time.monotonic() + 10 * TAKEN_OVER_AFTER_S
-            lock = self._lock = threading.Lock()
-        self._held = threading.get_ident(), lock
+        began = time.monotonic()
+        while True:
+            lock = self._lock
+            if lock.acquire(timeout=max(0.0, self._patience_s(began))):
+                break
+            if self._lock is lock and self._patience_s(began) <= 0:
+                self._lock = threading.Lock()
+        self._held = threading.get_ident(), lock, time.monotonic()
         return True
+
+    def _patience_s(self, began: float) -> float:
+        """Return how much longer its owner may have the lock, for which this thread has waited since ``began``.
+
+        Ctrl-C in `concurrent.futures.wait` leaves the locks of many futures taken, all since the same time.
+        """
+        held = self._held
+        return (began if held is None else held[2]) + TAKEN_OVER_AFTER_S - time.monotonic()
 
     def release(self) -> None:
         """Let others have the lock, if it is still this thread's."""
@@ -116,8 +125,8 @@ class Future(concurrent.futures.Future[Any]):
 
     def complete(self, value: Any, error: BaseException | None = None) -> None:
         """Set the result or the exception, unless there is one."""
-        if not self.running() and not self.done():
-            self.begin()
+        if not self.running() and (self.cancelled() or not self.done()):
+            self.begin()  # tells those who wait for a cancelled one
         with contextlib.suppress(InvalidStateError):  # it has run out of time, or the user has completed it
             if error is None:
                 self.set_result(value)

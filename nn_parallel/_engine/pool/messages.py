@@ -18,7 +18,7 @@ BATCH_S = 0.01  # how long a worker goes on to begin the calls of a batch
 
 
 class WorkerSetup(NamedTuple):
-    """The first message to a worker: what no fork can know."""
+    """The payload of the first message to a worker: what no fork can know."""
 
     rank: int
     device: str

@@ -18,6 +18,7 @@ import torch
 
 from ...errors import ExecutorClosedError, ParallelError, TransferError
 from ..by_value.packer import CallOptions, PackedCall, Packer
+from ..failures import set_cause
 from .forkserver_client import close_at_exit
 from .futures import Future
 from .progress import Progress
@@ -240,7 +241,7 @@ def _joined(chunks: Generator[Any, None, None]) -> Iterator[Any]:
             yield from results
             if failed is not None:
                 error, failure = failed
-                error.__cause__ = failure.as_cause()
+                set_cause(error, failure.as_cause())
                 try:
                     raise error
                 finally:

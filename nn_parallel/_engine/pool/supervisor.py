@@ -169,6 +169,7 @@ class Supervisor(threading.Thread):
         super().__init__(name="nn_parallel supervisor", daemon=True)
         self.is_closing = False  # as callers see it: no more tasks are taken
         self._is_closed = False  # as the thread sees it, once it has queued the tasks that came before
+        self._begins_none = False  # what waits is cancelled
         self.is_over = False  # what is posted from now on may never be called
         self.broken: ParallelError | None = None  # why the pool cannot go on
         self.packer = site.make_packer(lambda number: self.post(self._add_forgotten, number))
@@ -266,6 +267,7 @@ class Supervisor(threading.Thread):
     def _close(self, cancels_waiting: bool, kills: bool) -> None:
         self._set_closed()
         if cancels_waiting:
+            self._begins_none = True
             while self._queue:
                 self._queue.popleft().discard()
         if kills:
@@ -319,7 +321,10 @@ class Supervisor(threading.Thread):
 
     def unsent(self, worker: Worker, error: TransferError) -> None:
         """As `WorkerEvents.unsent`. The worker has perhaps stopped, and others need the room of these descriptors."""
-        record = self._records[worker]
+        record = self._records.get(worker)
+        if record is None:  # it is being started
+            worker.kill()
+            return
         record.kill()
         if record.task is not None:
             what = f"{record.task.call.name} could not be sent to {worker.description}"
@@ -542,6 +547,10 @@ class Supervisor(threading.Thread):
 
     def _return_to_queue(self, mapping: Mapping, items: Sequence[MapItem]) -> None:
         """Put items back to the front of the queue that a worker has not begun."""
+        if self._begins_none:
+            for item in items:
+                item.discard()
+            return
         mapping.waiting += len(items)
         self._queue.extendleft(reversed(items))
 
@@ -627,9 +636,10 @@ class Supervisor(threading.Thread):
         can_stay = self._site.resize(len(task.devices))
         self._set_devices(task.devices)
         kept = len(self._devices) if can_stay else 0
-        for record in self._workers[kept:]:
-            record.leave()
-        del self._workers[kept:]
+        for record in self._workers:
+            if record.index >= kept:
+                record.leave()
+        self._workers = [record for record in self._workers if record.index < kept]
 
 
 def _timeout_error(task: Task | None, late: Iterable[WorkerRecord]) -> RankTimeoutError:

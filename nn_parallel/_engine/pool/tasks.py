@@ -14,7 +14,7 @@ import torch
 
 from ...errors import ExecutorClosedError, ParallelError, RankError, TransferError
 from ..by_value.packer import PackedCall
-from ..failures import lost_connection, rank_error
+from ..failures import lost_connection, rank_error, set_cause, summary
 from .channel import Received
 from .futures import Future
 from .messages import ALONE, Answer, Outcome, Ranks
@@ -281,16 +281,12 @@ def rebuild(call: PackedCall, answer: Answer, payload: Received) -> tuple[Any, E
         return None, ExecutorClosedError(f"The executor was shut down while {call.name} ran.")
     try:
         value = pickle.loads(answer.results[-1]) if answer.outcome is None else payload.load()
-    except BaseException as error:  # of user code that rebuilds an object
-        return None, _unusable(call, error)
+    except BaseException as cause:  # of user code that rebuilds an object
+        error = TransferError(f"The result of {call.name} cannot be rebuilt in the parent process: {summary(cause)}")
+        error.__cause__ = cause
+        return None, error
     if answer.outcome is not Outcome.FAILED:
         return value, None
     raised, failure = value
-    raised.__cause__ = failure.as_cause()
+    set_cause(raised, failure.as_cause())
     return None, raised
-
-
-def _unusable(call: PackedCall, cause: BaseException) -> TransferError:
-    error = TransferError(f"The result of {call.name} cannot be rebuilt in the parent process: {cause!r}")
-    error.__cause__ = cause
-    return error

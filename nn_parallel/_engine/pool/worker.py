@@ -73,7 +73,8 @@ def work(sock: socket.socket, control: socket.socket) -> int:
     """
     channel = Channel(sock)
     with contextlib.suppress(EOFError, ConnectionError):  # the script is gone, or lets this worker go
-        setup, _ = channel.receive()  # type: ignore[misc]  # it waits
+        _, payload = channel.receive()  # type: ignore[misc]  # it waits
+        setup: WorkerSetup = payload.load()
         _become_like_the_parent(setup)
         keep_handler()
         take_name(setup.rank)
@@ -137,6 +138,7 @@ class TaskRunner:
         self._environ = environ
         self._switching = threading.Lock()  # between the main thread, which changes tasks, and the one that cancels
         self._task = self._cancelled = NO_TASK
+        self._is_batch = False  # the task is one
         self._block = CancelScope()  # what the main thread does for the task
         self._reports: Reports | None = None  # of the last run that left a process group
         self._deadlock: Exception | None = None  # why it was interrupted, if it was not cancelled
@@ -179,7 +181,8 @@ class TaskRunner:
     def hand_back(self) -> None:
         """Answer the calls of the batch that are over, and begin none but the one that runs."""
         with self._switching:
-            if self._task != NO_TASK and (self._results or self._calls):
+            # An order that comes late may find a task which is no batch.
+            if self._task != NO_TASK and self._is_batch and (self._results or self._calls):
                 self._send(Answer(self._task, self._results, goes_on=True))
                 self._results = []
                 self._calls.clear()
@@ -206,6 +209,7 @@ class TaskRunner:
         join(context)
         with self._switching:
             self._task = task.number
+            self._is_batch = task.seconds > 0
             self._block.interrupted = self._cancelled == task.number
             self._deadlock = None
             self._calls.extend(task.calls or [payload])

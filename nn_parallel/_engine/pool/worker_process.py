@@ -23,9 +23,10 @@ import torch
 from ...errors import TransferError
 from ..by_value.packer import PackedCall
 from ..descendants import is_stopped
+from ..pickling import dumps
 from ..process_environment import ProcessAttributes
 from . import channel
-from .channel import Channel, Received, no_room
+from .channel import Channel, Payload, Received, no_room
 from .event_loop import EventLoop
 from .forkserver_client import ServerConnection
 from .messages import HAND_BACK, TELL_STACK, Answer, ForgetObjects, KeepObject, Order, TaskHeader, WorkerSetup
@@ -33,6 +34,7 @@ from .output import Output
 from .protocols import WorkerEvents
 
 NUMBERS_AT_ONCE = 1000  # of objects to forget, in one message
+CLOSED = errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN  # how the kernel says that a worker has closed its end
 ROOM_EVERY_S = 0.01  # how often a message is tried again for which the kernel has no room
 
 
@@ -108,7 +110,7 @@ class WorkerProcess:
             authkey=bytes(multiprocessing.current_process().authkey),
             attributes=ProcessAttributes.of_this_process(),
         )
-        self._channel.enqueue(setup)
+        self._channel.enqueue(None, Payload(dumps(setup)))  # as a payload, since an environment can be large
         self._flush()
 
     def send(self, task: TaskHeader, call: PackedCall) -> None:
@@ -222,8 +224,11 @@ class WorkerProcess:
         try:
             has_room = self._channel.flush()
         except OSError as error:
-            if error.errno != errno.ETOOMANYREFS:  # it has closed its end
+            if error.errno in CLOSED:
                 self._tell_unread()
+                return
+            if error.errno != errno.ETOOMANYREFS:
+                self._events.unsent(self, TransferError(str(error)))
                 return
             now = time.monotonic()
             self._room_by = self._room_by or now + channel.ROOM_WITHIN_S

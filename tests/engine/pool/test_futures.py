@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
@@ -143,3 +146,25 @@ def test_a_pool_can_be_shut_down_in_a_callback() -> None:
     pool.shutdown()
     with pytest.raises(ExecutorClosedError):
         pool.run(int)
+
+
+def test_who_waits_for_a_cancelled_future_hears_of_it_as_the_pool_breaks(tmp_path: Path) -> None:
+    """`wait` ends when each future is over."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import os, signal, time
+from concurrent.futures import wait
+from nn_parallel import ParallelExecutor
+from nn_parallel._engine.pool import forkserver_client
+with ParallelExecutor(num_workers=1, devices="cpu") as ex:
+    ex.run(int)
+    running, waiting = ex.submit(time.sleep, 600), ex.submit(int)
+    waiting.cancel()
+    os.kill(forkserver_client.fork_server_pid(), signal.SIGKILL)
+    done, _ = wait([running, waiting], timeout=20)
+    print(len(done))
+"""
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr) == ("2\n", "")

@@ -7,6 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +31,25 @@ def test_a_map_that_nobody_reads_any_more_does_not_go_on(own_executor2: Parallel
     start = time.monotonic()
     assert own_executor2.run(int) == [0, 0]
     assert time.monotonic() - start < 5
+
+
+def note(item: int, folder: str) -> None:
+    if item < 200:
+        return
+    Path(folder, str(item)).touch()
+    time.sleep(0.3)
+
+
+def test_what_waits_in_a_batch_is_cancelled_with_the_rest(tmp_path: Path) -> None:
+    """As the worker answers a part of the batch after the end of the pool has begun."""
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        results = pool.map(note, range(400), [str(tmp_path)] * 400)
+        while not os.listdir(tmp_path):
+            time.sleep(0.001)
+        pool.shutdown(cancel_futures=True)
+        assert len(os.listdir(tmp_path)) == 1
+        with pytest.raises(CancelledError):
+            list(results)
 
 
 def test_a_map_goes_on_while_its_iterable_waits(own_executor2: ParallelExecutor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
@@ -11,6 +12,7 @@ import pytest
 
 from nn_parallel import (
     ParallelExecutor,
+    RankError,
     TransferError,
 )
 
@@ -56,4 +58,58 @@ def test_a_result_that_cannot_be_rebuilt_is_an_error_of_its_call(
     """Whatever it raises; the pool goes on."""
     with pytest.raises(TransferError, match=r"The result of .*lambda.* cannot be rebuilt"):
         executor2.submit(lambda: Rebuilt(kind)).result()
+    assert executor2.run(int) == [0, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """Lets no attribute be set, its cause among them."""
+
+
+def raise_frozen(_: int = 0) -> None:
+    raise Frozen
+
+
+@pytest.mark.parametrize("call", ["submit", "run", "map", "map in chunks"])
+def test_an_exception_may_let_no_attribute_be_set(call: str, executor2: ParallelExecutor) -> None:
+    """It has its cause nevertheless."""
+    with pytest.raises((Frozen, RankError)) as caught:
+        match call:
+            case "submit":
+                executor2.submit(raise_frozen).result(20)
+            case "run":
+                executor2.run(raise_frozen)
+            case _:
+                list(executor2.map(raise_frozen, range(3), chunksize=2 if call == "map in chunks" else None))
+    error = caught.value.failures[0] if isinstance(caught.value, RankError) else caught.value
+    assert "in raise_frozen" in repr(error.__cause__)
+
+
+class Unprintable(Exception):
+    """Its `__repr__` and `__str__` raise."""
+
+    def __reduce__(self) -> Any:
+        return Unprintable.fail, ()
+
+    def __repr__(self) -> str:
+        raise ValueError
+
+    __str__ = __repr__
+
+    @staticmethod
+    def fail() -> None:
+        raise Unprintable
+
+
+class NotRebuilt:
+    """Raises an error as it is rebuilt, but not where it was made."""
+
+    def __reduce__(self) -> Any:
+        return Unprintable.fail, ()
+
+
+def test_the_error_of_a_result_that_cannot_be_rebuilt_may_not_be_printable(executor2: ParallelExecutor) -> None:
+    """The pool goes on."""
+    with pytest.raises(TransferError, match="cannot be rebuilt in the parent process"):
+        executor2.submit(NotRebuilt).result(20)
     assert executor2.run(int) == [0, 0]

@@ -8,12 +8,15 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from nn_parallel import (
     ParallelExecutor,
@@ -204,3 +207,49 @@ def test_workers_forget_all_handles_that_are_gone(executor2: ParallelExecutor) -
     busy.join()
     executor2.run(int)
     assert executor2.run(kept_numbers) == [0] * 2
+
+
+def test_the_memory_of_a_file_is_copied(executor2: ParallelExecutor, tmp_path: Path) -> None:
+    """Torch has no descriptor of it that could be sent."""
+    path = tmp_path / "numbers"
+    path.write_bytes(bytes(400))
+    mapped = torch.from_file(str(path), shared=True, size=100)
+    mapped.fill_(2)
+    assert executor2.run(torch.sum, mapped) == [200, 200]
+    assert executor2.submit(torch.sum, executor2.put(mapped)).result(20) == 200
+    assert torch.equal(executor2.submit(torch.from_file, str(path), shared=True, size=100).result(20), mapped)
+
+
+def test_a_script_may_have_many_arguments(tmp_path: Path) -> None:
+    """More than fit into one message."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import sys
+from nn_parallel import ParallelExecutor
+with ParallelExecutor(num_workers=1, devices="cpu") as ex:
+    assert ex.run(lambda: len(sys.argv)) == [len(sys.argv)] == [10001]
+"""
+    )
+    names = [f"a name of thirty letters {number:06}" for number in range(10000)]
+    done = subprocess.run([sys.executable, script, *names], capture_output=True, text=True, timeout=100)
+    assert done.stderr == ""
+
+
+def test_a_child_of_the_script_may_end_as_any(tmp_path: Path) -> None:
+    """Its functions registered with `atexit` run, and wait for no pool, which is the script's."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import os, sys
+from nn_parallel import ParallelExecutor
+with ParallelExecutor(num_workers=1, devices="cpu") as ex:
+    ex.run(int)
+    child = os.fork()
+    if not child:
+        sys.exit(3)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), ex.run(int))
+"""
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", script], capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr) == ("3 [0]\n", "")
