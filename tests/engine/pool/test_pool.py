@@ -351,6 +351,8 @@ def test_what_a_worker_has_not_read_has_failed() -> None:
             os.kill(pid, signal.SIGSTOP)
             wait_for_state(pid, "T")
             future = pool.submit(pow, 3, 2)
+            while not future.running():  # it is on its way to the worker
+                time.sleep(0.001)
             if by_user:
                 future.set_result("mine")
             os.kill(pid, signal.SIGKILL)
