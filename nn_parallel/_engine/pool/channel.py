@@ -174,7 +174,10 @@ class Channel:
             header, sizes, descriptor_count, inline = pickle.loads(self._packet[:size])
             if not (self._fds or descriptor_count):
                 return header, Received(inline[0] if inline else b"", list(map(bytearray, inline[1:])))
-            fds, is_whole, self._fds, self._has_all_fds = self._fds, self._has_all_fds, [], True
+            fds = self._fds
+            is_whole = self._has_all_fds
+            self._fds = []
+            self._has_all_fds = True
             return header, _mapped(fds, is_whole, descriptor_count, sizes, inline)
 
     def wait_for_more(self) -> None:

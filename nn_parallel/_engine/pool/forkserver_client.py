@@ -196,7 +196,8 @@ class _OomKills:
 
     def since_last_asked(self) -> int:
         """Return the number of its kills since the last call; 0 where the kernel does not tell."""
-        before, self._seen = self._seen, self._count()
+        before = self._seen
+        self._seen = self._count()
         return self._seen - before
 
     def _count(self) -> int:

@@ -43,8 +43,10 @@ class _KeptFile:
     def __init__(self, size: int) -> None:
         made = Descriptor(os.memfd_create("nn_parallel", os.MFD_CLOEXEC))
         os.ftruncate(made.fd, size)
-        self._own = self.open_again(made)  # the kernel counts the opens of a file, but not that which made it
-        fcntl.fcntl(self._own.fd, fcntl.F_SETSIG, signal.SIGURG)  # who opens a leased file: SIGIO would end the process
+        # A lease is refused while others have the file open. The kernel does not count the open of `memfd_create`.
+        self._own = self.open_again(made)
+        # The kernel signals that somebody opens a leased file. By default it does so by SIGIO, which ends the process.
+        fcntl.fcntl(self._own.fd, fcntl.F_SETSIG, signal.SIGURG)
         self.view = _map(self._own.fd, size, mmap.MAP_SHARED)
 
     def open_again(self, descriptor: Descriptor | None = None) -> Descriptor:

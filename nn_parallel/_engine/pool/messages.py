@@ -1,4 +1,4 @@
-"""What the pool and its workers tell each other: the headers of messages."""
+"""The headers of the messages between a pool and its workers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TaskHeader(NamedTuple):
 
 
 class Outcome(enum.Enum):
-    """How a call has ended."""
+    """The outcome of a call."""
 
     SUCCEEDED = enum.auto()
     FAILED = enum.auto()

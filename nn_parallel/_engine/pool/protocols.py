@@ -1,4 +1,4 @@
-"""What a `ParallelExecutor` asks of a pool, and a pool of its workers and of the place where they run."""
+"""The interfaces between a `ParallelExecutor`, a pool, its workers, and the place where they run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .progress import Progress
 
 
 class Backend(Protocol):
-    """What a `ParallelExecutor` asks of what is behind it. The methods do what those of the executor do."""
+    """The calls of a `ParallelExecutor` on workers or ranks. The methods do what those of the executor do."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether no more calls are taken, at least of this process."""
+        """Return whether the backend takes no more calls, at least from this process."""
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions) -> list[Any]:
         """As `ParallelExecutor.run`."""
@@ -63,7 +63,7 @@ class Backend(Protocol):
 
 
 class Worker(Protocol):
-    """What a pool asks of a worker, in the pool's thread. Nothing waits; the worker answers by `WorkerEvents`."""
+    """A worker as its pool sees it. The pool's thread calls it. No method waits; a worker answers by `WorkerEvents`."""
 
     rank: int
     device: torch.device
@@ -76,7 +76,7 @@ class Worker(Protocol):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the process is stopped by a signal."""
+        """Return whether the process is stopped by a signal."""
 
     def send(self, task: TaskHeader, call: PackedCall) -> None:
         """Send a task, and before it the objects that it needs and this worker has not got.
@@ -105,7 +105,7 @@ class Worker(Protocol):
 
 
 class WorkerEvents(Protocol):
-    """What a pool hears of its workers, in the pool's thread."""
+    """The events of workers. They are told to a pool in its thread."""
 
     def forked(self, worker: Worker) -> None:
         """The process is there."""
@@ -142,7 +142,7 @@ class WorkerEvents(Protocol):
 
 
 class Site(Protocol):
-    """Where the workers of one pool run."""
+    """The place of the workers of one pool: this machine, or a Ray cluster."""
 
     def make_packer(self, on_forgotten: Callable[[int], None]) -> Packer:
         """Return the packer of calls for these workers."""

@@ -50,26 +50,26 @@ BATCH_BYTES = 1 << 15  # of the arguments in a batch
 
 
 class State(enum.Enum):
-    """What a worker does; only an idle one is given a task."""
+    """The state of a worker. Only an idle worker is given a task."""
 
     STARTING = enum.auto()  # until its initializer, if there is one, has returned
     IDLE = enum.auto()
     BUSY = enum.auto()
-    CANCELLING = enum.auto()  # its task has been told to end
-    LEAVING = enum.auto()  # it was told to exit, was killed by the pool, or has exited
+    CANCELLING = enum.auto()  # the worker was told to end its task
+    LEAVING = enum.auto()  # the worker was told to exit, was killed by the pool, or has exited
 
 
 class Due(enum.Enum):
-    """What happens at the deadline of a worker."""
+    """The action at the deadline of a worker."""
 
     TIME_OUT = enum.auto()  # its task, or its start, has run out of time: ask for its stack
-    STACK = enum.auto()  # it has told its stack, or had the time to
+    STACK = enum.auto()  # the worker has told its stack, or had the time to do so: its task fails now
     HAND_BACK = enum.auto()  # it is in a call of a batch that takes long: others can do the calls behind it
-    KILL = enum.auto()  # it has not done as it was told
+    KILL = enum.auto()  # the worker has neither ended its task nor exited, as it was told
 
 
 class Deadline(NamedTuple):
-    """When something is due, by `time.monotonic`."""
+    """A deadline by the clock of `time.monotonic`, and the action at it."""
 
     at: float
     due: Due
@@ -326,9 +326,7 @@ class Supervisor(threading.Thread):
             worker.kill()
             return
         record.kill()
-        if record.task is not None:
-            what = f"{record.task.call.name} could not be sent to {worker.description}"
-            self._not_sent(record, TransferError(f"{what}: {error}"))
+        self._not_sent(record, error)
 
     def exited(
         self, worker: Worker, exitcode: int | None, evidence: str, last: Sequence[tuple[Answer, Received]] = ()
@@ -522,12 +520,16 @@ class Supervisor(threading.Thread):
             except TransferError as error:
                 self._not_sent(record, error)
 
-    def _not_sent(self, record: WorkerRecord, error: TransferError) -> None:
-        """A worker has not got its task, and knows nothing of it."""
+    def _not_sent(self, record: WorkerRecord, cause: TransferError) -> None:
+        """End the task of a worker, if it has one, which could not be sent."""
         task = record.end_task()
+        if task is None:
+            return
+        error = TransferError(f"{task.call.name} could not be sent to {record.worker.description}: {cause}")
+        error.__cause__ = cause
         if task is self._initializer:  # without it no worker takes tasks
             self.fail(error)
-        elif task is not None:
+        else:
             self._task_lost(task, record.worker, error)
 
     def _task_answered(self, task: Task, worker: Worker, answer: Answer, payload: Received) -> None:
@@ -644,9 +646,12 @@ class Supervisor(threading.Thread):
 
 def _timeout_error(task: Task | None, late: Iterable[WorkerRecord]) -> RankTimeoutError:
     """Return the error of a task, or of the start, during which these workers ran out of time."""
-    what, limit = "The start of workers", f"{START_WITHIN_S:g} s"
-    if task is not None:
-        what, limit = task.call.name, f"timeout={task.call.options.timeout_s:g} s"
+    if task is None:
+        what = "The start of workers"
+        limit = f"{START_WITHIN_S:g} s"
+    else:
+        what = task.call.name
+        limit = f"timeout={task.call.options.timeout_s:g} s"
     late = sorted(late, key=lambda record: record.worker.rank)
     stacks = {record.worker.rank: record.where_it_stands() for record in late}
     sites = by_call_site({f"rank {record.worker.rank}": record.stack for record in late})

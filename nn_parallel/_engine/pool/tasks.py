@@ -1,4 +1,4 @@
-"""What a pool is asked to do: a call on one worker, on all of them, or on each item; another number of workers.
+"""The tasks of a pool: a call on one worker, on all of them, or on each item; another number of workers.
 
 A task belongs to the pool's thread, which begins and ends it. Whoever has asked for it waits on its future.
 """
@@ -115,11 +115,6 @@ class RunTask(Task):
         self._results: dict[int, Any] = {}  # by rank
         self._failures: dict[int, Exception] = {}  # by rank, the first one first
         self._cut_off: Exception | None = None  # the error of a rank that was cancelled
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a rank has not succeeded."""
-        return bool(self._failures or self._cut_off or self.future.done())
 
     def begin_on(self, ranks: Ranks) -> None:
         """Begin on the workers that are these ranks."""

@@ -213,7 +213,8 @@ class TaskRunner:
             self._block.interrupted = self._cancelled == task.number
             self._deadlock = None
             self._calls.extend(task.calls or [payload])
-        outcome, packed = None, None
+        outcome: Outcome | None = None
+        packed: Packed | None = None
         try:
             try:
                 with self._block:
@@ -230,7 +231,8 @@ class TaskRunner:
             if isinstance(error, Interrupted):
                 outcome = Outcome.CANCELLED
             else:
-                outcome, packed = Outcome.FAILED, _pack_exception(error, self.where(task))
+                outcome = Outcome.FAILED
+                packed = _pack_exception(error, self.where(task))
         has_failed = outcome in (Outcome.FAILED, Outcome.CANCELLED)
         if task.ranks.world_size and has_failed:
             # It frees the ranks that wait for this one in a collective: only once this cannot be cancelled any more,

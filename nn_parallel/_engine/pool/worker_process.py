@@ -115,15 +115,12 @@ class WorkerProcess:
 
     def send(self, task: TaskHeader, call: PackedCall) -> None:
         """As `Worker.send`."""
-        try:
-            for handle in call.handles:
-                if handle.number not in self._kept:
-                    self._channel.enqueue(KeepObject(handle.number), handle.payload)
-                    self._kept.add(handle.number)
-            self._channel.enqueue(task, call.payload)
-            self._has_task_last = True
-        except TransferError as error:
-            raise TransferError(f"{call.name} could not be sent to {self.description}: {error}") from error
+        for handle in call.handles:
+            if handle.number not in self._kept:
+                self._channel.enqueue(KeepObject(handle.number), handle.payload)
+                self._kept.add(handle.number)
+        self._channel.enqueue(task, call.payload)
+        self._has_task_last = True
         self._flush()
 
     def forget(self, numbers: Iterable[int]) -> None:
