@@ -188,11 +188,8 @@ class ParallelExecutor(Executor):
         """
         total = min((len(each) for each in iterables if isinstance(each, Sized)), default=None)
         shown = Progress(progress, total, call_name(fn))
-        items: Iterable[tuple[Any, ...]] = zip(*iterables, strict=False)
-        if all(type(each) in (list, tuple, range) for each in iterables):
-            items = list(items)  # to draw an item runs no code of the user's
         size = None if chunksize is None else count("chunksize", chunksize)
-        return self._backend.map(fn, items, self._options, timeout, size, shown)
+        return self._backend.map(fn, iterables, self._options, timeout, size, shown)
 
     def put(self, obj: Any) -> Any:
         """Send ``obj`` once to each worker that needs it, and hand out a handle to pass to any number of calls.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-SPIN_S = 1e-4  # how long `Spin` looks
+SPIN_S = 3e-4  # how long `Spin` looks
 CROWDED_S = 1e-3  # who takes an offered core for longer computes, and that time is lost
 LOSS_SHARE = 0.02  # of all time that may be lost
 CREDIT_S = 0.02  # that may be lost in a row

@@ -52,12 +52,11 @@ class EventLoop:
 
     def watch_for_room(self, fd: int, on_writable: Callable[[], object] | None) -> None:
         """Also call ``on_writable`` whenever a watched descriptor is writable; None: no longer."""
-        if on_writable is None:
-            self._writers.pop(fd, None)
-        else:
+        had_one = self._writers.pop(fd, None) is not None
+        if on_writable is not None:
             self._writers[fd] = on_writable
-        if fd in self._readers:
-            self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if on_writable else 0))
+        if fd in self._readers and had_one != (on_writable is not None):
+            self._epoll.modify(fd, select.EPOLLIN | (0 if had_one else select.EPOLLOUT))
 
     def unwatch(self, fd: int) -> None:
         """Forget a descriptor, before it is closed."""

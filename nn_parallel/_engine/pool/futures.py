@@ -1,4 +1,4 @@
-"""The futures of a pool: those of the standard library, which Ctrl-C cannot leave locked."""
+"""How those who wait for a pool hear of its tasks: users by a future, calls of the pool itself by a reply."""
 
 from __future__ import annotations
 
@@ -69,8 +69,46 @@ class _Lock:
         self.release()
 
 
+class Reply:
+    """The result of a task for the one call that waits for it, which takes a tenth of the time of a future."""
+
+    def __init__(self, thread: threading.Thread) -> None:
+        """``thread`` completes the reply."""
+        self._thread = thread
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._is_complete = False
+        self._incomplete = threading.Lock()
+        self._incomplete.acquire()
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait for the result, and return it or raise the exception. It is given once.
+
+        Raises:
+            TimeoutError: there is none after so many seconds.
+            ParallelError: called in the thread that completes it.
+        """
+        refuse_to_wait_in(self._thread)
+        if not self._incomplete.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise TimeoutError
+        if self._error is None:
+            return self._value
+        try:
+            raise self._error
+        finally:
+            del self  # it would live in a cycle with the traceback
+
+    def complete(self, value: Any, error: BaseException | None = None) -> None:
+        """Set the result or the exception, unless there is one."""
+        if not self._is_complete:
+            self._value = value
+            self._error = error
+            self._is_complete = True
+            self._incomplete.release()
+
+
 class Future(concurrent.futures.Future[Any]):
-    """The standard library's future, completed by a pool's thread."""
+    """The standard library's future, which Ctrl-C cannot leave locked. A pool's thread completes it."""
 
     def __init__(self, thread: threading.Thread | None) -> None:
         """``thread`` completes the future; None: any."""
@@ -80,7 +118,8 @@ class Future(concurrent.futures.Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         """As `concurrent.futures.Future.result`."""
-        self.raise_in_own_thread()
+        if not self.done():
+            refuse_to_wait_in(self._thread)
         try:
             return super().result(timeout)
         finally:
@@ -88,7 +127,8 @@ class Future(concurrent.futures.Future[Any]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As `concurrent.futures.Future.exception`."""
-        self.raise_in_own_thread()
+        if not self.done():
+            refuse_to_wait_in(self._thread)
         return super().exception(timeout)
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[Any]], object]) -> None:
@@ -105,14 +145,6 @@ class Future(concurrent.futures.Future[Any]):
                 logger.exception("exception calling callback for %r", future)
 
         super().add_done_callback(call)
-
-    def raise_in_own_thread(self) -> None:
-        """Refuse to wait in the thread that completes this future, where callbacks are called."""
-        if threading.current_thread() is self._thread and not self.done():
-            raise ParallelError(
-                "A done-callback cannot wait for another call of its executor, whose answers arrive in the thread that "
-                "runs the callback. Let the callback submit the call, and add a callback to that."
-            )
 
     def begin(self) -> bool:
         """Say that the call begins; return whether it is wanted: not cancelled, nor completed by the user."""
@@ -135,3 +167,12 @@ class Future(concurrent.futures.Future[Any]):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a future belongs to the process that made it: send its result() instead")
+
+
+def refuse_to_wait_in(thread: threading.Thread | None) -> None:
+    """Raise if this is ``thread``, which has to complete what is waited for, and calls callbacks."""
+    if threading.current_thread() is thread:
+        raise ParallelError(
+            "A done-callback cannot wait for another call of its executor, whose answers arrive in the thread that "
+            "runs the callback. Let the callback submit the call, and add a callback to that."
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
@@ -86,14 +86,16 @@ class LaunchedRanks:
     def map(
         self,
         fn: Callable[..., R],
-        items: Iterable[tuple[Any, ...]],
+        iterables: Sequence[Iterable[Any]],
         options: CallOptions,
         timeout_s: float | None,
         chunksize: int | None,
         progress: Progress,
     ) -> Iterator[R]:
-        """As `ParallelExecutor.map`; each item is the arguments of a call."""
-        items, rank, size = list(items), self._context.rank, self._context.world_size
+        """As `ParallelExecutor.map`."""
+        items = list(zip(*iterables, strict=False))
+        rank = self._context.rank
+        size = self._context.world_size
         mine = items[rank::size]
         counted = progress._replace(total=len(mine)).counted(mine) if rank == 0 else mine
         shares = self._run(functools.partial(_call_each, fn, counted), (), {}, options, progress.name)

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future as AnyFuture
 from types import TracebackType
 from typing import Any
@@ -20,7 +20,7 @@ from ...errors import ExecutorClosedError, ParallelError, TransferError
 from ..by_value.packer import CallOptions, PackedCall, Packer
 from ..failures import set_cause
 from .forkserver_client import close_at_exit
-from .futures import Future
+from .futures import Future, Reply, refuse_to_wait_in
 from .progress import Progress
 from .protocols import Site
 from .supervisor import Supervisor
@@ -68,12 +68,12 @@ class Pool:
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions) -> list[Any]:
         """As `Backend.run`."""
         call = self._open_packer().pack(fn, args, kwargs, options)
-        results: list[Any] = self._wait(RunTask(call, self._make_future()))
+        results: list[Any] = self._wait(RunTask(call, self._make_reply()))
         return results
 
     def submit(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions) -> AnyFuture[Any]:
         """As `Backend.submit`."""
-        future = self._make_future()
+        future = Future(self._supervisor)
         try:
             call = self._open_packer().pack(fn, args, kwargs, options)
         except TransferError as error:
@@ -90,18 +90,20 @@ class Pool:
     def map(
         self,
         fn: Callable[..., Any],
-        items: Iterable[tuple[Any, ...]],
+        iterables: Sequence[Iterable[Any]],
         options: CallOptions,
         timeout_s: float | None,
         chunksize: int | None,
         progress: Progress,
     ) -> Iterator[Any]:
         """As `Backend.map`."""
+        items = zip(*iterables, strict=False)
         if chunksize is None:
-            blocks = _growing_blocks(iter(items)) if isinstance(items, list) else ([args] for args in items)
+            # To draw an item of these runs no code of the user's, which could bind anew what the function refers to.
+            is_plain = all(type(each) in (list, tuple, range) for each in iterables)
+            blocks = _growing_blocks(items) if is_plain else ([args] for args in items)
             return progress.counted(self._map(fn, blocks, options, timeout_s, progress.name))
-        rest = iter(items)
-        chunks = iter(lambda: list(itertools.islice(rest, chunksize)), [])
+        chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
         each = functools.partial(call_each, fn)  # no more than that, so that the workers can keep it
         results = self._map(each, ([(chunk,)] for chunk in chunks), options, timeout_s, progress.name)
         return progress.counted(_joined(results))
@@ -112,7 +114,7 @@ class Pool:
 
     def resize(self, num_workers: int) -> None:
         """As `Backend.resize`."""
-        self._wait(ResizeTask(self._devices_for(num_workers), self._make_future()))
+        self._wait(ResizeTask(self._devices_for(num_workers), self._make_reply()))
 
     def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
         """As `Backend.shutdown`."""
@@ -129,8 +131,8 @@ class Pool:
         if self._pid == os.getpid():
             self._supervisor.close(kill=error is not None)
 
-    def _make_future(self) -> Future:
-        return Future(self._supervisor)
+    def _make_reply(self) -> Reply:
+        return Reply(self._supervisor)
 
     def _open_packer(self) -> Packer:
         """Return the packer, if the pool takes tasks."""
@@ -148,10 +150,10 @@ class Pool:
     def _wait(self, task: RunTask | ResizeTask) -> Any:
         """Have a task done, and return its result."""
         self._open_packer()
-        task.future.raise_in_own_thread()
+        refuse_to_wait_in(self._supervisor)  # before it begins
         try:
             self._add(task)
-            return task.future.result()
+            return task.reply.result()
         except ParallelError:
             raise
         except BaseException:  # Ctrl-C: nobody will take the result
@@ -185,7 +187,7 @@ class Pool:
                 waiting: list[MapItem] = []
                 for args in block:
                     try:
-                        waiting.append(MapItem(packer.pack(args, {}), mapping, count))
+                        waiting.append(MapItem(*packer.pack_item(args), mapping, count))
                     except TransferError as error:
                         mapping.end_item(count, None, error)
                     count += 1
@@ -206,13 +208,13 @@ class Pool:
 
     def _wait_for_item(self, mapping: Mapping, index: int, deadline: float | None) -> None:
         self._raise_if_inherited()
-        future = self._make_future()
-        self._supervisor.post(mapping.await_item, index, future)
+        reply = self._make_reply()
+        self._supervisor.post(mapping.await_item, index, reply)
         self._supervisor.do_if_over()
         if deadline is None:
-            future.result()
+            reply.result()
         else:
-            future.result(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+            reply.result(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
 
 
 def _taken(mapping: Mapping, index: int) -> Any:
@@ -226,11 +228,11 @@ def _taken(mapping: Mapping, index: int) -> Any:
         del error  # it would live in a cycle with its traceback
 
 
-def _growing_blocks(items: Iterator[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
+def _growing_blocks(items: Iterator[tuple[Any, ...]]) -> Iterator[Iterable[tuple[Any, ...]]]:
     """Yield the items in blocks, small ones first, so that the workers have something to do at once."""
     size = 1
-    while block := list(itertools.islice(items, size)):
-        yield block
+    for first in items:
+        yield itertools.chain([first], itertools.islice(items, size - 1))
         size = min(2 * size, BLOCK_ITEMS)
 
 

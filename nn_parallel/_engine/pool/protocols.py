@@ -33,16 +33,13 @@ class Backend(Protocol):
     def map(
         self,
         fn: Callable[..., Any],
-        items: Iterable[tuple[Any, ...]],
+        iterables: Sequence[Iterable[Any]],
         options: CallOptions,
         timeout_s: float | None,
         chunksize: int | None,
         progress: Progress,
     ) -> Iterator[Any]:
-        """As `ParallelExecutor.map`; each item is the arguments of a call.
-
-        A list of items was drawn from lists, tuples and ranges, so that no code of the user's runs between two of them.
-        """
+        """As `ParallelExecutor.map`."""
 
     def put(self, obj: Any) -> Any:
         """As `ParallelExecutor.put`."""

@@ -465,7 +465,7 @@ class Supervisor(threading.Thread):
                 task.begin_on(self._site.ranks(len(idle), self._group))
             self._queue.popleft()
             if isinstance(task, ResizeTask):
-                task.future.complete(None)
+                task.reply.complete(None)
             elif isinstance(task, MapItem):
                 task.mapping.waiting -= 1
                 if task.begin():
@@ -481,7 +481,7 @@ class Supervisor(threading.Thread):
         mapping = first.mapping
         limit = min(mapping.batch_size, mapping.waiting // (2 * len(self._workers)) + 1)
         items = [first]
-        size = len(first.call.arguments or b"")
+        size = len(first.arguments or b"")
         while len(items) < limit and size < BATCH_BYTES and self._queue:
             item = self._queue[0]
             if not (isinstance(item, MapItem) and item.mapping is mapping and first.can_be_joined_by(item)):
@@ -489,7 +489,7 @@ class Supervisor(threading.Thread):
             self._queue.popleft()
             mapping.waiting -= 1
             items.append(item)
-            size += len(item.call.arguments or b"")
+            size += len(item.arguments or b"")
         return Batch(items)
 
     def _begin(self, task: Task, records: Sequence[WorkerRecord]) -> None:

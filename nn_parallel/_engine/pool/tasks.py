@@ -1,6 +1,6 @@
 """The tasks of a pool: a call on one worker, on all of them, or on each item; another number of workers.
 
-A task belongs to the pool's thread, which begins and ends it. Whoever has asked for it waits on its future.
+A task belongs to the pool's thread, which begins and ends it. Whoever has asked for it waits on its future or reply.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...errors import ExecutorClosedError, ParallelError, RankError, TransferErr
 from ..by_value.packer import PackedCall
 from ..failures import lost_connection, rank_error, set_cause, summary
 from .channel import Received
-from .futures import Future
+from .futures import Future, Reply
 from .messages import ALONE, Answer, Outcome, Ranks
 
 
@@ -109,9 +109,9 @@ class InitializerTask(Task):
 class RunTask(Task):
     """A call on every worker at once."""
 
-    def __init__(self, call: PackedCall, future: Future) -> None:
+    def __init__(self, call: PackedCall, reply: Reply) -> None:
         super().__init__(call)
-        self.future = future
+        self.reply = reply
         self._results: dict[int, Any] = {}  # by rank
         self._failures: dict[int, Exception] = {}  # by rank, the first one first
         self._cut_off: Exception | None = None  # the error of a rank that was cancelled
@@ -143,7 +143,7 @@ class RunTask(Task):
 
     def fail(self, error: Exception) -> None:
         """As `Task.fail`."""
-        self.future.complete(None, error)
+        self.reply.complete(None, error)
 
     def _end_if_all_answered(self) -> None:
         if len(self._results) < self.ranks.world_size:
@@ -151,9 +151,9 @@ class RunTask(Task):
         results = [self._results[rank] for rank in range(len(self._results))]
         self._results.clear()
         if self._failures:
-            self.future.complete(None, rank_error(self.call.name, len(results), self._failures))
+            self.reply.complete(None, rank_error(self.call.name, len(results), self._failures))
         else:
-            self.future.complete(results, self._cut_off)
+            self.reply.complete(results, self._cut_off)
 
 
 class Mapping:
@@ -164,14 +164,14 @@ class Mapping:
         self.is_wanted = True
         self.waiting = 0  # items in the queue
         self.outcomes: dict[int, tuple[Any, Exception | None]] = {}  # by item: its result, or its exception
-        self._awaited: tuple[int, Future] | None = None
+        self._awaited: tuple[int, Reply] | None = None
 
-    def await_item(self, index: int, future: Future) -> None:
-        """Complete the future once the item is over. Called in the pool's thread."""
+    def await_item(self, index: int, reply: Reply) -> None:
+        """Complete the reply once the item is over. Called in the pool's thread."""
         if index in self.outcomes:
-            future.complete(None)
+            reply.complete(None)
         else:
-            self._awaited = index, future
+            self._awaited = index, reply
 
     def end_item(self, index: int, value: Any, error: Exception | None) -> None:
         """An item is over."""
@@ -184,10 +184,12 @@ class Mapping:
 class MapItem(Task):
     """One call of a `map`, as it waits in the queue."""
 
-    __slots__ = ("call", "index", "mapping")
+    __slots__ = ("arguments", "call", "index", "mapping")
 
-    def __init__(self, call: PackedCall, mapping: Mapping, index: int) -> None:
+    def __init__(self, call: PackedCall, arguments: bytes | None, mapping: Mapping, index: int) -> None:
+        """``arguments``: the pickled ones, if ``call`` is without any, as one for many items."""
         self.call = call
+        self.arguments = arguments
         self.mapping = mapping
         self.index = index
 
@@ -197,7 +199,7 @@ class MapItem(Task):
 
     def can_be_joined_by(self, other: MapItem) -> bool:
         """Return whether a worker can do this item and another one of the same `map` in one batch."""
-        has_small_arguments = self.call.arguments is not None and other.call.arguments is not None
+        has_small_arguments = self.arguments is not None and other.arguments is not None
         return has_small_arguments and other.call.function == self.call.function
 
     def fail(self, error: Exception) -> None:
@@ -222,7 +224,7 @@ class Batch(Task):
     @property
     def calls(self) -> Sequence[bytes]:
         """As `Task.calls`."""
-        return [item.call.arguments for item in self.left if item.call.arguments is not None]
+        return [item.arguments for item in self.left if item.arguments is not None]
 
     def complete(self, rank: int, answer: Answer, payload: Received) -> None:
         """As `Task.complete`; `left` are then the items that the worker has not begun."""
@@ -256,14 +258,14 @@ class Batch(Task):
 class ResizeTask(Task):
     """Another number of workers, from when all tasks before it are over."""
 
-    def __init__(self, devices: list[torch.device], future: Future) -> None:
+    def __init__(self, devices: list[torch.device], reply: Reply) -> None:
         self.devices = devices
-        self.future = future
+        self.reply = reply
         self.has_begun = False
 
     def fail(self, error: Exception) -> None:
         """As `Task.fail`."""
-        self.future.complete(None, error)
+        self.reply.complete(None, error)
 
     def discard(self) -> None:
         """As `Task.discard`."""

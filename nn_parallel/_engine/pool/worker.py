@@ -127,6 +127,7 @@ class TaskRunner:
         self._send = send
         self._calls = deque[bytes | Received]()  # of the task, that have not begun
         self._results: list[bytes] = []  # of those that are over
+        self._function: Callable[..., Any] | None = None  # of the task, if this worker keeps it
         self._index = rank
         self.device = device
         self._alone = RankContext(World(False, 0, 0, 1, self.device, launcher="executor"))
@@ -226,6 +227,7 @@ class TaskRunner:
                     results = self._results
                     self._results = []
                     self._calls.clear()
+                    self._function = None
         except BaseException as error:
             error = cause_of(error, self._deadlock)
             if isinstance(error, Interrupted):
@@ -277,7 +279,9 @@ class TaskRunner:
             else:
                 fn, args, kwargs = None, pickle.loads(arguments), {}
             if task.function:
-                fn = stored_object(task.function).function()
+                if self._function is None:  # the first call of the task
+                    self._function = stored_object(task.function).function()
+                fn = self._function
         except Interrupted:
             raise
         except BaseException as error:
