@@ -98,7 +98,7 @@ def current_world() -> World:
 
 
 def should_use_distributed(flag: bool | None = None) -> bool:
-    """Whether to train distributed.
+    """Return whether to train distributed.
 
     Args:
         flag: False: no. None: what the environment says, yes if several ranks were started together. True: yes if it is

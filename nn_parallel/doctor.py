@@ -22,7 +22,10 @@ from .executor import ParallelExecutor
 from .gpus import list_gpus
 
 TIMEOUT_S = 60.0
-OK, WARNING, FAILED, WAITS = "ok", "warning", "failed", "..."
+OK = "ok"
+WARNING = "warning"
+FAILED = "failed"
+WAITS = "..."
 PART_WIDTH = 14
 MARGIN = " " * (PART_WIDTH + 10)
 TENSOR_BYTES = 16 << 20
@@ -30,7 +33,7 @@ OLDEST_TORCH = 2, 11
 
 
 class Finding(NamedTuple):
-    """What was found of one part."""
+    """The finding about one part."""
 
     status: str
     part: str
@@ -46,7 +49,7 @@ class Finding(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What `verify_ddp_setup` found: true if nothing failed, and a table as text."""
+    """The findings of `verify_ddp_setup`: true if nothing failed, and a table as text."""
 
     findings: tuple[Finding, ...]
 
@@ -118,7 +121,8 @@ def _software() -> Finding:
 
 
 def _devices() -> Finding:
-    found, gpus = accelerators(), [gpu for gpu in list_gpus() if gpu.is_visible]
+    found = accelerators()
+    gpus = [gpu for gpu in list_gpus() if gpu.is_visible]
     if len(gpus) == len(found):
         names = [gpu.name or "unnamed" for gpu in gpus]  # of CUDA, whose use begins where it is asked itself
     else:
@@ -164,7 +168,7 @@ def _of_all_ranks(own: list[Finding], show: Callable[[Finding], None]) -> list[F
 
 
 def _of_workers(devices: str) -> list[Finding]:
-    """What workers on these devices find, which are ranks of one world; two of them on the CPU."""
+    """Return the findings of workers on these devices, which are ranks of one world; two of them on the CPU."""
     begun = time.perf_counter()
     try:
         with ParallelExecutor(devices=devices, num_workers=2 if devices == "cpu" else None, timeout=TIMEOUT_S) as ex:

@@ -85,7 +85,10 @@ class WorkerDiedError(ParallelError):
         self, message: str, *, rank: int = 0, pid: int = 0, exitcode: int | None = None, evidence: str = ""
     ) -> None:
         super().__init__(message)
-        self.rank, self.pid, self.exitcode, self.evidence = rank, pid, exitcode, evidence
+        self.rank = rank
+        self.pid = pid
+        self.exitcode = exitcode
+        self.evidence = evidence
 
 
 class RankTimeoutError(ParallelError, TimeoutError):
@@ -98,7 +101,8 @@ class RankTimeoutError(ParallelError, TimeoutError):
 
     def __init__(self, message: str, *, ranks: Sequence[int] = (), stacks: Mapping[int, str] | None = None) -> None:
         super().__init__(message)
-        self.ranks, self.stacks = list(ranks), dict(stacks or {})
+        self.ranks = list(ranks)
+        self.stacks = dict(stacks or {})
 
 
 class ExecutorClosedError(ParallelError):

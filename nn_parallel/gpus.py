@@ -26,7 +26,7 @@ logger = logging.getLogger("nn_parallel")
 
 @dataclass(frozen=True)
 class GPU:
-    """What NVML tells of one GPU; None for what it refuses to tell (in WSL, in a container, of a GPU in MIG mode).
+    """One GPU, as NVML describes it; None for what it refuses to tell (in WSL, in a container, of a GPU in MIG mode).
 
     Attributes:
         index: its number in NVML's order, that of ``nvidia-smi``.
@@ -129,7 +129,9 @@ def select_gpus(count: int, *, min_memory_mb: int = 0) -> list[GPU]:
         raise ValueError(f"count={count} must be at least 1.")
     gpus = list_gpus()
     best = sorted(gpus, key=lambda gpu: (gpu.uuid not in _held, -(gpu.memory_free_mb or 0), gpu.utilization or 0))
-    chosen, locks, refused = list[GPU](), dict[str, int](), list[str]()
+    chosen = list[GPU]()
+    locks = dict[str, int]()
+    refused = list[str]()
     try:
         for gpu in best:
             if len(chosen) == count:

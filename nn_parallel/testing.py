@@ -90,7 +90,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 def pool_of(config: pytest.Config, n: Any = None) -> ParallelExecutor:
     """The pool of as many ranks as a marker says."""
-    n, pools = count("n of @pytest.mark.ranks(n)", n), config.stash[_POOLS]
+    n = count("n of @pytest.mark.ranks(n)", n)
+    pools = config.stash[_POOLS]
     if n not in pools:
         pools[n] = ParallelExecutor(num_workers=n, devices="cpu", prefix_output=True, pass_device=False)
     return pools[n]

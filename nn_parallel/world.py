@@ -16,7 +16,7 @@ class _WorldTuple(NamedTuple):
 
 
 class World(_WorldTuple):
-    """Who this process is among its ranks; unpacks as ``distributed, rank, local_rank, world_size, device``.
+    """The place of this process among its ranks; unpacks as ``distributed, rank, local_rank, world_size, device``.
 
     Attributes:
         distributed: whether a process group connects the ranks, so that collectives can be called.
@@ -54,7 +54,9 @@ class World(_WorldTuple):
         launcher: str = "none",
     ) -> World:
         self = super().__new__(cls, distributed, rank, local_rank, world_size, device)
-        self.node_rank, self.local_world_size, self.launcher = node_rank, local_world_size, launcher
+        self.node_rank = node_rank
+        self.local_world_size = local_world_size
+        self.launcher = launcher
         return self
 
     @property

@@ -35,8 +35,11 @@ def split_run_gather(
     columns = [_over_devices(leaf, devices) for leaf in leaves]
     calls = [pytree.tree_unflatten(row, structure) for row in zip(*columns, strict=True)]
     # Those of this thread: each has its own.
-    grad, inference, kind = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), devices[0].type
-    autocast, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    grad = torch.is_grad_enabled()
+    inference = torch.is_inference_mode_enabled()
+    kind = devices[0].type
+    autocast = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind)
     streams = [None if kind == "cpu" else torch.accelerator.current_stream(device) for device in devices]
 
     def run(call: Any, stream: torch.Stream | None) -> Any:

@@ -42,7 +42,7 @@ def end_with(parent: int) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped: by SIGSTOP, Ctrl-Z or a debugger."""
+    """Return whether a process is stopped: by SIGSTOP, Ctrl-Z or a debugger."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:  # else it has ended
         return file.read().rpartition(")")[2].split()[0] in "Tt"
     return False

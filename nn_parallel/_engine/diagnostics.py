@@ -38,7 +38,7 @@ def _search(
 
 
 def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What ``obj`` is made of, as far as pickling it goes, each part with its path."""
+    """Yield the parts of ``obj`` that pickling it would pickle, each with its path."""
     if isinstance(obj, types.MethodType):
         yield f"{path}.__self__", obj.__self__
         yield f"{path}.__func__", obj.__func__
@@ -71,7 +71,7 @@ def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _refuses(obj: Any) -> bool:
-    """Whether it is its own ``__reduce__`` that raises, and nothing in it."""
+    """Return whether the own ``__reduce__`` of ``obj`` raises, and not one of its parts."""
     if not any("__reduce__" in vars(kind) for kind in type(obj).__mro__[:-1]):
         return False
     try:

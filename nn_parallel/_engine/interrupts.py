@@ -104,7 +104,7 @@ class CancelScope:
         return exception
 
     def is_importing(self, frame: FrameType | None) -> bool:
-        """Whether the main thread, which is in ``frame``, is in an import that began in here, and that may end soon."""
+        """Return whether the main thread, at ``frame``, is in an import that this block has begun and may end soon."""
         if _imports(frame) <= self._imports_around:
             return False
         now = time.monotonic()
@@ -221,7 +221,8 @@ def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
                 return
             raise scope.make_exception()
     if _due is not None:
-        error, _due = _due, None
+        error = _due
+        _due = None
         raise error
 
 
@@ -248,7 +249,7 @@ def _is_rmtree(frame: FrameType) -> bool:
 
 
 def _imports(frame: FrameType | None) -> int:
-    """How many frames on the stack are those of the import system."""
+    """Return how many frames on the stack are those of the import system."""
     count = 0
     while frame is not None:
         count += frame.f_code.co_filename == IMPORT_SYSTEM

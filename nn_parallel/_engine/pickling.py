@@ -215,7 +215,9 @@ class _Unpickler(pickle.Unpickler):
         found = super().find_class(module, name)
         # What is returned must not refer to the unpickler, whose memo holds it: all that was unpickled would live on
         # in a cycle.
-        device, shared, parts = self._device, self._shared, self._parts
+        device = self._device
+        shared = self._shared
+        parts = self._parts
         if found is _small_storage:
             return lambda buffer, on_accelerator: _rebuild_storage([(0, buffer)], on_accelerator, device)
         if found is _large_storage:
@@ -233,7 +235,9 @@ class _Storage:
     """A storage that is pickled, and what is used of it."""
 
     def __init__(self, storage: torch.UntypedStorage, is_shared: bool) -> None:
-        self.storage, self.is_shared, self.size = storage, is_shared, storage.nbytes()
+        self.storage = storage
+        self.is_shared = is_shared
+        self.size = storage.nbytes()
         self.on_accelerator = storage.device.type != "cpu"
         self.used: list[tuple[int, int]] = []  # from, to, in bytes
 
@@ -245,7 +249,10 @@ class _Storage:
             self.used.append((start, start + length * tensor.dtype.itemsize))
 
     def parts(self) -> list[tuple[int, int]]:
-        """What is sent of it: all, or only what is used if that is less than half; bytes that overlap, together."""
+        """Return the parts of the storage to send: all of it, or what views use if that is less than half.
+
+        Parts that overlap are one.
+        """
         parts: list[tuple[int, int]] = []
         for start, end in sorted((start - start % _ALIGNMENT, end) for start, end in self.used):
             if parts and start < parts[-1][1]:
@@ -264,7 +271,9 @@ class _Storage:
         storage = self.storage
         if self.on_accelerator:
             there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (end - start,), (1,))
-            storage, start, end = there.cpu().untyped_storage(), 0, end - start
+            storage = there.cpu().untyped_storage()
+            end -= start
+            start = 0
         return memory_of(storage, start, end)
 
 
@@ -278,7 +287,7 @@ def memory_of(storage: torch.UntypedStorage, start: int = 0, end: int | None = N
 
 
 def _is_atomic(obj: Any) -> bool:
-    """Whether this is a number, a text or the like, or a short tuple of such."""
+    """Return whether this is a number, a text or the like, or a short tuple of such."""
     kind = type(obj)
     if kind in _ATOMS:
         return True
@@ -299,7 +308,7 @@ def module_defining(obj: Any) -> types.ModuleType | None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether storage, dtype, shape, strides and ``requires_grad`` are all there is to it."""
+    """Return whether storage, dtype, shape, strides and ``requires_grad`` are all that the tensor has."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type != "meta"
@@ -402,7 +411,7 @@ def _lines_of(file_name: str) -> list[str] | None:
 
 
 def make_cached(fn: Callable[..., Any], parameters: dict[str, Any], attributes: dict[str, Any]) -> Any:
-    """What `functools.cache` makes of ``fn``; it has cached nothing yet."""
+    """Return what `functools.cache` makes of ``fn``, with an empty cache."""
     made: Any = functools.lru_cache(**parameters)(fn)
     made.__dict__.update(attributes)
     return made

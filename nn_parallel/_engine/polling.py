@@ -54,7 +54,7 @@ class Spin:
         return True
 
     def until(self, look: Callable[[], T]) -> T:
-        """What ``look()`` returns, which takes no time: the first that is true, or the last before the time is over."""
+        """Call ``look``, which takes no time, until its result is true or the time is over; return the last result."""
         end = time.monotonic() + SPIN_S
         while self.offer_core():
             found = look()

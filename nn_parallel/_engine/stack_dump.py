@@ -80,7 +80,7 @@ def take_name(rank: int) -> None:
 
 
 def main_frame() -> FrameType | None:
-    """Where the main thread of this process stands."""
+    """Return the innermost frame of the main thread of this process."""
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
@@ -92,7 +92,7 @@ def main_stack() -> str:
 
 
 def is_whole(stack: str) -> bool:
-    """Whether it goes to the outermost frame, or to where faulthandler stops."""
+    """Return whether a stack goes to the outermost frame, or to where faulthandler stops."""
     return stack.endswith((" in <module>\n", "  ...\n"))
 
 
@@ -125,13 +125,14 @@ def call_site_of(stack: str) -> str:
 
 
 def users_part(stack: str) -> str:
-    """What of the stack of a pool's worker lies in the function of its task."""
+    """Return the part of the stack of a pool's worker that lies in the function of its task."""
     return stack.partition(_TASK)[0].rstrip()
 
 
 def _together(names: Iterable[str]) -> str:
     """``ranks 0, 2-7``, and other names after them."""
-    ranks, others = list[int](), list[str]()
+    ranks = list[int]()
+    others = list[str]()
     for name in names:
         rank = re.fullmatch(r"rank (\d+)", name)
         if rank is None:

@@ -84,7 +84,9 @@ def hide_own_frames() -> None:
 
 def _own_errors(error: BaseException) -> list[BaseException]:
     """Return the errors of this package among ``error``, its causes and its contexts, each with its leaves."""
-    found, seen, waiting = list[BaseException](), set[int](), [(error, False)]
+    found = list[BaseException]()
+    seen = set[int]()
+    waiting = [(error, False)]
     while waiting:
         each, is_leaf = waiting.pop()
         if id(each) in seen:

@@ -107,7 +107,7 @@ def dumped(states: dict[str, Any]) -> IO[bytes]:
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], FileIdentity]:
-    """What is saved there, its tensors still on the disk; and of which file that is."""
+    """Return what is saved at ``path``, its tensors still on the disk, and the identity of the file."""
     while True:
         with open(path, "rb") as file:
             identity = _identity(file.fileno())

@@ -104,7 +104,8 @@ def check_alike(loader: LoaderId | None, name: str, draws: Draws) -> None:
         return
     if threading.current_thread() is not threading.main_thread():
         return
-    key, mine = draws_key(loader.slot), encode(draws)
+    key = draws_key(loader.slot)
+    mine = encode(draws)
     try:
         text = context.connection.get(key)
         while True:

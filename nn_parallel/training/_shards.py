@@ -123,7 +123,8 @@ def write_shards(shards: Shards, folder: Path, group: dist.ProcessGroup | None =
     """
     from torch.distributed import checkpoint
 
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     writer = checkpoint.FileSystemWriter(folder)
     if shards.are_copies:  # else torch waits for the first GPU, whichever one this rank has
         writer.per_thread_copy_ahead = 0
@@ -187,7 +188,7 @@ def remove_folders(path: Path, kept: set[Path]) -> None:
 
 
 def folder_of_all(path: Path) -> Path:
-    """Where the folders are with the shards of the checkpoint ``path``, and of those before it."""
+    """Return the folder that holds the folders of shards of the checkpoint ``path``, and of those before it."""
     return path.with_name(f"{path.name}.shards")
 
 

@@ -81,7 +81,7 @@ class Share:
 
 
 class Epochs:
-    """How far the iterations of a loader are, alike on all ranks."""
+    """The epoch of a loader, and the position in it, alike on all ranks."""
 
     def __init__(self, source: Any, warns: bool) -> None:
         """``warns`` where an epoch begins again that was left before.
@@ -281,7 +281,7 @@ class RankSampler(Epochs, Sampler[Any]):
 
     @property
     def fewest(self) -> int:
-        """How many samples the rank with the fewest has, if nothing is repeated."""
+        """Return the number of samples of the rank with the fewest, if nothing is repeated."""
         return (len(self.source) - self.begin) // self._share.world_size
 
     def __len__(self) -> int:
@@ -414,7 +414,7 @@ class Stream(Epochs, IterableDataset[Any]):
                 yield batch
 
     def __len__(self) -> int:
-        """How many batches it has, if the dataset knows its length."""
+        """Return the number of batches, if the dataset knows its length."""
         samples = len(self.source)  # Python says what has no length
         share = self._share
         full, rest = divmod(samples, share.together)

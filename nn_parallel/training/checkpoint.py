@@ -28,7 +28,8 @@ from .collectives import all_gather_object, all_ranks
 from .model import unwrap_model
 
 # Keys in the file: the random numbers of all ranks; the folder of the sharded tensors, beside the file.
-RANDOM_STATES, FOLDER = "random_states", "shards_folder"
+RANDOM_STATES = "random_states"
+FOLDER = "shards_folder"
 logger = logging.getLogger("nn_parallel")
 
 
@@ -72,7 +73,9 @@ def save_checkpoint(
         raise ValueError(f"{own.pop()!r} is the name of what save_checkpoint adds itself.")
     if not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep={keep!r} must be a whole number, at least 1.")
-    world, file, shards = initialize_ddp(), Path(path).resolve(), Shards()
+    world = initialize_ddp()
+    file = Path(path).resolve()
+    shards = Shards()
     finish_saving("save_checkpoint()")
 
     def take_whole(_: str, tensor: Any) -> torch.Tensor | None:
@@ -138,10 +141,12 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
 
         epoch = load_checkpoint("last.pt", model=model, optimizer=optimizer, loader=loader)["epoch"]
     """
-    world, shards = initialize_ddp(), Shards()
+    world = initialize_ddp()
+    shards = Shards()
     finish_saving("load_checkpoint()")
     saved = _read_on_all(Path(path))
-    random_states, folder = saved.pop(RANDOM_STATES, []), _folder(Path(path).resolve(), saved)
+    random_states = saved.pop(RANDOM_STATES, [])
+    folder = _folder(Path(path).resolve(), saved)
     if saved.pop(FOLDER, None) is not None:
         shards.find(saved)
     targets |= {name: unwrap_model(target) for name, target in targets.items() if isinstance(target, nn.Module)}
@@ -201,7 +206,7 @@ def _remove_unused_shards(path: Path) -> None:
 
 
 def _folder(path: Path, saved: dict[str, Any]) -> Path:
-    """Where the shards are of what was ``saved`` at ``path``."""
+    """Return the folder with the shards of what was ``saved`` at ``path``."""
     return path.parent / str(saved.get(FOLDER, ""))
 
 
@@ -212,7 +217,7 @@ def _files_before(path: Path) -> list[Path]:
 
 
 def _read_on_all(path: Path) -> dict[str, Any]:
-    """What is saved there, on each rank, its tensors still on the disk where this rank reads it itself."""
+    """Return what is saved at ``path``, on each rank; its tensors are still on the disk where this rank reads it."""
     saved: dict[str, Any] | None = None
 
     def load_checkpoint() -> FileIdentity | Exception:

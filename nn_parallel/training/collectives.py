@@ -82,7 +82,7 @@ def reduce_metrics(
 
 
 def any_rank(flag: object) -> bool:
-    """Whether ``flag`` is true on any rank; the same answer on all. Every rank calls it.
+    """Return whether ``flag`` is true on any rank; the same answer on all. Every rank calls this.
 
     Example::
 
@@ -93,7 +93,7 @@ def any_rank(flag: object) -> bool:
 
 
 def all_ranks(flag: object) -> bool:
-    """Whether ``flag`` is true on all ranks; the same answer on all. Every rank calls it.
+    """Return whether ``flag`` is true on all ranks; the same answer on all. Every rank calls this.
 
     Example::
 
@@ -185,7 +185,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def can_gather(device_types: set[str], backends: str) -> bool:
-    """Whether tensors on such devices are gathered where they lie; ``backends`` as ``cpu:gloo,cuda:nccl``.
+    """Return whether tensors on such devices are gathered where they are; ``backends`` as ``cpu:gloo,cuda:nccl``.
 
     Not by gloo, which would copy them to the CPU.
     """
@@ -235,7 +235,7 @@ def gather_alike(
 
 
 def _message_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where a message of a few bytes has to lie for ``group``: on the CPU, if that is one of its backends."""
+    """Return the device for a message of a few bytes to ``group``: the CPU, if that is one of its backends."""
     on_cpu = "cpu" in dist.get_backend_config(group)
     return torch.device("cpu") if on_cpu else current_world().device
 

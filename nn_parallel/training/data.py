@@ -367,7 +367,8 @@ class _Batches(Iterator[T]):
         if self._device is not None:
             batch = move_to_device(batch, self._device)
         if isinstance(batch, Parts):
-            self._rest, batch = [batch.last], batch.first
+            self._rest = [batch.last]
+            batch = batch.first
         return batch
 
     def _check_alike(self) -> None:

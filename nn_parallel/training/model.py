@@ -124,7 +124,8 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     """
     inner: Any = model
     while inner is not None:
-        model, inner = inner, getattr(inner, "module" if isinstance(inner, WRAPPERS) else "_orig_mod", None)
+        model = inner
+        inner = getattr(inner, "module" if isinstance(inner, WRAPPERS) else "_orig_mod", None)
     return model
 
 

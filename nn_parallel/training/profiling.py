@@ -26,7 +26,7 @@ logger = logging.getLogger("nn_parallel")
 
 
 class RankProfile:
-    """What `profile_ranks` found out; filled in at the end of its block.
+    """The result of `profile_ranks`, filled in at the end of its block.
 
     Attributes:
         seconds: that the block took, for each rank.
@@ -99,9 +99,11 @@ def _measured(events: list[dict[str, Any]]) -> tuple[float, float]:
     """The seconds of the block, and in which share of them at least one collective was under way."""
     spans = [event for event in events if event.get("ph") == "X"]
     whole = next(event for event in spans if event["name"] == BLOCK and event["cat"] == "user_annotation")
-    begin, end = whole["ts"], whole["ts"] + whole["dur"]
+    begin = whole["ts"]
+    end = whole["ts"] + whole["dur"]
     collectives = [event for event in spans if COMMUNICATION.match(event["name"])]
-    total, until = 0.0, begin
+    total = 0.0
+    until = begin
     for start, stop in sorted((event["ts"], min(event["ts"] + event.get("dur", 0.0), end)) for event in collectives):
         total += max(0.0, stop - max(start, until))
         until = max(until, stop)

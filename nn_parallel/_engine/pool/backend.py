@@ -82,7 +82,8 @@ def _refuse_in_import_of_worker() -> None:
 
     The workers of that executor would import the module as well, and so on without end.
     """
-    module, context = importing_module(), rank_context()
+    module = importing_module()
+    context = rank_context()
     if module is not None and context is not None and context.world.launcher == "executor":
         raise ParallelError(
             f"Module {module} makes a ParallelExecutor as it is imported. Workers import the module, too, and each "

@@ -22,12 +22,14 @@ class Line:
 
 
 class Screen:
-    """What a worker has printed and may still change: bars, and a line that has not ended."""
+    """The lines that a worker has printed and may still change: bars, and a line that has not ended."""
 
     def __init__(self, prefix: str, bar_prefix: str) -> None:
         """Begin each line with ``prefix``, and each bar with ``bar_prefix``."""
-        self._prefix, self._bar_prefix = prefix, bar_prefix
-        self._lines, self._at = [Line()], 0
+        self._prefix = prefix
+        self._bar_prefix = bar_prefix
+        self._lines = [Line()]
+        self._at = 0
         self._before = ""  # the part that was printed last
 
     @property
@@ -39,13 +41,15 @@ class Screen:
         return not any(line.text for line in self._lines)
 
     def print(self, text: str, flush: bool) -> str:
-        """What is now to be seen above the bars, and will not change any more.
+        """Take what has been printed; return the lines that go above the bars, and will not change any more.
 
-        That is all above a line that is no bar. Bars alone may be drawn again, but with ``flush`` those that have
-        ended; a line that has not ended is seen then, too.
+        These are all lines above one that is no bar. Bars alone may be drawn again, but with ``flush`` those that have
+        ended are returned; a line that has not ended is returned then, too.
         """
         for part in filter(None, MOVES.split(text)):
-            line, before, self._before = self._lines[self._at], self._before, part
+            line = self._lines[self._at]
+            before = self._before
+            self._before = part
             if part == "\n":
                 self._at += 1
                 self._lines += [Line()] if self._at == len(self._lines) else []
@@ -56,7 +60,9 @@ class Screen:
             elif part == "\r":
                 line.is_rewritten = True
             elif line.is_rewritten:
-                line.text, line.is_rewritten, line.is_bar = part, False, True
+                line.text = part
+                line.is_rewritten = False
+                line.is_bar = True
             else:
                 line.text += part
         end = self._at if flush else 0
@@ -64,7 +70,8 @@ class Screen:
             if line.text and not line.is_bar:
                 end = max(end, min(index + 1, self._at))
         done = "".join(map(self._ended, self._lines[:end]))
-        self._lines, self._at = self._lines[end:], self._at - end
+        self._lines = self._lines[end:]
+        self._at = self._at - end
         last = self._lines[0]
         if flush and last.text and not last.is_bar:
             done += self._prefix + last.text
@@ -73,7 +80,9 @@ class Screen:
 
     def end(self) -> str:
         """All that is left."""
-        lines, self._lines, self._at = self._lines, [Line()], 0
+        lines = self._lines
+        self._lines = [Line()]
+        self._at = 0
         return "".join(self._ended(line) for line in lines if line.text)
 
     def _ended(self, line: Line) -> str:

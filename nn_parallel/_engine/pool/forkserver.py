@@ -103,7 +103,8 @@ class _Server:
         try:
             size, fds, _ = receive_fds(pool, self._packet)
         except ConnectionError:  # closed with something of ours unread
-            size, fds = 0, []
+            size = 0
+            fds = []
         if not size:  # the pool is closed: nobody waits for its workers
             self._workers = {pid: worker for pid, worker in self._workers.items() if worker[0] is not pool}
             self._kill_strangers()

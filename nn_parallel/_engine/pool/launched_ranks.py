@@ -33,7 +33,8 @@ class LaunchedRanks:
 
     def __init__(self, context: RankContext, timeout_s: float | None) -> None:
         """``timeout_s`` is how long the ranks wait for each other at the end of the ``with`` block."""
-        self._context, self._timeout_s = context, timeout_s
+        self._context = context
+        self._timeout_s = timeout_s
         self._closed = False
         self._block: contextlib.AbstractContextManager[None] | None = None
 
@@ -47,7 +48,7 @@ class LaunchedRanks:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it takes no more calls."""
+        """Whether this backend takes no more calls."""
         return self._closed
 
     def check_choice(self, num_gpus: int | None, devices: Any, num_workers: int | None, engine: str) -> None:

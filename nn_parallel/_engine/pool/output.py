@@ -23,7 +23,9 @@ class Output:
     """
 
     def __init__(self, fd: int, name: str, rank: int, *, has_prefix: bool) -> None:
-        self.fd, self._name, self._rank = fd, name, rank
+        self.fd = fd
+        self._name = name
+        self._rank = rank
         prefix = f"[rank {rank}] "
         self._prefix = prefix.encode() if has_prefix else b""
         self._screen = Screen(prefix if has_prefix else "", bar_prefix=prefix)
@@ -47,7 +49,8 @@ class Output:
         os.close(self.fd)
 
     def _copy(self, flush: bool) -> bool:
-        more, read = True, bytearray()
+        more = True
+        read = bytearray()
         with contextlib.suppress(BlockingIOError):
             for _ in range(CHUNKS_AT_A_TIME):  # the rest next time: others must not wait for an endless writer
                 if not (chunk := os.read(self.fd, 1 << 16)):

@@ -19,7 +19,8 @@ class PoolStore:
         """``host``: the address where other nodes reach it; None: no other node does."""
         self._host = host or loopback(LOOPBACK)
         self._store: dist.TCPStore | None = None
-        self._port = self._group = 0
+        self._port = 0
+        self._group = 0
 
     def address(self, group: int) -> tuple[str, int]:
         """Return host and port of the store; what groups before this one have left there is deleted."""

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Progress(NamedTuple):
-    """What shows how far a map has got."""
+    """The bar of a map, if one is wanted."""
 
     bar: Any  # of tqdm, which stays open; True: one is made; False or None: there is none
     total: int | None  # how many items there are, if that is known

@@ -138,7 +138,8 @@ class TaskRunner:
         self._cores = -1  # not known yet
         self._environ = environ
         self._switching = threading.Lock()  # between the main thread, which changes tasks, and the one that cancels
-        self._task = self._cancelled = NO_TASK
+        self._task = NO_TASK
+        self._cancelled = NO_TASK
         self._is_batch = False  # the task is one
         self._block = CancelScope()  # what the main thread does for the task
         self._reports: Reports | None = None  # of the last run that left a process group
@@ -277,7 +278,9 @@ class TaskRunner:
             if isinstance(arguments, Received):
                 fn, args, kwargs = arguments.load(self.device)
             else:
-                fn, args, kwargs = None, pickle.loads(arguments), {}
+                fn = None
+                args = pickle.loads(arguments)
+                kwargs = {}
             if task.function:
                 if self._function is None:  # the first call of the task
                     self._function = stored_object(task.function).function()
@@ -323,7 +326,8 @@ class TaskRunner:
 
     def _world_of(self, nodes: Sequence[int]) -> World:
         mine = nodes[self._index]
-        before, here = nodes[: self._index].count(mine), nodes.count(mine)
+        before = nodes[: self._index].count(mine)
+        here = nodes.count(mine)
         return World(False, self._index, before, len(nodes), self.device, mine, here, launcher="executor")
 
     def store_address(self, ranks: Ranks) -> tuple[str, int]:
@@ -346,7 +350,7 @@ class TaskRunner:
 
 
 def in_this_process(call: Callable[..., R], /, *args: Any) -> R:
-    """What ``call(*args)`` returns in this process; a child that it forks ends as it comes out of the call.
+    """Call ``call(*args)``, and return its result; a process that the call forks ends where the call returns in it.
 
     The child would answer in the place of this process, or wait for a lock that another thread held as it was forked.
     """

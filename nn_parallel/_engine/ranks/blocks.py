@@ -84,7 +84,8 @@ class Blocks:
         if generation != self.context.generation:
             self.context.begin_generation(generation)
         self.reports.begin_generation(generation)
-        self._barriers = self.stop_calls = 0
+        self._barriers = 0
+        self.stop_calls = 0
         for block in self._entered:
             block.begin = 0
 
@@ -110,7 +111,8 @@ class Blocks:
         with self._barrier(call, timeout_s) if barrier else NO_BARRIER as meet:
             self._begin(call)
             if self.rank == runner:
-                outer, self.nested_in = self.nested_in, call.ranks  # as `nested` does, without another generator
+                outer = self.nested_in
+                self.nested_in = call.ranks  # as `nested` does, without another generator
                 try:
                     yield True
                 except Interrupted:
@@ -159,7 +161,8 @@ class Blocks:
         """
         self.raise_if_nested(call)
         self._raise_if_must_leave()
-        block, watchdog = BlockState(call, self._innermost, timeout_s), self.watch()
+        block = BlockState(call, self._innermost, timeout_s)
+        watchdog = self.watch()
         with watchdog.entered(block), self._on_all_ranks(block):
             block.begin = self._next_barrier()
             self._begin(call)
@@ -180,7 +183,8 @@ class Blocks:
     @contextlib.contextmanager
     def nested(self, ranks: Sequence[int]) -> Iterator[None]:
         """While ``ranks`` run the code here: a call in it runs where it is named, and nobody waits."""
-        outer, self.nested_in = self.nested_in, tuple(ranks)
+        outer = self.nested_in
+        self.nested_in = tuple(ranks)
         try:
             yield
         finally:
@@ -221,7 +225,8 @@ class Blocks:
 
     def _await_outcome(self, wait: Wait) -> dict[int, Exception]:
         """Return once the rank that runs the present call has done so: how it has failed; nothing if it succeeded."""
-        (rank,), report = wait.ranks, NO_REPORT
+        (rank,) = wait.ranks
+        report = NO_REPORT
         goal = Progress(self.generation, self.reports.number, FINISHED)
 
         def has_run_it(waited: float) -> bool:
@@ -305,7 +310,8 @@ class Blocks:
     def _meet(self, block: BlockState, wait: Wait) -> None:
         """Return once every rank has arrived at the present barrier, of ``block``; raise if one never will."""
         self.reports.post(ARRIVED)
-        key, all_arrived = arrived_key(self.generation), self._barriers * self.world_size
+        key = arrived_key(self.generation)
+        all_arrived = self._barriers * self.world_size
         has_arrived = False
 
         def is_complete(waited: float) -> bool:
@@ -429,7 +435,7 @@ class Blocks:
             text = self._connection.swap(key, text, encode(record._replace(failures=record.failures | added)))
 
     def _failures_of(self, block: BlockState, error: BaseException) -> dict[int, BaseException]:
-        """What this rank has to tell of; nothing if it only follows from the failure that others know already."""
+        """Return the failures that this rank has to tell the others, by rank; none if they know the cause already."""
         if isinstance(error, Interrupted) and block.must_leave:  # else it is the end of a task
             return {}
         if lost_connection(error):

@@ -61,7 +61,9 @@ class RankContext:
     on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __post_init__(self) -> None:
-        self.rank, self.world_size, self._pid = self.world.rank, self.world.world_size, os.getpid()
+        self.rank = self.world.rank
+        self.world_size = self.world.world_size
+        self._pid = os.getpid()
         self.group = Group(self.world, self.unanswered_s)
 
     @functools.cached_property
@@ -120,7 +122,7 @@ class RankContext:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this process is a fork of the rank: what belongs to the rank is not its own."""
+        """Whether this process is a fork of the rank, and may not use what belongs to the rank."""
         return self._pid != os.getpid()
 
     @property
@@ -130,7 +132,7 @@ class RankContext:
 
     @property
     def unanswered_s(self) -> float | None:
-        """How long a connection to another node may get no answer; None on one node."""
+        """Seconds for which a connection to another node may get no answer; None if all ranks are on one node."""
         return None if self.one_node else self.lost_after_s
 
     def begin_generation(self, generation: int) -> None:
@@ -189,7 +191,7 @@ def world_of(launch: Launch, device: torch.device | None = None) -> World:
 
 
 def rank_context() -> RankContext | None:
-    """What this process has joined, or the process group that other code has made, or None."""
+    """Return the ranks that this process has joined, or those of a process group that other code has made, or None."""
     if _joined is not None:
         return _joined
     if dist.is_initialized():
@@ -207,12 +209,18 @@ def _external_context() -> RankContext:
     """The rank context of the default group that other code made, the same one until other code makes another group."""
     global _external
     if _external is None or _external.group.default is not dist.group.WORLD:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        local_rank, node_rank, local_world_size, one_node = rank, 0, world_size, False
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
+        local_rank = rank
+        node_rank = 0
+        local_world_size = world_size
+        one_node = False
         with contextlib.suppress(LaunchError):  # other code may have its own ways to find what it needs
             launch = detect_launch(os.environ)
             if launch is not None and (launch.rank, launch.world_size) == (rank, world_size):
-                local_rank, node_rank, local_world_size = launch.local_rank, launch.node_rank, launch.local_world_size
+                local_rank = launch.local_rank
+                node_rank = launch.node_rank
+                local_world_size = launch.local_world_size
                 one_node = launch.one_node
         device = dist.distributed_c10d._get_default_group().bound_device_id or _device_of_foreign_rank(local_rank)
         world = World(True, rank, local_rank, world_size, device, node_rank, local_world_size, "external")
@@ -233,7 +241,8 @@ def _external_context() -> RankContext:
 
 def _device_of_foreign_rank(local_rank: int) -> torch.device:
     """Return the current device, unless that is the first one, which it also is where nobody has chosen any."""
-    current, found = _current_device(), accelerators()
+    current = _current_device()
+    found = accelerators()
     return found[local_rank] if current.index == 0 and local_rank < len(found) else current
 
 

@@ -32,7 +32,7 @@ _HOST = r"(?:[^][,\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"  # one or several, a
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher told this process."""
+    """The launch of this process, as its launcher describes it."""
 
     launcher: str
     rank: int
@@ -107,7 +107,7 @@ def is_loopback(host: str) -> bool:
 
 
 def has_terminal() -> bool:
-    """Whether this process belongs to a terminal, wherever its input and output go."""
+    """Return whether this process belongs to a terminal, wherever its input and output go."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -153,14 +153,14 @@ class _Told:
         return all(self._environ.get(name) for name in names)
 
     def text(self, name: str) -> str:
-        """What it holds. Raises LaunchError if it is not there."""
+        """Return the value of a variable. Raises LaunchError if it is not set."""
         if not self.has(name):
             raise LaunchError(f"{_listed(list(self.names))} set and {name} is not: the launcher tells too little.")
         self.names[name] = None
         return self._environ[name]
 
     def parsed(self, name: str, parse: Callable[[str], T]) -> T:
-        """What ``parse`` makes of it. Raises LaunchError if it is not there, or ``parse`` raises a ValueError."""
+        """Return ``parse`` of the value. Raises LaunchError if it is not set, or ``parse`` raises a ValueError."""
         text = self.text(name)
         try:
             return parse(text)
@@ -264,7 +264,7 @@ def first_host(text: str) -> str:
 
 
 def task_counts(text: str) -> list[int]:
-    """How many tasks run on each node: 2, 2, 2 and 1 of SLURM's ``2(x3),1``; a ValueError if it is not its notation."""
+    """Return the number of tasks on each node: 2, 2, 2 and 1 for SLURM's ``2(x3),1``; ValueError for other text."""
     counts = list[int]()
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())

@@ -12,7 +12,7 @@ from .membership import initialize
 
 
 def broadcast_packed(packed: Packed | None, src: int) -> Any:
-    """What rank ``src`` packed, rebuilt on the others, which pass None. Makes the process group if there is none.
+    """Return what rank ``src`` packed, rebuilt; the others pass None. Makes the process group if there is none.
 
     Raises:
         TransferError: it cannot be unpickled here.
@@ -24,7 +24,7 @@ def broadcast_packed(packed: Packed | None, src: int) -> Any:
 
 
 def all_gather_packed(packed: Packed, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What every rank packed, rebuilt on every rank, in rank order. Makes the process group if there is none.
+    """Return what every rank packed, rebuilt, in rank order. Makes the process group if there is none.
 
     Raises:
         TransferError: one of them cannot be unpickled here.

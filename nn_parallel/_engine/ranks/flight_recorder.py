@@ -29,7 +29,8 @@ class Collective(NamedTuple):
 
 def collectives(first_group_id: int) -> list[Collective]:
     """The last that this rank has entered, the oldest first, in groups that exist and have at least this id."""
-    world, main = dist.distributed_c10d._world, str(threading.main_thread().ident)
+    world = dist.distributed_c10d._world
+    main = str(threading.main_thread().ident)
     members = {name: tuple(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())}
     return [
         Collective(group, entry["collective_seq_id"], members[group], entry["retired"], entry.get("thread_id") == main)

@@ -29,7 +29,8 @@ from .store import clone_store
 
 # `torch.distributed.nn.functional`, which optimizers import, keeps the default group that there is at its first import,
 # in default arguments. So it is imported now, as if there were none.
-_present, dist.group.WORLD = dist.group.WORLD, None
+_present = dist.group.WORLD
+dist.group.WORLD = None
 import torch.distributed.nn.functional  # noqa: E402, F401
 
 dist.group.WORLD = _present
@@ -47,7 +48,8 @@ class Group:
 
     def __init__(self, world: World, unanswered_s: float | None) -> None:
         """``unanswered_s``: how long a connection to another node may get no answer; None on one node."""
-        self._world, self._unanswered_s = world, unanswered_s
+        self._world = world
+        self._unanswered_s = unanswered_s
         self.default: Any = None  # torch's, until we close it
         self.first_id = 0  # of the present groups, in torch's flight recorder
         self.begun = 0, 0  # the generation, and how many groups this rank has begun to make in it: alike on all ranks
@@ -87,7 +89,8 @@ class Group:
         on_cpu = world.device.type == "cpu"
         self._timeout_s = timeout.total_seconds()
         generation, made = self.begun
-        name, self.begun = f"group{generation}.{made + 1}", (generation, made + 1)
+        name = f"group{generation}.{made + 1}"
+        self.begun = (generation, made + 1)
         if backend is None:
             backend = self._backend(shared)
         if world.rank == 0:
@@ -181,7 +184,8 @@ class Group:
             background.finish(times.THREAD_LEAVES_WITHIN_S)
         with self._closing:
             self.times_closed += 1
-            self._sockets, self.interrupted = {}, False
+            self._sockets = {}
+            self.interrupted = False
         self._found.clear()
 
     def release(self) -> None:
@@ -287,7 +291,8 @@ class Group:
         """Wait until all that is under way on an accelerator has ended; return whether it has."""
         if self._world.device.type == "cpu":
             return True
-        end, wait_until = synchronize_in_thread(self._world.device), time.monotonic() + min(within_s, self._timeout_s)
+        end = synchronize_in_thread(self._world.device)
+        wait_until = time.monotonic() + min(within_s, self._timeout_s)
         while not end.done() and time.monotonic() < wait_until and self.error() is None:
             time.sleep(times.END_EVERY_S)
         return end.done() and end.exception() is None
@@ -355,7 +360,8 @@ def _gloo_addresses(store: dist.Store) -> set[tuple[str, int]]:
     addresses = set()
     for value in whole.multi_get(keys) if keys else ():
         socket_address = value[16 + int.from_bytes(value[:8], sys.byteorder) :]
-        family, port = int.from_bytes(socket_address[:2], sys.byteorder), int.from_bytes(socket_address[2:4], "big")
+        family = int.from_bytes(socket_address[:2], sys.byteorder)
+        port = int.from_bytes(socket_address[2:4], "big")
         host = socket_address[4:8] if family == socket.AF_INET else socket_address[8:24]
         addresses.add((socket.inet_ntop(family, host), port))
     return addresses

@@ -18,10 +18,11 @@ from .store import ENDED, LOST_KEY, OUT_OF_REACH, Lost, Member, StoreClient, dea
 
 
 class Liveness:
-    """What one thread knows of who is dead."""
+    """The dead ranks, as one thread knows them."""
 
     def __init__(self, context: RankContext, connection: StoreClient) -> None:
-        self._context, self._connection = context, connection
+        self._context = context
+        self._connection = connection
         self._members: dict[int, Member] = {}
         self._look_up_at = dict.fromkeys(range(context.world_size), 0.0)
         self._poll = select.poll()
@@ -31,7 +32,7 @@ class Liveness:
         self._look_for_lost_at = 0.0
 
     def is_dead(self, rank: int) -> bool:
-        """Whether the process of ``rank`` is known to have ended, or its node to be out of reach."""
+        """Return whether the process of ``rank`` is known to have ended, or its node to be out of reach."""
         return bool(self.dead([rank]))
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
@@ -49,7 +50,7 @@ class Liveness:
         return [rank for rank in self.dead(ranks) if self._how[rank] == OUT_OF_REACH]
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether the process of ``rank`` is on this node, and stopped."""
+        """Return whether the process of ``rank`` is on this node, and stopped."""
         if rank not in self._members:
             self._look_up(rank)
         member = self._members.get(rank)

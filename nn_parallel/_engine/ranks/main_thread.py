@@ -18,7 +18,7 @@ from .records import site_of
 
 
 class MainThreadPosition(NamedTuple):
-    """Where the main thread stands."""
+    """A place in the code at which the main thread is."""
 
     function: str | None  # of torch.distributed, or initialize_ddp, that it is in
     site: str  # file:line of the user's code
@@ -31,7 +31,7 @@ class MainThreadPosition(NamedTuple):
 
 
 def position() -> MainThreadPosition:
-    """Where the main thread stands now."""
+    """Return where the main thread is now."""
     frame = innermost = main_frame()
     function = None
     while frame is not None and _is_library(frame):
@@ -56,7 +56,7 @@ def _is_library(frame: FrameType) -> bool:
 
 
 def _may_wait(frame: FrameType) -> bool:
-    """Whether the C code that is called from ``frame`` may be waiting for other ranks."""
+    """Return whether the C code that is called from ``frame`` may be waiting for other ranks."""
     if frame.f_code.co_filename.startswith(_WAITING):
         return True
     last_attribute = ""

@@ -39,7 +39,7 @@ class Call(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a rank has got; ``a >= b`` means at least as far."""
+    """The position of a rank in its calls; ``a >= b`` means that ``a`` is at least as far."""
 
     generation: int
     call: int
@@ -55,7 +55,7 @@ class CallMade(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a rank says of itself."""
+    """The state of a rank, as it publishes it."""
 
     progress: Progress
     failed_calls: int  # how many have failed, in all generations
@@ -63,14 +63,14 @@ class Report(NamedTuple):
     earlier: str = "[]"  # the calls before it, as `encode` writes them: not each reader decodes them
 
     def made_as(self, number: int) -> CallMade | None:
-        """What this rank called under ``number``; None if that is no longer known."""
+        """Return the call that this rank made under ``number``; None if that is no longer known."""
         if self.last is None or self.last.number <= number:
             return self.last
         earlier = decode(tuple[CallMade, ...], "report", self.earlier)
         return next((call for call in reversed(earlier) if call.number <= number), None)
 
     def describe(self) -> str:
-        """How far the rank has got, for a person to read."""
+        """Return the position of the rank, for a person to read."""
         if self.last is None:
             return "has made no call of this package"
         return f"was last in {self.last.what} at {self.last.site}"
@@ -121,7 +121,7 @@ class GenerationEnd(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """What a rank waits for in a call of ours: all of ``ranks``, to get as far as ``until``."""
+    """The wait of a rank in a call of this package: until all of ``ranks`` are as far as ``until``."""
 
     where: str  # for a person to read
     ranks: tuple[int, ...]
@@ -167,7 +167,7 @@ def call_name(fn: Callable[..., Any]) -> str:
 
 
 def call_site() -> str:
-    """Where this package is called from, as ``file:line``."""
+    """Return the line of the user's code that calls this package, as ``file:line``."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
         frame = frame.f_back
@@ -175,7 +175,7 @@ def call_site() -> str:
 
 
 def site_of(frame: FrameType) -> str:
-    """Where ``frame`` stands in the code, as ``file:line``."""
+    """Return the line at which ``frame`` is, as ``file:line``."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 

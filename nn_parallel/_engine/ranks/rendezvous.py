@@ -51,7 +51,8 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
     except RuntimeError as error:  # also a LaunchError; the others, who wait for this rank, must hear of it
         world = world_of(launch, torch.device("cpu"))
         refusal = LaunchError(f"Rank {launch.rank} has no device: {error}")
-    before, address = open_sockets(), (launch.master_addr, launch.master_port)
+    before = open_sockets()
+    address = (launch.master_addr, launch.master_port)
     if address not in _stores:  # kept for the life of the process: a second one could not listen on the same port
         opened = _open_store(launch, timeout, before)
         _stores[address] = _KeptStore(opened, connected_since(before, opened))
@@ -136,7 +137,8 @@ def _open_store(launch: Launch, timeout: timedelta, before: dict[int, int]) -> d
     hosts_store = launch.rank == 0 and not launch.launcher_hosts_store
     address = f"{launch.master_addr}:{launch.master_port}"
     is_here = launch.one_node and not launch.launcher_hosts_store
-    host, listener = loopback() if is_here or is_loopback(launch.master_addr) else launch.master_addr, None
+    host = loopback() if is_here or is_loopback(launch.master_addr) else launch.master_addr
+    listener = None
     if hosts_store and is_here:
         # A socket of our own: TCPStore would listen on every interface.
         try:
@@ -161,7 +163,8 @@ def _open_store(launch: Launch, timeout: timedelta, before: dict[int, int]) -> d
     except (OSError, UnicodeError, RuntimeError) as error:  # RuntimeError: DistNetworkError, DistStoreError
         if hosts_store:
             raise LaunchError(f"Rank 0 cannot listen on {address}: {summary(error)}") from error
-        who, seconds = "The launcher" if launch.launcher_hosts_store else "Rank 0", f"{timeout.total_seconds():g}"
+        who = "The launcher" if launch.launcher_hosts_store else "Rank 0"
+        seconds = f"{timeout.total_seconds():g}"
         raise LaunchError(
             f"Rank {launch.rank} of {launch.world_size} found no store at {address} within {seconds} s. {who} "
             "should listen there, and no other program: is it running, are MASTER_ADDR and MASTER_PORT its own, does a "

@@ -82,7 +82,8 @@ class Reports:
         self.number = 0  # of the present call
         self.phase = WAITING  # how far this rank is in it
         self._last_call: Call | None = None
-        self._made, self._made_text = deque[str](maxlen=CALLS_KEPT), ""  # encoded
+        self._made = deque[str](maxlen=CALLS_KEPT)
+        self._made_text = ""  # encoded
 
     def begin(self, call: Call) -> None:
         """Count a call that this rank makes."""
@@ -177,7 +178,8 @@ class Reports:
             RankError: one of the ranks that are waited for has died.
             RankTimeoutError: the time is over.
         """
-        has_told, warn_after_s = False, times.WARN_AFTER_S
+        has_told = False
+        warn_after_s = times.WARN_AFTER_S
         self._connection.answer_by = wait.deadline
         self._spin.offer_core()  # where ranks share cores, it may be the one that is waited for who needs this one
         try:

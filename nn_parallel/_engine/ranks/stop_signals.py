@@ -41,7 +41,7 @@ class AsksRanks(Protocol):
 
 
 def is_asked() -> bool:
-    """Whether this process has been asked to stop."""
+    """Return whether this process has been asked to stop."""
     return _received is not None
 
 
@@ -64,7 +64,8 @@ def is_reached(here: Blocks) -> bool:
     """Return whether the ranks stop at this call of `stop_requested`."""
     here.raise_if_nested("stop_requested()")
     here.stop_calls += 1
-    mine, connection = StopCall(here.generation, here.stop_calls), here.context.connection
+    mine = StopCall(here.generation, here.stop_calls)
+    connection = here.context.connection
     connection.write(stops_key(here.rank), mine)
     fixed = connection.get(STOP_KEY)
     if fixed is None and is_asked():

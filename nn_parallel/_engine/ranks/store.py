@@ -59,18 +59,28 @@ from .sockets import bottom, connected_since, end_connections, end_if_unanswered
 T = TypeVar("T")
 SOCKET_TIMEOUT = "Socket Timeout"  # torch's words, where the receive timeout of a socket is over
 NO_ANSWER = errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH  # of a connection to a node that is out of reach
-ENDED, OUT_OF_REACH, RESET = "ended", "went out of reach", "ended, or its connection was reset"
+ENDED = "ended"
+OUT_OF_REACH = "went out of reach"
+RESET = "ended, or its connection was reset"
 
 # The keys of the table above.
-LOST_KEY, STOP_KEY, UNCAUGHT_KEY = "lost", "stop", "uncaught"
-member_key, report_key, failures_key = "member/{}".format, "report/{}".format, "failures/{}".format  # of a rank
-standing_key, stops_key = "standing/{}".format, "stops/{}".format
-arrived_key, ended_key = "arrived/{}".format, "ended/{}".format  # of a generation
+LOST_KEY = "lost"
+STOP_KEY = "stop"
+UNCAUGHT_KEY = "uncaught"
+# Of a rank:
+member_key = "member/{}".format
+report_key = "report/{}".format
+failures_key = "failures/{}".format
+standing_key = "standing/{}".format
+stops_key = "stops/{}".format
+# Of a generation:
+arrived_key = "arrived/{}".format
+ended_key = "ended/{}".format
 draws_key = "draws/{}".format  # of a slot for loaders
 
 
 class Member(NamedTuple):
-    """Where a rank lives."""
+    """The process of a rank, and its node."""
 
     host: str  # see `host_identity`
     host_name: str
@@ -291,10 +301,12 @@ def decode(kind: type[T], key: str, text: str) -> T:
 
 @functools.cache
 def _reader(kind: Any) -> Callable[[Any], Any]:
-    """What makes a ``kind`` of what JSON has made of it, or raises TypeError, ValueError or AttributeError."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    """Return the function that rebuilds a ``kind`` from its JSON, or raises TypeError, ValueError or AttributeError."""
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
     if origin is dict:
-        key_of, value_of = arguments[0], _reader(arguments[1])
+        key_of = arguments[0]
+        value_of = _reader(arguments[1])
         return lambda value: {key_of(key): value_of(item) for key, item in value.items()}
     if origin in (tuple, list):
         item_of = _reader(arguments[0])
@@ -330,7 +342,8 @@ def _checked(kind: Any, value: Any) -> Any:
 
 def clone_store(store: dist.Store, unanswered_s: float | None) -> tuple[dist.Store, dict[int, int]]:
     """The store by another connection, and that connection, which ends when no answer comes in ``unanswered_s``."""
-    before, whole = open_sockets(), bottom(store)
+    before = open_sockets()
+    whole = bottom(store)
     timeout = whole.timeout  # type: ignore[attr-defined]  # torch tries for so long to connect, deaf to Ctrl-C, also where nobody is left
     whole.set_timeout(min(timeout, times.CONNECTS_WITHIN))
     try:

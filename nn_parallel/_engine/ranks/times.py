@@ -32,7 +32,8 @@ WATCHDOG_ENDS_WITHIN_S = 1.0  # it may sit in a store whose host is gone
 
 # Connections.
 ATTEMPTS = 0.1, 0.01, 1.0  # to connect to a store that nobody holds yet, see `looks`: each may ask a name server
-ATTEMPT_MIN_S, ATTEMPT_MAX_S = 0.01, 1.0  # how long an attempt waits for an answer
+ATTEMPT_MIN_S = 0.01  # how long an attempt waits for an answer, at least
+ATTEMPT_MAX_S = 1.0  # the same, at most
 CONNECTS_WITHIN = timedelta(seconds=10)  # once more, to a store that has answered before
 ANSWER_MARGIN_S = 0.5  # between the time that a wait may take, and giving up a request to the store in it
 # Gloo waits five times the timeout of a group for another rank to connect, and once for it to write where it listens.

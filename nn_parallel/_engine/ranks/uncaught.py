@@ -22,7 +22,7 @@ from .watchdog import has_left, is_consequence
 
 
 class Uncaught(NamedTuple):
-    """What has ended the first rank."""
+    """The exception or the exit that has ended the first rank."""
 
     told: str  # with its traceback, or who has died without a word
 
@@ -41,7 +41,8 @@ def share_uncaught(context: RankContext) -> None:
         if sys.excepthook is excepthook:
             sys.excepthook = before
 
-    before, sys.excepthook = sys.excepthook, excepthook
+    before = sys.excepthook
+    sys.excepthook = excepthook
     context.on_leave.callback(restore)
 
 
@@ -57,7 +58,10 @@ def _tell_or_show(context: RankContext, error: BaseException) -> None:
 
 
 def _cause(context: RankContext) -> str:
-    """What ended the first rank, as it has told; else who has died; if none has soon, who has left. All ranks agree."""
+    """Return why the first rank has ended: as it has told, or who has died; if neither is soon known, who has left.
+
+    All ranks agree on it.
+    """
     connection = context.connection
     try:
         with contextlib.closing(Liveness(context, connection)) as liveness:
@@ -80,7 +84,7 @@ def _cause(context: RankContext) -> str:
 
 
 def _stopped(context: RankContext) -> str:
-    """Which ranks on this node are stopped, so that a collective has waited in vain."""
+    """Name the ranks on this node that are stopped, for which a collective has waited in vain."""
     with contextlib.closing(Liveness(context, context.connection)) as liveness:
         stopped = [rank for rank in _others(context) if liveness.is_stopped(rank)]
     return "\n".join(f"Rank {rank} is stopped by a signal." for rank in stopped)

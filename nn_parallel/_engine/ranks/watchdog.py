@@ -149,7 +149,8 @@ class Watchdog:
             with self._changed:
                 if self._stopped:
                     return
-                block, generation = self._innermost(), self._context.generation
+                block = self._innermost()
+                generation = self._context.generation
                 if block is not seen:
                     pause = least_s
                     seen = block
@@ -258,7 +259,9 @@ class Watchdog:
             return None
         # Before the collectives: what is entered meanwhile makes their counts too high, which hides a standstill until
         # the next look. Too low they would make one up.
-        progress, stands, waits = self._reports.progress(), position(), self._reports.waits
+        progress = self._reports.progress()
+        stands = position()
+        waits = self._reports.waits
         last = self._last_collectives(waits, stands)
         self._tell(Standing(waits.where if waits else f"is {stands}", stack(), self._entered(last), waits))
         stuck_in = next((each for each in reversed(last) if each.by_main_thread and not each.is_over), None)
@@ -350,7 +353,8 @@ class Watchdog:
         case, of which nothing is said.
         """
         self._next_look += (len(others) + 1) * self._context.world_size / times.STANDINGS_PER_S
-        key, number = self._key_of(stuck_in.group), stuck_in.number
+        key = self._key_of(stuck_in.group)
+        number = stuck_in.number
         for rank in others:
             theirs = self._connection.read(standing_key(rank), Standing)
             if theirs is None or theirs.waits is None or theirs.entered.get(key, number) >= number:
@@ -370,7 +374,8 @@ class Watchdog:
         first_id = self._context.group.first_id
         state = under_way, _ = flight_recorder.progress(first_id), waits
         if state != self._state:
-            self._state, self._last = state, []
+            self._state = state
+            self._last = []
         elif waits or (under_way and stands.may_wait):
             self._last = self._last or flight_recorder.collectives(first_id)
             return self._last
@@ -386,15 +391,16 @@ def has_left(context: RankContext, connection: StoreClient, rank: int) -> bool:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether this is what a rank sees when another one has failed."""
+    """Return whether ``error`` is what a rank gets when another one has failed."""
     return isinstance(error, Interrupted) or lost_connection(error)
 
 
 def cause_of(error: BaseException, reason: Exception | None) -> BaseException:
-    """What to raise for ``error``: the ``reason`` why this rank was freed, if ``error`` only follows from that."""
+    """Return the exception to raise for ``error``: why this rank was freed, if ``error`` follows from that."""
     if reason is None or not is_consequence(error):
         return error
-    frames, error.__traceback__ = error.__traceback__, None  # it would live in a cycle with its frames
+    frames = error.__traceback__
+    error.__traceback__ = None  # it would live in a cycle with its frames
     return reason.with_traceback(frames)
 
 

@@ -50,7 +50,7 @@ logger = logging.getLogger("nn_parallel")
 
 
 class Wanted(NamedTuple):
-    """What workers are to have."""
+    """The resources that workers are to have."""
 
     resources: Mapping[str, float]  # each, of Ray's
     placement: str  # "pack" or "spread"
@@ -116,7 +116,7 @@ def resources_for(
 
 
 class Room:
-    """What Ray reserves for so many workers: a placement group, with a bundle for each."""
+    """The placement group that Ray reserves for so many workers, with a bundle for each."""
 
     def __init__(self, workers: int, wanted: Wanted) -> None:
         """Ask for it."""

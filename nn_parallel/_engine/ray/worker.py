@@ -168,7 +168,7 @@ class _Mailbox:
 
 
 class ActorSetup(NamedTuple):
-    """What a worker gets first."""
+    """The first message to a worker."""
 
     rank: int
     key: int  # at `Orders`
@@ -181,7 +181,7 @@ class ActorSetup(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a worker runs."""
+    """The node and process of a worker."""
 
     pid: int
     host: str
