@@ -139,7 +139,7 @@ def _devices() -> Finding:
 
 
 def _of_all_ranks(own: list[Finding], show: Callable[[Finding], None]) -> list[Finding]:
-    """The findings of rank 0, and what the others found that is not as it should be."""
+    """Return the findings of rank 0, and what the others found that is not as it should be."""
     begun = time.perf_counter()
     launch = detect_launch(os.environ)
     if launch is not None and rank_context() is None:

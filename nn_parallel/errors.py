@@ -46,6 +46,7 @@ class RankError(ExceptionGroup[Exception], ParallelError):
     failures: dict[int, Exception]
 
     def __new__(cls, message: str, failures: Mapping[int, Exception]) -> Self:
+        """Make the group of the exceptions of these ranks; the first one is the cause."""
         self = super().__new__(cls, message, list(failures.values()))
         self.failures = dict(failures)
         return self
@@ -55,10 +56,11 @@ class RankError(ExceptionGroup[Exception], ParallelError):
 
     @property
     def rank(self) -> int:
+        """The rank that failed first."""
         return next(iter(self.failures))
 
     def derive(self, excs: Sequence[Exception]) -> RankError:  # type: ignore[override]
-        """The group of some of the leaves, for ``except*``: each keeps its rank."""
+        """Return the group of some of the leaves, for ``except*``: each keeps its rank."""
         kept = {
             rank: part
             for part in excs
@@ -144,7 +146,7 @@ class RemoteTraceback(Exception):
 
 
 def _with_source(tb: str) -> str:
-    """A traceback with the lines of code that its own process has not got, and this one has: of a notebook's cells.
+    """Return a traceback with the lines of code that this process has, but not its own one: of a notebook's cells.
 
     It opens no file: a stranger may have written the traceback.
     """
@@ -159,7 +161,7 @@ def _with_source(tb: str) -> str:
 
 
 def _leaves(error: BaseException) -> set[int]:
-    """The identities of the exceptions in a group, however deep; of a plain exception, its own."""
+    """Return the identities of the exceptions in a group, however deep; of a plain exception, its own."""
     if isinstance(error, BaseExceptionGroup):
         return set().union(*map(_leaves, error.exceptions))
     return {id(error)}

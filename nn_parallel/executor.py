@@ -284,7 +284,6 @@ def parallelize_on_gpus(
 
         double(torch.tensor([1, 2]))  # [tensor([2, 4]), tensor([2, 4])]
     """
-
     if callable(num_gpus):
         raise TypeError("write @parallelize_on_gpus(), with parentheses.")
 

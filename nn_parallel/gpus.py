@@ -71,7 +71,7 @@ def list_gpus() -> list[GPU]:
 
 
 def parse_gpu_selection(selection: str) -> list[GPU]:
-    """The GPUs that ``"0,2-3"`` (a range includes its end), ``"all"`` or ``"GPU-1a2b,GPU-3c"`` name, in that order.
+    """Return the GPUs that ``"0,2-3"`` (a range includes its end), ``"all"`` or ``"GPU-1a2b,GPU-3c"`` name, in order.
 
     Numbers are those of `list_gpus`; a UUID may be abbreviated. All means those that ``CUDA_VISIBLE_DEVICES`` shows.
 
@@ -172,7 +172,7 @@ def _unfit(gpu: GPU, min_memory_mb: int) -> str:
 
 
 def _lock(uuid: str) -> int | None:
-    """The descriptor of a lock that lasts until it is closed; None if another process has it."""
+    """Return the descriptor of a lock that lasts until it is closed; None if another process has it."""
     path = os.path.join(tempfile.gettempdir(), f"nn_parallel-{uuid}.lock")
     fd = None
     while fd is None:
@@ -218,7 +218,7 @@ def _named(text: str, gpus: list[GPU]) -> Iterator[GPU]:
 
 
 def _visible(shown: str | None, gpus: list[GPU]) -> set[str]:
-    """The UUIDs of those that ``CUDA_VISIBLE_DEVICES`` shows, read as CUDA reads it: up to the first that is none.
+    """Return the UUIDs of what ``CUDA_VISIBLE_DEVICES`` shows, read as CUDA reads it: up to the first that is none.
 
     Its numbers are taken for those of NVML, which they are where all GPUs are alike.
     """

@@ -122,7 +122,7 @@ def on_local_rank(
 def rank_first(
     rank: int = 0, *, local: bool = False, timeout: timedelta | float | None = None
 ) -> contextlib._GeneratorContextManager[None]:  # also a decorator
-    """A block that ``rank`` runs first, for instance to fill a cache that the others then read.
+    """Make a block that ``rank`` runs first, for instance to fill a cache that the others then read.
 
     If it raises there, the others do not run it: every rank raises `RankError`. What another rank raises in it stays
     on that rank. Functions of `on_rank` inside the block run where they are named, and nobody waits for them.
@@ -165,7 +165,7 @@ def barrier(*, timeout: timedelta | float | None = None) -> None:
 
 
 def broadcast(obj: T, src: int = 0) -> T:
-    """The ``obj`` of rank ``src``, on every rank.
+    """Return the ``obj`` of rank ``src``, on every rank.
 
     Args:
         obj: anything that can be pickled; what the other ranks give is not looked at.

@@ -89,7 +89,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pool_of(config: pytest.Config, n: Any = None) -> ParallelExecutor:
-    """The pool of as many ranks as a marker says."""
+    """Return the pool of as many ranks as a marker says."""
     n = count("n of @pytest.mark.ranks(n)", n)
     pools = config.stash[_POOLS]
     if n not in pools:
@@ -156,7 +156,7 @@ def _by_value(module: Any) -> Iterator[None]:
 
 
 def _told_by_all(error: RankError) -> str:
-    """The tracebacks of the ranks that have failed, equal ones together."""
+    """Return the tracebacks of the ranks that have failed, equal ones together."""
     ranks = dict[str, list[int]]()
     for rank, failure in error.failures.items():
         cause = failure.__cause__

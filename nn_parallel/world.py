@@ -53,6 +53,7 @@ class World(_WorldTuple):
         local_world_size: int = 1,
         launcher: str = "none",
     ) -> World:
+        """Make a world; ``device`` is this rank's."""
         self = super().__new__(cls, distributed, rank, local_rank, world_size, device)
         self.node_rank = node_rank
         self.local_world_size = local_world_size

@@ -73,7 +73,7 @@ def _over_devices(leaf: Any, devices: list[torch.device]) -> list[Any]:
 
 
 def _replica(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """A copy whose tensors are the original's, moved, so that gradients flow back to it."""
+    """Return a copy whose tensors are the original's, moved, so that gradients flow back to it."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     return copy.deepcopy(module, {id(tensor): tensor.to(device) for tensor in tensors})  # the memo: copied already
 

@@ -20,7 +20,7 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that a process has started, and those that it has inherited as their subreaper."""
+    """Return the processes that a process has started, and those that it has inherited as their subreaper."""
     children = list[int]()
     with contextlib.suppress(OSError):  # it has ended
         for thread in os.listdir(f"/proc/{pid}/task"):  # each has its own

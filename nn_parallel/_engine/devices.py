@@ -45,7 +45,7 @@ def existing_device(device: torch.device | str) -> torch.device:
 
 
 def named_device(device: torch.device | str | None) -> torch.device | None:
-    """The device that this names exactly, as `existing_device`; None if that is left open: None, ``"cuda"`` alone."""
+    """Return the device that ``device`` names, as `existing_device`; None if it leaves it open, as ``"cuda"`` does."""
     if device is None:
         return None
     resolved = existing_device(device)
@@ -104,7 +104,7 @@ def synchronize_in_thread(device: torch.device) -> Future[None]:
 
 
 def parse_devices(devices: str | torch.device | Sequence[str | torch.device | int]) -> list[torch.device]:
-    """The devices that a ``devices=`` argument names.
+    """Return the devices that a ``devices=`` argument names.
 
     ``"cpu"``; all accelerators, as ``"all"``, ``"cuda"`` or ``"gpu"``; accelerators by number, ``"0,2-3"`` (a range
     includes its end); or a list of devices. Numbers and devices may repeat: several workers then share one.
@@ -130,7 +130,7 @@ def choose_devices(
     devices: str | torch.device | Sequence[str | torch.device | int] | None,
     num_workers: int | None = None,
 ) -> list[torch.device]:
-    """The device of each worker of a `ParallelExecutor`.
+    """Return the device of each worker of a `ParallelExecutor`.
 
     Raises:
         TypeError: ``num_gpus`` together with ``devices``; a count is no integer.
@@ -156,7 +156,7 @@ def choose_devices(
 
 
 def count(name: str, value: SupportsIndex, what_exists: str = "") -> int:
-    """The argument ``name``, which says how many, as an int; ``what_exists`` ends the message if it is too small.
+    """Return the argument ``name``, a number of things, as an int; ``what_exists`` ends the message if it is too small.
 
     Raises:
         TypeError: it is no integer; True and 2.0 are none.
@@ -174,7 +174,7 @@ def count(name: str, value: SupportsIndex, what_exists: str = "") -> int:
 
 
 def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
-    """The device of the rank that is ``local_rank`` of the ``local_world_size`` on this node.
+    """Return the device of the rank that is ``local_rank`` of the ``local_world_size`` on this node.
 
     The only visible accelerator (a launcher may show each rank its own), else the one numbered by the local rank, else
     the CPU where there is none at all. Never the rank modulo the count: that silently puts two ranks on one device.
@@ -204,7 +204,7 @@ def as_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def cpu_count() -> int:
-    """The cores that this process may use."""
+    """Return the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -240,7 +240,7 @@ def call_on_device(
 
 
 def _device_parameter(fn: Callable[..., Any]) -> tuple[Any, int, float] | None:
-    """The kind of the parameter ``device``, how many are before it, and how many others can be given by position.
+    """Return the kind of the parameter ``device``, how many are before it, and how many others may be positional.
 
     None if there is no such parameter that could be passed.
     """

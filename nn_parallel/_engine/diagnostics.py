@@ -13,7 +13,7 @@ LEVELS = 20  # The search goes no deeper, and names the object at this depth.
 
 
 def find_unpicklable(parts: Mapping[str, Any], can_be_pickled: Callable[[Any], bool]) -> tuple[str, Any]:
-    """The path to the innermost thing that cannot be pickled, and that thing.
+    """Return the path to the innermost thing that cannot be pickled, and that thing.
 
     ``parts`` are objects by their paths. If every part can be pickled by itself, it is the first.
     """
@@ -93,6 +93,6 @@ def _listed(slots: str | Sequence[str]) -> Sequence[str]:
 
 
 def _global_names(code: types.CodeType) -> set[str]:
-    """The names that a function and the functions inside it look up."""
+    """Return the names that a function and the functions inside it look up."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*map(_global_names, inner))

@@ -53,7 +53,7 @@ class Failure(NamedTuple):
         )
 
     def rebuild(self, allowed: Mapping[str, type[Exception]]) -> Exception:
-        """The exception again, of its own type where ``allowed`` lists that, else a `RemoteError`."""
+        """Return the exception again, of its own type where ``allowed`` lists that, else a `RemoteError`."""
         error: Exception | None = None
         if self.stacks:
             error = RankTimeoutError(self.message, ranks=list(self.stacks), stacks=self.stacks)
@@ -81,7 +81,7 @@ def set_cause(error: BaseException, cause: BaseException) -> None:
 
 
 def rank_error(function: str, world_size: int, failures: Mapping[int, Exception]) -> RankError:
-    """A `RankError` of failures in the order of their arrival, the cause first.
+    """Return a `RankError` of failures in the order of their arrival, the cause first.
 
     A connection that was lost because another rank had failed is no failure of its own. A traceback that several ranks
     have is shown once.
@@ -133,7 +133,7 @@ def collective_timed_out(error: BaseException) -> bool:
 
 
 def exit_reason(exitcode: int | None) -> str:
-    """``"exited with code 3"`` or ``"was killed by SIGKILL"``; ``"died"`` where the exit code is not known."""
+    """Return ``"exited with code 3"`` or ``"was killed by SIGKILL"``; ``"died"`` if the exit code is not known."""
     if exitcode is None:
         return "died"
     if exitcode >= 0:

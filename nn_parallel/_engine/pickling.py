@@ -197,7 +197,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         return super().reducer_override(obj)
 
     def _noted(self, storage: torch.UntypedStorage) -> _Storage:
-        """The same for every tensor in it."""
+        """Return the same for every tensor in it."""
         if storage._cdata not in self._storages:
             # The memory of `torch.from_file` is shared as well, but torch keeps no descriptor of it.
             can_be_shared = storage.device.type == "cpu" and storage.is_shared() and storage.filename is None
@@ -262,7 +262,7 @@ class _Storage:
         return parts if 2 * sum(end - start for start, end in parts) <= self.size else [(0, self.size)]
 
     def bytes(self, start: int, end: int) -> Any:
-        """An object with the buffer interface that keeps the memory alive; a copy if that is an accelerator's.
+        """Return an object with the buffer interface that keeps the memory alive; a copy if that is an accelerator's.
 
         Not a memoryview: when the collector clears one that a `PickleBuffer` exports, Python before 3.13 crashes.
         """
@@ -278,7 +278,7 @@ class _Storage:
 
 
 def memory_of(storage: torch.UntypedStorage, start: int = 0, end: int | None = None) -> Any:
-    """An object with the buffer interface for the bytes of a storage on the CPU; it keeps them alive."""
+    """Return an object with the buffer interface for the bytes of a storage on the CPU; it keeps them alive."""
     array = (ctypes.c_char * ((storage.nbytes() if end is None else end) - start)).from_address(
         storage.data_ptr() + start
     )
@@ -342,7 +342,7 @@ def _rebuild_tensor_of_any_dtype(
     dtype: torch.dtype,
     metadata: Any = None,
 ) -> torch.Tensor:
-    """torch's `_rebuild_tensor_v3`, for the dtypes that no typed storage has (float8, uint16, complex32, ...)."""
+    """Rebuild a tensor of a dtype that no typed storage has (float8, uint16, ...), as torch's `_rebuild_tensor_v3`."""
     tensor = _plain_tensor([(0, storage)], dtype, offset, tuple(size), tuple(stride), requires_grad)
     if metadata:
         torch._utils.set_tensor_metadata(tensor, metadata)  # type: ignore[no-untyped-call]
@@ -384,7 +384,7 @@ def _rebuild_storage(
 
 
 def _part_with(parts: _Parts, offset: int, itemsize: int) -> tuple[torch.UntypedStorage, int]:
-    """The part in which a tensor lies, and its offset there, in elements; an empty one may lie before the first."""
+    """Return the part that holds a tensor, and its offset there, in elements; an empty one may lie before the first."""
     index = bisect.bisect_right(parts, offset * itemsize, key=operator.itemgetter(0)) - 1
     start, storage = parts[max(index, 0)]
     return storage, max(offset - start // itemsize, 0)

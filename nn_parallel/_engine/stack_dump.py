@@ -85,7 +85,7 @@ def main_frame() -> FrameType | None:
 
 
 def main_stack() -> str:
-    """The stack of the main thread of this process, as `faulthandler` writes it."""
+    """Return the stack of the main thread of this process, as `faulthandler` writes it."""
     frames = list(traceback.walk_stack(main_frame()))
     lines = [f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}\n' for frame, line in frames]
     return "".join(lines[:MAX_FRAMES] + ["  ...\n"] * (len(lines) > MAX_FRAMES))
@@ -102,7 +102,7 @@ def by_call_site(stacks: Mapping[str, str]) -> str:
 
 
 def by_place(places: Mapping[str, str]) -> str:
-    """A line for each place, with who is there: ``ranks 0, 2-7: in all_reduce(), called at train.py:41``.
+    """Return a line for each place, with who is there: ``ranks 0, 2-7: in all_reduce(), called at train.py:41``.
 
     The keys are names, as ``rank 3``.
     """
@@ -113,7 +113,7 @@ def by_place(places: Mapping[str, str]) -> str:
 
 
 def call_site_of(stack: str) -> str:
-    """The innermost line of the user's code, and the function of ours or of torch.distributed that it has called."""
+    """Return the innermost line of the user's code, and the function of ours or torch.distributed that it calls."""
     called = ""
     for path, line, function in _FRAME.findall(stack):
         if not path.startswith(_LIBRARIES):

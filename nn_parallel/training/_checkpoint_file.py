@@ -155,7 +155,7 @@ def _rotate(path: Path, keep: int) -> None:
 
 @contextlib.contextmanager
 def _locked(new: Path) -> Iterator[IO[bytes]]:
-    """The file ``new``, empty and locked in the block, once no other process writes it.
+    """Open the file ``new``, empty and locked in the block, once no other process writes it.
 
     One that a killed process has left is taken over.
     """

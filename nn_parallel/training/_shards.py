@@ -66,7 +66,7 @@ class Shards:
             self.find(value, f"{path}/{key}")
 
     def place(self, stand_in: torch.Tensor, wanted: Any = None) -> torch.Tensor:
-        """An empty tensor that `read` fills with what this stands for: sharded as ``wanted`` is, else whole on the CPU.
+        """Return an empty tensor for `read` to fill with what this stands for: sharded as ``wanted``, or on the CPU.
 
         The tensor itself, if it stands for none.
         """
@@ -164,7 +164,7 @@ class DataUnpickler(pickle.Unpickler):
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder for the shards of the checkpoint ``path``, locked in the block: nobody removes it."""
+    """Make a folder for the shards of the checkpoint ``path``, locked in the block: nobody removes it."""
     folder = folder_of_all(path) / secrets.token_hex(4)
     folder.mkdir(parents=True)
     with open(folder / LOCK, "wb") as lock:

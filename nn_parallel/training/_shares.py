@@ -103,7 +103,7 @@ class Epochs:
         return type(self.source).__name__
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch; when it has ended, the next one is the epoch after it.
+        """Have the next iteration be this epoch; when it has ended, the one after it be the next epoch.
 
         If this epoch was loaded with its position, it goes on there.
         """
@@ -115,7 +115,7 @@ class Epochs:
         tell_epoch(self.source, epoch)
 
     def begin_iteration(self) -> None:
-        """An iteration begins: with the next epoch, if this one is complete."""
+        """Begin an iteration: of the next epoch, if this one is complete."""
         self.iteration += 1
         if self._is_complete:
             self.set_epoch(self.epoch + 1)
@@ -128,7 +128,7 @@ class Epochs:
             raise ValueError(f"it is not the state of a loader like this one: it has {', '.join(state) or 'nothing'}.")
 
     def note_taken(self, epoch: int, taken: int, count: float) -> None:
-        """An iteration over ``epoch`` has handed out ``taken`` of ``count`` batches."""
+        """Note that an iteration over ``epoch`` has handed out ``taken`` of ``count`` batches."""
         if epoch != self.epoch:
             return
         if taken == 1 and self.left_after > 1 and not self._has_warned:
@@ -142,7 +142,7 @@ class Epochs:
         self._is_complete = taken >= count
 
     def note_end(self, epoch: int) -> None:
-        """An iteration over ``epoch`` has been asked for a batch after its last one."""
+        """Note that an iteration over ``epoch`` has been asked for a batch after its last one."""
         if epoch == self.epoch:
             self.set_epoch(epoch + 1)
 

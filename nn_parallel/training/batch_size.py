@@ -22,7 +22,7 @@ logger = logging.getLogger("nn_parallel")
 
 
 def find_batch_size(fn: Callable[[int], object], start: int) -> int:
-    """The first of ``start``, half of it, a quarter, ... with which no rank runs out of memory. Every rank calls it.
+    """Return the first of ``start``, half of it, a quarter, ... with which no rank runs out of memory. All call it.
 
     Where one rank does, the others leave their collectives, what the failed try has allocated is given back, and all
     ranks try the next size, in a new process group.

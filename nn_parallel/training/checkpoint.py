@@ -240,7 +240,7 @@ def _read_on_all(path: Path) -> dict[str, Any]:
 
 
 def _random_state() -> dict[str, Any]:
-    """The states of this process's random numbers, as tensors and plain numbers."""
+    """Return the states of this process's random numbers, as tensors and plain numbers."""
     state = random_state()
     if current_world().device.type != "cpu":  # to ask would begin the use of CUDA
         state["accelerator"] = torch.get_device_module().get_rng_state()

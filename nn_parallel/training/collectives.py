@@ -104,7 +104,7 @@ def all_ranks(flag: object) -> bool:
 
 
 def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The ``obj`` of every rank, on every rank, in rank order. Alone: a list of one.
+    """Return the ``obj`` of every rank, on every rank, in rank order. Alone: a list of one.
 
     Args:
         obj: anything that can be pickled, functions and classes of ``__main__`` too.
@@ -131,7 +131,7 @@ def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]
 
 
 def all_gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """The tensors of all ranks, concatenated along dim 0 in rank order, on every rank. No gradient flows.
+    """Return the tensors of all ranks, concatenated along dim 0 in rank order, on every rank. No gradient flows.
 
     Args:
         tensor: of shape (n, ...); n may differ between the ranks and be 0, the rest may not. One without dimensions
@@ -241,7 +241,7 @@ def _message_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _number(value: Any) -> float:
-    """A metric as Python's int or float. Raises ValueError if it is not one number."""
+    """Return a metric as Python's int or float. Raises ValueError if it is not one number."""
     size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)  # of an array of NumPy
     plain = value.item() if size == 1 else value
     if isinstance(plain, numbers.Real):

@@ -293,9 +293,11 @@ class PreparedLoader(DataLoader[T]):
         self._share.set_epoch(epoch)
 
     def state_dict(self) -> State:
+        """Return the epoch and the position in it, for `load_state_dict`."""
         return self._share.state_dict()
 
     def load_state_dict(self, state: State) -> None:
+        """Go on at the epoch and the position of ``state``."""
         self._share.load_state_dict(state)
 
     def _get_iterator(self) -> Any:
@@ -405,6 +407,7 @@ class EvenCollate:
     batch_size: int
 
     def __call__(self, samples: list[Any]) -> Any:
+        """Return the batch of ``samples``, in two parts if one sample too many does not go into it."""
         if len(samples) > self.batch_size:
             try:
                 return self.collate(samples)

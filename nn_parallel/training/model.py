@@ -116,7 +116,7 @@ def prepare_model(
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The model itself, without DDP, DataParallel or ``torch.compile`` around it.
+    """Return the model itself, without DDP, DataParallel or ``torch.compile`` around it.
 
     Example::
 
@@ -343,7 +343,7 @@ def _shard(model: nn.Module, options: dict[str, Any]) -> nn.Module:
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules, with modules inside, that stand in a container beside others of their class."""
+    """Yield the outermost modules that have modules inside and are in a container beside others of their class."""
     children = list(module.children())
     is_container = isinstance(module, nn.ModuleList | nn.Sequential)
     kinds = Counter(type(child) for child in children)

@@ -96,7 +96,7 @@ def _exported(profiler: torch.profiler.profile) -> dict[str, Any]:
 
 
 def _measured(events: list[dict[str, Any]]) -> tuple[float, float]:
-    """The seconds of the block, and in which share of them at least one collective was under way."""
+    """Return the seconds of the block, and in which share of them at least one collective was under way."""
     spans = [event for event in events if event.get("ph") == "X"]
     whole = next(event for event in spans if event["name"] == BLOCK and event["cat"] == "user_annotation")
     begin = whole["ts"]

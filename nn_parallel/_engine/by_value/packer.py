@@ -249,7 +249,7 @@ class _SentFunction:
     """A function that workers keep, and all that it referred to when they got it."""
 
     def __init__(self, fn: Any, call: _CallReducer, handles: Sequence[Handle], environment: Handle | None) -> None:
-        """``handles``: that of the function comes first."""
+        """Note what ``fn`` refers to. ``handles``: that of the function comes first."""
         self.handle = handles[0]
         self.handles = list(handles)
         self._environment = environment
@@ -367,7 +367,7 @@ class Packer:
         return record
 
     def close(self) -> None:
-        """The pool has ended."""
+        """Keep nothing more, as the pool has ended."""
         self._on_forgotten = lambda number: None  # nobody needs to know
         self._functions.clear()
         self._environment = None

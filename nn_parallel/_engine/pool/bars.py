@@ -143,7 +143,7 @@ class Bars:
 
 
 def _drawn(bars: list[str], is_at_begin: bool) -> str:
-    """The bars below what has been printed; the cursor ends where they begin, for whoever prints next."""
+    """Return the bars below what has been printed; the cursor ends where they begin, for whoever prints next."""
     width = shutil.get_terminal_size().columns - 1  # a longer line would take two
     lines = "\n".join(bar[:width] for bar in bars)
     up = f"\r\x1b[{len(bars) - 1}A" if len(bars) > 1 else "\r"

@@ -120,7 +120,7 @@ class _ForkServer:
         return self._process.pid
 
     def connect(self) -> socket.socket:
-        """A connection for one pool.
+        """Open a connection for one pool.
 
         Raises:
             ConnectionError: the server has ended.
@@ -170,7 +170,7 @@ def stop_fork_server() -> None:
 
 
 def _connect() -> socket.socket:
-    """A connection for one pool to the fork server, which is started now if it does not run."""
+    """Open a connection for one pool to the fork server, which is started now if it does not run."""
     global _fork_server
     with _fork_server_lock:
         if _fork_server is not None and _fork_server.owner == os.getpid():
@@ -183,7 +183,7 @@ def _connect() -> socket.socket:
 
 
 def fork_server_pid() -> int | None:
-    """The process id of this program's fork server; None if it does not run."""
+    """Return the process id of this program's fork server; None if it does not run."""
     return _fork_server.pid if _fork_server is not None else None
 
 

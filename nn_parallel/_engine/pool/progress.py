@@ -17,7 +17,7 @@ class Progress(NamedTuple):
     name: str  # of the call: stands before a bar that is made
 
     def counted(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, each counted as it is taken.
+        """Return the items, each of which is counted as it is taken.
 
         Raises:
             ImportError: tqdm is not installed.
@@ -30,7 +30,7 @@ class Progress(NamedTuple):
         return _counted(items, self._made() if self.bar is True else self.bar, closes=self.bar is True)
 
     def _made(self) -> Any:
-        """A bar of the right kind for a notebook or a terminal; where there is neither, one that shows nothing."""
+        """Return a bar for a notebook or a terminal; where there is neither, one that shows nothing."""
         try:
             from tqdm.auto import tqdm
         except ImportError as error:

@@ -83,7 +83,7 @@ class Worker(Protocol):
         """
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """The handles of these numbers are gone: their objects need not be kept."""
+        """Tell the worker that the handles of these numbers are gone: it need not keep their objects."""
 
     def cancel(self, number: int) -> None:
         """Interrupt the task of this number."""
@@ -105,24 +105,24 @@ class WorkerEvents(Protocol):
     """The events of workers. They are told to a pool in its thread."""
 
     def forked(self, worker: Worker) -> None:
-        """The process is there."""
+        """Note that the process is there."""
 
     def answered(self, worker: Worker, answer: Answer, payload: Received) -> None:
-        """The worker has done a task, or takes tasks from now on."""
+        """Take an answer: the worker has done a task, or takes tasks from now on."""
 
     def told_stack(self, worker: Worker, text: str) -> None:
-        """The worker has told a part of its stack."""
+        """Take a part of the stack of the worker."""
 
     def unread(self, worker: Worker) -> None:
-        """The worker has exited without reading its task."""
+        """Note that the worker has exited without reading its task."""
 
     def unsent(self, worker: Worker, error: TransferError) -> None:
-        """The task could not be sent."""
+        """Fail the task that could not be sent."""
 
     def exited(
         self, worker: Worker, exitcode: int | None, evidence: str, last: Sequence[tuple[Answer, Received]] = ()
     ) -> None:
-        """The process is gone.
+        """Note that the process is gone.
 
         Args:
             worker: whose process it was.
@@ -135,7 +135,7 @@ class WorkerEvents(Protocol):
         """There has been no room for these workers in time, and they will never start."""
 
     def fail(self, error: ParallelError) -> None:
-        """The pool cannot go on."""
+        """End everything: the pool cannot go on."""
 
 
 class Site(Protocol):

@@ -91,7 +91,7 @@ class LocalSite:
         self._events.exited(worker, exited.exitcode, exited.evidence, last)
 
     def _server_ended(self) -> None:
-        """The fork server has ended, and its workers with it; what those have started may live on: kill it."""
+        """Note that the fork server has ended, and its workers with it; kill what they have started."""
         self._loop.unwatch(self._server.fileno())
         self._events.fail(ParallelError("The fork server has ended, and its workers with it. Make a new executor."))
         for worker in list(self._workers.values()):

@@ -90,7 +90,7 @@ class WorkerRecord:
     stack: str = ""
 
     def begin(self, task: Task, number: int, deadline: Deadline | None) -> None:
-        """The worker gets ``task``."""
+        """Note the task that the worker gets."""
         if self.state is State.IDLE:
             self.state = State.BUSY
         self.task = task
@@ -99,7 +99,7 @@ class WorkerRecord:
         self.is_unread = False
 
     def end_task(self) -> Task | None:
-        """The task of the worker, or its start, is over; return the task."""
+        """Note that the task of the worker, or its start, is over; return the task."""
         task = self.task
         self.task = None
         if self.state is not State.LEAVING:
@@ -557,7 +557,7 @@ class Supervisor(threading.Thread):
         self._queue.extendleft(reversed(items))
 
     def _task_lost(self, task: Task, worker: Worker, error: Exception) -> None:
-        """A worker will not answer its task."""
+        """Tell a task that a worker will not answer it."""
         if isinstance(task, RunTask):
             self._group += 1
             self._cancel(task)

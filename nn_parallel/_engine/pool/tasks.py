@@ -38,11 +38,11 @@ class Task:
         return True
 
     def complete(self, rank: int, answer: Answer, payload: Received) -> None:
-        """The worker of ``rank`` has answered."""
+        """Take the answer of the worker of ``rank``."""
         raise NotImplementedError
 
     def lose(self, rank: int, error: Exception) -> None:
-        """The worker of ``rank`` will not answer."""
+        """Note that the worker of ``rank`` will not answer."""
         raise NotImplementedError
 
     def fail(self, error: Exception) -> None:
@@ -174,7 +174,7 @@ class Mapping:
             self._awaited = index, reply
 
     def end_item(self, index: int, value: Any, error: Exception | None) -> None:
-        """An item is over."""
+        """Set the result or the exception of an item, which is over."""
         self.outcomes[index] = value, error
         if self._awaited is not None and self._awaited[0] == index:
             self._awaited[1].complete(None)

@@ -484,7 +484,7 @@ def _reseed() -> None:
 
 
 def _pack_exception(error: BaseException, where: str) -> Packed:
-    """The exception and its description; a stand-in for one that does not survive the way to the parent and back."""
+    """Pack an exception with its description; a stand-in for one that cannot be rebuilt in the parent process."""
     failure = Failure.of(error, where)
     if isinstance(error, Exception):
         with contextlib.suppress(Exception, SystemExit):  # of its own `__reduce__`, or as it is rebuilt

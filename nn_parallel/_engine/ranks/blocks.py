@@ -91,7 +91,7 @@ class Blocks:
 
     @contextlib.contextmanager
     def call(self, call: Call, timeout_s: float | None = None, *, barrier: bool = False) -> Iterator[bool]:
-        """A call that one rank runs while the others wait at its end. Every rank makes it.
+        """Make a call that one rank runs while the others wait at its end. Every rank makes it.
 
         Args:
             call: what errors name it by.
@@ -148,7 +148,7 @@ class Blocks:
 
     @contextlib.contextmanager
     def block(self, call: Call, timeout_s: float | None = None, *, from_end: bool = False) -> Iterator[None]:
-        """A block that all ranks begin and end together, the calls in it included; a failure is raised on all.
+        """Run a block that all ranks begin and end together, with the calls in it; a failure is raised on all.
 
         ``call`` is what errors name it by. A failure frees the others from what they sit in, closes the process group
         and begins a new generation.
@@ -220,7 +220,7 @@ class Blocks:
         self.reports.begin(call)
 
     def _wait(self, call: Call, ranks: Sequence[int], phase: int, timeout_s: float | None) -> Wait:
-        """A wait that begins now. The others are told of it only if this rank will not give up and go on."""
+        """Return a wait that begins now. The others are told of it only if this rank will not give up and go on."""
         return Wait(call, ranks, phase, deadline_of(timeout_s), "" if timeout_s else "waits in")
 
     def _await_outcome(self, wait: Wait) -> dict[int, Exception]:
@@ -245,13 +245,13 @@ class Blocks:
         return rebuilt(self.reports.failures_of_call(rank, report))
 
     def _described(self, failures: Mapping[int, BaseException]) -> dict[int, Failure]:
-        """The failures as plain data; what another rank has described stays in its words."""
+        """Return the failures as plain data; what another rank has described stays in its words."""
         where = f"rank {self.rank} of {self.world_size}"
         others = {rank: getattr(e.__cause__, "failure", None) for rank, e in failures.items() if rank != self.rank}
         return {rank: others.get(rank) or Failure.of(error, where) for rank, error in failures.items()}
 
     def _error(self, call: Call, failures: Mapping[int, BaseException]) -> ParallelError:
-        """The error of a call or block: a timeout if the cause is one."""
+        """Return the error of a call or block: a timeout if the cause is one."""
         errors = exceptions_in(failures)
         cause = next(iter(errors.values()), None)
         if isinstance(cause, RankTimeoutError):
@@ -285,7 +285,7 @@ class Blocks:
 
     @contextlib.contextmanager
     def _barrier(self, call: Call, timeout_s: float | None) -> Iterator[Callable[[], None]]:
-        """A barrier, at which each rank arrives by calling what this yields; whoever leaves before, leaves it."""
+        """Make a barrier. A rank arrives by calling what this yields; if it leaves before, it gives the barrier up."""
         self._raise_if_must_leave()
         barrier = BlockState(call, self._innermost, end=self._next_barrier())
 
@@ -445,7 +445,7 @@ class Blocks:
         return failures_in(error, self.rank)
 
     def _seek_deaths(self, block: BlockState) -> dict[int, BaseException]:
-        """The deaths that end the generation; none if it has ended already, or nothing is found in time."""
+        """Return the deaths that end the generation; none if it has ended already, or nothing is found in time."""
         for waited in looks(*times.POLL):
             if self._has_generation_ended() or waited > times.CAUSE_WITHIN_S:
                 break
@@ -471,7 +471,7 @@ def blocks_of(context: RankContext | None) -> Blocks | None:
 def block(
     function: str, timeout_s: float | None = None, *, from_end: bool = False
 ) -> contextlib.AbstractContextManager[None]:
-    """A block that all ranks run, see `Blocks.block`; plain code where this is the only rank."""
+    """Return a block that all ranks run, see `Blocks.block`; plain code where this is the only rank."""
     if (here := blocks_of(rank_context())) is None:
         return contextlib.nullcontext()
     return here.block(here.call_of_all(function), timeout_s, from_end=from_end)
@@ -492,7 +492,7 @@ def failures_in(error: BaseException, rank: int) -> dict[int, BaseException]:
 
 @atexit.register
 def _outlive_readers() -> None:
-    """The store ends with the process that holds it: stay while another rank may still have to read an outcome."""
+    """Stay while another rank may still have to read an outcome: the store ends with the process that holds it."""
     deadline = time.monotonic() + times.LINGER_S
     for hosted in _hosted:
         if not hosted.context.is_inherited:

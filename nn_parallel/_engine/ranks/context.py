@@ -147,7 +147,7 @@ class RankContext:
         self.group.release()
 
     def current(self) -> World:
-        """The world as it is now: connected by a process group or not."""
+        """Return the world as it is now: connected by a process group or not."""
         w = self.world
         connected = self.open_store is not None and dist.is_initialized()
         return World(connected, *w[1:], w.node_rank, w.local_world_size, w.launcher)
@@ -177,7 +177,7 @@ def current_world() -> World:
 
 
 def world_of(launch: Launch, device: torch.device | None = None) -> World:
-    """The world that a launcher describes, before a process group connects it; ``device`` overrules the launcher's."""
+    """Return the world of a launch, before a process group connects it; ``device`` overrules the launcher's."""
     return World(
         False,
         launch.rank,
@@ -206,7 +206,7 @@ def join(context: RankContext | None) -> None:
 
 
 def _external_context() -> RankContext:
-    """The rank context of the default group that other code made, the same one until other code makes another group."""
+    """Return the rank context of a default group that other code made; the same one as long as the group is."""
     global _external
     if _external is None or _external.group.default is not dist.group.WORLD:
         rank = dist.get_rank()

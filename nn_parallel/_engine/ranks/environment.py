@@ -49,7 +49,7 @@ class Launch:
 
 
 def detect_launch(environ: Mapping[str, str]) -> Launch | None:
-    """The launch that ``environ`` describes, or None when no launcher started this process.
+    """Return the launch that ``environ`` describes, or None when no launcher started this process.
 
     Where several launchers left their variables, the innermost is meant: torchrun or the ``env://`` variables, then an
     MPI launcher, then a SLURM step. A SLURM batch script or an interactive shell is no launch, nor is a step of one
@@ -168,7 +168,7 @@ class _Told:
             raise LaunchError(f"{name}: {error}") from None
 
     def number(self, name: str, *, at_least: int = 0, below: int | None = None, because: str = "") -> int:
-        """The whole number that it holds. Raises LaunchError if that is none, or cannot be."""
+        """Return the whole number that it holds. Raises LaunchError if that is none, or cannot be."""
         text = self.text(name)
         if not re.fullmatch(r"\s*-?\d+\s*", text, re.ASCII):
             raise LaunchError(f"{name}={text!r} is not a whole number.")
@@ -224,7 +224,7 @@ def _by_mpi(told: _Told) -> Launch | None:
 
 
 def _proxy_of_hydra() -> int:
-    """The process that has started the ranks of a job of Hydra on this node: no variable tells the job."""
+    """Return the process that has started the ranks of a job of Hydra on this node: no variable tells the job."""
     pid = os.getppid()
     with contextlib.suppress(OSError):
         while pid > 1:
@@ -257,7 +257,7 @@ def _by_slurm(told: _Told) -> Launch | None:
 
 
 def first_host(text: str) -> str:
-    """The first host of a list in SLURM's notation: ``a01-ib`` of ``a[01-02,07]-ib,b3``; a ValueError if it is none."""
+    """Return the first host of a list of SLURM: ``a01-ib`` of ``a[01-02,07]-ib,b3``; ValueError for other text."""
     if not re.fullmatch(f"{_HOST}(?:,{_HOST})*", text):
         raise ValueError(f"{text!r} is not a list of hosts in SLURM's notation, which is like a[1-2,07]-ib,b3.")
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", re.findall(_HOST, text)[0])
@@ -282,7 +282,7 @@ def _launch(
     node_rank: int | None = None,
     first_host: str | None = None,
 ) -> Launch:
-    """The launch that the variables ``names`` describe; who says no MASTER_ADDR has the store on ``first_host``."""
+    """Return the launch that the variables ``names`` describe; without MASTER_ADDR the store is on ``first_host``."""
     world_size = told.number(names.world_size, at_least=1)
     of_all = f"{names.world_size}={world_size}"
     rank = told.number(names.rank, below=world_size, because=of_all)
@@ -334,7 +334,7 @@ def _check_ranks_are_of_processes(told: _Told, launch: Launch) -> None:
 
 
 def _of_nodes(told: _Told) -> str:
-    """The variable by which a platform counts several nodes, or the processes of each, and what follows; else nothing.
+    """Return the variable in which a platform counts nodes, or the processes of each, and what follows; else nothing.
 
     Where it does, a master called localhost may be how one node knows itself, and RANK may number the nodes.
     """

@@ -28,7 +28,7 @@ class Collective(NamedTuple):
 
 
 def collectives(first_group_id: int) -> list[Collective]:
-    """The last that this rank has entered, the oldest first, in groups that exist and have at least this id."""
+    """Return the last that this rank has entered, the oldest first, in groups that exist and have at least this id."""
     world = dist.distributed_c10d._world
     main = str(threading.main_thread().ident)
     members = {name: tuple(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())}

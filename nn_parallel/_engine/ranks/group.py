@@ -139,7 +139,7 @@ class Group:
         _drop_closed_groups()
 
     def for_thread(self, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
-        """A process group of all ranks, by gloo, for the collectives of another thread. All ranks are here.
+        """Return a process group of all ranks, by gloo, for the collectives of another thread. All ranks are here.
 
         It is for work of `background`, and is closed with the default group. Its collectives have as long as those of
         any group by default, however short the timeout of the others is.
@@ -256,7 +256,7 @@ class Group:
         return True
 
     def _own_connection(self, store: dist.Store) -> dist.Store:
-        """A connection to the store of its own, kept for the next group: ended, it frees a rank that makes a group."""
+        """Return a connection to the store for making groups. To end it frees a rank that is making one."""
         if self._store is None or not self._store_sockets:
             self._store, self._store_sockets = clone_store(store, self._unanswered_s)
         return self._store

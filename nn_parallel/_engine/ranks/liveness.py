@@ -57,7 +57,7 @@ class Liveness:
         return member is not None and member.is_here and is_stopped(member.pid)
 
     def death(self, rank: int, what: object = None) -> WorkerDiedError:
-        """The error of a rank that died, before it finished ``what``."""
+        """Return the error of a rank that died, before it finished ``what``."""
         if rank not in self._members:
             with contextlib.suppress(ParallelError):  # the store is gone, too
                 self._look_up(rank)

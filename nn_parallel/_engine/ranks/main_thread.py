@@ -45,7 +45,7 @@ def position() -> MainThreadPosition:
 
 
 def stack() -> str:
-    """The stack of the main thread: the user's code in it, or all where there is none."""
+    """Return the stack of the main thread: the user's code in it, or all where there is none."""
     frames = list(traceback.walk_stack(main_frame()))
     users = [(frame, line) for frame, line in frames if not _is_library(frame)]
     return "".join(traceback.StackSummary.extract(reversed(users or frames)).format())

@@ -121,7 +121,7 @@ def _leave(*, abort: bool, within_s: float = math.inf) -> None:
 
 
 def _alone(device: torch.device | str) -> World:
-    """The world of one rank from now on, with this device."""
+    """Make this process the only rank of a world, with this device."""
     world = World(False, 0, 0, 1, existing_device(device))
     if named_device(device) is not None and world.device.index is not None:
         torch.accelerator.set_device_index(world.device.index)
@@ -140,7 +140,7 @@ def _place(launch: Launch) -> str:
 
 
 def join_launched_world() -> RankContext | None:
-    """The place of this process among other ranks, or None if it is alone.
+    """Return the place of this process among other ranks, or None if it is alone.
 
     It is taken now if a launcher started this process and `initialize_ddp` has not been called.
     Without this, every rank of a script that forgot to call it would take itself for rank 0 and write the checkpoint.

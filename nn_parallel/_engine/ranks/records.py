@@ -141,7 +141,7 @@ class Standing(NamedTuple):
 
 
 def timeout_error(what: str, silent: Sequence[int], standings: Mapping[int, Standing | None]) -> RankTimeoutError:
-    """The error of all ranks, where those that are ``silent`` have not come within a time.
+    """Return the error of all ranks, where those that are ``silent`` have not come within a time.
 
     Args:
         what: what has not ended, and in what time.
@@ -183,7 +183,7 @@ _NOT_THE_CALLER = PACKAGE_FOLDER, contextlib.__file__
 
 
 def rebuilt(failures: Mapping[int, Failure]) -> dict[int, Exception]:
-    """The exceptions that ``failures`` describe."""
+    """Return the exceptions that ``failures`` describe."""
     errors = {rank: failure.rebuild(known_exceptions()) for rank, failure in failures.items()}
     for rank, error in errors.items():
         if isinstance(error, WorkerDiedError):
@@ -193,7 +193,7 @@ def rebuilt(failures: Mapping[int, Failure]) -> dict[int, Exception]:
 
 @functools.cache
 def known_exceptions() -> dict[str, type[Exception]]:
-    """The exception types that are rebuilt from the store: the builtin ones, torch's, and the plain ones of our own."""
+    """Return the exception types that are rebuilt from the store: builtin ones, torch's, and some of this package."""
     found = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     found += [dist.DistError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError]
     found += [torch.OutOfMemoryError, torch.linalg.LinAlgError]

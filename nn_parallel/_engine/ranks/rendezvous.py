@@ -38,7 +38,7 @@ logger = logging.getLogger("nn_parallel")
 
 
 def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta) -> RankContext:
-    """This process's place among the ranks of ``launch``, once all of them have come.
+    """Return this process's place among the ranks of ``launch``, once all of them have come.
 
     Raises:
         LaunchError: on every rank, if one of them does not come, or has no device.

@@ -245,7 +245,7 @@ class Reports:
             )
 
     def _gone_error(self, rank: int, call: Call) -> ParallelError:
-        """The error of this rank, which waits for one whose process has ended."""
+        """Return the error of this rank, which waits for one whose process has ended."""
         if self.of(rank).progress.phase == HAS_LEFT:
             return self.left_error(rank, call)
         return rank_error(call.function, self._context.world_size, {rank: self.liveness.death(rank, call)})
@@ -256,7 +256,7 @@ class Reports:
         )
 
     def _timeout_error(self, missing: list[int], call: Call, waited: float) -> RankTimeoutError:
-        """The error of this rank, which has waited for too long."""
+        """Return the error of this rank, which has waited for too long."""
         standings = {}
         for rank in missing[:RANKS_NAMED]:
             standing = self._connection.read(standing_key(rank), Standing) or Standing("", "", {}, None)

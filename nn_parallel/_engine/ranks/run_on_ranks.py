@@ -84,7 +84,7 @@ def make_decorator(
 
 @contextlib.contextmanager
 def rank_first(choose: Callable[[Blocks], tuple[int, ...]], timeout_s: float | None) -> Iterator[None]:
-    """The block of `nn_parallel.rank_first`, for the ranks that ``choose`` gives in a world."""
+    """Run the block of `nn_parallel.rank_first`, for the ranks that ``choose`` gives in a world."""
     here = blocks_of(join_launched_world())
     if here is None or here.nested_in:
         yield
@@ -109,7 +109,7 @@ def barrier(timeout_s: float | None) -> None:
 def _together(
     here: Blocks, call: Call, timeout_s: float | None, barrier: bool = False
 ) -> contextlib.AbstractContextManager[bool]:
-    """A call, or a block if several ranks run it: one may wait for another in a collective."""
+    """Make a call, or a block if several ranks run it: one may wait for another in a collective."""
     if len(call.ranks) == 1:
         return here.call(call, timeout_s, barrier=barrier)
     return _block_of_some(here, call, timeout_s)
@@ -117,6 +117,6 @@ def _together(
 
 @contextlib.contextmanager
 def _block_of_some(here: Blocks, call: Call, timeout_s: float | None) -> Iterator[bool]:
-    """A block that only some ranks run. Yields whether this one does."""
+    """Make a block that only some ranks run. Yields whether this one does."""
     with here.block(call, timeout_s, from_end=True), here.nested(call.ranks):
         yield here.rank in call.ranks

@@ -21,7 +21,7 @@ LISTEN_BACKLOG = 4096  # the kernel may hold fewer; all ranks of a node connect 
 
 
 def open_sockets() -> dict[int, int]:
-    """The open sockets of this process, as ``{fd: inode}``; empty where the system does not tell."""
+    """Return the open sockets of this process, as ``{fd: inode}``; empty where the system does not tell."""
     found = {}
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir("/proc/self/fd"):
@@ -33,12 +33,12 @@ def open_sockets() -> dict[int, int]:
 
 
 def connected_since(before: dict[int, int], store: dist.Store) -> dict[int, int]:
-    """The connections of this process to ``store`` that were not there before; not those of others, if it hosts it."""
+    """Return the connections of this process to ``store`` that were not there before, without those of its clients."""
     return connected_to(getattr(bottom(store), "port", 0), before)
 
 
 def connected_to(port: int, before: dict[int, int]) -> dict[int, int]:
-    """The connections of this process to a ``port``, on whatever host, that were not there before."""
+    """Return the connections of this process to a ``port``, on whatever host, that were not there before."""
     found = {}
     for fd, inode in open_sockets().items():
         if before.get(fd) != inode:
@@ -49,12 +49,12 @@ def connected_to(port: int, before: dict[int, int]) -> dict[int, int]:
 
 
 def at_ports(ports: set[int]) -> list[int]:
-    """The sockets of this process that listen at one of these ports, or of whose ends one has it."""
+    """Return the sockets of this process that listen at one of these ports, or of whose ends one has it."""
     return [fd for fd, _, ends in _ends() if ports & {port for _, port, *_ in ends}]
 
 
 def connected_at(addresses: set[tuple[str, int]]) -> dict[int, int]:
-    """The connections of this process of which one end has one of these addresses."""
+    """Return the connections of this process of which one end has one of these addresses."""
     return {
         fd: inode
         for fd, inode, ends in _ends()
@@ -88,7 +88,7 @@ def end_connections(sockets: dict[int, int]) -> None:
 
 
 def duplicate(fd: int, inode: int | None) -> socket.socket | None:
-    """The connection ``fd``, for the caller to close; None if it is another file by now, or a socket that listens."""
+    """Return the connection ``fd``, for the caller to close; None if it is another file by now, or if it listens."""
     with contextlib.suppress(OSError):
         connection = _duplicate(fd)
         is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -99,7 +99,7 @@ def duplicate(fd: int, inode: int | None) -> socket.socket | None:
 
 
 def _duplicate(fd: int) -> socket.socket:
-    """Raises OSError where ``fd`` is no socket any more."""
+    """Return a socket for ``fd``. Raises OSError if that is no socket any more."""
     copy = os.dup(fd)
     try:
         return socket.socket(fileno=copy)
@@ -129,13 +129,13 @@ def end_if_unanswered(connection: socket.socket, lost_after_s: float, *, is_idle
 
 
 def listen_at(host: str, port: int = 0) -> socket.socket:
-    """A socket at one address of this machine; any free port if none is given."""
+    """Return a socket at one address of this machine; any free port if none is given."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
 
 
 def loopback(preferred: str = "127.0.0.1") -> str:
-    """The ``preferred`` address of this machine to itself, or the other one, where IPv4 or IPv6 is switched off.
+    """Return the ``preferred`` address of this machine to itself, or the other one, where IPv4 or IPv6 is switched off.
 
     Torch looks up the name of whom it connects to, and writes an address of IPv4 as one of IPv6: 127.0.0.1 becomes one
     that is in no ``/etc/hosts``, and a name server is asked, if there is one. ``::1`` is there.
@@ -147,7 +147,7 @@ def loopback(preferred: str = "127.0.0.1") -> str:
 
 
 def interface_to_other_nodes(connections: dict[int, int]) -> str | None:
-    """The network interface through which other nodes reach this one, which has these ``connections`` to them.
+    """Return the network interface through which other nodes reach this one, which has these ``connections`` to them.
 
     None where the host name tells, at whose address gloo listens; on many machines that is one of the loopback. None
     also where there are several interfaces, and no connection shows which.
@@ -165,7 +165,7 @@ def interface_to_other_nodes(connections: dict[int, int]) -> str | None:
 
 
 def _interfaces() -> Iterator[tuple[str, set[str]]]:
-    """The network interfaces of this machine that have addresses, and these."""
+    """Yield the network interfaces of this machine that have addresses, and the addresses."""
     of_ipv6 = list[list[str]]()
     with contextlib.suppress(OSError):  # the kernel has no IPv6
         of_ipv6 = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
@@ -182,7 +182,7 @@ def _interfaces() -> Iterator[tuple[str, set[str]]]:
 
 
 def bottom(store: dist.Store) -> dist.Store:
-    """The store itself, under all prefixes."""
+    """Return the store itself, under all prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store

@@ -111,7 +111,7 @@ class Lost(NamedTuple):
 
 
 def death(rank: int, member: Member | None, how: str, lost_after_s: float, what: object = None) -> WorkerDiedError:
-    """The error of a ``rank`` that is gone, before it finished ``what``.
+    """Return the error of a ``rank`` that is gone, before it finished ``what``.
 
     Args:
         rank: which one.
@@ -205,7 +205,7 @@ class StoreClient:
             self._socket = None
 
     def get(self, key: str) -> str | None:
-        """The text under ``key``, None if there is none: one round trip, where `get` of torch takes two and waits."""
+        """Return the text under ``key``, or None. One round trip; torch's `get` takes two, and waits for the key."""
         text = self.swap(key, "?", "?")
         return None if text == "?" else text
 
@@ -229,7 +229,7 @@ class StoreClient:
         self.set(key, encode(record))
 
     def read(self, key: str, kind: type[T]) -> T | None:
-        """The record under ``key``, None if there is none.
+        """Return the record under ``key``, None if there is none.
 
         Raises:
             ParallelError: it holds something else.
@@ -251,7 +251,7 @@ class StoreClient:
                 raise ParallelError(f"Rank {self._rank} waited {timeout} for other ranks to tell {missing}.")
 
     def _ask(self, request: Callable[..., T], *args: Any) -> T:
-        """Raises ParallelError, or the RankError of the rank that holds the store, if that is gone or silent."""
+        """Send a request. Raises ParallelError, or RankError of the rank with the store, if that is gone or silent."""
         began = 0.0
         limits = self._limits
         if limits is not None:
@@ -285,7 +285,7 @@ encode = json.dumps  # of a record: a NamedTuple of strings, numbers, records, a
 
 
 def decode(kind: type[T], key: str, text: str) -> T:
-    """The record that ``text`` under ``key`` is.
+    """Return the record that ``text`` under ``key`` is.
 
     Raises:
         ParallelError: it is no such record.
@@ -320,7 +320,7 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
 
 
 def _reader_of_fields(kind: Any, hints: list[Any]) -> Callable[[Any], Any]:
-    """Looks at plain fields all at once: a rank that waits decodes the report of another at every call."""
+    """Return a reader that checks plain fields all at once: a rank that waits decodes a report at every call."""
     plain = [hint if hint in (bool, int, float, str) else object for hint in hints]
     others = [(index, _reader(hint)) for index, hint in enumerate(hints) if plain[index] is object]
 
@@ -341,7 +341,7 @@ def _checked(kind: Any, value: Any) -> Any:
 
 
 def clone_store(store: dist.Store, unanswered_s: float | None) -> tuple[dist.Store, dict[int, int]]:
-    """The store by another connection, and that connection, which ends when no answer comes in ``unanswered_s``."""
+    """Return the store by another connection, which ends after ``unanswered_s`` without an answer, and that."""
     before = open_sockets()
     whole = bottom(store)
     timeout = whole.timeout  # type: ignore[attr-defined]  # torch tries for so long to connect, deaf to Ctrl-C, also where nobody is left
@@ -370,7 +370,7 @@ def end_unanswered(sockets: dict[int, int], unanswered_s: float | None) -> None:
 
 @functools.cache
 def host_identity() -> str:
-    """The same text in two processes if process ids mean the same in both: one boot, one pid namespace."""
+    """Return a text that is the same in processes for which process ids mean the same: one boot, one pid namespace."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"

@@ -78,7 +78,7 @@ class Watchdog:
     """Looks for what ends the innermost block, while this rank may be stuck in it."""
 
     def __init__(self, context: RankContext, reports: Reports, entered: list[BlockState]) -> None:
-        """``reports`` tell how far this rank has got; ``entered`` are the blocks that it is in, the innermost last."""
+        """Watch the blocks ``entered``, the innermost last, of a rank whose position ``reports`` tell."""
         self._context = context
         self._reports = reports
         self._others = [rank for rank in range(context.world_size) if rank != context.rank]
@@ -115,7 +115,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self, block: BlockState) -> Iterator[None]:
-        """The body of a block: `Interrupted` is raised in it, or at its end, when this rank has to leave it."""
+        """Raise `Interrupted` in the body of the block, or at its end, when this rank has to leave it."""
         with self._changed:
             block.is_active = True
             self._changed.notify()
@@ -223,7 +223,7 @@ class Watchdog:
         return False
 
     def _innermost(self) -> BlockState | None:
-        """The innermost block, if its body runs: what is around it fails with it, if nobody catches."""
+        """Return the innermost block, if its body runs: what is around it fails with it, if nobody catches."""
         return self._blocks[-1] if self._blocks and self._blocks[-1].is_active else None
 
     def _has_ended(self, generation: int) -> bool:
@@ -231,14 +231,14 @@ class Watchdog:
         return self._connection.get(ended_key(generation)) is not None
 
     def _death(self, block: BlockState) -> RankError | None:
-        """The error of all ranks, if one has died: each looks after the next one, and who sees a death tells all."""
+        """Return the error of all ranks, if one has died. Each rank watches the next one, and tells of its death."""
         if not self._liveness.is_dead(self._next_rank):
             return None
         deaths = self._liveness.deaths(self._others, block.call)
         return rank_error(block.call.function, self._context.world_size, deaths)
 
     def _timeout(self, block: BlockState) -> RankTimeoutError | None:
-        """The error of all ranks, if the time of ``block`` is over, or of one around it."""
+        """Return the error of all ranks, if the time of ``block`` is over, or of one around it."""
         due = block.first_due()
         if block.must_leave or time.monotonic() <= due.deadline:
             return None
@@ -287,7 +287,7 @@ class Watchdog:
         return {self._key_of(group): number for group, number in flight_recorder.entered(last).items()}
 
     def _key_of(self, group: str) -> str:
-        """A name of a process group that no later one gets: those of torch begin from 0 when all are made again."""
+        """Return a name of a process group that no later one gets; torch's begin at 0 when all are made again."""
         generation, made = self._context.group.begun
         return f"{generation}.{made}/{group}"
 
@@ -338,7 +338,7 @@ class Watchdog:
                 self._context.group.abort(times_closed)
 
     def _loss(self, stands: MainThreadPosition, others: list[int]) -> ParallelError | None:
-        """The error of this rank, if one of the ``others`` that it is stuck with is on a node that does not answer."""
+        """Return the error of this rank, if one of ``others``, with which it is stuck, is on a silent node."""
         if lost := self._liveness.out_of_reach(others):
             return self._never(stands, self._liveness.death(lost[0]))
         return None
@@ -346,7 +346,7 @@ class Watchdog:
     def _deadlock(
         self, progress: Progress, stands: MainThreadPosition, stuck_in: Collective, others: list[int]
     ) -> ParallelError | None:
-        """The error of this rank, if one of the ``others`` waits for it before the collective that it is ``stuck_in``.
+        """Return the error of this rank, if one of ``others`` waits for it before the collective it is ``stuck_in``.
 
         All ranks make the same calls and collectives in the same order. So a rank that waits in a call for this one,
         and has not entered the collective yet, never enters it. It may be late for hours and still come in any other
@@ -370,7 +370,7 @@ class Watchdog:
         return ParallelError(f"Rank {self._context.rank} is {stands}, which can never end: {why}")
 
     def _last_collectives(self, waits: Waits | None, stands: MainThreadPosition) -> list[Collective]:
-        """The last ones that this rank has entered, if it has not moved since it looked last; none if it goes on."""
+        """Return the last collectives of this rank, if it has not moved since the last look; none if it goes on."""
         first_id = self._context.group.first_id
         state = under_way, _ = flight_recorder.progress(first_id), waits
         if state != self._state:

@@ -351,7 +351,7 @@ class RaySite:
         worker.begin(room.actor_class(worker.rank), room.orders, setup)
 
     def _forget_worker(self, worker: RayWorker) -> None:
-        """A worker has exited."""
+        """Forget a worker, which has exited."""
         for room in (self._room, *self._former_rooms):
             if room is not None:
                 room.workers.discard(worker)

@@ -131,7 +131,7 @@ class Orders:
         return await self._mailbox(key).next(reply)
 
     async def forget(self, key: int) -> None:
-        """A worker has exited."""
+        """Forget a worker, which has exited."""
         self._mailboxes.pop(key, None)
 
     async def store_address(self, group: int) -> tuple[str, int]:
@@ -509,7 +509,7 @@ class RayWorker:
             self._hear_answer(self._held_number, held)
 
     def _hear_exit(self, future: Future[Any]) -> None:
-        """The actor is gone, or Ray cannot reach it: then it is killed, since another one takes its place."""
+        """Note that the actor is gone. If Ray cannot reach it, it is killed, since another one takes its place."""
         error = future.exception()
         self.end_actor()
         self._exit(None, f"Ray reports: {' '.join(str(error).split())}")
