@@ -74,12 +74,12 @@ def _gpus(options: argparse.Namespace) -> int:
         return 0
     logging.basicConfig(format="%(message)s")
     logging.getLogger("nn_parallel").setLevel(logging.INFO)  # for the line that says why there is none
-    found = list_gpus()
+    gpus = list_gpus()
     if options.json:
-        print(json.dumps([asdict(gpu) for gpu in found], indent=2))
+        print(json.dumps([asdict(gpu) for gpu in gpus], indent=2))
         return 0
-    if found:
-        print(_table(found), file=sys.stderr if options.choose else sys.stdout)
+    if gpus:
+        print(_table(gpus), file=sys.stderr if options.choose else sys.stdout)
     if options.choose:
         if not sys.stdin.isatty():
             raise ValueError("--choose asks on a terminal, and there is none: use --auto N.")

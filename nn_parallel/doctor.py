@@ -105,8 +105,8 @@ def _launch() -> Finding:
     if launch is None:
         return Finding(OK, "launch", "by no launcher: this process is alone, and starts workers where it needs them")
     place = f"rank {launch.rank} of {launch.world_size}, local rank {launch.local_rank} of {launch.local_world_size}"
-    found = f"by {launch.launcher}: {place}, on node {launch.node_rank}\n(from {', '.join(launch.told_by)})"
-    return Finding(OK, "launch", found)
+    text = f"by {launch.launcher}: {place}, on node {launch.node_rank}\n(from {', '.join(launch.told_by)})"
+    return Finding(OK, "launch", text)
 
 
 def _software() -> Finding:
@@ -121,17 +121,17 @@ def _software() -> Finding:
 
 
 def _devices() -> Finding:
-    found = accelerators()
+    available = accelerators()
     gpus = [gpu for gpu in list_gpus() if gpu.is_visible]
-    if len(gpus) == len(found):
+    if len(gpus) == len(available):
         names = [gpu.name or "unnamed" for gpu in gpus]  # of CUDA, whose use begins where it is asked itself
     else:
-        names = [getattr(device_properties(device), "name", "unnamed") for device in found]
-    text = ", ".join(f"{device} ({name})" for device, name in zip(found, names, strict=True)) or "the CPU alone"
+        names = [getattr(device_properties(device), "name", "unnamed") for device in available]
+    text = ", ".join(f"{device} ({name})" for device, name in zip(available, names, strict=True)) or "the CPU alone"
     if shown := os.environ.get("CUDA_VISIBLE_DEVICES"):
         text += f", with CUDA_VISIBLE_DEVICES={shown}"
     there = len(gpus) if torch.version.hip is None else 0
-    if there > len(found):
+    if there > len(available):
         why = "this torch is built without CUDA" if torch.version.cuda is None else "CUDA does not start"
         advice = "install a build of torch that fits the driver (see pytorch.org)"
         return Finding(WARNING, "devices", f"{text}; NVML sees {there} GPUs, but {why}", advice)
@@ -147,11 +147,11 @@ def _of_all_ranks(own: list[Finding], show: Callable[[Finding], None]) -> list[F
         show(Finding(WAITS, "rendezvous", f"for {where}, up to {TIMEOUT_S:g} s"))
     try:
         world = initialize_ddp(TIMEOUT_S)
-        met = Finding(OK, "rendezvous", f"{world.world_size} ranks in {_milliseconds(begun)}")
-        show(met)
+        rendezvous = Finding(OK, "rendezvous", f"{world.world_size} ranks in {_milliseconds(begun)}")
+        show(rendezvous)
         show(Finding(WAITS, "collective", f"of all ranks, up to {TIMEOUT_S:g} s"))
         with ParallelExecutor(timeout=TIMEOUT_S) as ex:
-            first, *others = ex.run(lambda: [*own, met, _all_reduce()])
+            first, *others = ex.run(lambda: [*own, rendezvous, _all_reduce()])
     except ParallelError as error:
         failed = Finding(FAILED, "ranks", str(error))
         show(failed)
@@ -173,8 +173,8 @@ def _of_workers(devices: str) -> list[Finding]:
     try:
         with ParallelExecutor(devices=devices, num_workers=2 if devices == "cpu" else None, timeout=TIMEOUT_S) as ex:
             world_size = len(ex.run(os.getpid))
-            met = Finding(OK, "workers", f"{world_size} on {devices}, started in {_milliseconds(begun)}")
-            return [met, ex.run(_all_reduce)[0]]
+            start = Finding(OK, "workers", f"{world_size} on {devices}, started in {_milliseconds(begun)}")
+            return [start, ex.run(_all_reduce)[0]]
     except ParallelError as error:
         return [Finding(FAILED, f"workers on {devices}", str(error))]
 

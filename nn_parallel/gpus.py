@@ -64,8 +64,8 @@ def list_gpus() -> list[GPU]:
             return []
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         slice_of = _shown_slice(nvml, shown)
-        found = [_describe(nvml, index, slice_of) for index in range(nvml.nvmlDeviceGetCount())]
-    gpus = [gpu for gpu in found if gpu]
+        described = [_describe(nvml, index, slice_of) for index in range(nvml.nvmlDeviceGetCount())]
+    gpus = [gpu for gpu in described if gpu]
     visible = _visible(shown, gpus)
     return [replace(gpu, is_visible=gpu.uuid in visible) for gpu in gpus]
 
@@ -208,13 +208,13 @@ def _named(text: str, gpus: list[GPU]) -> Iterator[GPU]:
     first, dash, last = text.partition("-")
     if first.isdecimal() and (not dash or last.isdecimal()):
         wanted = range(int(first), int(last if dash else first) + 1)
-        found = [gpu for gpu in gpus if gpu.index in wanted]
-        yield from found if len(found) == len(wanted) else []
+        matching = [gpu for gpu in gpus if gpu.index in wanted]
+        yield from matching if len(matching) == len(wanted) else []
     elif text.startswith(UUIDS):
-        found = [gpu for gpu in gpus if gpu.uuid.startswith(text)]
-        if len(found) > 1:
-            raise ValueError(f"{text!r} is short for several: {', '.join(gpu.uuid for gpu in found)}.")
-        yield from found
+        matching = [gpu for gpu in gpus if gpu.uuid.startswith(text)]
+        if len(matching) > 1:
+            raise ValueError(f"{text!r} is short for several: {', '.join(gpu.uuid for gpu in matching)}.")
+        yield from matching
 
 
 def _visible(shown: str | None, gpus: list[GPU]) -> set[str]:
@@ -224,16 +224,16 @@ def _visible(shown: str | None, gpus: list[GPU]) -> set[str]:
     """
     if shown is None:
         return {gpu.uuid for gpu in gpus}
-    found = list[str]()
+    uuids = list[str]()
     for part in shown.split(","):
         is_uuid = part.startswith(UUIDS)
         matching = [gpu for gpu in gpus if str(gpu.index) == part.strip() or (is_uuid and gpu.uuid.startswith(part))]
         if len(matching) != 1:
             break
-        if matching[0].uuid in found:  # CUDA then shows none at all
+        if matching[0].uuid in uuids:  # CUDA then shows none at all
             return set()
-        found.append(matching[0].uuid)
-    return set(found)
+        uuids.append(matching[0].uuid)
+    return set(uuids)
 
 
 @contextlib.contextmanager

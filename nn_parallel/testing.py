@@ -83,8 +83,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show what the ranks tell, in the place of a traceback that ends where they were called."""
     report = yield
-    if report.when == "call" and report.failed and (told := item.stash.get(_TOLD, None)):
-        report.longrepr = told
+    if report.when == "call" and report.failed and (tracebacks := item.stash.get(_TOLD, None)):
+        report.longrepr = tracebacks
     return report
 
 
@@ -160,6 +160,6 @@ def _told_by_all(error: RankError) -> str:
     ranks = dict[str, list[int]]()
     for rank, failure in error.failures.items():
         cause = failure.__cause__
-        told = cause.tb if isinstance(cause, RemoteTraceback) else f"{type(failure).__name__}: {failure}\n"
-        ranks.setdefault(told, []).append(rank)
-    return "\n".join(f"On {rank_names(some)}:\n\n{told}" for told, some in ranks.items())
+        text = cause.tb if isinstance(cause, RemoteTraceback) else f"{type(failure).__name__}: {failure}\n"
+        ranks.setdefault(text, []).append(rank)
+    return "\n".join(f"On {rank_names(some)}:\n\n{text}" for text, some in ranks.items())

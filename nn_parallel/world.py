@@ -62,5 +62,5 @@ class World(_WorldTuple):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that logs and writes files."""
+        """True for rank 0, the one that logs and writes files."""
         return self.rank == 0

@@ -13,10 +13,10 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def descendants_of(pid: int) -> list[int]:
     """All that descends from a process, but for those that have lost their parent."""
-    found = [pid]
-    for each in found:  # it grows on the way
-        found += children_of(each)
-    return found[1:]
+    pids = [pid]
+    for parent in pids:  # it grows on the way
+        pids += children_of(parent)
+    return pids[1:]
 
 
 def children_of(pid: int) -> list[int]:

@@ -31,17 +31,17 @@ def existing_device(device: torch.device | str) -> torch.device:
         raise ValueError(f"{device!r} is not a device: {str(error).splitlines()[0]}") from None
     if wanted.type in ("cpu", "meta"):
         return wanted
-    found = accelerators()
-    if not found:
+    available = accelerators()
+    if not available:
         _warn_no_accelerator_once(str(device))
         return torch.device("cpu")
-    if wanted.type not in ("cuda", found[0].type):
-        raise ValueError(f"There is no {wanted}: {what_exists(found)}.")
+    if wanted.type not in ("cuda", available[0].type):
+        raise ValueError(f"There is no {wanted}: {what_exists(available)}.")
     _, _, number = text.partition(":")  # torch keeps eight bits of it: 256 would be 0
-    index = int(number) if number else current_index(found[0].type)
-    if index >= len(found):
-        raise ValueError(f"There is no {device}: {what_exists(found)}.")
-    return found[index]
+    index = int(number) if number else current_index(available[0].type)
+    if index >= len(available):
+        raise ValueError(f"There is no {device}: {what_exists(available)}.")
+    return available[index]
 
 
 def named_device(device: torch.device | str | None) -> torch.device | None:
@@ -112,14 +112,14 @@ def parse_devices(devices: str | torch.device | Sequence[str | torch.device | in
     Raises:
         ValueError: one of them does not exist, or the text is none of these; the message says what exists.
     """
-    found = accelerators()
+    available = accelerators()
     if isinstance(devices, torch.device):
         devices = [devices]
     if isinstance(devices, str):
         devices = [part.strip() for part in devices.split(",")]
-    chosen = [device for part in devices for device in _expand(part, found)]
+    chosen = [device for part in devices for device in _expand(part, available)]
     if not chosen:
-        raise ValueError(f"devices names no device; {what_exists(found)}.")
+        raise ValueError(f"devices names no device; {what_exists(available)}.")
     if len({device.type for device in chosen}) > 1:
         raise ValueError(f"devices mixes {' and '.join(sorted({d.type for d in chosen}))}: one pool has one kind.")
     return chosen
@@ -138,16 +138,16 @@ def choose_devices(
     """
     if num_gpus is not None and devices is not None:
         raise TypeError(f"num_gpus={num_gpus} and devices={devices!r} both choose the devices: give one of them.")
-    found = accelerators()
-    num_gpus = None if num_gpus is None else count("num_gpus", num_gpus, f"; {what_exists(found)}")
-    num_workers = None if num_workers is None else count("num_workers", num_workers, f"; {what_exists(found)}")
+    available = accelerators()
+    num_gpus = None if num_gpus is None else count("num_gpus", num_gpus, f"; {what_exists(available)}")
+    num_workers = None if num_workers is None else count("num_workers", num_workers, f"; {what_exists(available)}")
     cpu = torch.device("cpu")
     if devices is not None:
         chosen = parse_devices(devices)
-    elif found:
-        if num_gpus is not None and num_gpus > len(found):
-            raise ValueError(f"num_gpus={num_gpus} asks for more than there are: {what_exists(found)}.")
-        chosen = found[:num_gpus]
+    elif available:
+        if num_gpus is not None and num_gpus > len(available):
+            raise ValueError(f"num_gpus={num_gpus} asks for more than there are: {what_exists(available)}.")
+        chosen = available[:num_gpus]
     else:
         chosen = [cpu] * (num_gpus or 1)
     if num_workers is None:
@@ -182,17 +182,17 @@ def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
     Raises:
         LaunchError: fewer accelerators than ranks.
     """
-    found = accelerators()
-    if not found:
+    available = accelerators()
+    if not available:
         return torch.device("cpu")
-    if len(found) == 1:
-        return found[0]
-    if len(found) < local_world_size:
+    if len(available) == 1:
+        return available[0]
+    if len(available) < local_world_size:
         raise LaunchError(
-            f"{local_world_size} ranks run on this node and {what_exists(found)}: start at most {len(found)} "
+            f"{local_world_size} ranks run on this node and {what_exists(available)}: start at most {len(available)} "
             "ranks per node, or pass device= to share one on purpose."
         )
-    return found[local_rank]
+    return available[local_rank]
 
 
 def as_table(rows: Sequence[Sequence[str]]) -> str:
@@ -275,35 +275,35 @@ def _is_of_a_library(fn: Callable[..., Any]) -> bool:
     return is_installed(getattr(fn, "__module__", None))
 
 
-def _expand(part: str | torch.device | int, found: list[torch.device]) -> list[torch.device]:
+def _expand(part: str | torch.device | int, available: list[torch.device]) -> list[torch.device]:
     text = str(part).strip()
     if text in ALL_ACCELERATORS:
-        if not found:
+        if not available:
             raise ValueError(f"devices={text!r} asks for accelerators, and there is none; 'cpu' asks for the CPU.")
-        return found
+        return available
     first, dash, last = text.partition("-")
     if first.isdecimal() and (not dash or last.isdecimal()):
         wanted = range(int(first), int(last if dash else first) + 1)
-        if not wanted or wanted[-1] >= len(found):
-            raise ValueError(f"There is no accelerator {text}: {what_exists(found)}.")
-        return [found[index] for index in wanted]
+        if not wanted or wanted[-1] >= len(available):
+            raise ValueError(f"There is no accelerator {text}: {what_exists(available)}.")
+        return [available[index] for index in wanted]
     try:
         device = torch.device(text)
     except RuntimeError:
-        raise ValueError(f"{text!r} names no device; {what_exists(found)}.") from None
+        raise ValueError(f"{text!r} names no device; {what_exists(available)}.") from None
     if device.type == "cpu":
         return [torch.device("cpu")]
-    if device not in found or text != str(device):  # torch keeps eight bits of the index: 256 would be 0
-        raise ValueError(f"There is no {text}: {what_exists(found)}.")
+    if device not in available or text != str(device):  # torch keeps eight bits of the index: 256 would be 0
+        raise ValueError(f"There is no {text}: {what_exists(available)}.")
     return [device]
 
 
-def what_exists(found: list[torch.device]) -> str:
-    if not found:
+def what_exists(available: list[torch.device]) -> str:
+    if not available:
         return "this machine has no accelerator, only the cpu"
-    if len(found) == 1:
-        return f"the only accelerator is {found[0]}"
-    return f"the accelerators are {found[0]} to {found[-1]}"
+    if len(available) == 1:
+        return f"the only accelerator is {available[0]}"
+    return f"the accelerators are {available[0]} to {available[-1]}"
 
 
 def _warn_no_accelerator_once(wanted: str) -> None:

@@ -30,10 +30,10 @@ def _search(
             return path, part
         seen.add(id(part))
         inner = dict(_parts(part, path))
-        found = _search(inner, can_be_pickled, seen, levels - 1)
+        culprit = _search(inner, can_be_pickled, seen, levels - 1)
         # Where all inner parts that fail lead back to where we came from, it is not a part of this one that fails.
-        if found or not any(id(value) in seen for value in inner.values()):
-            return found or (path, part)
+        if culprit or not any(id(value) in seen for value in inner.values()):
+            return culprit or (path, part)
     return None
 
 

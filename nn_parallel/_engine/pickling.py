@@ -212,23 +212,23 @@ class _Unpickler(pickle.Unpickler):
     _parts: dict[int, list[tuple[int, Buffer]]]
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
+        obj = super().find_class(module, name)
         # What is returned must not refer to the unpickler, whose memo holds it: all that was unpickled would live on
         # in a cycle.
         device = self._device
         shared = self._shared
         parts = self._parts
-        if found is _small_storage:
+        if obj is _small_storage:
             return lambda buffer, on_accelerator: _rebuild_storage([(0, buffer)], on_accelerator, device)
-        if found is _large_storage:
+        if obj is _large_storage:
             return lambda number, on_accelerator: _rebuild_storage(
                 parts.get(number, _NONE_USED), on_accelerator, device
             )
-        if found is _shared_storage:
+        if obj is _shared_storage:
             return lambda index, size: _rebuild_storage([(0, _last(memoryview(shared[index]), size))])
         if module == "torch._utils" and name == "_rebuild_tensor_v3":
             return _rebuild_tensor_of_any_dtype
-        return found
+        return obj
 
 
 class _Storage:
@@ -301,10 +301,10 @@ def _is_atomic(obj: Any) -> bool:
 def module_defining(obj: Any) -> types.ModuleType | None:
     """Return the module that has ``obj`` under the names in ``__module__`` and ``__qualname__``, or None."""
     module = sys.modules.get(getattr(obj, "__module__", None) or "")
-    found: Any = module
+    value: Any = module
     for name in (getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or "").split("."):
-        found = getattr(found, name, None)
-    return module if found is obj else None
+        value = getattr(value, name, None)
+    return module if value is obj else None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -57,7 +57,7 @@ class Spin:
         """Call ``look``, which takes no time, until its result is true or the time is over; return the last result."""
         end = time.monotonic() + SPIN_S
         while self.offer_core():
-            found = look()
-            if found or time.monotonic() >= end:
-                return found
+            result = look()
+            if result or time.monotonic() >= end:
+                return result
         return look()

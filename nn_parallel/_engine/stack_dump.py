@@ -42,18 +42,18 @@ def stacks_below(pid: int) -> dict[int, str]:
     if not program.exists():
         raise ImportError("stacks are read by py-spy, which is not installed: pip install nn_parallel[debug]")
     stacks: dict[int, str] = {}
-    told = "there is no such process"
-    for each in [pid, *descendants_of(pid)]:
-        command = [str(program), "dump", "--json", "--pid", str(each)]
-        if is_stopped(each):
+    problem = "there is no such process"
+    for process in [pid, *descendants_of(pid)]:
+        command = [str(program), "dump", "--json", "--pid", str(process)]
+        if is_stopped(process):
             command.append("--nonblocking")  # py-spy cannot stop it
         done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_WITHIN_S)
         if done.returncode == 0:
-            stacks[each] = _main_thread(each, json.loads(done.stdout))
-        elif each == pid and os.path.exists(f"/proc/{pid}"):
-            told = done.stderr.strip().partition("\n")[0].removeprefix("Error: ")
+            stacks[process] = _main_thread(process, json.loads(done.stdout))
+        elif process == pid and os.path.exists(f"/proc/{pid}"):
+            problem = done.stderr.strip().partition("\n")[0].removeprefix("Error: ")
     if not stacks:
-        raise ValueError(f"py-spy finds no Python process with the id {pid} or below it: {told}.")
+        raise ValueError(f"py-spy finds no Python process with the id {pid} or below it: {problem}.")
     return stacks
 
 

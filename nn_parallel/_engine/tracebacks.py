@@ -84,21 +84,21 @@ def hide_own_frames() -> None:
 
 def _own_errors(error: BaseException) -> list[BaseException]:
     """Return the errors of this package among ``error``, its causes and its contexts, each with its leaves."""
-    found = list[BaseException]()
+    errors = list[BaseException]()
     seen = set[int]()
     waiting = [(error, False)]
     while waiting:
-        each, is_leaf = waiting.pop()
-        if id(each) in seen:
+        current, is_leaf = waiting.pop()
+        if id(current) in seen:
             continue
-        seen.add(id(each))
-        is_own = is_leaf or isinstance(each, ParallelError)
+        seen.add(id(current))
+        is_own = is_leaf or isinstance(current, ParallelError)
         if is_own:
-            found.append(each)
-        if isinstance(each, BaseExceptionGroup):
-            waiting += [(leaf, is_own) for leaf in each.exceptions]
-        waiting += [(other, False) for other in (each.__cause__, each.__context__) if other is not None]
-    return found
+            errors.append(current)
+        if isinstance(current, BaseExceptionGroup):
+            waiting += [(leaf, is_own) for leaf in current.exceptions]
+        waiting += [(other, False) for other in (current.__cause__, current.__context__) if other is not None]
+    return errors
 
 
 def _without_own_frames(frames: TracebackType | None) -> TracebackType | None:

@@ -112,10 +112,10 @@ def check_alike(loader: LoaderId | None, name: str, draws: Draws) -> None:
             other = None if text is None else decode(Draws, key, text)
             if other is not None and other.loader == draws.loader and other.iteration >= draws.iteration:
                 break
-            found = context.connection.swap(key, text or "", mine)
-            if found == mine:
+            present = context.connection.swap(key, text or "", mine)
+            if present == mine:
                 return
-            text = found
+            text = present
     except ParallelError:
         return
     if draws.is_of_iteration(other) and (why := _difference(draws, other)):

@@ -228,13 +228,13 @@ def _read_on_all(path: Path) -> dict[str, Any]:
             return error
         return identity
 
-    told = on_rank(0, broadcast=True)(load_checkpoint)()
-    if isinstance(told, Exception):
-        raise told
+    answer = on_rank(0, broadcast=True)(load_checkpoint)()
+    if isinstance(answer, Exception):
+        raise answer
     if saved is None:
         with contextlib.suppress(OSError, ValueError):
             own, identity = read_checkpoint(path)
-            saved = own if identity == told else None
+            saved = own if identity == answer else None
     on_every_rank: Any = saved if all_ranks(saved is not None) else broadcast(saved)
     return dict(on_every_rank)
 

@@ -124,8 +124,8 @@ def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]
     except TransferError as error:
         packed = dumps((None, str(error)))
     gathered = all_gather_packed(packed, group)
-    told = zip(ranks_of(group), gathered, strict=True)
-    if problems := [f"Rank {rank}: {problem}" for rank, (_, problem) in told if problem]:
+    answers = zip(ranks_of(group), gathered, strict=True)
+    if problems := [f"Rank {rank}: {problem}" for rank, (_, problem) in answers if problem]:
         raise TransferError("\n".join(problems))
     return [obj for obj, _ in gathered]
 

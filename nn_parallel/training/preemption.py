@@ -34,5 +34,5 @@ def stop_requested() -> bool:
                 sys.exit(os.EX_TEMPFAIL)  # 75: start this again
     """
     listen()
-    here = blocks_of(join_launched_world())
-    return is_asked() if here is None else is_reached(here)
+    blocks = blocks_of(join_launched_world())
+    return is_asked() if blocks is None else is_reached(blocks)

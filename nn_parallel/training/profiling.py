@@ -39,8 +39,8 @@ class RankProfile:
         self.communication: list[float] = []
 
     def __str__(self) -> str:
-        told = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(self.communication))
-        return f"Communication took {told} of {max(self.seconds, default=0.0):.2f} s"
+        shares = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(self.communication))
+        return f"Communication took {shares} of {max(self.seconds, default=0.0):.2f} s"
 
 
 @contextlib.contextmanager

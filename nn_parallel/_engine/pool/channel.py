@@ -234,8 +234,8 @@ def no_room(error: OSError) -> TransferError:
 
     The kernel limits the descriptors in flight per user to RLIMIT_NOFILE, and then fails with ETOOMANYREFS (unix(7)).
     """
-    told = f"for {ROOM_WITHIN_S:g} s too many have been on their way to processes that do not receive them"
-    return TransferError(f"No room for the descriptors of shared tensors: {told} ({error}).")
+    why = f"for {ROOM_WITHIN_S:g} s too many have been on their way to processes that do not receive them"
+    return TransferError(f"No room for the descriptors of shared tensors: {why} ({error}).")
 
 
 def _packets(header: Any, payload: Payload | None) -> list[_Packet]:

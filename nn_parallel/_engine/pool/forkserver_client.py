@@ -79,16 +79,16 @@ class ServerConnection:
             text = b""
         if not text:
             raise EOFError
-        told: dict[str, Any] = json.loads(text)
-        key = told["key"]
-        if "errno" in told:
-            return Exited(key, os.EX_OSERR, f"It could not be forked: {os.strerror(told['errno'])}.")
-        if "pid" in told:
-            return Forked(key, told["pid"])
-        evidence = f"Its memory use peaked at {told['max_rss_kib'] // 1024} MiB."
+        message: dict[str, Any] = json.loads(text)
+        key = message["key"]
+        if "errno" in message:
+            return Exited(key, os.EX_OSERR, f"It could not be forked: {os.strerror(message['errno'])}.")
+        if "pid" in message:
+            return Forked(key, message["pid"])
+        evidence = f"Its memory use peaked at {message['max_rss_kib'] // 1024} MiB."
         if kills := self._oom_kills.since_last_asked():
             evidence += f" The kernel's out-of-memory killer counted {kills} kill{'s' * (kills > 1)} in this cgroup."
-        return Exited(key, told["exitcode"], evidence)
+        return Exited(key, message["exitcode"], evidence)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -101,19 +101,19 @@ class _ForkServer:
 
     def __init__(self) -> None:
         self.owner = os.getpid()
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [entry for entry in sys.path if isinstance(entry, str)]
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        arguments = [str(theirs.fileno()), str(self.owner), *path]
+        arguments = [str(server_end.fileno()), str(self.owner), *path]
         self._process = subprocess.Popen(
             [sys.executable, *flags, "-c", _SERVE, *arguments],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[server_end.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # it prints nothing, and each worker has a pipe of its own
             stderr=subprocess.DEVNULL if sys.__stderr__ is None else 2,
             process_group=0,  # so that Ctrl-C is the parent's alone
         )
-        theirs.close()
+        server_end.close()
 
     @property
     def pid(self) -> int:
@@ -126,14 +126,14 @@ class _ForkServer:
             ConnectionError: the server has ended.
             TransferError: too many descriptors are on their way.
         """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        pool_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_end:
             try:
-                send_fds(self._control, b"p", [theirs.fileno()])
+                send_fds(self._control, b"p", [server_end.fileno()])
             except BaseException:
-                ours.close()
+                pool_end.close()
                 raise
-        return ours
+        return pool_end
 
     def stop(self) -> None:
         """End the server and all that it started; in a fork of its owner, only let go of it."""

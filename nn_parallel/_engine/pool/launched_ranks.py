@@ -48,7 +48,7 @@ class LaunchedRanks:
 
     @property
     def has_ended(self) -> bool:
-        """Whether this backend takes no more calls."""
+        """True once this backend takes no more calls."""
         return self._closed
 
     def check_choice(self, num_gpus: int | None, devices: Any, num_workers: int | None, engine: str) -> None:

@@ -104,8 +104,8 @@ class Pool:
             blocks = _growing_blocks(items) if is_plain else ([args] for args in items)
             return progress.counted(self._map(fn, blocks, options, timeout_s, progress.name))
         chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
-        each = functools.partial(call_each, fn)  # no more than that, so that the workers can keep it
-        results = self._map(each, ([(chunk,)] for chunk in chunks), options, timeout_s, progress.name)
+        call_chunk = functools.partial(call_each, fn)  # no more than that, so that the workers can keep it
+        results = self._map(call_chunk, ([(chunk,)] for chunk in chunks), options, timeout_s, progress.name)
         return progress.counted(_joined(results))
 
     def put(self, obj: Any) -> Any:

@@ -74,16 +74,16 @@ class LocalSite:
     def _hear(self) -> None:
         """Follow what the fork server tells."""
         try:
-            told = self._server.receive()
+            message = self._server.receive()
         except EOFError:
             self._server_ended()
             return
-        worker = self._workers[told.key]
-        if isinstance(told, Forked):
-            worker.pid = told.pid
+        worker = self._workers[message.key]
+        if isinstance(message, Forked):
+            worker.pid = message.pid
             self._events.forked(worker)
         else:
-            self._worker_exited(worker, told)
+            self._worker_exited(worker, message)
 
     def _worker_exited(self, worker: WorkerProcess, exited: Exited) -> None:
         del self._workers[worker.key]

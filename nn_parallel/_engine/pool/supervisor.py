@@ -655,9 +655,9 @@ def _timeout_error(task: Task | None, late: Iterable[WorkerRecord]) -> RankTimeo
     late = sorted(late, key=lambda record: record.worker.rank)
     stacks = {record.worker.rank: record.where_it_stands() for record in late}
     sites = by_call_site({f"rank {record.worker.rank}": record.stack for record in late})
-    told = "\n".join(f"{record.worker.description}:\n{stacks[record.worker.rank]}" for record in late)
+    details = "\n".join(f"{record.worker.description}:\n{stacks[record.worker.rank]}" for record in late)
     return RankTimeoutError(
-        f"{what} did not end within {limit}. Where its workers stand:\n{sites}\n\n{told}",
+        f"{what} did not end within {limit}. Where its workers stand:\n{sites}\n\n{details}",
         ranks=list(stacks),
         stacks=stacks,
     )

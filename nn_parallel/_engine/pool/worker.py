@@ -299,15 +299,15 @@ class TaskRunner:
 
     def _say_returned(self, task: TaskHeader, name: str) -> None:
         """For the ranks that are still in the run: this one makes no call or collective before all have ended it."""
-        here = blocks_of(self._rank)
-        assert here is not None
-        here.reports.post(HAS_LEFT)  # makes no more calls in this generation
+        blocks = blocks_of(self._rank)
+        assert blocks is not None
+        blocks.reports.post(HAS_LEFT)  # makes no more calls in this generation
         if not dist.is_initialized():
             return
         others = [rank for rank in range(task.ranks.world_size) if rank != self._index]
         next_run = Progress(task.generation + (1 << 32), 0, WAITING)
-        here.watch()  # tells the others
-        self._reports = here.reports
+        blocks.watch()  # tells the others
+        self._reports = blocks.reports
         self._reports.waits = Waits(f"has returned from {name}", tuple(others), next_run)
 
     def _enter(self, task: TaskHeader, generation: int) -> RankContext:
@@ -325,10 +325,12 @@ class TaskRunner:
         return self._rank
 
     def _world_of(self, nodes: Sequence[int]) -> World:
-        mine = nodes[self._index]
-        before = nodes[: self._index].count(mine)
-        here = nodes.count(mine)
-        return World(False, self._index, before, len(nodes), self.device, mine, here, launcher="executor")
+        node = nodes[self._index]
+        local_rank = nodes[: self._index].count(node)
+        local_world_size = nodes.count(node)
+        return World(
+            False, self._index, local_rank, len(nodes), self.device, node, local_world_size, launcher="executor"
+        )
 
     def store_address(self, ranks: Ranks) -> tuple[str, int]:
         """Return host and port of the store of these ranks."""
@@ -371,17 +373,17 @@ def call_each(
 ) -> tuple[list[R], tuple[Exception, Failure] | None]:
     """Return the results of a chunk of a map, up to the first call that fails; and how that one has failed."""
     results: list[R] = []
-    here = current_world().device
+    own_device = current_world().device
     for item in items:
         try:
             result = in_this_process(call_on_device, fn, item, {}, device)
-            synchronize(here)
+            synchronize(own_device)
             results.append(result)
         except Interrupted:
             raise
         except BaseException as error:
-            packed = _pack_exception(error, f"a single task on {here}")
-            _recover(here)
+            packed = _pack_exception(error, f"a single task on {own_device}")
+            _recover(own_device)
             return results, loads(packed.pickle, [bytearray(buffer) for buffer in packed.buffers])
     return results, None
 

@@ -63,22 +63,22 @@ class WorkerProcess:
         self._has_task_last = False  # the last message to it was a task
         self._room_by: float | None = None  # until when descriptors must have been sent
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as given_away:
-            ours: list[socket.socket] = []
-            theirs: list[int] = []
+            pool_ends: list[socket.socket] = []
+            worker_fds: list[int] = []
             for kind in (socket.SOCK_SEQPACKET, socket.SOCK_STREAM):
-                here, there = socket.socketpair(socket.AF_UNIX, kind)
-                ours.append(on_failure.enter_context(here))
-                theirs.append(given_away.enter_context(there).fileno())
+                pool_end, worker_end = socket.socketpair(socket.AF_UNIX, kind)
+                pool_ends.append(on_failure.enter_context(pool_end))
+                worker_fds.append(given_away.enter_context(worker_end).fileno())
             self._output: list[Output] = []
             for name in ("stdout", "stderr"):
                 read, write = os.pipe()
                 given_away.callback(os.close, write)
                 on_failure.callback(os.close, read)
                 self._output.append(Output(read, name, rank, has_prefix=prefix_output))
-                theirs.append(write)
-            self.key = server.fork(theirs)
+                worker_fds.append(write)
+            self.key = server.fork(worker_fds)
             on_failure.pop_all()
-        sock, self._control = ours
+        sock, self._control = pool_ends
         self._channel = Channel(sock)
         self._printed = select.poll()
         for output in self._output:
@@ -94,7 +94,7 @@ class WorkerProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the process is stopped by a signal."""
+        """True while the process is stopped by a signal."""
         return is_stopped(self.pid)
 
     def set_up(self, directory: str) -> None:

@@ -472,9 +472,9 @@ def block(
     function: str, timeout_s: float | None = None, *, from_end: bool = False
 ) -> contextlib.AbstractContextManager[None]:
     """Return a block that all ranks run, see `Blocks.block`; plain code where this is the only rank."""
-    if (here := blocks_of(rank_context())) is None:
+    if (blocks := blocks_of(rank_context())) is None:
         return contextlib.nullcontext()
-    return here.block(here.call_of_all(function), timeout_s, from_end=from_end)
+    return blocks.block(blocks.call_of_all(function), timeout_s, from_end=from_end)
 
 
 def exceptions_in(failures: Mapping[int, BaseException]) -> dict[int, Exception]:

@@ -122,7 +122,7 @@ class RankContext:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this process is a fork of the rank, and may not use what belongs to the rank."""
+        """True if this process is a fork of the rank, and may not use what belongs to the rank."""
         return self._pid != os.getpid()
 
     @property
@@ -242,13 +242,13 @@ def _external_context() -> RankContext:
 def _device_of_foreign_rank(local_rank: int) -> torch.device:
     """Return the current device, unless that is the first one, which it also is where nobody has chosen any."""
     current = _current_device()
-    found = accelerators()
-    return found[local_rank] if current.index == 0 and local_rank < len(found) else current
+    available = accelerators()
+    return available[local_rank] if current.index == 0 and local_rank < len(available) else current
 
 
 def _current_device() -> torch.device:
-    found = accelerators()
-    return found[current_index(found[0].type)] if found else torch.device("cpu")
+    available = accelerators()
+    return available[current_index(available[0].type)] if available else torch.device("cpu")
 
 
 _joined: RankContext | None = None

@@ -67,12 +67,12 @@ def detect_launch(environ: Mapping[str, str]) -> Launch | None:
         >>> detect_launch(env).local_rank
         1
     """
-    told = _Told(environ)
-    present = {name: environ[name] for name in _REQUIRED if told.has(name)}
+    variables = _Variables(environ)
+    present = {name: environ[name] for name in _REQUIRED if variables.has(name)}
     if len(present) == len(_REQUIRED):
-        return _by_env(told)
+        return _by_env(variables)
     for detect in (_by_mpi, _by_slurm):
-        if (launch := detect(told)) is not None:
+        if (launch := detect(variables)) is not None:
             _check_agree(launch, present)
             return launch
     if present:
@@ -142,7 +142,7 @@ _SLURM = _Names(
 _LOCAL_RANKS = {names.local_rank for names in (*_MPI.values(), _SLURM)}
 
 
-class _Told:
+class _Variables:
     """The variables of an environment; an empty one counts as unset. It remembers which were used."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -190,36 +190,36 @@ class _Told:
         return host
 
 
-def _by_env(told: _Told) -> Launch:
+def _by_env(variables: _Variables) -> Launch:
     """By torchrun, or by the variables that ``env://`` needs, which a platform or a user has set."""
-    says_place = told.has("LOCAL_RANK")  # else all ranks are here
+    says_place = variables.has("LOCAL_RANK")  # else all ranks are here
     local_rank = "LOCAL_RANK" if says_place else "RANK"
-    local_world_size = "LOCAL_WORLD_SIZE" if says_place and told.has("LOCAL_WORLD_SIZE") else "WORLD_SIZE"
-    is_torchrun = told.has("TORCHELASTIC_RUN_ID")
+    local_world_size = "LOCAL_WORLD_SIZE" if says_place and variables.has("LOCAL_WORLD_SIZE") else "WORLD_SIZE"
+    is_torchrun = variables.has("TORCHELASTIC_RUN_ID")
     names = _Names("RANK", "WORLD_SIZE", local_rank, local_world_size)
-    launch = _launch(told, "torchrun" if is_torchrun else "env", names)
+    launch = _launch(variables, "torchrun" if is_torchrun else "env", names)
     if not says_place:
-        _check_ranks_are_of_processes(told, launch)
-    nodes = told.number("GROUP_WORLD_SIZE", at_least=1) if told.has("GROUP_WORLD_SIZE") else 0
+        _check_ranks_are_of_processes(variables, launch)
+    nodes = variables.number("GROUP_WORLD_SIZE", at_least=1) if variables.has("GROUP_WORLD_SIZE") else 0
     if is_torchrun and nodes * launch.local_world_size == launch.world_size:
         # With --virtual-local-rank every LOCAL_RANK is 0.
         launch = replace(launch, local_rank=launch.rank % launch.local_world_size)
     return replace(
         launch,
-        node_rank=told.number("GROUP_RANK") if told.has("GROUP_RANK") else launch.node_rank,
-        launcher_hosts_store=told.has("TORCHELASTIC_USE_AGENT_STORE")
-        and told.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=told.number("TORCHELASTIC_RESTART_COUNT") if told.has("TORCHELASTIC_RESTART_COUNT") else 0,
-        one_node=nodes == 1 if nodes else is_loopback(launch.master_addr) and not _of_nodes(told),
-        told_by=tuple(told.names),
+        node_rank=variables.number("GROUP_RANK") if variables.has("GROUP_RANK") else launch.node_rank,
+        launcher_hosts_store=variables.has("TORCHELASTIC_USE_AGENT_STORE")
+        and variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=variables.number("TORCHELASTIC_RESTART_COUNT") if variables.has("TORCHELASTIC_RESTART_COUNT") else 0,
+        one_node=nodes == 1 if nodes else is_loopback(launch.master_addr) and not _of_nodes(variables),
+        told_by=tuple(variables.names),
     )
 
 
-def _by_mpi(told: _Told) -> Launch | None:
+def _by_mpi(variables: _Variables) -> Launch | None:
     """By the mpirun of Open MPI, or by Hydra, which MPICH and Intel MPI start their ranks with."""
     for launcher, names in _MPI.items():
-        if told.has(names.rank, names.local_rank):
-            return _launch(told, launcher, names)
+        if variables.has(names.rank, names.local_rank):
+            return _launch(variables, launcher, names)
     return None
 
 
@@ -235,25 +235,25 @@ def _proxy_of_hydra() -> int:
     return 0
 
 
-def _by_slurm(told: _Told) -> Launch | None:
+def _by_slurm(variables: _Variables) -> Launch | None:
     """By srun. A batch script has some of these variables too; only a step tells its tasks and nodes."""
-    if not told.has(_SLURM.world_size, "SLURM_STEP_NODELIST"):
+    if not variables.has(_SLURM.world_size, "SLURM_STEP_NODELIST"):
         return None
     # `srun --pty bash`, and a notebook in there; a step inside inherits the variable alone.
-    if told.has("SLURM_PTY_PORT") and (has_terminal() or "ipykernel.kernelapp" in sys.modules):
+    if variables.has("SLURM_PTY_PORT") and (has_terminal() or "ipykernel.kernelapp" in sys.modules):
         return None
-    world_size = told.number(_SLURM.world_size, at_least=1)
+    world_size = variables.number(_SLURM.world_size, at_least=1)
     if world_size == 1:
         return None
-    host = told.parsed("SLURM_STEP_NODELIST", first_host)
-    tasks = told.parsed(_SLURM.local_world_size, task_counts)
+    host = variables.parsed("SLURM_STEP_NODELIST", first_host)
+    tasks = variables.parsed(_SLURM.local_world_size, task_counts)
     if sum(tasks) != world_size:
         raise LaunchError(
-            f"SLURM_STEP_TASKS_PER_NODE={told.text(_SLURM.local_world_size)} counts {sum(tasks)} tasks, and "
+            f"SLURM_STEP_TASKS_PER_NODE={variables.text(_SLURM.local_world_size)} counts {sum(tasks)} tasks, and "
             f"SLURM_STEP_NUM_TASKS={world_size}: they contradict each other."
         )
-    node_rank = told.number("SLURM_NODEID", below=len(tasks), because=f"the step has {len(tasks)} nodes")
-    return _launch(told, "slurm", _SLURM, tasks[node_rank], node_rank, host)
+    node_rank = variables.number("SLURM_NODEID", below=len(tasks), because=f"the step has {len(tasks)} nodes")
+    return _launch(variables, "slurm", _SLURM, tasks[node_rank], node_rank, host)
 
 
 def first_host(text: str) -> str:
@@ -275,7 +275,7 @@ def task_counts(text: str) -> list[int]:
 
 
 def _launch(
-    told: _Told,
+    variables: _Variables,
     launcher: str,
     names: _Names,
     local_world_size: int | None = None,
@@ -283,16 +283,16 @@ def _launch(
     first_host: str | None = None,
 ) -> Launch:
     """Return the launch that the variables ``names`` describe; without MASTER_ADDR the store is on ``first_host``."""
-    world_size = told.number(names.world_size, at_least=1)
+    world_size = variables.number(names.world_size, at_least=1)
     of_all = f"{names.world_size}={world_size}"
-    rank = told.number(names.rank, below=world_size, because=of_all)
+    rank = variables.number(names.rank, below=world_size, because=of_all)
     if local_world_size is None:
-        local_world_size = told.number(names.local_world_size, at_least=1, below=world_size + 1, because=of_all)
+        local_world_size = variables.number(names.local_world_size, at_least=1, below=world_size + 1, because=of_all)
     of_node = f"{local_world_size} ranks run on this node"
-    local_rank = told.number(names.local_rank, below=local_world_size, because=of_node)
+    local_rank = variables.number(names.local_rank, below=local_world_size, because=of_node)
     one_node = local_world_size == world_size
-    if told.has("MASTER_ADDR"):
-        first_host = told.host("MASTER_ADDR")
+    if variables.has("MASTER_ADDR"):
+        first_host = variables.host("MASTER_ADDR")
     elif one_node:
         first_host = "127.0.0.1"
     elif first_host is None:
@@ -300,10 +300,10 @@ def _launch(
             f"{local_world_size} of the {world_size} ranks that {launcher} started run on this node, and it does not "
             "say where rank 0 is. Set MASTER_ADDR to the host of rank 0, on every rank."
         )
-    if told.has("MASTER_PORT"):
-        port = told.number("MASTER_PORT", at_least=1, below=65536, because="it is a port")
+    if variables.has("MASTER_PORT"):
+        port = variables.number("MASTER_PORT", at_least=1, below=65536, because="it is a port")
     else:  # one that follows from the job, alike on all its ranks
-        job = " ".join([launcher, *(told.text(name) for name in names.job if told.has(name))])
+        job = " ".join([launcher, *(variables.text(name) for name in names.job if variables.has(name))])
         if launcher == "hydra" and one_node:
             job += f" {_proxy_of_hydra()}"
         port = _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
@@ -317,14 +317,14 @@ def _launch(
         master_addr="127.0.0.1" if is_loopback(first_host) else first_host,
         master_port=port,
         one_node=one_node,
-        told_by=tuple(told.names),
+        told_by=tuple(variables.names),
     )
 
 
-def _check_ranks_are_of_processes(told: _Told, launch: Launch) -> None:
+def _check_ranks_are_of_processes(variables: _Variables, launch: Launch) -> None:
     """Raise if RANK may be the rank of a node: a platform that starts one pod a node leaves its processes to us."""
     is_here = launch.world_size == 1 or is_loopback(launch.master_addr) or launch.master_addr == socket.gethostname()
-    why = _of_nodes(told) or ("" if is_here else f"MASTER_ADDR={launch.master_addr} is another host")
+    why = _of_nodes(variables) or ("" if is_here else f"MASTER_ADDR={launch.master_addr} is another host")
     if why:
         raise LaunchError(
             f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} are set and {why}, so LOCAL_RANK, this process's "
@@ -333,14 +333,14 @@ def _check_ranks_are_of_processes(told: _Told, launch: Launch) -> None:
         )
 
 
-def _of_nodes(told: _Told) -> str:
+def _of_nodes(variables: _Variables) -> str:
     """Return the variable in which a platform counts nodes, or the processes of each, and what follows; else nothing.
 
     Where it does, a master called localhost may be how one node knows itself, and RANK may number the nodes.
     """
     for name in (*_NODE_COUNTS, *_PROCESSES_PER_NODE):
-        if told.has(name) and (name in _PROCESSES_PER_NODE or told.text(name) != "1"):
-            return f"{name}={told.text(name)} speaks of nodes with ranks of their own"
+        if variables.has(name) and (name in _PROCESSES_PER_NODE or variables.text(name) != "1"):
+            return f"{name}={variables.text(name)} speaks of nodes with ranks of their own"
     return ""
 
 

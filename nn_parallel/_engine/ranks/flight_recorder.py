@@ -57,15 +57,15 @@ def entered(last: Sequence[Collective]) -> dict[str, int]:
 
     Exactly, where the group is among ``last``. The sequence number of any other counts point-to-point operations too.
     """
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for group, name in list(dist.distributed_c10d._world.pg_names.items()):
         try:
             backend = group._get_backend(torch.device("cpu"))
         except RuntimeError:  # it has none
             continue
         if type(backend) is dist.ProcessGroupGloo:
-            found[name] = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]  # missing in the stubs
-    return found | {each.group: each.number for each in last if each.group in found}
+            numbers[name] = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]  # missing in the stubs
+    return numbers | {each.group: each.number for each in last if each.group in numbers}
 
 
 def next_group_id(backend: str = "gloo") -> int:
@@ -75,5 +75,5 @@ def next_group_id(backend: str = "gloo") -> int:
 
 def _dump(entries: bool, backend: str = "gloo") -> dict[str, Any]:
     dump = getattr(torch._C._distributed_c10d, DUMPS[backend], None)  # that of NCCL is missing in torch for the CPU
-    found: dict[str, Any] = {} if dump is None else json.loads(dump(entries, False))
-    return found
+    records: dict[str, Any] = {} if dump is None else json.loads(dump(entries, False))
+    return records

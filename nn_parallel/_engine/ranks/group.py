@@ -247,11 +247,11 @@ class Group:
         names = set(_groups().values()) - self._found
         if not names:
             return False
-        found = connected_at(_gloo_addresses(store))
+        connections = connected_at(_gloo_addresses(store))
         with self._closing:
             if times_closed != self.times_closed:  # they are those of closed groups, of whose names others may be now
                 return False
-            self._sockets.update(found)
+            self._sockets.update(connections)
             self._found |= names
         return True
 
@@ -326,8 +326,8 @@ def _set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> 
 
 
 @functools.cache
-def _warn_of_shared(told: str) -> None:
-    logger.warning("%s, which NCCL refuses: all collectives go by gloo, through the CPU.", told)
+def _warn_of_shared(reason: str) -> None:
+    logger.warning("%s, which NCCL refuses: all collectives go by gloo, through the CPU.", reason)
 
 
 def _put_back(name: str, value: str | None) -> None:

@@ -54,16 +54,16 @@ class Links:
         """Take what has come; return whether a rank is lost that was not before."""
         before = len(self.lost)
         for fd, _ in self._poll.poll(0):
-            found = self._sockets.get(fd)
-            if found is None:  # closed by another thread
+            sock = self._sockets.get(fd)
+            if sock is None:  # closed by another thread
                 continue
-            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 with contextlib.suppress(OSError):  # nobody else has come; or no descriptor is left
                     while True:
-                        connection, _ = found.accept()
+                        connection, _ = sock.accept()
                         end_if_unanswered(connection, self._lost_after_s, is_idle=True)
                         self._add(connection)
-            elif (how := self._read(found)) is not None:
+            elif (how := self._read(sock)) is not None:
                 self._poll.unregister(fd)
                 self._sockets.pop(fd).close()
                 if fd in self._rank_of:

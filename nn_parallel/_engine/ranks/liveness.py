@@ -107,8 +107,8 @@ def members(context: RankContext) -> list[Member]:
     """Wait until all ranks have told where they live; return that, in rank order."""
     keys = [member_key(rank) for rank in range(context.world_size)]
     context.connection.await_keys(keys, context.timeout)
-    found = [context.connection.read(key, Member) for key in keys]
-    return [member for member in found if member is not None]
+    records = [context.connection.read(key, Member) for key in keys]
+    return [member for member in records if member is not None]
 
 
 def shared_accelerator(context: RankContext) -> str:

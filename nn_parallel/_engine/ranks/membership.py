@@ -78,8 +78,8 @@ def initialize(
             raise LaunchError("The process group before could not be ended, on the accelerator: start a new process.")
         if context.open_store is not None and not dist.is_initialized():
             _make_group(context, backend, limit or context.timeout)
-        if here := blocks_of(context):
-            here.watch()
+        if blocks := blocks_of(context):
+            blocks.watch()
     except LaunchError as error:
         if not fallback:
             raise

@@ -54,8 +54,8 @@ def backends_of(group: dist.ProcessGroup) -> list[Any]:
     """Return the backends of ``group`` that have an abort of their own: all but gloo."""
     if type(group) is not dist.ProcessGroup:  # one that is written in Python is its own backend
         return [group]
-    found = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
-    return [backend for backend in found.values() if type(backend) is not dist.ProcessGroupGloo]
+    backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
+    return [backend for backend in backends.values() if type(backend) is not dist.ProcessGroupGloo]
 
 
 def error_of(groups: Iterable[dist.ProcessGroup], device: torch.device) -> dist.DistBackendError | None:
@@ -63,14 +63,14 @@ def error_of(groups: Iterable[dist.ProcessGroup], device: torch.device) -> dist.
 
     A connection that was lost is no error where all that was queued has come to its end: another rank may have left.
     """
-    told = {each for group in groups for each in _told_by(group)}
-    if not told or has_ended(device, times.ENDS_WITHIN_S):
+    errors = {each for group in groups for each in _told_by(group)}
+    if not errors or has_ended(device, times.ENDS_WITHIN_S):
         return None
-    if "TIMEOUT" in told:
+    if "TIMEOUT" in errors:
         return dist.DistBackendError(
             "NCCL: Timed out waiting for a collective, which did not end within the timeout of its process group."
         )
-    return dist.DistBackendError(f"NCCL: Connection closed by peer, or lost on the way to it ({min(told)}).")
+    return dist.DistBackendError(f"NCCL: Connection closed by peer, or lost on the way to it ({min(errors)}).")
 
 
 def has_ended(device: torch.device, within_s: float) -> bool:

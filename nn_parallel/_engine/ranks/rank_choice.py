@@ -18,8 +18,8 @@ def make_chooser(caller: str, rank: Any, local: bool = False) -> Callable[[Block
     """
     wanted = _checked_ranks(caller, rank)
     if local:
-        return lambda here: _local_ranks_in_world(caller, wanted[0], here)
-    return lambda here: _ranks_in_world(caller, wanted, here.world_size)
+        return lambda blocks: _local_ranks_in_world(caller, wanted[0], blocks)
+    return lambda blocks: _ranks_in_world(caller, wanted, blocks.world_size)
 
 
 def _checked_ranks(caller: str, rank: Any) -> tuple[int, ...]:
@@ -46,14 +46,14 @@ def _ranks_in_world(caller: str, ranks: Sequence[int], world_size: int) -> tuple
     return tuple(dict.fromkeys(rank % world_size for rank in ranks))
 
 
-def _local_ranks_in_world(caller: str, local_rank: int, here: Blocks) -> tuple[int, ...]:
+def _local_ranks_in_world(caller: str, local_rank: int, blocks: Blocks) -> tuple[int, ...]:
     ranks = tuple(
         rank
-        for rank, member in enumerate(members(here.context))
+        for rank, member in enumerate(members(blocks.context))
         if member.local_rank == (local_rank + member.local_world_size if local_rank < 0 else local_rank)
     )
     if not ranks:
-        count = here.context.world.local_world_size
+        count = blocks.context.world.local_world_size
         raise ValueError(
             f"{caller}({local_rank}) cannot run: {count} ranks run on this node, so a local rank is 0..{count - 1} (or "
             f"-{count}..-1 from the end)."

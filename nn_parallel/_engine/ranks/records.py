@@ -194,8 +194,8 @@ def rebuilt(failures: Mapping[int, Failure]) -> dict[int, Exception]:
 @functools.cache
 def known_exceptions() -> dict[str, type[Exception]]:
     """Return the exception types that are rebuilt from the store: builtin ones, torch's, and some of this package."""
-    found = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-    found += [dist.DistError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError]
-    found += [torch.OutOfMemoryError, torch.linalg.LinAlgError]
-    found += [ParallelError, ExecutorClosedError, LaunchError, RankTimeoutError, TransferError, WorkerDiedError]
-    return {qualified_name(kind): kind for kind in found if not issubclass(kind, ExceptionGroup)}
+    kinds = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    kinds += [dist.DistError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError]
+    kinds += [torch.OutOfMemoryError, torch.linalg.LinAlgError]
+    kinds += [ParallelError, ExecutorClosedError, LaunchError, RankTimeoutError, TransferError, WorkerDiedError]
+    return {qualified_name(kind): kind for kind in kinds if not issubclass(kind, ExceptionGroup)}

@@ -100,8 +100,8 @@ def _link(links: Links, launch: Launch, rank_0: Member | None) -> None:
 def _meet(context: RankContext, where: str, refusal: LaunchError | None) -> None:
     """Return once all ranks have come ``where`` they meet, and none has a ``refusal`` to tell."""
     with as_launch_error(where, context.world_size, context.timeout):
-        if (here := blocks_of(context)) is not None:
-            here.barrier(here.call_of_all("initialize_ddp()"), context.timeout.total_seconds(), refusal)
+        if (blocks := blocks_of(context)) is not None:
+            blocks.barrier(blocks.call_of_all("initialize_ddp()"), context.timeout.total_seconds(), refusal)
         elif refusal is not None:
             raise refusal
 

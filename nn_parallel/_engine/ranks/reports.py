@@ -159,9 +159,9 @@ class Reports:
             failed = self._connection.read(failures_key(rank), FailedCalls) or failed
             self._failed_calls[rank] = failed
         this = self.generation, self.number
-        for each in failed.kept:
-            if (each.generation, each.number) == this:
-                return each.failures
+        for failed_call in failed.kept:
+            if (failed_call.generation, failed_call.number) == this:
+                return failed_call.failures
         if failed.total > len(failed.kept) and this < (failed.kept[0].generation, failed.kept[0].number):
             raise ParallelError(
                 f"Rank {rank} has failed more than {FAILURES_KEPT} times since call {self.number}: whether that one "
@@ -234,12 +234,12 @@ class Reports:
         """Raise if ``rank`` makes, or made, another call under the number of the present one."""
         if report.progress.call < self.number:
             return
-        theirs = report.made_as(self.number)
+        other = report.made_as(self.number)
         # None if that call is too long ago to be known. Whether it has failed, the list of failures tells.
-        if theirs is not None and theirs.what != call.what:
+        if other is not None and other.what != call.what:
             self.post(self.phase)  # where this rank is, before it goes: the other may wait for it and must see it too
             raise ParallelError(
-                f"The ranks are not in the same call: rank {rank} made {theirs.what} at {theirs.site}, and rank "
+                f"The ranks are not in the same call: rank {rank} made {other.what} at {other.site}, and rank "
                 f"{self._rank} made {call}. Every rank must make the same calls in the same order: look for one inside "
                 "`if rank == ...`."
             )

@@ -44,30 +44,30 @@ def make_decorator(
         @functools.wraps(fn)
         def call_on_rank(*args: P.args, **kwargs: P.kwargs) -> R | None:
             __tracebackhide__ = True
-            here = blocks_of(join_launched_world())
-            if here is None:
+            blocks = blocks_of(join_launched_world())
+            if blocks is None:
                 return fn(*args, **kwargs)
-            ranks = choose(here)
-            if here.nested_in:
-                if not set(ranks) & set(here.nested_in):
+            ranks = choose(blocks)
+            if blocks.nested_in:
+                if not set(ranks) & set(blocks.nested_in):
                     raise ValueError(
                         f"{name} of rank {listed(ranks)} is called inside the body of a function of rank "
-                        f"{listed(here.nested_in)}: it would run nowhere."
+                        f"{listed(blocks.nested_in)}: it would run nowhere."
                     )
-                return fn(*args, **kwargs) if here.rank in ranks else None
+                return fn(*args, **kwargs) if blocks.rank in ranks else None
             if not wait:
-                if here.rank not in ranks:
+                if blocks.rank not in ranks:
                     return None
-                with here.nested(ranks):
+                with blocks.nested(ranks):
                     return fn(*args, **kwargs)
             call = Call(name, ranks, call_site())
             result: R | None = None
             packed: Packed | None = None
             try:
-                with _together(here, call, timeout_s, barrier) as runs:
+                with _together(blocks, call, timeout_s, barrier) as runs:
                     if runs:
                         result = fn(*args, **kwargs)
-                        if broadcast and here.rank == ranks[0]:
+                        if broadcast and blocks.rank == ranks[0]:
                             packed = dumps(result, lambda: {"the result": result})
                 if broadcast:
                     with block(name):  # a failure here frees all
@@ -85,38 +85,38 @@ def make_decorator(
 @contextlib.contextmanager
 def rank_first(choose: Callable[[Blocks], tuple[int, ...]], timeout_s: float | None) -> Iterator[None]:
     """Run the block of `nn_parallel.rank_first`, for the ranks that ``choose`` gives in a world."""
-    here = blocks_of(join_launched_world())
-    if here is None or here.nested_in:
+    blocks = blocks_of(join_launched_world())
+    if blocks is None or blocks.nested_in:
         yield
         return
-    call = Call("rank_first()", choose(here), call_site())
-    with _together(here, call, timeout_s) as goes_first:
+    call = Call("rank_first()", choose(blocks), call_site())
+    with _together(blocks, call, timeout_s) as goes_first:
         if goes_first:
             yield
     if not goes_first:
-        with here.nested(range(here.world_size)):
+        with blocks.nested(range(blocks.world_size)):
             yield
 
 
 def barrier(timeout_s: float | None) -> None:
     """Return once every rank has called this, as `nn_parallel.barrier` does."""
-    here = blocks_of(join_launched_world())
-    if here is not None:
-        here.raise_if_nested("barrier()")
-        here.barrier(here.call_of_all("barrier()"), timeout_s)
+    blocks = blocks_of(join_launched_world())
+    if blocks is not None:
+        blocks.raise_if_nested("barrier()")
+        blocks.barrier(blocks.call_of_all("barrier()"), timeout_s)
 
 
 def _together(
-    here: Blocks, call: Call, timeout_s: float | None, barrier: bool = False
+    blocks: Blocks, call: Call, timeout_s: float | None, barrier: bool = False
 ) -> contextlib.AbstractContextManager[bool]:
     """Make a call, or a block if several ranks run it: one may wait for another in a collective."""
     if len(call.ranks) == 1:
-        return here.call(call, timeout_s, barrier=barrier)
-    return _block_of_some(here, call, timeout_s)
+        return blocks.call(call, timeout_s, barrier=barrier)
+    return _block_of_some(blocks, call, timeout_s)
 
 
 @contextlib.contextmanager
-def _block_of_some(here: Blocks, call: Call, timeout_s: float | None) -> Iterator[bool]:
+def _block_of_some(blocks: Blocks, call: Call, timeout_s: float | None) -> Iterator[bool]:
     """Make a block that only some ranks run. Yields whether this one does."""
-    with here.block(call, timeout_s, from_end=True), here.nested(call.ranks):
-        yield here.rank in call.ranks
+    with blocks.block(call, timeout_s, from_end=True), blocks.nested(call.ranks):
+        yield blocks.rank in call.ranks

@@ -22,14 +22,14 @@ LISTEN_BACKLOG = 4096  # the kernel may hold fewer; all ranks of a node connect 
 
 def open_sockets() -> dict[int, int]:
     """Return the open sockets of this process, as ``{fd: inode}``; empty where the system does not tell."""
-    found = {}
+    inodes = {}
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode):
-                    found[int(name)] = status.st_ino
-    return found
+                    inodes[int(name)] = status.st_ino
+    return inodes
 
 
 def connected_since(before: dict[int, int], store: dist.Store) -> dict[int, int]:
@@ -39,13 +39,13 @@ def connected_since(before: dict[int, int], store: dist.Store) -> dict[int, int]
 
 def connected_to(port: int, before: dict[int, int]) -> dict[int, int]:
     """Return the connections of this process to a ``port``, on whatever host, that were not there before."""
-    found = {}
+    inodes = {}
     for fd, inode in open_sockets().items():
         if before.get(fd) != inode:
             with contextlib.suppress(OSError), _duplicate(fd) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
-                    found[fd] = inode
-    return found
+                    inodes[fd] = inode
+    return inodes
 
 
 def at_ports(ports: set[int]) -> list[int]:
@@ -175,8 +175,8 @@ def _interfaces() -> Iterator[tuple[str, set[str]]]:
                 socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line[0])) for line in of_ipv6 if line[5] == name
             }
             with contextlib.suppress(OSError):  # it has none of IPv4
-                found = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                addresses.add(socket.inet_ntoa(found[20:24]))
+                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                addresses.add(socket.inet_ntoa(answer[20:24]))
             if addresses:
                 yield name, addresses
 

@@ -60,24 +60,24 @@ def pass_on_to(ranks: AsksRanks) -> None:
         ranks.ask_to_stop()
 
 
-def is_reached(here: Blocks) -> bool:
+def is_reached(blocks: Blocks) -> bool:
     """Return whether the ranks stop at this call of `stop_requested`."""
-    here.raise_if_nested("stop_requested()")
-    here.stop_calls += 1
-    mine = StopCall(here.generation, here.stop_calls)
-    connection = here.context.connection
-    connection.write(stops_key(here.rank), mine)
+    blocks.raise_if_nested("stop_requested()")
+    blocks.stop_calls += 1
+    own_call = StopCall(blocks.generation, blocks.stop_calls)
+    connection = blocks.context.connection
+    connection.write(stops_key(blocks.rank), own_call)
     fixed = connection.get(STOP_KEY)
     if fixed is None and is_asked():
         fixed = connection.swap(STOP_KEY, "", ASKED)
-        logger.info("Rank %d has received %s: the ranks are asked to stop.", here.rank, _received)
+        logger.info("Rank %d has received %s: the ranks are asked to stop.", blocks.rank, _received)
     while fixed is not None:
         stop = decode(StopCall, STOP_KEY, fixed)
-        if stop.generation >= here.generation:
-            return mine >= stop
-        told = [connection.read(stops_key(rank), StopCall) for rank in range(here.world_size)]
-        last = max(each.call for each in told if each is not None and each.generation == here.generation)
-        fixed = connection.swap(STOP_KEY, fixed, encode(StopCall(here.generation, last + 1)))
+        if stop.generation >= blocks.generation:
+            return own_call >= stop
+        calls = [connection.read(stops_key(rank), StopCall) for rank in range(blocks.world_size)]
+        last = max(each.call for each in calls if each is not None and each.generation == blocks.generation)
+        fixed = connection.swap(STOP_KEY, fixed, encode(StopCall(blocks.generation, last + 1)))
     return False
 
 

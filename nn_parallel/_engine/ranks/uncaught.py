@@ -66,8 +66,8 @@ def _cause(context: RankContext) -> str:
     try:
         with contextlib.closing(Liveness(context, connection)) as liveness:
             for waited in looks(*times.POLL):
-                told = connection.read(UNCAUGHT_KEY, Uncaught)
-                if told is None:
+                uncaught = connection.read(UNCAUGHT_KEY, Uncaught)
+                if uncaught is None:
                     dead = (rank for rank in liveness.dead(_others(context)) if not has_left(context, connection, rank))
                     gone = [str(liveness.death(rank)) for rank in dead]
                     if waited > times.DIES_WITHIN_S and not gone:
@@ -75,9 +75,9 @@ def _cause(context: RankContext) -> str:
                         gone = [f"Rank {rank} has left: it is at its end, or called cleanup_ddp()." for rank in left]
                     if gone:
                         first = connection.swap(UNCAUGHT_KEY, "", encode(Uncaught("\n".join(gone))))
-                        told = decode(Uncaught, UNCAUGHT_KEY, first)
-                if told is not None or waited > times.DIES_WITHIN_S:
-                    return "" if told is None else told.told
+                        uncaught = decode(Uncaught, UNCAUGHT_KEY, first)
+                if uncaught is not None or waited > times.DIES_WITHIN_S:
+                    return "" if uncaught is None else uncaught.told
     except RankError as lost:  # the store, with its host
         return "\n".join(map(str, lost.exceptions))
     return ""

@@ -243,8 +243,8 @@ class Watchdog:
         if block.must_leave or time.monotonic() <= due.deadline:
             return None
         me = self._context.rank
-        here = Standing(f"is {position()}", stack(), {}, None)
-        standings = {me: here} | {rank: self._connection.read(standing_key(rank), Standing) for rank in self._others}
+        standings: dict[int, Standing | None] = {me: Standing(f"is {position()}", stack(), {}, None)}
+        standings |= {rank: self._connection.read(standing_key(rank), Standing) for rank in self._others}
         silent = [rank for rank, each in standings.items() if each is None or not each.waits_for(me)]
         return timeout_error(f"{due.call} did not end within timeout={due.timeout_s:g} s", silent, standings)
 
@@ -260,16 +260,16 @@ class Watchdog:
         # Before the collectives: what is entered meanwhile makes their counts too high, which hides a standstill until
         # the next look. Too low they would make one up.
         progress = self._reports.progress()
-        stands = position()
+        place = position()
         waits = self._reports.waits
-        last = self._last_collectives(waits, stands)
-        self._tell(Standing(waits.where if waits else f"is {stands}", stack(), self._entered(last), waits))
+        last = self._last_collectives(waits, place)
+        self._tell(Standing(waits.where if waits else f"is {place}", stack(), self._entered(last), waits))
         stuck_in = next((each for each in reversed(last) if each.by_main_thread and not each.is_over), None)
         if waits is not None or stuck_in is None:
             return None
         others = sorted(set(stuck_in.members) - {self._context.rank})
-        reason = self._loss(stands, others) if block is None else None  # a block fails by itself if a rank is lost
-        reason = reason or self._deadlock(progress, stands, stuck_in, others)
+        reason = self._loss(place, others) if block is None else None  # a block fails by itself if a rank is lost
+        reason = reason or self._deadlock(progress, place, stuck_in, others)
         if block is not None:
             return reason
         if reason is not None:
@@ -337,14 +337,14 @@ class Watchdog:
             if self._context.group.is_gloo_alone():
                 self._context.group.abort(times_closed)
 
-    def _loss(self, stands: MainThreadPosition, others: list[int]) -> ParallelError | None:
+    def _loss(self, place: MainThreadPosition, others: list[int]) -> ParallelError | None:
         """Return the error of this rank, if one of ``others``, with which it is stuck, is on a silent node."""
         if lost := self._liveness.out_of_reach(others):
-            return self._never(stands, self._liveness.death(lost[0]))
+            return self._never(place, self._liveness.death(lost[0]))
         return None
 
     def _deadlock(
-        self, progress: Progress, stands: MainThreadPosition, stuck_in: Collective, others: list[int]
+        self, progress: Progress, place: MainThreadPosition, stuck_in: Collective, others: list[int]
     ) -> ParallelError | None:
         """Return the error of this rank, if one of ``others`` waits for it before the collective it is ``stuck_in``.
 
@@ -356,27 +356,27 @@ class Watchdog:
         key = self._key_of(stuck_in.group)
         number = stuck_in.number
         for rank in others:
-            theirs = self._connection.read(standing_key(rank), Standing)
-            if theirs is None or theirs.waits is None or theirs.entered.get(key, number) >= number:
+            other = self._connection.read(standing_key(rank), Standing)
+            if other is None or other.waits is None or other.entered.get(key, number) >= number:
                 continue
-            if self._context.rank in theirs.waits.ranks and progress < theirs.waits.until:
-                why = f"rank {rank} {theirs.where} without it."
+            if self._context.rank in other.waits.ranks and progress < other.waits.until:
+                why = f"rank {rank} {other.where} without it."
                 return self._never(
-                    stands, f"{why} Every rank must make the same calls and collectives in the same order."
+                    place, f"{why} Every rank must make the same calls and collectives in the same order."
                 )
         return None
 
-    def _never(self, stands: MainThreadPosition, why: object) -> ParallelError:
-        return ParallelError(f"Rank {self._context.rank} is {stands}, which can never end: {why}")
+    def _never(self, place: MainThreadPosition, why: object) -> ParallelError:
+        return ParallelError(f"Rank {self._context.rank} is {place}, which can never end: {why}")
 
-    def _last_collectives(self, waits: Waits | None, stands: MainThreadPosition) -> list[Collective]:
+    def _last_collectives(self, waits: Waits | None, place: MainThreadPosition) -> list[Collective]:
         """Return the last collectives of this rank, if it has not moved since the last look; none if it goes on."""
         first_id = self._context.group.first_id
         state = under_way, _ = flight_recorder.progress(first_id), waits
         if state != self._state:
             self._state = state
             self._last = []
-        elif waits or (under_way and stands.may_wait):
+        elif waits or (under_way and place.may_wait):
             self._last = self._last or flight_recorder.collectives(first_id)
             return self._last
         return []

@@ -59,8 +59,8 @@ class Wanted(NamedTuple):
 
     def of(self, workers: int) -> str:
         """Describe it for a person."""
-        each = " and ".join(f"{amount:g} {name}" for name, amount in self.resources.items())
-        return f"{workers} worker{'s' * (workers > 1)} with {each}"
+        each_has = " and ".join(f"{amount:g} {name}" for name, amount in self.resources.items())
+        return f"{workers} worker{'s' * (workers > 1)} with {each_has}"
 
 
 def connect() -> None:
@@ -130,7 +130,7 @@ class Room:
 
     @property
     def is_there(self) -> bool:
-        """Whether Ray has found the room."""
+        """True once Ray has found the room."""
         return bool(self._bundles)
 
     def look(self) -> bool:

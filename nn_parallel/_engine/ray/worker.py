@@ -306,11 +306,11 @@ def _device(has_accelerator: bool) -> torch.device:
     """Return the device of this worker: of the accelerators that Ray lets it see, the first."""
     if not has_accelerator:
         return torch.device("cpu")
-    found = accelerators()
-    if not found:
+    available = accelerators()
+    if not available:
         granted = ", ".join(map(str, ray.get_gpu_ids()))
         raise LaunchError(f"Ray grants GPU {granted} of {socket.gethostname()}, but torch finds no accelerator there.")
-    return found[0]
+    return available[0]
 
 
 class _PrefixedStream:
@@ -383,7 +383,7 @@ class RayWorker:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there was room for the actor."""
+        """True once there was room for the actor."""
         return self._actor is not None
 
     def begin(self, actor_class: Any, orders: Any, setup: ActorSetup) -> None:
