@@ -79,21 +79,21 @@ def examine(show: Callable[[Finding], None]) -> Report:
     """As `verify_ddp_setup`; ``show`` gets each finding as soon as it is known, and for what the next one waits."""
     own = list[Finding]()
 
-    def found(*findings: Finding) -> bool:
+    def add(*findings: Finding) -> bool:
         for finding in findings:
             own.append(finding)
             show(finding)
         return own[-1].status != FAILED
 
     # An older torch raises as it is asked for what it lacks.
-    if not found(_launch()) or not found(_software()):
+    if not add(_launch()) or not add(_software()):
         return Report(tuple(own))
     context = rank_context()
     is_launched = detect_launch(os.environ) is not None if context is None else context.open_store is not None
-    found(_devices())
+    add(_devices())
     if is_launched:
         return Report(tuple(_of_all_ranks(own, show)))
-    found(*_of_workers("all" if accelerators() else "cpu"))
+    add(*_of_workers("all" if accelerators() else "cpu"))
     return Report(tuple(own))
 
 

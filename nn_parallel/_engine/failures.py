@@ -35,7 +35,7 @@ class Failure(NamedTuple):
     stacks: dict[int, str]  # of a `RankTimeoutError`: by silent rank, empty where it is not known
 
     @classmethod
-    def of(cls, error: BaseException, where: str) -> Failure:
+    def from_exception(cls, error: BaseException, where: str) -> Failure:
         """Describe ``error``, raised by ``where``, for instance ``"rank 1 of 2"``."""
         if _NO_GROUP in _text_of(error) and _CALL_INITIALIZE_DDP not in getattr(error, "__notes__", ()):
             error.add_note(_CALL_INITIALIZE_DDP)

@@ -185,7 +185,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         if kind is torch.UntypedStorage and obj.device.type != "meta":
             storage = self._noted(obj)
             storage.used.append((0, storage.size))
-            return _whole, (storage,)
+            return _only_part, (storage,)
         if kind is types.CodeType:  # cloudpickle from 3.1.3 on leaves the name of the file out, and tracebacks need it
             make, args, *_ = self.dispatch_table[types.CodeType](obj)
             return _code_of_file, (make, args, obj.co_filename, _lines_of(obj.co_filename))
@@ -390,8 +390,8 @@ def _part_with(parts: _Parts, offset: int, itemsize: int) -> tuple[torch.Untyped
     return storage, max(offset - start // itemsize, 0)
 
 
-def _whole(parts: _Parts) -> torch.UntypedStorage:
-    """All of a storage, which was sent in one part as all of it is used."""
+def _only_part(parts: _Parts) -> torch.UntypedStorage:
+    """Return a storage that was sent whole."""
     return parts[0][1]
 
 

@@ -137,7 +137,7 @@ def write_shards(shards: Shards, folder: Path, group: dist.ProcessGroup | None =
                 if failed == rank:
                     raise failure from None
                 failure = RemoteError(summary(failure))
-            described = Failure.of(failure, "")._replace(
+            described = Failure.from_exception(failure, "")._replace(
                 where=f"rank {failed} of {world_size}", traceback="".join([*frames.format(), summary(failure)])
             )
             failure.__cause__ = described.as_cause()

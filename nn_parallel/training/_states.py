@@ -27,7 +27,7 @@ WRAPPERS = {"module", "_orig_mod"}  # what DDP, DataParallel, AveragedModel and 
 NAMED_KEYS = 5  # of a file, in an error
 
 
-def stored(name: str, value: Any, take: TakeSharded) -> Any:
+def saved_state(name: str, value: Any, take: TakeSharded) -> Any:
     """Return the state of ``value``, or ``value`` itself, as `torch.load` can read it. Every rank calls it.
 
     NumPy's numbers become Python's. Each sharded tensor becomes what ``take`` returns for its path and itself.
@@ -68,10 +68,10 @@ def loadable(name: str, target: Any, saved: Mapping[str, Any], shards: Shards) -
         return _of_model(target, state, shards)
     if isinstance(target, Optimizer) and isinstance(state, dict) and {"state", "param_groups"} <= state.keys():
         return _of_optimizer(target, state, shards)
-    return whole(state, shards)
+    return copied_state(state, shards)
 
 
-def whole(state: Any, shards: Shards) -> Any:
+def copied_state(state: Any, shards: Shards) -> Any:
     """Return ``state`` with its tensors copied out of the file.
 
     Tensors that were saved sharded are empty until ``shards`` has read them.
@@ -154,7 +154,7 @@ def _of_optimizer(optimizer: Optimizer, state: Mapping[str, Any], shards: Shards
         return _mapped(values, "", lambda _, leaf: _placed(leaf, parameter_of.get(number), shards))
 
     states = {number: placed(number, values) for number, values in state["state"].items()}
-    others = {key: whole(value, shards) for key, value in state.items() if key != "state"}
+    others = {key: copied_state(value, shards) for key, value in state.items() if key != "state"}
     return others | {"state": states}
 
 

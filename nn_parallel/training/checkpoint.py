@@ -23,7 +23,7 @@ from ._checkpoint_file import FileIdentity, dump, dumped, read_checkpoint, repla
 from ._random_numbers import random_state, set_random_state
 from ._saving import finish_saving, save_in_background
 from ._shards import Shards, folder_of_all, new_folder, remove_folders, sync_directory, write_shards
-from ._states import load, loadable, stored, whole
+from ._states import copied_state, load, loadable, saved_state
 from .collectives import all_gather_object, all_ranks
 from .model import unwrap_model
 
@@ -84,7 +84,7 @@ def save_checkpoint(
 
     with block("save_checkpoint()"):
         take = shards.add if sharded else take_whole
-        states = {name: stored(name, value, take) for name, value in state.items()}
+        states = {name: saved_state(name, value, take) for name, value in state.items()}
         states[RANDOM_STATES] = all_gather_object(_random_state())
     with contextlib.ExitStack() as until_written:
         if world.is_main:
@@ -155,7 +155,7 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
 
     def read() -> None:
         states.update((name, loadable(name, target, saved, shards)) for name, target in targets.items())
-        rest.update((name, whole(value, shards)) for name, value in saved.items() if name not in targets)
+        rest.update((name, copied_state(value, shards)) for name, value in saved.items() if name not in targets)
         shards.read(folder)
 
     def load_all() -> None:

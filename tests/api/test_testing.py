@@ -137,7 +137,7 @@ def test_equal_failures_are_told_once() -> None:
         try:
             raise ValueError("odd" if rank == 3 else "everywhere")
         except ValueError as error:
-            failures[rank] = Failure.of(error, f"rank {rank}").rebuild({"ValueError": ValueError})
+            failures[rank] = Failure.from_exception(error, f"rank {rank}").rebuild({"ValueError": ValueError})
     told = testing._told_by_all(rank_error("f()", 4, failures))
     assert re.findall("^(?:On|ValueError).*", told, re.MULTILINE) == [
         "On ranks 0-2:",

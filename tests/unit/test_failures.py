@@ -40,7 +40,7 @@ def _raised(error: BaseException) -> BaseException:
 
 def _sent(error: BaseException) -> Exception:
     """``error`` as another rank gets it: through JSON, rebuilt from the list of known types."""
-    failure = decode(Failure, "key", encode(Failure.of(_raised(error), "Rank 1 of 2")))
+    failure = decode(Failure, "key", encode(Failure.from_exception(_raised(error), "Rank 1 of 2")))
     return failure.rebuild(known_exceptions())
 
 
@@ -134,7 +134,7 @@ def test_the_key_error_of_a_loader_worker_keeps_its_lines() -> None:
 def test_a_listed_type_whose_constructor_refuses_becomes_a_remote_error() -> None:
     """A keyword-only constructor cannot be called with what is known; nothing is lost but the type."""
     allowed = {qualified_name(KeywordOnly): KeywordOnly}
-    again = Failure.of(KeywordOnly(code=3), "Rank 1").rebuild(allowed)
+    again = Failure.from_exception(KeywordOnly(code=3), "Rank 1").rebuild(allowed)
     assert type(again) is RemoteError
     assert str(again).endswith("KeywordOnly: code 3")
 
@@ -143,14 +143,14 @@ def test_a_listed_type_whose_constructor_refuses_becomes_a_remote_error() -> Non
 def test_arguments_that_are_not_plain_stay_behind(argument: Any) -> None:
     """Only scalars cross a network: the rebuilt exception has the message instead."""
     error = ValueError(argument)
-    assert Failure.of(error, "").args is None
+    assert Failure.from_exception(error, "").args is None
     again = _sent(error)
     assert (type(again), again.args) == (ValueError, (str(error),))
 
 
 def test_a_reduce_of_the_users_own_is_not_asked() -> None:
     """What a type says of its own pickling is neither called nor sent."""
-    failure = Failure.of(Lying("x"), "Rank 1")
+    failure = Failure.from_exception(Lying("x"), "Rank 1")
     assert (failure.args, failure.message) == (None, "x")
 
 
@@ -243,7 +243,7 @@ def test_a_traceback_that_several_ranks_have_is_shown_once() -> None:
         try:
             raise ValueError("odd" if rank == 3 else "everywhere")
         except ValueError as error:
-            failures[rank] = Failure.of(error, f"rank {rank} of 4").rebuild({"ValueError": ValueError})
+            failures[rank] = Failure.from_exception(error, f"rank {rank} of 4").rebuild({"ValueError": ValueError})
     error = rank_error("save()", 4, failures)
     text = "".join(traceback.format_exception(error))
     assert "save() failed on rank 0 of 4 (and then on ranks 1-3): ValueError: everywhere" in text

@@ -33,13 +33,14 @@ def test_the_causes_of_the_cause_are_in_the_text() -> None:
         except KeyError as key:
             raise ValueError("outer") from key
     except ValueError as caught:
-        text = Failure.of(caught, "Rank 0").traceback
+        text = Failure.from_exception(caught, "Rank 0").traceback
     assert text.index("KeyError: 'missing'") < text.index("direct cause") < text.index("ValueError: outer")
 
 
 def test_a_long_traceback_keeps_both_ends() -> None:
     """The text is bounded: a store is no place for megabytes; the beginning and the end stay."""
-    text = Failure.of(_raised(ValueError("begin" + "x" * 10 * MAX_TRACEBACK_CHARS + "end")), "Rank 1").traceback
+    error = _raised(ValueError("begin" + "x" * 10 * MAX_TRACEBACK_CHARS + "end"))
+    text = Failure.from_exception(error, "Rank 1").traceback
     assert len(text) < MAX_TRACEBACK_CHARS + 200
     assert "in _raised" in text
     assert "begin" in text

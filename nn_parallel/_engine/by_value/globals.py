@@ -55,12 +55,12 @@ class Keys:
         self._keys[id(obj)] = key
         return key
 
-    def of_or_add(self, obj: Any) -> str:
+    def key_of_or_add(self, obj: Any) -> str:
         """Return the key of ``obj``; give it one if it has none."""
         with self.lock:
             return self._keys.get(id(obj)) or self.add(obj)
 
-    def of(self, obj: Any) -> str | None:
+    def key_of(self, obj: Any) -> str | None:
         """Return the key of ``obj``, or None."""
         return self._keys.get(id(obj))
 
@@ -213,7 +213,7 @@ def find_definition(key: str) -> Any:
     if needed is not None:  # what must be there first may have made this one, too
         store = stored[needed.version]
         store.definition = made = store.unpack()
-        if keys.of(made) is None:
+        if keys.key_of(made) is None:
             keys.add(made, key)
         _versions[key] = needed.version
         _bind_definition(needed, made)
@@ -328,7 +328,7 @@ def complete_class(cls: type, state: tuple[Any, Sequence[str], Sequence[type]]) 
     if keys.originates_here(cls):
         return
     _, names, virtual_subclasses = state
-    key = keys.of(cls) or ""
+    key = keys.key_of(cls) or ""
     for name in _attribute_names.get(key, set()).difference(names):
         if name in vars(cls):
             type.__delattr__(cls, name)
@@ -360,7 +360,7 @@ def make_type_alias(key: str, name: str, module: str) -> Any:
 
 def complete_type_alias(alias: Any, value: Any) -> None:
     """Set the value of a type alias."""
-    _values_of_aliases[keys.of(alias) or ""] = value
+    _values_of_aliases[keys.key_of(alias) or ""] = value
 
 
 def _native(metaclass: type, method: str) -> Callable[..., Any]:

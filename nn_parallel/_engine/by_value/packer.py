@@ -134,7 +134,7 @@ class _DefinitionReducer(Reducer):
 
     def refer_to(self, obj: Any) -> Any:
         self.definitions[id(obj)] = obj
-        return receiving.find_definition, (keys.of_or_add(obj),)
+        return receiving.find_definition, (keys.key_of_or_add(obj),)
 
     def note_globals(self, names: Sequence[GlobalName]) -> None:
         self.globals.update(dict.fromkeys(names))
@@ -159,7 +159,7 @@ class _CallReducer(Reducer):
 
     def refer_to(self, obj: Any) -> Any:
         bindings = self._collect_needed([obj], [])
-        reference = receiving.find_definition, (keys.of(obj),)
+        reference = receiving.find_definition, (keys.key_of(obj),)
         return (*reference, bindings, None, None, reducer.ignore_state) if bindings else reference
 
     def note_globals(self, names: Sequence[GlobalName]) -> list[Deferred]:
@@ -240,7 +240,7 @@ class _CallReducer(Reducer):
         records = sorted(self.needed.items(), key=_order)
         needed = []
         for identity, record in records:
-            before = [keys.of(obj) or "" for obj in record.made_before]
+            before = [keys.key_of(obj) or "" for obj in record.made_before]
             needed.append(Needed(record.key, record.handle.number, before, self.bound.get(identity, ())))
         return self.constants, needed
 
@@ -374,7 +374,7 @@ class Packer:
         self._definitions.clear()
 
     def _define(self, obj: Any) -> Definition:
-        key = keys.of_or_add(obj)
+        key = keys.key_of_or_add(obj)
         made_before: list[Any] = []
         if isinstance(obj, type):
             others = (*obj.__bases__, type(obj))

@@ -243,7 +243,7 @@ def is_definition(obj: Any, is_global: bool = False) -> bool:
         return _is_own_global(obj) and holds_no_data(obj)
     if kind is not _Cached:
         return False
-    return is_global or keys.of(obj) is not None or global_naming(obj) is not None
+    return is_global or keys.key_of(obj) is not None or global_naming(obj) is not None
 
 
 def _is_own_global(fn: types.FunctionType) -> bool:
@@ -390,7 +390,7 @@ class Reducer(Pickler):
 
     def reduce_mark(self, mark: object) -> Any:
         """Reduce an `object()`, of which only the identity matters."""
-        return receiving.mark, (keys.of_or_add(mark),)
+        return receiving.mark, (keys.key_of_or_add(mark),)
 
     def note_globals(self, names: Sequence[GlobalName]) -> Any:
         """Note globals to which code in this pickle refers; return what is to be pickled with the code."""
@@ -453,7 +453,7 @@ class Reducer(Pickler):
             self.note_module(module)
             return NotImplemented
         if id(fn) in self.by_value:
-            return self._reduce_function_by_value(fn, keys.of_or_add(fn))
+            return self._reduce_function_by_value(fn, keys.key_of_or_add(fn))
         method = None if self.by_value else self._method_of_class(fn)  # a class that is being made may lack it yet
         if method is not None:
             return receiving.method_of, method
@@ -567,7 +567,7 @@ class Reducer(Pickler):
         virtual = virtual_subclasses(cls) if isinstance(cls, abc.ABCMeta) else []
         parts = [Deferred(receiving.set_attributes, cls, part) for part in (functions, others)]
         state = parts, list(attributes), virtual
-        args = keys.of_or_add(cls), type(cls), cls.__name__, cls.__bases__, body
+        args = keys.key_of_or_add(cls), type(cls), cls.__name__, cls.__bases__, body
         return receiving.make_class, args, state, None, None, receiving.complete_class
 
     def _reduce_member(self, member: enum.Enum) -> Any:
@@ -608,7 +608,7 @@ class Reducer(Pickler):
         goes_into_sys_modules = self.is_call and is_module and not _goes_by_value(name)
         values = {attribute: namespace.variables.get(attribute) for attribute in _MODULE_ATTRIBUTES}
         module_attributes = {attribute: value for attribute, value in values.items() if isinstance(value, str | list)}
-        return receiving.namespace_of, (keys.of(namespace), name, goes_into_sys_modules, module_attributes)
+        return receiving.namespace_of, (keys.key_of(namespace), name, goes_into_sys_modules, module_attributes)
 
     def _reduce_cached_property(self, obj: Any) -> Any:
         """Reduce a `functools.cached_property`, without the lock that it holds before Python 3.12."""
@@ -622,7 +622,7 @@ class Reducer(Pickler):
         """Reduce a statement ``type X = ...``: the value comes later, as it may refer to the alias."""
         if alias.__type_params__:
             return functools.partial(_TypeAlias, type_params=alias.__type_params__), (alias.__name__, alias.__value__)
-        args = keys.of_or_add(alias), alias.__name__, alias.__module__
+        args = keys.key_of_or_add(alias), alias.__name__, alias.__module__
         return receiving.make_type_alias, args, alias.__value__, None, None, receiving.complete_type_alias
 
     def _reduce_forward_reference(self, reference: Any) -> Any:
@@ -674,11 +674,11 @@ class AnswerReducer(Reducer):
 
     def reduce_mark(self, mark: object) -> Any:
         """Refer to a mark that came from there by its key; what a task has made goes by value."""
-        return NotImplemented if keys.of(mark) is None else super().reduce_mark(mark)
+        return NotImplemented if keys.key_of(mark) is None else super().reduce_mark(mark)
 
     def refer_to(self, obj: Any) -> Any:
         """Refer to what came from there by its key; what a task has made goes by value."""
-        key = keys.of(obj)
+        key = keys.key_of(obj)
         return (receiving.find_definition, (key,)) if receiving.is_known_to_sender(key) else None
 
     def note_globals(self, names: Sequence[GlobalName]) -> list[Deferred]:

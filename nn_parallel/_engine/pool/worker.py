@@ -487,7 +487,7 @@ def _reseed() -> None:
 
 def _pack_exception(error: BaseException, where: str) -> Packed:
     """Pack an exception with its description; a stand-in for one that cannot be rebuilt in the parent process."""
-    failure = Failure.of(error, where)
+    failure = Failure.from_exception(error, where)
     if isinstance(error, Exception):
         with contextlib.suppress(Exception, SystemExit):  # of its own `__reduce__`, or as it is rebuilt
             packed = AnswerReducer().pack((error, failure))

@@ -231,7 +231,7 @@ class Blocks:
 
         def has_run_it(waited: float) -> bool:
             nonlocal report
-            report = self.reports.of(rank)
+            report = self.reports.report_of(rank)
             if report.progress.generation == self.generation:
                 self.reports.check_same_call(rank, report, wait.call)
                 if report.progress < goal and report.progress.phase == HAS_LEFT:
@@ -248,7 +248,7 @@ class Blocks:
         """Return the failures as plain data; what another rank has described stays in its words."""
         where = f"rank {self.rank} of {self.world_size}"
         others = {rank: getattr(e.__cause__, "failure", None) for rank, e in failures.items() if rank != self.rank}
-        return {rank: others.get(rank) or Failure.of(error, where) for rank, error in failures.items()}
+        return {rank: others.get(rank) or Failure.from_exception(error, where) for rank, error in failures.items()}
 
     def _error(self, call: Call, failures: Mapping[int, BaseException]) -> ParallelError:
         """Return the error of a call or block: a timeout if the cause is one."""
@@ -346,7 +346,7 @@ class Blocks:
         Where ranks are at different barriers, some rank at each of them has such a neighbor. A rank whose neighbor is
         at the same one may go on, as one counter serves for all barriers: so the end of the generation tells of that.
         """
-        report = self.reports.of(self._neighbor)
+        report = self.reports.report_of(self._neighbor)
         if report.progress.generation == self.generation:
             try:
                 self.reports.check_same_call(self._neighbor, report, call)

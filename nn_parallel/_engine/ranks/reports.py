@@ -135,7 +135,7 @@ class Reports:
                     time.sleep(times.END_EVERY_S)
         self.liveness.close()
 
-    def of(self, rank: int) -> Report:
+    def report_of(self, rank: int) -> Report:
         """Return the report of ``rank``; `NO_REPORT` if it is of an earlier generation."""
         text = self._connection.get(report_key(rank)) or ""
         seen, report = self._seen.get(rank, ("", NO_REPORT))
@@ -211,7 +211,7 @@ class Reports:
 
     def _missing(self, wait: Wait) -> list[int]:
         goal = self._goal(wait)
-        return [rank for rank in wait.ranks if self.of(rank).progress < goal]
+        return [rank for rank in wait.ranks if self.report_of(rank).progress < goal]
 
     def _goal(self, wait: Wait) -> Progress:
         return Progress(self.generation, self.number, wait.phase)
@@ -219,7 +219,7 @@ class Reports:
     def _where(self, rank: int) -> str:
         """Return the state of another rank, from its watchdog, or else from its own last report."""
         standing = self._connection.read(standing_key(rank), Standing)
-        where = standing.where if standing else self.of(rank).describe()
+        where = standing.where if standing else self.report_of(rank).describe()
         return f"is stopped by a signal, and {where}" if self.liveness.is_stopped(rank) else where
 
     def _warn(self, missing: list[int], call: Call, waited: float) -> None:
@@ -246,7 +246,7 @@ class Reports:
 
     def _gone_error(self, rank: int, call: Call) -> ParallelError:
         """Return the error of this rank, which waits for one whose process has ended."""
-        if self.of(rank).progress.phase == HAS_LEFT:
+        if self.report_of(rank).progress.phase == HAS_LEFT:
             return self.left_error(rank, call)
         return rank_error(call.function, self._context.world_size, {rank: self.liveness.death(rank, call)})
 

@@ -24,7 +24,7 @@ from .watchdog import has_left, is_consequence
 class Uncaught(NamedTuple):
     """The exception or the exit that has ended the first rank."""
 
-    told: str  # with its traceback, or who has died without a word
+    description: str  # with the traceback, or which ranks have died without one
 
 
 def share_uncaught(context: RankContext) -> None:
@@ -77,7 +77,7 @@ def _cause(context: RankContext) -> str:
                         first = connection.swap(UNCAUGHT_KEY, "", encode(Uncaught("\n".join(gone))))
                         uncaught = decode(Uncaught, UNCAUGHT_KEY, first)
                 if uncaught is not None or waited > times.DIES_WITHIN_S:
-                    return "" if uncaught is None else uncaught.told
+                    return "" if uncaught is None else uncaught.description
     except RankError as lost:  # the store, with its host
         return "\n".join(map(str, lost.exceptions))
     return ""

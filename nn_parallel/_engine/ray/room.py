@@ -57,8 +57,8 @@ class Wanted(NamedTuple):
     within_s: float  # how long to wait for that
     prefix_output: bool
 
-    def of(self, workers: int) -> str:
-        """Describe it for a person."""
+    def describe(self, workers: int) -> str:
+        """Return so many workers and their resources, for a person to read."""
         each_has = " and ".join(f"{amount:g} {name}" for name, amount in self.resources.items())
         return f"{workers} worker{'s' * (workers > 1)} with {each_has}"
 
@@ -156,24 +156,23 @@ class Room:
     def raise_if_late(self, began: float) -> None:
         """Raise `LaunchError` if room has been waited for since then for too long; warn once, some time before that."""
         waited_s = time.monotonic() - began
+        wanted = self._wanted.describe(self._size)
         if waited_s > self._wanted.within_s:
             state = placement_group_table(self._group)["stats"]["scheduling_state"]
             raise LaunchError(
-                f"Ray found no room for {self._wanted.of(self._size)} within {self._wanted.within_s:g} s ({state}): "
-                f"{_what_there_is()}."
+                f"Ray found no room for {wanted} within {self._wanted.within_s:g} s ({state}): {_what_there_is()}."
             )
         if waited_s > WARN_AFTER_S and not self._has_warned:
             self._has_warned = True
-            wanted = self._wanted.of(self._size)
             logger.warning("Waiting for Ray to find room for %s: %s.", wanted, _what_there_is())
 
     def raise_if_silent(self, began: float) -> None:
         """Raise `ParallelError` if workers have been starting in the room since then for too long."""
         within_s = max(self._wanted.within_s, STARTED_WITHIN_S)
         if time.monotonic() > began + within_s:
+            wanted = self._wanted.describe(self._size)
             raise ParallelError(
-                f"Ray has not started {self._wanted.of(self._size)}: nothing was heard of them for {within_s:g} s; "
-                f"{_what_there_is()}."
+                f"Ray has not started {wanted}: nothing was heard of them for {within_s:g} s; {_what_there_is()}."
             )
 
     def start_orders(self) -> None:

@@ -21,7 +21,7 @@ from nn_parallel import (
     save_checkpoint,
     unwrap_model,
 )
-from nn_parallel.training._states import stored
+from nn_parallel.training._states import saved_state
 from tests.support.networks import Net, equal
 
 
@@ -214,7 +214,7 @@ def test_containers_are_copied_by_their_own_type(tmp_path: Path) -> None:
         assert seen == collections.Counter(cat=3, dog=1)
         assert scheduler.milestones == collections.Counter({3: 1, 6: 2})
     nested = Doubling(a=[1, (2, np.float64(3.0))], b=4)
-    mapped = stored("nested", nested, lambda _, leaf: leaf)
+    mapped = saved_state("nested", nested, lambda _, leaf: leaf)
     assert (type(mapped), dict(mapped)) == (Doubling, {"a": [1, (2, 3.0)], "b": 4})
     assert nested["a"][1][1].dtype == np.float64
 

@@ -26,7 +26,7 @@ def _raised(error: BaseException) -> BaseException:
 
 def _sent(error: BaseException) -> Exception:
     """``error`` as another rank gets it: through JSON, rebuilt from the list of known types."""
-    failure = decode(Failure, "key", encode(Failure.of(_raised(error), "Rank 1 of 2")))
+    failure = decode(Failure, "key", encode(Failure.from_exception(_raised(error), "Rank 1 of 2")))
     return failure.rebuild(known_exceptions())
 
 
@@ -66,5 +66,5 @@ def test_only_listed_types_are_rebuilt() -> None:
     """The list decides, not what the data says: a name that is not on it is never looked up."""
     failure = Failure(type_name="builtins.eval", args=["1"], message="m", where="rank 1", traceback="tb", stacks={})
     assert type(failure.rebuild({})) is RemoteError
-    assert type(Failure.of(ValueError("x"), "").rebuild({})) is RemoteError
-    assert type(Failure.of(ValueError("x"), "").rebuild({"ValueError": KeyError})) is KeyError
+    assert type(Failure.from_exception(ValueError("x"), "").rebuild({})) is RemoteError
+    assert type(Failure.from_exception(ValueError("x"), "").rebuild({"ValueError": KeyError})) is KeyError
