@@ -30,7 +30,7 @@ another one lies between its parts. Files that are listed as shared lie in this 
         liveness            the ranks that have died
         records             calls and blocks, as ranks tell each other of them
         main_thread         where the main thread is
-        reports             what a rank tells of its calls, and learns of those of the others
+        status_board        what a rank tells of its calls, and learns of those of the others
         watchdog            the thread that frees a stuck rank
         blocks              calls of one rank, and blocks that all ranks enter and leave together
         uncaught            an exception that ends a rank outside all blocks

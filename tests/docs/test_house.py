@@ -62,7 +62,7 @@ ELSEWHERE = {  # the tests of a module that has no file of its name, and why
     "ranks.stop_signals": "api/training/test_preemption.py",
     "pool.backend": "api/test_executor.py",
     "ranks.links": "engine/ranks/test_liveness.py",  # by what it tells
-    "ranks.reports": "engine/ranks/test_calls.py",
+    "ranks.status_board": "engine/ranks/test_calls.py",
     "ranks.times": "engine/ranks/test_deadlock.py",
     "ranks.nccl": "engine/test_accelerators.py",  # needs an accelerator, a made-up one at least
     "pool.protocols": "engine/pool/test_pool.py",  # by those who implement them

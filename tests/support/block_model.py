@@ -62,8 +62,8 @@ class Block:
     is_mixed: bool = False
 
 
-class Report(NamedTuple):
-    """The report of a rank, as the others read it."""
+class RankStatus(NamedTuple):
+    """The status of a rank, as the others read it."""
 
     generation: int = -1
     call: int = 0
@@ -81,7 +81,7 @@ class Store:
     def __init__(self) -> None:
         self.arrived = Counter[int]()  # by generation
         self.ended: dict[int, GenerationEnd] = {}
-        self.reports: dict[int, Report] = {}  # by rank
+        self.statuses: dict[int, RankStatus] = {}  # by rank
         self.failed: set[tuple[int, int]] = set()  # calls: the generation and the number
         self.dead: set[int] = set()
 
@@ -174,14 +174,14 @@ class Rank:
             while True:
                 is_dead = item.runner in self._store.dead
                 yield
-                report = self._store.reports.get(item.runner, Report())
-                if report.generation == this[0] and report.is_other_call(this[1], item.name):
+                status = self._store.statuses.get(item.runner, RankStatus())
+                if status.generation == this[0] and status.is_other_call(this[1], item.name):
                     raise Failed({self._rank: "another call"})
-                if report[:2] > this or (report[:2] == this and (report.is_over or report.has_left)):
-                    if report.generation > this[0]:
+                if status[:2] > this or (status[:2] == this and (status.is_over or status.has_left)):
+                    if status.generation > this[0]:
                         self._raise_if_ended()
                     break
-                if is_dead or report.has_left:
+                if is_dead or status.has_left:
                     raise Failed({item.runner: "has died" if is_dead else "has left"})
                 yield
                 self._raise_if_ended()
@@ -294,15 +294,15 @@ class Rank:
 
     def _check_neighbor(self, block: Block, name: str) -> bool:
         """Raise if the rank before this one is at another barrier; return whether it has left the others."""
-        report = self._store.reports.get((self._rank - 1) % self._world_size, Report())
-        if report.generation == self._generation and report.is_other_call(len(self._made), name):
+        status = self._store.statuses.get((self._rank - 1) % self._world_size, RankStatus())
+        if status.generation == self._generation and status.is_other_call(len(self._made), name):
             block.is_mixed = True
             raise Failed({self._rank: "another barrier"})
-        return report.has_left
+        return status.has_left
 
     def _post(self, *, is_over: bool = False, has_left: bool = False) -> None:
         made = tuple(self._made)
-        self._store.reports[self._rank] = Report(self._generation, len(made), is_over, made, has_left)
+        self._store.statuses[self._rank] = RankStatus(self._generation, len(made), is_over, made, has_left)
 
     def _raise_if_ended_around(self) -> None:
         if self._blocks and self._blocks[-1].must_leave:

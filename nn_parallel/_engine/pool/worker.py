@@ -37,8 +37,8 @@ from ..interrupts import CancelScope, Interrupted, keep_handler
 from ..pickling import Packed, dump_atoms, dumps, loads
 from ..ranks.blocks import blocks_of
 from ..ranks.context import RankContext, current_world, join, rank_context
-from ..ranks.records import HAS_LEFT, WAITING, Progress, Waits, call_name
-from ..ranks.reports import Reports
+from ..ranks.records import HAS_LEFT, WAITING, Position, Waits, call_name
+from ..ranks.status_board import StatusBoard
 from ..ranks.watchdog import cause_of
 from ..stack_dump import main_stack, take_name
 from ..tracebacks import user_frames
@@ -142,7 +142,7 @@ class TaskRunner:
         self._cancelled = NO_TASK
         self._is_batch = False  # the task is one
         self._block = CancelScope()  # what the main thread does for the task
-        self._reports: Reports | None = None  # of the last run that left a process group
+        self._board: StatusBoard | None = None  # of the last run that left a process group
         self._deadlock: Exception | None = None  # why it was interrupted, if it was not cancelled
 
     def follow_orders(self, control: socket.socket) -> None:
@@ -205,8 +205,8 @@ class TaskRunner:
             self._cores = task.cores
             _use_threads(max(1, task.cores), self._environ)
         generation = task.generation
-        if self._reports is not None:
-            self._reports.waits = None
+        if self._board is not None:
+            self._board.waits = None
         context = self._enter(task, generation) if task.ranks.world_size else self._alone
         join(context)
         with self._switching:
@@ -301,14 +301,14 @@ class TaskRunner:
         """For the ranks that are still in the run: this one makes no call or collective before all have ended it."""
         blocks = blocks_of(self._rank)
         assert blocks is not None
-        blocks.reports.post(HAS_LEFT)  # makes no more calls in this generation
+        blocks.board.post(HAS_LEFT)  # makes no more calls in this generation
         if not dist.is_initialized():
             return
         others = [rank for rank in range(task.ranks.world_size) if rank != self._index]
-        next_run = Progress(task.generation + (1 << 32), 0, WAITING)
+        next_run = Position(task.generation + (1 << 32), 0, WAITING)
         blocks.watch()  # tells the others
-        self._reports = blocks.reports
-        self._reports.waits = Waits(f"has returned from {name}", tuple(others), next_run)
+        self._board = blocks.board
+        self._board.waits = Waits(f"has returned from {name}", tuple(others), next_run)
 
     def _enter(self, task: TaskHeader, generation: int) -> RankContext:
         """Make this worker a rank of a run."""
@@ -348,7 +348,7 @@ class TaskRunner:
     def _leave(self) -> None:
         if self._rank is not None:
             self._rank.leave(abort=True)
-            self._reports = None
+            self._board = None
 
 
 def in_this_process(call: Callable[..., R], /, *args: Any) -> R:

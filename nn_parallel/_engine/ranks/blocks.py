@@ -1,7 +1,7 @@
 """Calls that one rank runs while the others wait, and blocks that all ranks go through together.
 
-A *call* is counted on each rank, and its outcome told by the report of the rank that runs it: see `reports`. A failure
-is raised on all ranks, and nothing is closed.
+A *call* is counted on each rank, and the status of the rank that runs it tells its outcome: see `status_board`. A
+failure is raised on all ranks, and nothing is closed.
 
 A *block* holds any number of calls and of blocks. All ranks begin it together and end it together, at *barriers*. They
 go through the same barriers in the same order, so one counter serves for all: to arrive is to add 1, and the b-th
@@ -37,15 +37,15 @@ from .records import (
     ARRIVED,
     FINISHED,
     HAS_LEFT,
-    NO_REPORT,
+    NO_STATUS,
     WAITING,
     Call,
     GenerationEnd,
-    Progress,
+    Position,
     call_site,
     rebuilt,
 )
-from .reports import Reports, Wait, deadline_of
+from .status_board import StatusBoard, Wait, deadline_of
 from .store import arrived_key, decode, encode, ended_key
 from .watchdog import BlockState, Watchdog, cause_of
 
@@ -59,7 +59,7 @@ class Blocks:
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
-        self.reports = Reports(context)
+        self.board = StatusBoard(context)
         self.rank = context.rank
         self.world_size = context.world_size
         self.nested_in: tuple[int, ...] = ()  # the ranks that run the present code, each for itself; empty: all
@@ -75,7 +75,7 @@ class Blocks:
 
     @property
     def generation(self) -> int:
-        return self.reports.generation
+        return self.board.generation
 
     def begin_generation(self, generation: int) -> None:
         """Count calls and barriers from one again."""
@@ -83,7 +83,7 @@ class Blocks:
             self._earlier.append(self.generation)
         if generation != self.context.generation:
             self.context.begin_generation(generation)
-        self.reports.begin_generation(generation)
+        self.board.begin_generation(generation)
         self._barriers = 0
         self.stop_calls = 0
         for block in self._entered:
@@ -119,11 +119,11 @@ class Blocks:
                     raise  # the block around it ends
                 except BaseException as error:
                     failures = failures_in(cause_of(error, self._watchdog.reason if self._watchdog else None), runner)
-                    self.reports.post_failure(call, self._described(failures))
+                    self.board.post_failure(call, self._described(failures))
                     if not isinstance(error, Exception):
                         raise  # it is this rank's own way out
                 else:
-                    self.reports.post(FINISHED)
+                    self.board.post(FINISHED)
                 finally:
                     self.nested_in = outer
             else:
@@ -177,7 +177,7 @@ class Blocks:
     def watch(self) -> Watchdog:
         """From now on free this rank from collectives that cannot end, and tell others where it stands."""
         if self._watchdog is None:
-            self._watchdog = Watchdog(self.context, self.reports, self._entered)
+            self._watchdog = Watchdog(self.context, self.board, self._entered)
         return self._watchdog
 
     @contextlib.contextmanager
@@ -202,22 +202,22 @@ class Blocks:
     def outlive_readers(self, deadline: float) -> None:
         """At the end of the process that holds the store: stay until the others have read what they wait for."""
         self.context.on_leave.close()
-        self.reports.outlive_readers(deadline)
+        self.board.outlive_readers(deadline)
 
     def _leave(self) -> None:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None  # it refers to this
         with contextlib.suppress(RuntimeError):
-            self.reports.post(HAS_LEFT)
-            self.reports.flush()  # before this process ends
-        self.reports.liveness.close()
+            self.board.post(HAS_LEFT)
+            self.board.flush()  # before this process ends
+        self.board.liveness.close()
 
     # The parts of a call.
 
     def _begin(self, call: Call) -> None:
         self._raise_if_must_leave()
-        self.reports.begin(call)
+        self.board.begin(call)
 
     def _wait(self, call: Call, ranks: Sequence[int], phase: int, timeout_s: float | None) -> Wait:
         """Return a wait that begins now. The others are told of it only if this rank will not give up and go on."""
@@ -226,23 +226,23 @@ class Blocks:
     def _await_outcome(self, wait: Wait) -> dict[int, Exception]:
         """Return once the rank that runs the present call has done so: how it has failed; nothing if it succeeded."""
         (rank,) = wait.ranks
-        report = NO_REPORT
-        goal = Progress(self.generation, self.reports.number, FINISHED)
+        status = NO_STATUS
+        goal = Position(self.generation, self.board.number, FINISHED)
 
         def has_run_it(waited: float) -> bool:
-            nonlocal report
-            report = self.reports.report_of(rank)
-            if report.progress.generation == self.generation:
-                self.reports.check_same_call(rank, report, wait.call)
-                if report.progress < goal and report.progress.phase == HAS_LEFT:
-                    raise self.reports.left_error(rank, wait.call)
-            has_run = report.progress >= goal  # also if it is in a later generation, unless this block has failed
-            if report.progress.generation > self.generation or (waited > times.LOOK_UP_PEER_AFTER_S and not has_run):
+            nonlocal status
+            status = self.board.status_of(rank)
+            if status.position.generation == self.generation:
+                self.board.check_same_call(rank, status, wait.call)
+                if status.position < goal and status.position.phase == HAS_LEFT:
+                    raise self.board.left_error(rank, wait.call)
+            has_run = status.position >= goal  # also if it is in a later generation, unless this block has failed
+            if status.position.generation > self.generation or (waited > times.LOOK_UP_PEER_AFTER_S and not has_run):
                 self._raise_if_generation_ended()
             return has_run
 
-        self.reports.wait(wait, has_run_it)
-        return rebuilt(self.reports.failures_of_call(rank, report))
+        self.board.wait(wait, has_run_it)
+        return rebuilt(self.board.failures_of_call(rank, status))
 
     def _described(self, failures: Mapping[int, BaseException]) -> dict[int, Failure]:
         """Return the failures as plain data; what another rank has described stays in its words."""
@@ -309,7 +309,7 @@ class Blocks:
 
     def _meet(self, block: BlockState, wait: Wait) -> None:
         """Return once every rank has arrived at the present barrier, of ``block``; raise if one never will."""
-        self.reports.post(ARRIVED)
+        self.board.post(ARRIVED)
         key = arrived_key(self.generation)
         all_arrived = self._barriers * self.world_size
         has_arrived = False
@@ -330,10 +330,10 @@ class Blocks:
                 self._check_neighbor(block, wait.call)
                 return True
             if has_left:
-                raise self.reports.left_error(self._neighbor, wait.call)
+                raise self.board.left_error(self._neighbor, wait.call)
             return False
 
-        self.reports.wait(wait, is_complete)
+        self.board.wait(wait, is_complete)
         while self._earlier:  # every rank is through them
             earlier = self._earlier.pop()
             if self.rank == 0:
@@ -346,14 +346,14 @@ class Blocks:
         Where ranks are at different barriers, some rank at each of them has such a neighbor. A rank whose neighbor is
         at the same one may go on, as one counter serves for all barriers: so the end of the generation tells of that.
         """
-        report = self.reports.report_of(self._neighbor)
-        if report.progress.generation == self.generation:
+        status = self.board.status_of(self._neighbor)
+        if status.position.generation == self.generation:
             try:
-                self.reports.check_same_call(self._neighbor, report, call)
+                self.board.check_same_call(self._neighbor, status, call)
             except ParallelError:
                 block.is_mixed = True
                 raise
-        return report.progress.phase == HAS_LEFT
+        return status.position.phase == HAS_LEFT
 
     @contextlib.contextmanager
     def _on_all_ranks(self, block: BlockState) -> Iterator[None]:
@@ -407,7 +407,7 @@ class Blocks:
         closes_group = block.begin <= record.barriers or record.is_mixed
         try:
             self.begin_generation(self.generation + 1)
-            self.reports.post(WAITING)
+            self.board.post(WAITING)
         finally:
             if closes_group:
                 self.context.group.close()
@@ -449,7 +449,7 @@ class Blocks:
         for waited in looks(*times.POLL):
             if self._has_generation_ended() or waited > times.CAUSE_WITHIN_S:
                 break
-            if deaths := self.reports.liveness.deaths(self._others, block.call):
+            if deaths := self.board.liveness.deaths(self._others, block.call):
                 return {**deaths}
         return {}
 

@@ -39,7 +39,7 @@ def collectives(first_group_id: int) -> list[Collective]:
     ]
 
 
-def progress(first_group_id: int, backend: str = "gloo") -> str:
+def running_collectives(first_group_id: int, backend: str = "gloo") -> str:
     """Return what changes whenever a collective of this ``backend`` begins or ends; empty if none is under way.
 
     Takes microseconds, where `collectives` takes up to a tenth of a second.

@@ -23,7 +23,7 @@ from .. import background
 from ..devices import synchronize_in_thread
 from ..failures import summary
 from . import nccl, times
-from .flight_recorder import next_group_id, progress
+from .flight_recorder import next_group_id, running_collectives
 from .sockets import bottom, connected_at, duplicate, interface_to_other_nodes, still_open
 from .store import clone_store
 
@@ -230,9 +230,9 @@ class Group:
         """Return whether all that was queued on this rank's accelerator ends in a moment."""
         return nccl.has_ended(self._world.device, times.ENDS_WITHIN_S)
 
-    def progress_of_nccl(self) -> str:
+    def state_of_nccl(self) -> str:
         """Return how far NCCL's collectives are; empty if none is under way, or there is no group."""
-        return progress(self._first_nccl_id, "nccl") if dist.is_initialized() else ""
+        return running_collectives(self._first_nccl_id, "nccl") if dist.is_initialized() else ""
 
     def find_connections(self, store: dist.Store) -> bool:
         """Let `abort` end the connections of all process groups, whoever has made them.

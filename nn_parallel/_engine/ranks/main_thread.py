@@ -17,7 +17,7 @@ from .group import Group
 from .records import site_of
 
 
-class MainThreadPosition(NamedTuple):
+class CodeLocation(NamedTuple):
     """A place in the code at which the main thread is."""
 
     function: str | None  # of torch.distributed, or initialize_ddp, that it is in
@@ -30,7 +30,7 @@ class MainThreadPosition(NamedTuple):
         return f"at {self.site}" if function.startswith("<") else f"in {function}() at {self.site}"
 
 
-def position() -> MainThreadPosition:
+def location() -> CodeLocation:
     """Return where the main thread is now."""
     frame = innermost = main_frame()
     function = None
@@ -41,7 +41,7 @@ def position() -> MainThreadPosition:
             function = frame.f_code.co_name
         frame = frame.f_back
     site, caller = (site_of(frame), frame.f_code.co_name) if frame else ("an unknown place", "<unknown>")
-    return MainThreadPosition(function, site, caller, innermost is not None and _may_wait(innermost))
+    return CodeLocation(function, site, caller, innermost is not None and _may_wait(innermost))
 
 
 def stack() -> str:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ..devices import synchronize_in_thread
 from . import times
-from .flight_recorder import progress
+from .flight_recorder import running_collectives
 
 UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
 # The thread that watches neither aborts collectives nor ends the process, and waits for nobody before it goes on; and
@@ -98,7 +98,7 @@ class Aborts:
         What has not ended in NCCL's groups from that id on is cut off, as the log then says.
         """
         new = {group: name for group, name in groups.items() if group not in self._threads and backends_of(group)}
-        if new and (progress(first_group_id, "nccl") or any(map(_told_by, new))):
+        if new and (running_collectives(first_group_id, "nccl") or any(map(_told_by, new))):
             logger.warning(
                 "Collectives on the accelerator are cut off: what they and the work after them compute is wrong. If "
                 "that is a model, load a checkpoint before you go on."

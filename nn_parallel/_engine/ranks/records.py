@@ -38,7 +38,7 @@ class Call(NamedTuple):
         return f"{self.function} on {rank_names(self.ranks)}"
 
 
-class Progress(NamedTuple):
+class Position(NamedTuple):
     """The position of a rank in its calls; ``a >= b`` means that ``a`` is at least as far."""
 
     generation: int
@@ -54,10 +54,10 @@ class CallMade(NamedTuple):
     site: str
 
 
-class Report(NamedTuple):
+class RankStatus(NamedTuple):
     """The state of a rank, as it publishes it."""
 
-    progress: Progress
+    position: Position
     failed_calls: int  # how many have failed, in all generations
     last: CallMade | None = None
     earlier: str = "[]"  # the calls before it, as `encode` writes them: not each reader decodes them
@@ -66,7 +66,7 @@ class Report(NamedTuple):
         """Return the call that this rank made under ``number``; None if that is no longer known."""
         if self.last is None or self.last.number <= number:
             return self.last
-        earlier = decode(tuple[CallMade, ...], "report", self.earlier)
+        earlier = decode(tuple[CallMade, ...], "status", self.earlier)
         return next((call for call in reversed(earlier) if call.number <= number), None)
 
     def describe(self) -> str:
@@ -76,7 +76,7 @@ class Report(NamedTuple):
         return f"was last in {self.last.what} at {self.last.site}"
 
 
-NO_REPORT = Report(Progress(-1, -1, WAITING), 0)
+NO_STATUS = RankStatus(Position(-1, -1, WAITING), 0)
 
 
 class FailedCall(NamedTuple):
@@ -125,10 +125,10 @@ class Waits(NamedTuple):
 
     where: str  # for a person to read
     ranks: tuple[int, ...]
-    until: Progress
+    until: Position
 
 
-class Standing(NamedTuple):
+class Whereabouts(NamedTuple):
     """The place of a rank in its program, as its watchdog writes it."""
 
     where: str  # for a person to read
@@ -140,16 +140,16 @@ class Standing(NamedTuple):
         return self.waits is not None and rank in self.waits.ranks
 
 
-def timeout_error(what: str, silent: Sequence[int], standings: Mapping[int, Standing | None]) -> RankTimeoutError:
+def timeout_error(what: str, silent: Sequence[int], whereabouts: Mapping[int, Whereabouts | None]) -> RankTimeoutError:
     """Return the error of all ranks, where those that are ``silent`` have not come within a time.
 
     Args:
         what: what has not ended, and in what time.
         silent: for whom the others have waited.
-        standings: where ranks stand, as far as that is known.
+        whereabouts: where ranks stand, as far as that is known.
     """
-    known = {rank: standing for rank, standing in sorted(standings.items()) if standing is not None}
-    places = by_place({f"rank {rank}": standing.where.removeprefix("is ") for rank, standing in known.items()})
+    known = {rank: whereabouts for rank, whereabouts in sorted(whereabouts.items()) if whereabouts is not None}
+    places = by_place({f"rank {rank}": whereabouts.where.removeprefix("is ") for rank, whereabouts in known.items()})
     stacks = {rank: known[rank].stack if rank in known else "" for rank in silent}
     named = [f"Rank {rank}:\n{stacks[rank].rstrip()}" for rank in silent[:RANKS_NAMED] if stacks[rank]]
     text = "\n\n".join([f"{what}. Where the ranks stand:\n{places}", *named])

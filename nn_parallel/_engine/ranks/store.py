@@ -8,12 +8,12 @@ when it is deleted, so their number does not grow::
 
     key           record         written by                             read by
     member/R      Member         R, when it connects to the store       all: where R lives
-    report/R      Report         R, as it makes its calls               whoever waits for R
+    status/R      RankStatus     R, as it makes its calls               whoever waits for R
     failures/R    FailedCalls    R, when a call of it fails             whoever waits for R
     arrived/G     counter        all ranks, at the barriers of G        all at a barrier
     ended/G       GenerationEnd  the first rank that leaves a block or  all, and all their watchdogs; rank 0 deletes
                                  a barrier of G early; others add       it, as arrived/G, in a later generation
-    standing/R    Standing       the watchdog of R, twice a second if   the watchdogs of ranks that are stuck, and ranks
+    whereabouts/R Whereabouts    the watchdog of R, twice a second if   the watchdogs of ranks that are stuck, and ranks
                                  there is anything new                  that have waited for long, or too long
     stop          StopCall       the first rank that is asked to stop,  all, when they call `stop_requested`
                                  or a pool's script; then whoever
@@ -69,9 +69,9 @@ STOP_KEY = "stop"
 UNCAUGHT_KEY = "uncaught"
 # Of a rank:
 member_key = "member/{}".format
-report_key = "report/{}".format
+status_key = "status/{}".format
 failures_key = "failures/{}".format
-standing_key = "standing/{}".format
+whereabouts_key = "whereabouts/{}".format
 stops_key = "stops/{}".format
 # Of a generation:
 arrived_key = "arrived/{}".format
@@ -320,7 +320,7 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
 
 
 def _reader_of_fields(kind: Any, hints: list[Any]) -> Callable[[Any], Any]:
-    """Return a reader that checks plain fields all at once: a rank that waits decodes a report at every call."""
+    """Return a reader that checks plain fields all at once: a rank that waits decodes a status at every call."""
     plain = [hint if hint in (bool, int, float, str) else object for hint in hints]
     others = [(index, _reader(hint)) for index, hint in enumerate(hints) if plain[index] is object]
 

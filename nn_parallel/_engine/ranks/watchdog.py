@@ -33,10 +33,10 @@ from . import flight_recorder, times
 from .context import RankContext
 from .flight_recorder import Collective
 from .liveness import Liveness
-from .main_thread import MainThreadPosition, position, stack
-from .records import HAS_LEFT, Call, Progress, Report, Standing, Waits, timeout_error
-from .reports import Reports
-from .store import LOST_KEY, Lost, StoreClient, ended_key, report_key, standing_key
+from .main_thread import CodeLocation, location, stack
+from .records import HAS_LEFT, Call, Position, RankStatus, Waits, Whereabouts, timeout_error
+from .status_board import StatusBoard
+from .store import LOST_KEY, Lost, StoreClient, ended_key, status_key, whereabouts_key
 
 logger = logging.getLogger("nn_parallel")
 
@@ -77,10 +77,10 @@ class BlockState:
 class Watchdog:
     """Looks for what ends the innermost block, while this rank may be stuck in it."""
 
-    def __init__(self, context: RankContext, reports: Reports, entered: list[BlockState]) -> None:
-        """Watch the blocks ``entered``, the innermost last, of a rank whose position ``reports`` tell."""
+    def __init__(self, context: RankContext, board: StatusBoard, entered: list[BlockState]) -> None:
+        """Watch the blocks ``entered``, the innermost last, of a rank whose position ``board`` tells."""
         self._context = context
-        self._reports = reports
+        self._board = board
         self._others = [rank for rank in range(context.world_size) if rank != context.rank]
         self._next_rank = (context.rank + 1) % context.world_size
         self._connection = context.connect()
@@ -89,7 +89,7 @@ class Watchdog:
         self._changed = Condition()
         self._stopped = False
         self._next_look = 0.0  # when to look next, where this rank stands
-        self._told: Standing | None = None
+        self._told: Whereabouts | None = None
         self._state: Any = None  # as it was at the last look, see `_last_collectives`,
         self._last: list[Collective] = []  # and what it found then
         self._nccl = ""  # how far its collectives were
@@ -174,7 +174,7 @@ class Watchdog:
             except Exception as error:  # the store is gone, or worse: what it should tell of would never be heard
                 reason = _as_reason(error)
                 self._next_look = time.monotonic() + times.STAND_EVERY_S
-                if block is None and self._is_host_out_of_reach() and position().may_wait:
+                if block is None and self._is_host_out_of_reach() and location().may_wait:
                     self._end_collective(reason)
             if block is None:
                 continue
@@ -243,10 +243,10 @@ class Watchdog:
         if block.must_leave or time.monotonic() <= due.deadline:
             return None
         me = self._context.rank
-        standings: dict[int, Standing | None] = {me: Standing(f"is {position()}", stack(), {}, None)}
-        standings |= {rank: self._connection.read(standing_key(rank), Standing) for rank in self._others}
-        silent = [rank for rank, each in standings.items() if each is None or not each.waits_for(me)]
-        return timeout_error(f"{due.call} did not end within timeout={due.timeout_s:g} s", silent, standings)
+        whereabouts: dict[int, Whereabouts | None] = {me: Whereabouts(f"is {location()}", stack(), {}, None)}
+        whereabouts |= {rank: self._connection.read(whereabouts_key(rank), Whereabouts) for rank in self._others}
+        silent = [rank for rank, each in whereabouts.items() if each is None or not each.waits_for(me)]
+        return timeout_error(f"{due.call} did not end within timeout={due.timeout_s:g} s", silent, whereabouts)
 
     def _look(self, block: BlockState | None) -> ParallelError | None:
         """Tell where this rank stands; why it must leave ``block``, if it is stuck for ever.
@@ -259,28 +259,28 @@ class Watchdog:
             return None
         # Before the collectives: what is entered meanwhile makes their counts too high, which hides a standstill until
         # the next look. Too low they would make one up.
-        progress = self._reports.progress()
-        place = position()
-        waits = self._reports.waits
+        position = self._board.position()
+        place = location()
+        waits = self._board.waits
         last = self._last_collectives(waits, place)
-        self._tell(Standing(waits.where if waits else f"is {place}", stack(), self._entered(last), waits))
+        self._tell(Whereabouts(waits.where if waits else f"is {place}", stack(), self._entered(last), waits))
         stuck_in = next((each for each in reversed(last) if each.by_main_thread and not each.is_over), None)
         if waits is not None or stuck_in is None:
             return None
         others = sorted(set(stuck_in.members) - {self._context.rank})
         reason = self._loss(place, others) if block is None else None  # a block fails by itself if a rank is lost
-        reason = reason or self._deadlock(progress, place, stuck_in, others)
+        reason = reason or self._deadlock(position, place, stuck_in, others)
         if block is not None:
             return reason
         if reason is not None:
             self._end_collective(reason)
         return None
 
-    def _tell(self, standing: Standing) -> None:
+    def _tell(self, whereabouts: Whereabouts) -> None:
         """Let the others know where this rank stands."""
-        if standing != self._told:
-            self._told = standing
-            self._connection.write(standing_key(self._context.rank), standing)
+        if whereabouts != self._told:
+            self._told = whereabouts
+            self._connection.write(whereabouts_key(self._context.rank), whereabouts)
 
     def _entered(self, last: list[Collective]) -> dict[str, int]:
         """By process group, how many collectives this rank can have entered at most."""
@@ -297,7 +297,7 @@ class Watchdog:
         if self._raised_in == group.times_closed:
             return None
         before = self._nccl
-        self._nccl = group.progress_of_nccl()
+        self._nccl = group.state_of_nccl()
         stands_still = self._nccl != "" and self._nccl == before
         next_rank = self._next_rank
         try:
@@ -337,14 +337,14 @@ class Watchdog:
             if self._context.group.is_gloo_alone():
                 self._context.group.abort(times_closed)
 
-    def _loss(self, place: MainThreadPosition, others: list[int]) -> ParallelError | None:
+    def _loss(self, place: CodeLocation, others: list[int]) -> ParallelError | None:
         """Return the error of this rank, if one of ``others``, with which it is stuck, is on a silent node."""
         if lost := self._liveness.out_of_reach(others):
             return self._never(place, self._liveness.death(lost[0]))
         return None
 
     def _deadlock(
-        self, progress: Progress, place: MainThreadPosition, stuck_in: Collective, others: list[int]
+        self, position: Position, place: CodeLocation, stuck_in: Collective, others: list[int]
     ) -> ParallelError | None:
         """Return the error of this rank, if one of ``others`` waits for it before the collective it is ``stuck_in``.
 
@@ -356,23 +356,23 @@ class Watchdog:
         key = self._key_of(stuck_in.group)
         number = stuck_in.number
         for rank in others:
-            other = self._connection.read(standing_key(rank), Standing)
+            other = self._connection.read(whereabouts_key(rank), Whereabouts)
             if other is None or other.waits is None or other.entered.get(key, number) >= number:
                 continue
-            if self._context.rank in other.waits.ranks and progress < other.waits.until:
+            if self._context.rank in other.waits.ranks and position < other.waits.until:
                 why = f"rank {rank} {other.where} without it."
                 return self._never(
                     place, f"{why} Every rank must make the same calls and collectives in the same order."
                 )
         return None
 
-    def _never(self, place: MainThreadPosition, why: object) -> ParallelError:
+    def _never(self, place: CodeLocation, why: object) -> ParallelError:
         return ParallelError(f"Rank {self._context.rank} is {place}, which can never end: {why}")
 
-    def _last_collectives(self, waits: Waits | None, place: MainThreadPosition) -> list[Collective]:
+    def _last_collectives(self, waits: Waits | None, place: CodeLocation) -> list[Collective]:
         """Return the last collectives of this rank, if it has not moved since the last look; none if it goes on."""
         first_id = self._context.group.first_id
-        state = under_way, _ = flight_recorder.progress(first_id), waits
+        state = under_way, _ = flight_recorder.running_collectives(first_id), waits
         if state != self._state:
             self._state = state
             self._last = []
@@ -384,10 +384,10 @@ class Watchdog:
 
 def has_left(context: RankContext, connection: StoreClient, rank: int) -> bool:
     """Return whether ``rank`` has left the others as it should: it has no part in a failure."""
-    report = connection.read(report_key(rank), Report)
-    if report is None or report.progress.generation < context.generation:  # in an earlier `run`
+    status = connection.read(status_key(rank), RankStatus)
+    if status is None or status.position.generation < context.generation:  # in an earlier `run`
         return False
-    return report.progress.phase == HAS_LEFT
+    return status.position.phase == HAS_LEFT
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -35,8 +35,8 @@ from nn_parallel import (
 )
 from nn_parallel._engine.ranks.blocks import blocks_of
 from nn_parallel._engine.ranks.context import rank_context
-from nn_parallel._engine.ranks.reports import Wait
 from nn_parallel._engine.ranks.sockets import bottom
+from nn_parallel._engine.ranks.status_board import Wait
 from tests.support.fault_table import KeywordOnly, Unpicklable
 from tests.support.fault_table import loop_endlessly as spin
 from tests.support.fault_table import sleep_long as sleep
@@ -331,21 +331,21 @@ def test_a_block_that_one_rank_has_left_has_passed(ranks2: Ranks, tmp_path: Path
         rank, told = initialize_ddp().rank, ""
         here = blocks_of(rank_context())
         assert here is not None
-        poll = here.reports.wait
+        poll = here.board.wait
         through = folder / "through"  # rank 1 is through the block
 
         def poll_late(wait: Wait, is_over: Callable[[float], bool]) -> None:
             if not wait.call.function.startswith("the end of"):
                 poll(wait, is_over)
                 return
-            here.reports.wait = poll  # type: ignore[method-assign]
+            here.board.wait = poll  # type: ignore[method-assign]
             is_over(0.0)  # rank 0 has arrived
             while not through.exists():
                 time.sleep(0.001)
             raise late
 
         if rank == 0:
-            here.reports.wait = poll_late  # type: ignore[method-assign]
+            here.board.wait = poll_late  # type: ignore[method-assign]
         try:
             with ParallelExecutor():
                 pass

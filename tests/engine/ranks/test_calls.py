@@ -17,7 +17,7 @@ from nn_parallel import (
 )
 from nn_parallel._engine.ranks.blocks import blocks_of
 from nn_parallel._engine.ranks.context import rank_context
-from nn_parallel._engine.ranks.reports import FAILURES_KEPT
+from nn_parallel._engine.ranks.status_board import FAILURES_KEPT
 from tests.support.ranks import AnyRanks
 
 
@@ -155,7 +155,7 @@ def test_a_hostile_value_in_the_store_is_an_error_and_never_runs(any_ranks: AnyR
         initialize_ddp()
         dist.barrier()
         if me == 0:
-            here.context.connection.store.set("report/0", pickle.dumps(Trap()))
+            here.context.connection.store.set("status/0", pickle.dumps(Trap()))
         dist.barrier()
         text = ""
         if me != 0:
@@ -166,13 +166,13 @@ def test_a_hostile_value_in_the_store_is_an_error_and_never_runs(any_ranks: AnyR
             with pytest.raises(ParallelError) as caught:
                 never()
             text = str(caught.value)
-            here.reports.number -= 1
+            here.board.number -= 1
         dist.barrier()
         if me == 0:
-            here.reports.post(here.reports.phase)
+            here.board.post(here.board.phase)
         dist.barrier()
         return text
 
     for text in any_ranks.run(scenario, str(tmp_path / "trap"))[1:]:
-        assert "'report/0'" in text
+        assert "'status/0'" in text
     assert not (tmp_path / "trap").exists()

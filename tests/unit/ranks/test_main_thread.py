@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from nn_parallel._engine.ranks.main_thread import position, stack
+from nn_parallel._engine.ranks.main_thread import location, stack
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ def _wait(event: threading.Event) -> None:
 
 def test_the_innermost_line_outside_torch_and_this_package_is_named() -> None:
     """In no collective, and in no `initialize_ddp`."""
-    seen = _seen_while_waiting(position, lambda position: position.caller == "wait")
+    seen = _seen_while_waiting(location, lambda location: location.caller == "wait")
     assert seen.function is None
     assert "threading.py:" in seen.site
     assert str(seen).startswith("in wait() at ")

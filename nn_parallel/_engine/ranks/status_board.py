@@ -1,6 +1,6 @@
-"""The reports in the store: this rank tells the others of its calls, and reads of theirs.
+"""The statuses in the store: this rank writes its own, and reads those of the others.
 
-Each rank overwrites one key, its *report*: how many calls it has made, how far it is in the last one, how many failed,
+Each rank overwrites one key, its *status*: how many calls it has made, how far it is in the last one, how many failed,
 and which they were. A rank that needs another's outcome looks at that key until the other has got as far as its own
 call. So success costs the rank that runs one `set` that awaits no reply, and the number of keys does not depend on the
 number of calls. A failure adds to a second key per rank, the list of its last failures, for the ranks that lag behind.
@@ -28,7 +28,7 @@ from .liveness import Liveness
 from .records import (
     FINISHED,
     HAS_LEFT,
-    NO_REPORT,
+    NO_STATUS,
     NONE_FAILED,
     RANKS_NAMED,
     WAITING,
@@ -36,13 +36,13 @@ from .records import (
     CallMade,
     FailedCall,
     FailedCalls,
-    Progress,
-    Report,
-    Standing,
+    Position,
+    RankStatus,
     Waits,
+    Whereabouts,
     timeout_error,
 )
-from .store import decode, encode, failures_key, report_key, standing_key
+from .store import decode, encode, failures_key, status_key, whereabouts_key
 
 CALLS_KEPT = 8
 FAILURES_KEPT = 64  # of each rank, in the store
@@ -59,8 +59,8 @@ class Wait(NamedTuple):
     says: str  # what the others are told of it; empty if nothing, as this rank may give up the wait
 
 
-class Reports:
-    """The report of this rank, and those of the others; for its main thread."""
+class StatusBoard:
+    """The status of this rank, and those of the others; for its main thread."""
 
     def __init__(self, context: RankContext) -> None:
         self.liveness = Liveness(context, context.connection)
@@ -68,8 +68,8 @@ class Reports:
         self._context = context
         self._connection = context.connection
         self._rank = context.rank
-        self._key = report_key(context.rank)
-        self._seen: dict[int, tuple[str, Report]] = {}  # by rank, the last one, as text and as what it says
+        self._key = status_key(context.rank)
+        self._seen: dict[int, tuple[str, RankStatus]] = {}  # by rank, the last one, as text and as what it says
         self._own_failures = NONE_FAILED  # on this rank
         self._failed_calls: dict[int, FailedCalls] = {}  # by rank, as read last
         self._spin = Spin()
@@ -94,11 +94,11 @@ class Reports:
             self._made.append(encode(CallMade(self.number, call.what, call.site)))
             self._made_text = ""
 
-    def progress(self) -> Progress:
+    def position(self) -> Position:
         """Return how far this rank has got."""
         if self.generation != self._context.generation:  # a task of a pool has begun, and made no call yet
-            return Progress(self._context.generation, 0, WAITING)
-        return Progress(self.generation, self.number, self.phase)
+            return Position(self._context.generation, 0, WAITING)
+        return Position(self.generation, self.number, self.phase)
 
     def post(self, phase: int) -> None:
         """Let the others know that this rank has got so far in the present call."""
@@ -107,12 +107,12 @@ class Reports:
             *earlier, last = self._made or ["null"]
             listed = ", ".join(earlier)
             self._made_text = f"{last}, {encode(f'[{listed}]')}"
-        # A Report as `encode` writes it; most of it is the same as before, and this is done at every call.
-        progress = f"[{self.generation}, {self.number}, {phase}]"
-        self._connection.set(self._key, f"[{progress}, {self._own_failures.total}, {self._made_text}]")
+        # A RankStatus as `encode` writes it; most of it is the same as before, and this is done at every call.
+        position = f"[{self.generation}, {self.number}, {phase}]"
+        self._connection.set(self._key, f"[{position}, {self._own_failures.total}, {self._made_text}]")
 
     def post_failure(self, call: Call, failures: dict[int, Failure]) -> None:
-        """Make the failure of a call known: first what it is, so that whoever sees the report finds it."""
+        """Make the failure of a call known: first what it is, so that whoever sees the status finds it."""
         earlier = self._own_failures
         failed = FailedCall(self.generation, self.number, call.function, failures)
         self._own_failures = FailedCalls(earlier.total + 1, (*earlier.kept, failed)[-FAILURES_KEPT:])
@@ -129,33 +129,33 @@ class Reports:
         for rank in range(self._context.world_size):
             with contextlib.suppress(RuntimeError):
                 while rank != self._rank and not self.liveness.is_dead(rank):
-                    report = self._connection.read(report_key(rank), Report)
-                    if report is None or report.progress.phase == HAS_LEFT or time.monotonic() > deadline:
+                    status = self._connection.read(status_key(rank), RankStatus)
+                    if status is None or status.position.phase == HAS_LEFT or time.monotonic() > deadline:
                         break  # it has never come, or waits for nothing any more
                     time.sleep(times.END_EVERY_S)
         self.liveness.close()
 
-    def report_of(self, rank: int) -> Report:
-        """Return the report of ``rank``; `NO_REPORT` if it is of an earlier generation."""
-        text = self._connection.get(report_key(rank)) or ""
-        seen, report = self._seen.get(rank, ("", NO_REPORT))
+    def status_of(self, rank: int) -> RankStatus:
+        """Return the status of ``rank``; `NO_STATUS` if it is of an earlier generation."""
+        text = self._connection.get(status_key(rank)) or ""
+        seen, status = self._seen.get(rank, ("", NO_STATUS))
         if text != seen:
-            report = decode(Report, report_key(rank), text)
-            self._seen[rank] = text, report
-        return report if report.progress.generation >= self._context.generation else NO_REPORT
+            status = decode(RankStatus, status_key(rank), text)
+            self._seen[rank] = text, status
+        return status if status.position.generation >= self._context.generation else NO_STATUS
 
-    def failures_of_call(self, rank: int, report: Report) -> dict[int, Failure]:
+    def failures_of_call(self, rank: int, status: RankStatus) -> dict[int, Failure]:
         """Return how the present call has failed on ``rank``; nothing if it has succeeded.
 
         Args:
             rank: the one that has run it.
-            report: its last one.
+            status: its last one.
 
         Raises:
             ParallelError: it has failed too often since for that to be known.
         """
         failed = self._failed_calls.get(rank, NONE_FAILED)
-        if report.failed_calls > failed.total:
+        if status.failed_calls > failed.total:
             failed = self._connection.read(failures_key(rank), FailedCalls) or failed
             self._failed_calls[rank] = failed
         this = self.generation, self.number
@@ -211,15 +211,15 @@ class Reports:
 
     def _missing(self, wait: Wait) -> list[int]:
         goal = self._goal(wait)
-        return [rank for rank in wait.ranks if self.report_of(rank).progress < goal]
+        return [rank for rank in wait.ranks if self.status_of(rank).position < goal]
 
-    def _goal(self, wait: Wait) -> Progress:
-        return Progress(self.generation, self.number, wait.phase)
+    def _goal(self, wait: Wait) -> Position:
+        return Position(self.generation, self.number, wait.phase)
 
     def _where(self, rank: int) -> str:
-        """Return the state of another rank, from its watchdog, or else from its own last report."""
-        standing = self._connection.read(standing_key(rank), Standing)
-        where = standing.where if standing else self.report_of(rank).describe()
+        """Return the state of another rank, from its watchdog, or else from its own last status."""
+        whereabouts = self._connection.read(whereabouts_key(rank), Whereabouts)
+        where = whereabouts.where if whereabouts else self.status_of(rank).describe()
         return f"is stopped by a signal, and {where}" if self.liveness.is_stopped(rank) else where
 
     def _warn(self, missing: list[int], call: Call, waited: float) -> None:
@@ -230,11 +230,11 @@ class Reports:
             place = call, rank_names(missing), where, " ..." * (len(missing) > RANKS_NAMED)
             logger.warning("Rank %d has waited %.0f s in %s for %s. %s%s", self._rank, waited, *place)
 
-    def check_same_call(self, rank: int, report: Report, call: Call) -> None:
+    def check_same_call(self, rank: int, status: RankStatus, call: Call) -> None:
         """Raise if ``rank`` makes, or made, another call under the number of the present one."""
-        if report.progress.call < self.number:
+        if status.position.call < self.number:
             return
-        other = report.made_as(self.number)
+        other = status.made_as(self.number)
         # None if that call is too long ago to be known. Whether it has failed, the list of failures tells.
         if other is not None and other.what != call.what:
             self.post(self.phase)  # where this rank is, before it goes: the other may wait for it and must see it too
@@ -246,7 +246,7 @@ class Reports:
 
     def _gone_error(self, rank: int, call: Call) -> ParallelError:
         """Return the error of this rank, which waits for one whose process has ended."""
-        if self.report_of(rank).progress.phase == HAS_LEFT:
+        if self.status_of(rank).position.phase == HAS_LEFT:
             return self.left_error(rank, call)
         return rank_error(call.function, self._context.world_size, {rank: self.liveness.death(rank, call)})
 
@@ -257,13 +257,13 @@ class Reports:
 
     def _timeout_error(self, missing: list[int], call: Call, waited: float) -> RankTimeoutError:
         """Return the error of this rank, which has waited for too long."""
-        standings = {}
+        whereabouts = {}
         for rank in missing[:RANKS_NAMED]:
-            standing = self._connection.read(standing_key(rank), Standing) or Standing("", "", {}, None)
-            standings[rank] = standing._replace(where=self._where(rank))
+            latest = self._connection.read(whereabouts_key(rank), Whereabouts) or Whereabouts("", "", {}, None)
+            whereabouts[rank] = latest._replace(where=self._where(rank))
         what = f"Rank {self._rank} waited {waited:.1f} s for {rank_names(missing)} in {call}"
         why = f"Every rank must call {call.function}, and within timeout="
-        return timeout_error(f"{what}. {why}", missing, standings)
+        return timeout_error(f"{what}. {why}", missing, whereabouts)
 
 
 def deadline_of(timeout_s: float | None) -> float:
