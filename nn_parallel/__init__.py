@@ -1,18 +1,21 @@
-"""Run functions on every device and every rank; a rank that fails in a block is an exception on all of them.
+"""Run functions on every device and every rank.
 
-The public names are functions, decorators and context managers. Each file at this level, and in `training`, holds a few
-of them with their documentation:
+If one rank fails in code that all ranks run together, every rank raises an exception.
 
-    ddp, ranks               the world of this process; code for one rank or for all in turn
+The public names are functions, decorators and context managers. Each file in this folder, and in `training`, defines a
+few of them and documents them:
+
+    ddp, ranks               the world of this process; code for one rank, and for one rank before the others
     executor, data_parallel  functions on every device, in worker processes or in threads
-    devices, gpus, doctor    which devices exist; what works here
+    devices, gpus, doctor    the devices that exist; a check of all parts that distributed training needs
     training                 the model, the data and the checkpoints of an existing training loop
     errors, world, testing   the exceptions; `World`; tests that run on several ranks
 
-`nn_parallel._engine` carries them out; its docstring has the map. An import starts no process and no thread.
+The implementation is in `nn_parallel._engine`, whose docstring maps its files. Importing the package starts no process
+and no thread.
 """
 
-import torch  # noqa: F401  # first: what its import leaves behind is collected on the way
+import torch  # noqa: F401  # before `paused()`, so that the garbage of this large import is still collected
 
 from ._engine import garbage_collection
 

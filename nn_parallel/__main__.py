@@ -35,7 +35,7 @@ COLUMNS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; returns the exit status."""
+    """Run the command in ``arguments``, by default those of this process, and return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if given[:1] == ["run"]:
@@ -48,23 +48,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=PROGRAM, description="Which GPUs there are, and training on all devices.")
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description="List and choose GPUs, train on all devices, and check or inspect a job."
+    )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    gpus = commands.add_parser("gpus", help="which GPUs there are and how busy they are; choose some of them")
-    how = gpus.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="all that is known of them")
-    how.add_argument("--auto", type=int, metavar="N", help="print the N with the most free memory")
-    how.add_argument("--choose", action="store_true", help="ask, and print those")
-    gpus.add_argument("--min-memory", type=int, default=0, metavar="MB", help="with --auto: so many MiB must be free")
-    gpus.epilog = (
-        f"What --auto and --choose print is for CUDA_VISIBLE_DEVICES=$({PROGRAM} gpus --auto 2). It reserves nothing: "
-        "select_gpus(2) in the script itself keeps others that select so from the same GPUs."
+    gpus = commands.add_parser("gpus", help="list the GPUs and how busy they are, or choose some of them")
+    mode = gpus.add_mutually_exclusive_group()
+    mode.add_argument("--json", action="store_true", help="print all known properties of all GPUs as JSON")
+    mode.add_argument("--auto", type=int, metavar="N", help="print the UUIDs of the N GPUs with the most free memory")
+    mode.add_argument("--choose", action="store_true", help="ask which GPUs to use, and print their UUIDs")
+    gpus.add_argument(
+        "--min-memory", type=int, default=0, metavar="MB", help="with --auto: each GPU must have this many MiB free"
     )
-    commands.add_parser("run", help="start a script on every device, by torchrun: `run --help`")
-    commands.add_parser("doctor", help="try what distributed training needs, and say what to do")
-    stacks = commands.add_parser("stacks", help="where all ranks below a process stand")
-    stacks.add_argument("pid", type=int, help="of the script, of the launcher, or of one rank, on this node")
+    gpus.epilog = (
+        "The output of --auto and --choose is a value for CUDA_VISIBLE_DEVICES, as in "
+        f"CUDA_VISIBLE_DEVICES=$({PROGRAM} gpus --auto 2). The command reserves no GPU. To keep other processes that "
+        "call select_gpus() away from the chosen GPUs, call select_gpus(2) in the script itself."
+    )
+    commands.add_parser("run", help=f"start a script on every device by torchrun; see `{PROGRAM} run --help`")
+    commands.add_parser("doctor", help="try each part that distributed training needs, and say how to repair it")
+    stacks = commands.add_parser("stacks", help="show the Python stacks of all ranks below a process")
+    stacks.add_argument("pid", type=int, help="process id of the script, of the launcher or of one rank, on this node")
     return parser
 
 
@@ -73,7 +78,7 @@ def _gpus(options: argparse.Namespace) -> int:
         print(_for_cuda(select_gpus(options.auto, min_memory_mb=options.min_memory)))
         return 0
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("nn_parallel").setLevel(logging.INFO)  # for the line that says why there is none
+    logging.getLogger("nn_parallel").setLevel(logging.INFO)  # the level at which `list_gpus` says why it finds no GPU
     gpus = list_gpus()
     if options.json:
         print(json.dumps([asdict(gpu) for gpu in gpus], indent=2))
@@ -89,11 +94,14 @@ def _gpus(options: argparse.Namespace) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Hand over to torchrun, whose options all work: on a free port, with a rank for every device unless told."""
+    """Start a script by torchrun, by default with one rank per device and, on a single node, on a free port.
+
+    All options of torchrun work.
+    """
     parser = torchrun.get_args_parser()
     parser.prog = f"{PROGRAM} run"
-    parser.add_argument("--gpus", metavar="SEL", help="which GPUs, as in 0,2-3 or all or GPU-uuid,GPU-uuid")
-    parser.add_argument("--nproc", dest="nproc_per_node", help="how many ranks on this node; default: one per device")
+    parser.add_argument("--gpus", metavar="SEL", help="the GPUs to use: 0,2-3 or all or GPU-uuid,GPU-uuid")
+    parser.add_argument("--nproc", dest="nproc_per_node", help="number of ranks on this node; default: one per device")
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=None)
     options = parser.parse_args(arguments)
@@ -103,14 +111,14 @@ def _run(arguments: list[str]) -> int:
     if options.nproc_per_node is None:
         options.nproc_per_node = str(len(chosen) if options.gpus is not None else len(accelerators()) or cpu_count())
     if options.nnodes == "1" and not options.rdzv_endpoint and options.master_port is None:
-        options.standalone = True  # a port that is free, on the loopback
-    if options.nproc_per_node.lstrip("-").isdecimal():  # else it is a word of torchrun's, as auto
+        options.standalone = True  # torchrun then chooses a free port, on the loopback interface
+    if options.nproc_per_node.lstrip("-").isdecimal():  # torchrun also takes words, for instance `auto`
         if (ranks := int(options.nproc_per_node)) < 1:
             parser.error(f"--nproc={ranks} must be at least 1")
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks)))  # torchrun makes it 1 otherwise
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks)))  # torchrun would set 1
     try:
         record(torchrun.run)(options)
-    except ChildFailedError as error:  # the ranks have told what it was
+    except ChildFailedError as error:  # the ranks have printed their tracebacks; the error holds torchrun's summary
         print(error, file=sys.stderr)
         return 1
     return 0
@@ -119,11 +127,11 @@ def _run(arguments: list[str]) -> int:
 def _doctor(_: argparse.Namespace) -> int:
     try:
         launch = detect_launch(os.environ)
-    except LaunchError:  # the doctor will tell
+    except LaunchError:  # `examine` reports it as a finding
         launch = None
     is_main = launch is None or launch.rank == 0
     report = examine(lambda finding: print(finding, flush=True) if is_main else None)
-    if not is_main and not dist.is_initialized():  # the main rank may never have come
+    if not is_main and not dist.is_initialized():  # the ranks have not met, so rank 0 may print nothing
         print(report)
     return 0 if report else 1
 
@@ -133,11 +141,11 @@ def _stacks(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.pid} is no process id.")
     stacks = stacks_below(options.pid)
     names = {pid: name_of(pid, _launched_rank) for pid in stacks}
-    full = {pid: f"{name} (pid {pid})" for pid, name in names.items()}
-    count = Counter(names.values())  # two pools have ranks of the same names
-    print(by_call_site({full[pid] if count[names[pid]] > 1 else names[pid]: stacks[pid] for pid in stacks}))
+    full_names = {pid: f"{name} (pid {pid})" for pid, name in names.items()}
+    count = Counter(names.values())  # a name occurs twice if the script has two pools, which both have a rank 0
+    print(by_call_site({full_names[pid] if count[names[pid]] > 1 else names[pid]: stacks[pid] for pid in stacks}))
     for pid, stack in stacks.items():
-        print(f"\n{full[pid]}, innermost frame first:\n{users_part(stack) or '  It has no Python frame.'}")
+        print(f"\n{full_names[pid]}, innermost frame first:\n{users_part(stack) or '  It has no Python frame.'}")
     return 0
 
 
@@ -150,15 +158,15 @@ def _launched_rank(environ: Mapping[str, str]) -> int | None:
 
 
 def _for_cuda(gpus: list[GPU]) -> str:
-    """UUIDs: CUDA's numbers may be others than NVML's."""
+    """Return a value for ``CUDA_VISIBLE_DEVICES``: UUIDs, because CUDA and NVML may number the GPUs differently."""
     return ",".join(gpu.uuid for gpu in gpus)
 
 
 def _table(gpus: list[GPU]) -> str:
     rows = [list(COLUMNS)]
     for gpu in gpus:
-        known = asdict(gpu)
-        rows.append(["-" if known[name] is None else str(known[name]) for name in COLUMNS.values()])
+        values = asdict(gpu)
+        rows.append(["-" if values[name] is None else str(values[name]) for name in COLUMNS.values()])
         if not gpu.is_visible:
             rows[-1][-1] += " (hidden)"
     return as_table(rows)

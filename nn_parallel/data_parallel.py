@@ -18,17 +18,24 @@ R = TypeVar("R")
 def parallel_on_all_devices(func: Callable[P, R]) -> Callable[P, R]:
     """Split the batch over all devices of this process, run a thread on each, and gather the results on the first.
 
-    Every tensor among the arguments (in lists, tuples and dicts too) with at least one dimension is split along
-    dimension 0; 0-dim tensors and modules are copied to each device; everything else is passed on. The results must be
-    tensors, or the same nest of tensors everywhere: they are concatenated along dimension 0, 0-dim ones stacked.
-    Gradients flow through all of it to the original tensors and parameters. Simpler than DDP, and slower: the threads
-    share one interpreter, and modules are copied at each call.
+    The arguments, also those inside lists, tuples and dicts, are handed to the devices as follows:
 
-    With one device, under a launcher, or without a tensor to split: a plain call.
+    - A tensor with at least one dimension is split along dimension 0.
+    - A 0-dim tensor or a module is copied to each device.
+    - Any other argument is passed on unchanged.
+
+    The function must return a tensor, or the same nest of tensors on every device. The results are concatenated along
+    dimension 0; 0-dim results are stacked. Gradients flow through all of this to the original tensors and parameters.
+
+    This is simpler than DDP, and slower: the threads share one Python interpreter, and modules are copied at each call.
+
+    The function is simply called once, with its arguments unchanged, if there is only one device, if a launcher started
+    this process, or if there is no tensor with at least two rows to split.
 
     Raises:
         ValueError: the tensors differ in the length of dimension 0; the message names the lengths.
-        TypeError: with several devices, a result that is not a tensor.
+        TypeError: there are several devices, and the function returned something other than tensors, or differently
+            nested tensors on different devices.
 
     Example::
 

@@ -25,31 +25,38 @@ def initialize_ddp(
 ) -> World:
     """Join the ranks that were started together, and connect them by a process group.
 
-    Works however this process was started: by torchrun, ``srun`` or ``mpirun`` (Open MPI, MPICH, Intel MPI); with the
-    ``env://`` variables or explicit arguments; as a rank of `ParallelExecutor.run`; or alone, where it makes no group
-    and returns the world of one rank. Call it as often as you like: it returns the same world, and makes the group
-    again after a failure has closed it. A process that a rank starts with its own variables, as the workers of a
-    `DataLoader` are, gets the world of that rank and joins nothing.
+    The function works for every way in which this process may have been started:
+
+    - by torchrun, ``srun`` or ``mpirun`` (Open MPI, MPICH, Intel MPI);
+    - with the ``env://`` variables, or with explicit arguments;
+    - as a rank of `ParallelExecutor.run`;
+    - alone: the function then makes no process group and returns a world of one rank.
+
+    The function may be called any number of times and returns the same world each time. If a failure has closed the
+    process group, the next call makes the group again. A process that a rank has started with its own environment
+    variables, such as a worker of a `DataLoader`, gets the world of that rank and joins nothing.
 
     Args:
-        timeout: seconds (or a timedelta) for the ranks to find each other and for each collective; 60 minutes if None.
-        backend: of torch.distributed. If None: ``"gloo"`` on CPU, gloo for CPU tensors and the accelerator's own
-            backend for its tensors otherwise.
-        device: of this rank. If None or ``"cuda"``: the accelerator of the local rank, or the CPU where there is none;
-            no two ranks then get the same one. With a number they may share one: NCCL refuses that, so all collectives
-            then go by gloo, unless ``backend`` says otherwise. It becomes the current device.
-        rank: of this process; it wins over the environment, as the next four do.
-        world_size: how many ranks there are.
-        local_rank: of this process among those of its node.
+        timeout: how long the ranks wait for each other to join, and how long each collective may take, in seconds or as
+            a timedelta; 60 minutes if None.
+        backend: the backend of torch.distributed. If None: ``"gloo"`` on the CPU; with accelerators, gloo for CPU
+            tensors and the accelerator's own backend for tensors on it.
+        device: the device of this rank, which becomes the current device. If None or without a number (``"cuda"``): the
+            accelerator of the local rank, or the CPU if there is no accelerator; no two ranks then get the same
+            accelerator. With a number (``"cuda:0"``), ranks may share an accelerator. NCCL refuses to share one, so
+            that all collectives then go by gloo, unless ``backend`` is given.
+        rank: the rank of this process. This argument and the next four take precedence over the environment.
+        world_size: the number of ranks.
+        local_rank: the number of this process among the ranks of its node.
         master_addr: the host of rank 0.
-        master_port: the port where rank 0 listens.
-        fallback: where the environment is broken, warn and go on alone instead of raising.
+        master_port: the port on which rank 0 listens.
+        fallback: instead of raising `LaunchError`, warn and go on alone.
 
     Returns:
-        `World`, which unpacks as ``distributed, rank, local_rank, world_size, device``.
+        The `World`, which unpacks as ``distributed, rank, local_rank, world_size, device``.
 
     Raises:
-        LaunchError: the environment is half set or contradicts itself, the port is in use, a rank did not come within
+        LaunchError: the environment is incomplete or contradicts itself, the port is in use, a rank did not join within
             ``timeout``, or there are fewer accelerators than ranks. The message says what to set.
 
     Example::
@@ -73,21 +80,22 @@ def initialize_ddp(
 
 
 def cleanup_ddp() -> None:
-    """Leave the world that `initialize_ddp` joined and close its process group. Harmless when there is none.
+    """Leave the world that `initialize_ddp` joined, and close its process group. Without a world, do nothing.
 
-    Runs by itself at the end of the program. Inside `ParallelExecutor.run` it closes the group; the rank stays a rank.
+    The function is called automatically at the end of the program. Inside `ParallelExecutor.run` it closes only the
+    process group: the process remains a rank.
     """
     membership.clean_up()
 
 
 def current_world() -> World:
-    """Return who this process is now.
+    """Return the world that this process is in now.
 
-    Asks and starts nothing: in a process that a launcher started, before `initialize_ddp`, it tells what the launcher
-    said, with ``distributed`` False.
+    The function starts nothing and asks no other process. If a launcher started this process and `initialize_ddp` has
+    not been called yet, the world holds the values that the launcher set, and its ``distributed`` is False.
 
     Raises:
-        LaunchError: the launch environment is half set.
+        LaunchError: the launch environment is incomplete or contradicts itself.
 
     Example::
 
@@ -101,8 +109,8 @@ def should_use_distributed(flag: bool | None = None) -> bool:
     """Return whether to train distributed.
 
     Args:
-        flag: False: no. None: what the environment says, yes if several ranks were started together. True: yes if it is
-            possible at all, also with a single launched rank; if it is not, a warning says so.
+        flag: with False, return False. With None, return True if several ranks were started together. With True, return
+            True if a launcher started this process, even as the only rank; if no launcher did, warn and return False.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""`resolve_device`: from a name to a device that exists."""
+"""`resolve_device`: the existing device that a name means."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ._engine.devices import existing_device
 def resolve_device(device: torch.device | str) -> torch.device:
     """Turn a device specification into a `torch.device` that exists.
 
-    ``"cuda"`` and ``"gpu"`` mean the current accelerator, whatever its type. Where there is no accelerator, one that
-    was asked for becomes the CPU, with one warning per program.
+    ``"cuda"`` and ``"gpu"`` mean the current accelerator, whatever its type. On a machine without accelerators, the
+    function returns the CPU instead of an accelerator, and warns once per program.
 
     Raises:
-        ValueError: the specification is not a device, or names an accelerator beyond those that exist.
+        ValueError: the specification is not a device, or names an accelerator that does not exist.
 
     Example::
 

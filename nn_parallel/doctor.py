@@ -1,4 +1,8 @@
-"""`verify_ddp_setup`: try what distributed training needs, and say of each part whether it works and what to do."""
+"""`verify_ddp_setup`: try each part that distributed training needs, and report how to repair the parts that fail.
+
+Each check returns a `Finding`. Under a launcher the ranks themselves meet and make a collective. Without one, workers
+of a pool do so.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ TIMEOUT_S = 60.0
 OK = "ok"
 WARNING = "warning"
 FAILED = "failed"
-WAITS = "..."
+WAITS = "..."  # the status of a finding that only announces a check
 PART_WIDTH = 14
 MARGIN = " " * (PART_WIDTH + 10)
 TENSOR_BYTES = 16 << 20
@@ -33,7 +37,7 @@ OLDEST_TORCH = 2, 11
 
 
 class Finding(NamedTuple):
-    """The finding about one part."""
+    """The result of the check of one part, for instance of the devices."""
 
     status: str
     part: str
@@ -41,7 +45,7 @@ class Finding(NamedTuple):
     advice: str = ""
 
     def __str__(self) -> str:
-        """For a person to read: what was found, and below it what to do."""
+        """Return the finding as lines of text. The last line gives the advice, if there is any."""
         first, *more = self.text.splitlines() or [""]
         if self.advice:
             more.append(f"-> {self.advice}")
@@ -49,7 +53,7 @@ class Finding(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The findings of `verify_ddp_setup`: true if nothing failed, and a table as text."""
+    """The findings of `verify_ddp_setup`. A report is true if no check has failed, and is printed as a table."""
 
     findings: tuple[Finding, ...]
 
@@ -63,8 +67,8 @@ class Report(NamedTuple):
 def verify_ddp_setup() -> Report:
     """Try what distributed training needs: the launch, the software, the devices, a rendezvous and a collective.
 
-    Works under every launcher, where each rank calls it and all get the same report, and alone, where the ranks that
-    talk to each other are workers of a pool. What hangs fails after a minute.
+    Under a launcher, every rank calls the function, and all ranks get the same report. Without a launcher, the function
+    starts workers of a pool, which talk to each other as ranks. A check that hangs counts as failed after a minute.
 
     Example::
 
@@ -76,7 +80,12 @@ def verify_ddp_setup() -> Report:
 
 
 def examine(show: Callable[[Finding], None]) -> Report:
-    """As `verify_ddp_setup`; ``show`` gets each finding as soon as it is known, and for what the next one waits."""
+    """Try each part, as `verify_ddp_setup` does.
+
+    Args:
+        show: called with each finding as soon as it is known. Before a check that may wait for other ranks, it is also
+            called with a finding of status `WAITS`, which is not in the report.
+    """
     own = list[Finding]()
 
     def add(*findings: Finding) -> bool:
@@ -85,7 +94,7 @@ def examine(show: Callable[[Finding], None]) -> Report:
             show(finding)
         return own[-1].status != FAILED
 
-    # An older torch raises as it is asked for what it lacks.
+    # Stop here after a failure: the other checks need a launch, and call functions that an older torch does not have.
     if not add(_launch()) or not add(_software()):
         return Report(tuple(own))
     context = rank_context()
@@ -103,7 +112,7 @@ def _launch() -> Finding:
     except LaunchError as error:
         return Finding(FAILED, "launch", str(error))
     if launch is None:
-        return Finding(OK, "launch", "by no launcher: this process is alone, and starts workers where it needs them")
+        return Finding(OK, "launch", "no launcher: this process is alone, and executors in it start their own workers")
     place = f"rank {launch.rank} of {launch.world_size}, local rank {launch.local_rank} of {launch.local_world_size}"
     text = f"by {launch.launcher}: {place}, on node {launch.node_rank}\n(from {', '.join(launch.told_by)})"
     return Finding(OK, "launch", text)
@@ -124,22 +133,26 @@ def _devices() -> Finding:
     available = accelerators()
     gpus = [gpu for gpu in list_gpus() if gpu.is_visible]
     if len(gpus) == len(available):
-        names = [gpu.name or "unnamed" for gpu in gpus]  # of CUDA, whose use begins where it is asked itself
+        names = [gpu.name or "unnamed" for gpu in gpus]  # by NVML, because asking CUDA for a name initializes CUDA
     else:
         names = [getattr(device_properties(device), "name", "unnamed") for device in available]
     text = ", ".join(f"{device} ({name})" for device, name in zip(available, names, strict=True)) or "the CPU alone"
     if shown := os.environ.get("CUDA_VISIBLE_DEVICES"):
         text += f", with CUDA_VISIBLE_DEVICES={shown}"
-    there = len(gpus) if torch.version.hip is None else 0
-    if there > len(available):
+    nvml_count = len(gpus) if torch.version.hip is None else 0
+    if nvml_count > len(available):
         why = "this torch is built without CUDA" if torch.version.cuda is None else "CUDA does not start"
         advice = "install a build of torch that fits the driver (see pytorch.org)"
-        return Finding(WARNING, "devices", f"{text}; NVML sees {there} GPUs, but {why}", advice)
+        return Finding(WARNING, "devices", f"{text}; NVML sees {nvml_count} GPUs, but {why}", advice)
     return Finding(OK, "devices", text)
 
 
 def _of_all_ranks(own: list[Finding], show: Callable[[Finding], None]) -> list[Finding]:
-    """Return the findings of rank 0, and what the others found that is not as it should be."""
+    """Return all findings of rank 0, and the findings of the other ranks that are not `OK`. Every rank calls this.
+
+    Args:
+        own: the findings of this rank so far.
+    """
     begun = time.perf_counter()
     launch = detect_launch(os.environ)
     if launch is not None and rank_context() is None:
@@ -147,7 +160,7 @@ def _of_all_ranks(own: list[Finding], show: Callable[[Finding], None]) -> list[F
         show(Finding(WAITS, "rendezvous", f"for {where}, up to {TIMEOUT_S:g} s"))
     try:
         world = initialize_ddp(TIMEOUT_S)
-        rendezvous = Finding(OK, "rendezvous", f"{world.world_size} ranks in {_milliseconds(begun)}")
+        rendezvous = Finding(OK, "rendezvous", f"{world.world_size} ranks in {_milliseconds_since(begun)}")
         show(rendezvous)
         show(Finding(WAITS, "collective", f"of all ranks, up to {TIMEOUT_S:g} s"))
         with ParallelExecutor(timeout=TIMEOUT_S) as ex:
@@ -156,36 +169,36 @@ def _of_all_ranks(own: list[Finding], show: Callable[[Finding], None]) -> list[F
         failed = Finding(FAILED, "ranks", str(error))
         show(failed)
         return [*own, failed]
-    bad = [
+    problems = [
         finding._replace(part=f"{finding.part} (rank {rank})")
         for rank, findings in enumerate(others, start=1)
         for finding in findings
         if finding.status != OK
     ]
-    for finding in (*first[len(own) + 1 :], *bad):
+    for finding in (*first[len(own) + 1 :], *problems):
         show(finding)
-    return [*first, *bad]
+    return [*first, *problems]
 
 
 def _of_workers(devices: str) -> list[Finding]:
-    """Return the findings of workers on these devices, which are ranks of one world; two of them on the CPU."""
+    """Return the findings of workers that are started on ``devices`` and form a world; on the CPU there are two."""
     begun = time.perf_counter()
     try:
         with ParallelExecutor(devices=devices, num_workers=2 if devices == "cpu" else None, timeout=TIMEOUT_S) as ex:
             world_size = len(ex.run(os.getpid))
-            start = Finding(OK, "workers", f"{world_size} on {devices}, started in {_milliseconds(begun)}")
+            start = Finding(OK, "workers", f"{world_size} on {devices}, started in {_milliseconds_since(begun)}")
             return [start, ex.run(_all_reduce)[0]]
     except ParallelError as error:
         return [Finding(FAILED, f"workers on {devices}", str(error))]
 
 
 def _all_reduce() -> Finding:
-    """As one of the ranks: one on the device of this rank."""
+    """Add up a tensor over all ranks, on the device of this rank, and report the speed. Every rank calls this."""
     _, _, _, world_size, device = initialize_ddp()
-    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))  # as in cpu:gloo,cuda:nccl
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))  # for instance cpu:gloo,cuda:nccl
     part = f"{backends[device.type]} on {device.type}"
     ones = torch.ones(TENSOR_BYTES // 4, device=device)
-    dist.all_reduce(ones)  # makes the connections
+    dist.all_reduce(ones)  # not timed, because the first collective makes the connections
     correct = bool((ones == world_size).all())
     begun = time.perf_counter()
     dist.all_reduce(ones)
@@ -195,15 +208,15 @@ def _all_reduce() -> Finding:
     rate = TENSOR_BYTES / seconds / 1e9
     text = f"all_reduce of {TENSOR_BYTES >> 20} MiB among {world_size} ranks in {seconds * 1e3:.1f} ms, {rate:.2g} GB/s"
     if not correct:
-        return Finding(FAILED, part, f"{text}, and the sum is wrong", "try NCCL_P2P_DISABLE=1, and tell us")
+        return Finding(FAILED, part, f"{text}, and the sum is wrong", "try NCCL_P2P_DISABLE=1, and report the error")
     return Finding(OK, part, text)
 
 
 def _number(text: str) -> tuple[int, int]:
-    """Of a release: its first two numbers."""
+    """Return the first two numbers of a release, which can be compared: (2, 11) for "2.11.0"."""
     major, minor, *_ = re.findall(r"\d+", text)
     return int(major), int(minor)
 
 
-def _milliseconds(begun: float) -> str:
+def _milliseconds_since(begun: float) -> str:
     return f"{(time.perf_counter() - begun) * 1e3:.0f} ms"

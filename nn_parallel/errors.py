@@ -2,15 +2,15 @@
 
     ParallelError(RuntimeError)
     ├─ RankError(ExceptionGroup)        one leaf per failed rank, the cause first
-    ├─ WorkerDiedError                  a process is gone
+    ├─ WorkerDiedError                  a process ended without an answer
     ├─ RankTimeoutError(TimeoutError)   a rank did not answer in time
-    ├─ ExecutorClosedError              the pool was shut down
+    ├─ ExecutorClosedError              the executor was shut down
     ├─ TransferError                    an object could not be sent
-    ├─ RemoteError                      an exception that could not be rebuilt here
+    ├─ RemoteError                      a stand-in for an exception that could not be rebuilt
     └─ LaunchError                      the launch environment or device configuration is wrong
 
-``except ParallelError`` therefore catches them all, and ``except* ValueError`` reaches the leaves of a `RankError`.
-A bad argument is a plain `ValueError` or `TypeError`.
+``except ParallelError`` therefore catches all of them, and ``except* ValueError`` selects leaves of a `RankError`.
+For a wrong argument, functions raise a plain `ValueError` or `TypeError`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ class ParallelError(RuntimeError):
 class RankError(ExceptionGroup[Exception], ParallelError):
     """One or more ranks failed in a call that all ranks make together.
 
-    Raised on *every* rank, the failed one included. Its leaves are the exceptions of the failed ranks in the order of
-    their arrival, the cause first. A rank that was only freed from waiting for a failed one has no leaf.
+    *Every* rank raises the error, including the failed ranks. The leaves of this exception group are the exceptions of
+    the failed ranks, in the order in which the failures became known. The first leaf is the cause. A rank that did not
+    fail itself, but was freed from waiting for a failed rank, has no leaf.
 
     Attributes:
         failures: ``{rank: exception}``, in the same order.
-        rank: the rank of the cause.
+        rank: the rank whose exception is the cause.
 
     Example::
 
@@ -46,13 +47,13 @@ class RankError(ExceptionGroup[Exception], ParallelError):
     failures: dict[int, Exception]
 
     def __new__(cls, message: str, failures: Mapping[int, Exception]) -> Self:
-        """Make the group of the exceptions of these ranks; the first one is the cause."""
+        """Make the group of the exceptions in ``failures``, of which the first is the cause."""
         self = super().__new__(cls, message, list(failures.values()))
         self.failures = dict(failures)
         return self
 
     def __init__(self, message: str, failures: Mapping[int, Exception]) -> None:
-        super().__init__(message, failures)  # type: ignore[arg-type]  # the args to copy and pickle it by
+        super().__init__(message, failures)  # type: ignore[arg-type]  # so that `args` are those of this class
 
     @property
     def rank(self) -> int:
@@ -60,12 +61,12 @@ class RankError(ExceptionGroup[Exception], ParallelError):
         return next(iter(self.failures))
 
     def derive(self, excs: Sequence[Exception]) -> RankError:  # type: ignore[override]
-        """Return the group of some of the leaves, for ``except*``: each keeps its rank."""
+        """Return a group of ``excs``, the leaves that ``except*`` has selected. Each leaf keeps its rank."""
         kept = {
             rank: part
             for part in excs
             for rank, whole in self.failures.items()
-            if part is whole or _leaves(part) & _leaves(whole)  # of a leaf that is a group, Python passes a part
+            if part is whole or _leaves(part) & _leaves(whole)  # Python passes a part of a leaf that is a group
         }
         return RankError(self.message, kept)
 
@@ -77,10 +78,10 @@ class WorkerDiedError(ParallelError):
     """A process ended without an answer.
 
     Attributes:
-        rank: its rank.
-        pid: its process id; 0 when another rank told of it.
-        exitcode: its exit code, ``-n`` when signal ``n`` killed it, None when it is not known from here.
-        evidence: what else is known of its end; an empty string if nothing is.
+        rank: the rank of the process.
+        pid: its process id; 0 if another rank has reported the death.
+        exitcode: its exit code; ``-n`` if signal ``n`` killed the process, None if this process does not know it.
+        evidence: further facts about the death, such as the peak memory use; an empty string if there are none.
     """
 
     def __init__(
@@ -98,7 +99,8 @@ class RankTimeoutError(ParallelError, TimeoutError):
 
     Attributes:
         ranks: the silent ranks.
-        stacks: ``{rank: text}``, where each of them stands, as far as that is known from here.
+        stacks: ``{rank: text}``: the Python stack of each silent rank, or a sentence that says why there is none. The
+            text is empty if nothing is known about the rank.
     """
 
     def __init__(self, message: str, *, ranks: Sequence[int] = (), stacks: Mapping[int, str] | None = None) -> None:
@@ -108,60 +110,64 @@ class RankTimeoutError(ParallelError, TimeoutError):
 
 
 class ExecutorClosedError(ParallelError):
-    """The executor was used after `shutdown`, or in a process that did not make it."""
+    """The executor was used after its `shutdown`, or in another process than the one that made it."""
 
     def __init__(self, message: str = "cannot schedule new work: the executor has been shut down.") -> None:
         super().__init__(message)
 
 
 class TransferError(ParallelError):
-    """An object could not be sent to another process; the message names the attribute that stands in the way."""
+    """An object could not be sent to another process. The message names the attribute that prevents it."""
 
 
 class RemoteError(ParallelError):
-    """Stands for an exception of another rank that cannot be rebuilt here; the message begins with its type's name."""
+    """A stand-in for an exception of another rank that cannot be rebuilt here. The message begins with its type."""
 
 
 class LaunchError(ParallelError):
-    """The launch environment or the device configuration is wrong; the message says what to set."""
+    """The launch environment or the device configuration is wrong. The message says what to set."""
 
 
 class RemoteTraceback(Exception):
-    """The ``__cause__`` of an exception that was rebuilt here: where it was raised, and the traceback from there.
+    """The ``__cause__`` of an exception that another process raised and that was rebuilt in this process.
+
+    Its message names that process, and its note holds the traceback there.
 
     Attributes:
         tb: the traceback, as text.
-        failure: what it was rebuilt from, if it was.
+        failure: the plain data from which the exception was rebuilt, or None.
     """
 
-    failure: Any = None  # a `Failure`, as the engine has it
+    failure: Any = None  # a `Failure` of the engine
 
     def __init__(self, where: str, tb: str) -> None:
         super().__init__(where, tb)
         self.tb = _with_source(tb)
-        self.add_note(self.tb.rstrip())  # a note keeps the margin that an ExceptionGroup prints, a message does not
+        self.add_note(self.tb.rstrip())  # an ExceptionGroup indents each line of a note, but not of a message
 
     def __str__(self) -> str:
         return f"raised by {self.args[0]}"
 
 
 def _with_source(tb: str) -> str:
-    """Return a traceback with the lines of code that this process has, but not its own one: of a notebook's cells.
+    """Return the traceback of another process with the source lines of notebook cells added.
 
-    It opens no file: a stranger may have written the traceback.
+    A worker finds no source for such a frame, because a cell is no file. The process of the notebook has the source,
+    because IPython puts it into `linecache`. This function opens no file: the sender of a traceback must not be able to
+    choose the files that this process reads.
     """
     lines = tb.splitlines(keepends=True)
     for index in reversed(range(len(lines))):
         frame = _FRAME.match(lines[index])
         if frame and not "".join(lines[index + 1 : index + 2]).startswith(f"{frame[1]}  "):
-            known = frame[2] in linecache.cache
-            source = linecache.getline(frame[2], int(frame[3])).strip() if known else ""
+            is_cached = frame[2] in linecache.cache
+            source = linecache.getline(frame[2], int(frame[3])).strip() if is_cached else ""
             lines[index + 1 : index + 1] = [f"{frame[1]}  {source}\n"] if source else []
     return "".join(lines)
 
 
 def _leaves(error: BaseException) -> set[int]:
-    """Return the identities of the exceptions in a group, however deep; of a plain exception, its own."""
+    """Return the ids of all exceptions in a group and in its subgroups, or the id of a plain exception."""
     if isinstance(error, BaseExceptionGroup):
         return set().union(*map(_leaves, error.exceptions))
     return {id(error)}

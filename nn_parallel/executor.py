@@ -19,51 +19,61 @@ from ._engine.ranks.membership import as_seconds
 from ._engine.ranks.records import call_name
 from .errors import ExecutorClosedError, RankError
 
-UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
+UNINTERRUPTED = True  # the engine's `interrupts` reads this, and raises no exception in lines of this module
 R = TypeVar("R")
-# Parameters that other libraries call so.
-MEANT = {"max_workers": "num_workers", "n_jobs": "num_workers", "device": "devices", "gpus": "devices"}
+# By the name that a parameter has in other libraries, its name here: for the hint in an error message.
+NAME_HERE = {"max_workers": "num_workers", "n_jobs": "num_workers", "device": "devices", "gpus": "devices"}
 
 
 class ParallelExecutor(Executor):
     """Run functions on every device: a `concurrent.futures.Executor` whose workers are ranks.
 
-    In a script, a notebook or a shell it starts one process per device. Under a launcher (torchrun, ``env://``) its
-    workers are the ranks already there: every rank makes the same executor and the same calls, `run` and `map` return
-    the same results on all of them, and arguments that choose workers must say what is there.
+    In a script, a notebook or a shell, the executor starts one process per device. Under a launcher (torchrun,
+    ``env://``), its workers are the ranks that the launcher has started: every rank makes the same executor and the
+    same calls, and `run` and `map` return the same results on all ranks. Arguments that choose workers must then
+    describe the ranks that exist.
 
-    Functions, also lambdas and closures, and the classes of ``__main__`` travel by value: no ``__main__`` guard, no
-    second run of the script. What a worker prints appears in this process's ``sys.stdout``. Linux only, but for the
-    launched form.
+    Functions, including lambdas and closures, and the classes of ``__main__`` are sent to the workers by value. The
+    script therefore needs no ``__main__`` guard, and workers do not run it again. The output of a worker appears in
+    ``sys.stdout`` of this process. Without a launcher, the executor works on Linux only.
 
     Args:
-        num_gpus: the first so many accelerators; on a machine without any, so many CPU workers.
-        pass_device: bind the worker's device to a function's parameter called ``device``, wherever it stands; the
-            caller's positional arguments fill the others. A function without one is called without it, and so is one
-            of an installed library, such as `numpy.zeros`.
-        devices: ``"cpu"``, ``"all"``, ``"0,2-3"`` or a list of devices. If neither this nor ``num_gpus`` is given: all
-            accelerators, or one CPU worker per core where there is none.
-        num_workers: how many workers, over these devices in turn. If None: one per device, one per core on the CPU.
-        timeout: seconds (or a timedelta) that a call, the initializer's too, may take on a worker, from when it begins
-            there; under a launcher also how long the ranks wait for each other at the end of the ``with`` block. No
-            limit if None.
-        initializer: called once in each worker, also in one that replaces a dead one.
-        initargs: its arguments.
-        prefix_output: begin each line that a worker prints with ``[rank 1]``.
-        engine: ``"local"``; or ``"ray"``, for workers on the nodes of a Ray cluster: the one at ``RAY_ADDRESS``, one
-            that runs on this machine, or one that is started here. It needs ``nn_parallel[ray]``.
-        resources_per_worker: with ``engine="ray"``, what Ray sets aside for each worker, beside one ``CPU`` and, with
-            accelerators, one ``GPU``, or instead of these: ``{"CPU": 4}``.
-        placement: with ``engine="ray"``, ``"pack"`` for as few nodes as possible, or ``"spread"`` over as many.
-        wait_for_resources: with ``engine="ray"``, seconds (or a timedelta) to wait for that.
+        num_gpus: use the first ``num_gpus`` accelerators, or on a machine without accelerators, ``num_gpus`` CPU
+            workers.
+        pass_device: bind the worker's device to the parameter called ``device`` of a function, at any position. The
+            caller's positional arguments fill the other parameters. A function without such a parameter is called
+            without the device, and so is a function of an installed library, such as `numpy.zeros`.
+        devices: ``"cpu"``, ``"all"``, ``"0,2-3"`` or a list of devices. If neither ``devices`` nor ``num_gpus`` is
+            given: all accelerators, or one CPU worker per core on a machine without accelerators.
+        num_workers: the number of workers; they take the devices in turn. If None: one per device, and on the CPU one
+            per core.
+        timeout: how long a call may take on a worker, from its beginning there, in seconds or as a timedelta; no limit
+            if None. The limit holds for the initializer too. Under a launcher, it is also how long the ranks wait for
+            each other at the end of the ``with`` block.
+        initializer: a function that each worker calls once, also a worker that replaces a dead one.
+        initargs: the arguments of ``initializer``.
+        prefix_output: begin each line that a worker prints with its rank, as in ``[rank 1]``.
+        engine: ``"local"``; or ``"ray"``, for workers on the nodes of a Ray cluster. This is the cluster at
+            ``RAY_ADDRESS``, else a cluster that runs on this machine, else a new one on this machine. ``"ray"`` needs
+            ``nn_parallel[ray]``.
+        resources_per_worker: with ``engine="ray"``, resources that Ray reserves for each worker. The default is one
+            ``CPU`` and, with accelerators, one ``GPU``; the given resources are added to it or replace a part of it,
+            as in ``{"CPU": 4}``.
+        placement: with ``engine="ray"``, ``"pack"`` to use as few nodes as possible, ``"spread"`` to use as many as
+            possible.
+        wait_for_resources: with ``engine="ray"``, how long to wait for these resources, in seconds or as a timedelta.
 
     Raises:
-        TypeError: ``num_gpus`` together with ``devices``; a count is no integer, ``initializer`` no callable.
-        ValueError: there are fewer devices, or none of that name; under a launcher, other workers than its ranks.
+        TypeError: ``num_gpus`` is given together with ``devices``, a count is no integer, ``initializer`` is no
+            callable, or there is no parameter of a given name.
+        ValueError: there are fewer devices, or there is no device of a given name. Under a launcher: the arguments do
+            not describe its ranks.
         TransferError: the initializer cannot be sent.
-        LaunchError: with ``engine="ray"``, there is no cluster, no room in it in time, or a node is not fit.
-        ImportError: with ``engine="ray"``, Ray is not installed.
-        ParallelError: a worker imports a module that makes an executor at its top.
+        LaunchError: with ``engine="ray"``: there is no cluster, Ray finds no room in it in time, or a node has another
+            version of this package or lacks the accelerator.
+        ImportError: with ``engine="ray"``: Ray is not installed.
+        ParallelError: a worker imports a module that makes an executor at module level; or the platform is not Linux,
+            and there is no launcher.
 
     Example::
 
@@ -90,8 +100,8 @@ class ParallelExecutor(Executor):
         **unknown: Never,
     ) -> None:
         if unknown:
-            meant = [MEANT[name] for name in unknown if name in MEANT]
-            hint = f": perhaps {', '.join(meant)}" if meant else ""
+            similar = [NAME_HERE[name] for name in unknown if name in NAME_HERE]
+            hint = f": perhaps {', '.join(similar)}" if similar else ""
             raise TypeError(f"ParallelExecutor() has no parameter {', '.join(map(repr, unknown))}{hint}.")
         workers = PoolOptions(
             num_gpus=num_gpus,
@@ -111,20 +121,20 @@ class ParallelExecutor(Executor):
     def run(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> list[R]:
         """Call ``fn`` once on every device, all at the same time, as the ranks of one world.
 
-        Inside, `on_rank` works at once, and `initialize_ddp` connects the ranks by a process group, which is kept for
-        the next call.
+        Inside ``fn``, `on_rank` works without any preparation. `initialize_ddp` connects the ranks by a process group,
+        which is kept for the next call.
 
         Returns:
             The results, in rank order.
 
         Raises:
-            RankError: ``fn`` raised on a rank, its result could not be sent, or a process died. The others are freed
-                from collectives and interrupted, killed after half a second if that does not help; the pool is whole
-                again afterwards.
-            RankTimeoutError: a rank took longer than ``timeout``; the message holds the Python stack of each that did,
-                but for one that is stopped or in C code that holds the GIL.
-            TransferError: ``fn`` or an argument cannot be sent; nothing was started.
-            ExecutorClosedError: after `shutdown`.
+            RankError: ``fn`` raised on a rank, its result could not be sent, or a process died. The other ranks are
+                freed from collectives and interrupted. A rank that does not end within half a second is killed. The
+                pool has all its workers again afterwards.
+            RankTimeoutError: a rank took longer than ``timeout``. The message holds the Python stack of each such rank,
+                except a rank that is stopped or is in C code that holds the GIL.
+            TransferError: ``fn`` or an argument cannot be sent. The call has then begun on no rank.
+            ExecutorClosedError: the executor was shut down before.
 
         Example::
 
@@ -134,20 +144,22 @@ class ParallelExecutor(Executor):
         try:
             return self._backend.run(fn, args, kwargs, self._options)
         except RankError as error:
-            raise error.with_traceback(None) from error.__cause__  # without our own frames
+            raise error.with_traceback(None) from error.__cause__  # without frames of this package
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Call ``fn`` on the next free device, as the only rank of its world.
 
         Returns:
-            A future of the result. An exception in ``fn`` is raised as itself, with the remote traceback as its cause;
-            a process that dies as `WorkerDiedError`, for this task only; one that takes longer than ``timeout`` as
-            `RankTimeoutError`; what cannot be sent, either way, as `TransferError`. A done-callback is called in a
-            thread of the executor, where waiting for another of its calls is a `ParallelError`.
+            A future of the result. If ``fn`` raises an exception, the future raises the same exception, with the remote
+            traceback as its cause. If the process dies, the future raises `WorkerDiedError`; other tasks are not
+            affected. If the call takes longer than ``timeout``, the future raises `RankTimeoutError`. If ``fn``, an
+            argument or the result cannot be sent, the future raises `TransferError`. A done-callback is called in a
+            thread of the executor. If the callback waits there for another call of the executor, `ParallelError` is
+            raised.
 
         Raises:
-            ExecutorClosedError: after `shutdown`.
-            ParallelError: under a launcher, where all ranks would have to submit the same.
+            ExecutorClosedError: the executor was shut down before.
+            ParallelError: there is a launcher, so that all ranks would have to submit the same task.
 
         Example::
 
@@ -163,44 +175,49 @@ class ParallelExecutor(Executor):
         chunksize: int | None = None,
         progress: Any = False,
     ) -> Iterator[R]:
-        """Call ``fn`` on every item, the items spread over the devices as these become free.
+        """Call ``fn`` on every item. Each device gets further items as it becomes free.
 
         Args:
-            timeout: seconds from this call until a result must be there; `TimeoutError` from the iterator otherwise.
-            chunksize: how many items go to a device at a time. If None: as many small items as it does in about 10
-                milliseconds, and long ones each by itself.
-            progress: True, or a bar of tqdm: it counts the results as they are taken; under a launcher, on rank 0, its
-                share of the items. With True there is a bar in a notebook or on a terminal, and none elsewhere.
+            timeout: seconds after this call by which each result must be available. After them, the iterator raises
+                `TimeoutError`.
+            chunksize: the number of items that are sent to a device at a time. If None: as many short items as the
+                device computes in about 10 milliseconds, and long items one by one.
+            progress: True, or a bar of tqdm, which counts the results as they are taken from the iterator. Under a
+                launcher, the bar is on rank 0 and counts the items of this rank. With True, a bar is shown in a
+                notebook or on a terminal, and nowhere else.
 
         Returns:
-            An iterator over the results, in the order of the items; an exception of ``fn`` comes out at its place. A
-            process that dies is a `WorkerDiedError` of each item that it was sent and has not answered.
-            Under a launcher each rank computes its share and every rank gets all results.
+            An iterator over the results, in the order of the items. If ``fn`` raises an exception for an item, the
+            iterator raises it in the place of this result. If a process dies, the iterator raises `WorkerDiedError` for
+            each item that was sent to the process and has no result. Under a launcher, each rank computes its share of
+            the items, and every rank gets all results.
 
         Raises:
             ValueError: ``chunksize`` is below one.
-            TypeError: ``progress`` is no bar. ImportError: it is True, and tqdm is not installed.
-            ExecutorClosedError: after `shutdown`. RankError: under a launcher, as `run`.
+            TypeError: ``progress`` is no bar, or ``chunksize`` is no integer.
+            ImportError: ``progress`` is True, and tqdm is not installed.
+            ExecutorClosedError: the executor was shut down before.
+            RankError: under a launcher, for the reasons that `run` gives.
 
         Example::
 
             list(ex.map(lambda x, device: x * 2, range(4)))  # [0, 2, 4, 6]
         """
-        total = min((len(each) for each in iterables if isinstance(each, Sized)), default=None)
-        shown = Progress(progress, total, call_name(fn))
+        total = min((len(iterable) for iterable in iterables if isinstance(iterable, Sized)), default=None)
+        bar = Progress(progress, total, call_name(fn))
         size = None if chunksize is None else count("chunksize", chunksize)
-        return self._backend.map(fn, iterables, self._options, timeout, size, shown)
+        return self._backend.map(fn, iterables, self._options, timeout, size, bar)
 
     def put(self, obj: Any) -> Any:
-        """Send ``obj`` once to each worker that needs it, and hand out a handle to pass to any number of calls.
+        """Return a handle of ``obj``, to pass to any number of calls. Each worker receives the object only once.
 
-        A call receives the object itself in the place of the handle, however deep that lies in its arguments; what it
-        changes in it, later calls on the same worker see. The workers let go of it with the last reference to the
-        handle. Under a launcher the handle is the object.
+        The handle may be at any depth in the arguments of a call. The function receives the object itself in place of
+        the handle. If a call changes the object, later calls on the same worker see the change. When the last reference
+        to the handle is gone, the workers delete the object. Under a launcher, the handle is the object itself.
 
         Raises:
             TransferError: ``obj`` cannot be sent.
-            ExecutorClosedError: after `shutdown`.
+            ExecutorClosedError: the executor was shut down before.
 
         Example::
 
@@ -210,11 +227,14 @@ class ParallelExecutor(Executor):
         return self._backend.put(obj)
 
     def resize(self, num_workers: int) -> None:
-        """Grow or shrink to ``num_workers``, over the same devices in turn, once the calls made so far are over.
+        """Change the number of workers, once all calls made so far have ended.
+
+        Args:
+            num_workers: the new number of workers, which take the same devices in turn.
 
         Raises:
-            ValueError: it is below one; under a launcher, where the ranks are what they are.
-            ExecutorClosedError: after `shutdown`.
+            ValueError: ``num_workers`` is below one; or there is a launcher, which has fixed the number of ranks.
+            ExecutorClosedError: the executor was shut down before.
 
         Example::
 
@@ -224,11 +244,11 @@ class ParallelExecutor(Executor):
         self._backend.resize(num_workers)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more calls, finish those that were made, end the workers. May be called again.
+        """Accept no further calls, finish the calls made so far, and end the workers. May be called more than once.
 
         Args:
-            wait: return only when all is done and the processes are gone.
-            cancel_futures: cancel what has not begun.
+            wait: return only after the calls have ended and the worker processes are gone.
+            cancel_futures: cancel the calls that have not begun.
         """
         self._backend.shutdown(wait, cancel_futures)
 
@@ -246,8 +266,8 @@ class ParallelExecutor(Executor):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "an executor belongs to the process that made it: make its calls there with what the function returns, or "
-            "make another executor in the function"
+            "an executor belongs to the process that made it: make its calls there, with the results that the function "
+            "returns, or make another executor in the function"
         )
 
 
@@ -259,22 +279,24 @@ def parallelize_on_gpus(
     timeout: timedelta | float | None = None,
     engine: Literal["local", "ray"] = "local",
 ) -> Callable[[Callable[..., R]], Callable[..., list[R]]]:
-    """Make a function run on every device at once and return the list of its results, one per device.
+    """Decorate a function so that it runs on all devices at the same time and returns a list, one result per device.
 
-    The processes are started at the first call, shared by all functions with the same devices, and let go after an idle
-    minute. Under a launcher it is a collective call on the ranks already there, and the devices are theirs. See
-    `ParallelExecutor.run` for how the function is called and what it raises.
+    The first call starts the worker processes. All decorated functions with the same devices share them, and they end
+    after an idle minute. Under a launcher, every rank must call the function; it then runs on the ranks that the
+    launcher has started, each on its own device. `ParallelExecutor.run` describes how the function is called.
 
     Args:
-        num_gpus: the first so many accelerators; on a machine without any, so many CPU workers. If None: all.
+        num_gpus: use the first ``num_gpus`` accelerators, or on a machine without accelerators, ``num_gpus`` CPU
+            workers. If None: all accelerators, or one CPU worker per core.
         pass_device: bind each worker's device to the parameter called ``device``.
-        devices: instead of ``num_gpus``; see `ParallelExecutor`.
-        timeout: seconds (or a timedelta) that a call may take.
+        devices: the devices, instead of ``num_gpus``; see `ParallelExecutor`.
+        timeout: how long a call may take, in seconds or as a timedelta; no limit if None.
         engine: ``"ray"`` for the devices of a Ray cluster; see `ParallelExecutor`.
 
     Raises:
-        TypeError, ValueError, LaunchError: at the call, as `ParallelExecutor`.
-        RankError, RankTimeoutError, TransferError: at the call, as `ParallelExecutor.run`.
+        TypeError, ValueError, LaunchError: when the function is called, for the reasons that `ParallelExecutor` gives.
+        RankError, RankTimeoutError, TransferError: when the function is called, for the reasons that
+            `ParallelExecutor.run` gives.
 
     Example::
 
@@ -296,10 +318,10 @@ def parallelize_on_gpus(
             while True:
                 try:
                     return shared_backend(workers, options).run(fn, args, kwargs, options)
-                except ExecutorClosedError:  # its idle minute ended just now
+                except ExecutorClosedError:  # the idle minute of the workers ended since `shared_backend` returned
                     continue
                 except RankError as error:
-                    raise error.with_traceback(None) from error.__cause__  # without our own frames
+                    raise error.with_traceback(None) from error.__cause__  # without frames of this package
 
         return call_on_all
 

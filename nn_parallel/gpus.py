@@ -1,7 +1,9 @@
-"""The GPUs of this machine: list them, select some, parse a selection; by NVML, so that nothing initializes CUDA.
+"""The GPUs of this machine: list them, select some of them, parse a selection.
 
-A GPU is named by its UUID: its number in NVML's order (that of ``nvidia-smi``, by PCI bus) need not be its number in
-CUDA's (the fastest first, unless ``CUDA_DEVICE_ORDER=PCI_BUS_ID``).
+The functions ask NVML and not CUDA, because a question to CUDA initializes it in this process.
+
+A GPU is named by its UUID, because its number is ambiguous. NVML and ``nvidia-smi`` number the GPUs by PCI bus. CUDA
+begins with the fastest GPU, unless ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` is set.
 """
 
 from __future__ import annotations
@@ -20,24 +22,28 @@ from .errors import LaunchError
 
 T = TypeVar("T")
 MIB = 1 << 20
-UUIDS = "GPU-", "MIG-"  # how they begin, the latter those of slices
+UUID_PREFIXES = "GPU-", "MIG-"  # of GPUs, and of slices of a GPU
 logger = logging.getLogger("nn_parallel")
 
 
 @dataclass(frozen=True)
 class GPU:
-    """One GPU, as NVML describes it; None for what it refuses to tell (in WSL, in a container, of a GPU in MIG mode).
+    """One GPU, as NVML describes it.
+
+    An attribute is None if NVML refuses to report it, as it may in WSL, in a container or for a GPU in MIG mode.
 
     Attributes:
-        index: its number in NVML's order, that of ``nvidia-smi``.
-        uuid: its name on every machine, good for ``CUDA_VISIBLE_DEVICES``. Where that shows a slice of the GPU (in MIG
-            mode), the slice stands for it, with its own name and memory.
-        name: the product.
-        memory_total_mb, memory_free_mb: in MiB.
-        utilization: the share of the last sample period in which something ran on it, in percent.
-        temperature: in °C.
-        processes: the ids of those that have a context on it; in a container these may be the host's.
-        is_visible: whether ``CUDA_VISIBLE_DEVICES`` lets this process use it.
+        index: the number of the GPU in NVML's order, which is also the order of ``nvidia-smi``.
+        uuid: a name that no other GPU on any machine has, and that ``CUDA_VISIBLE_DEVICES`` accepts. If
+            ``CUDA_VISIBLE_DEVICES`` shows a slice of the GPU (in MIG mode), the UUID, the name and the memory are those
+            of the slice.
+        name: the name of the product.
+        memory_total_mb, memory_free_mb: the total and the free memory, in MiB.
+        utilization: the share of the last sample period in which something ran on the GPU, in percent.
+        temperature: the temperature, in °C.
+        processes: the ids of the processes that have a context on the GPU. In a container, these may be ids of the
+            host.
+        is_visible: True if ``CUDA_VISIBLE_DEVICES`` lets this process use the GPU.
     """
 
     index: int
@@ -52,7 +58,9 @@ class GPU:
 
 
 def list_gpus() -> list[GPU]:
-    """Every NVIDIA GPU of this machine, in NVML's order; an empty list, and one line in the log, where none can be had.
+    """Return every NVIDIA GPU of this machine, in NVML's order.
+
+    If NVML cannot be used, the function returns an empty list and logs the reason in one line.
 
     Example::
 
@@ -71,12 +79,15 @@ def list_gpus() -> list[GPU]:
 
 
 def parse_gpu_selection(selection: str) -> list[GPU]:
-    """Return the GPUs that ``"0,2-3"`` (a range includes its end), ``"all"`` or ``"GPU-1a2b,GPU-3c"`` name, in order.
+    """Return the GPUs that a text such as ``"0,2-3"``, ``"all"`` or ``"GPU-1a2b,GPU-3c"`` names, in this order.
 
-    Numbers are those of `list_gpus`; a UUID may be abbreviated. All means those that ``CUDA_VISIBLE_DEVICES`` shows.
+    Args:
+        selection: numbers of `list_gpus`, ranges of them, which include their end, or UUIDs, which may be abbreviated;
+            separated by commas. ``"all"`` means all GPUs that ``CUDA_VISIBLE_DEVICES`` shows.
 
     Raises:
-        ValueError: one of them does not exist, is hidden, ambiguous or named twice; the message says what there is.
+        ValueError: a part of the text names no GPU, is short for several UUIDs, or names a GPU that is hidden or was
+            named before. The message says which GPUs exist.
 
     Example::
 
@@ -106,19 +117,23 @@ def parse_gpu_selection(selection: str) -> list[GPU]:
 
 
 def select_gpus(count: int, *, min_memory_mb: int = 0) -> list[GPU]:
-    """Take the ``count`` GPUs with the most free memory, of equal ones the least busy, for the life of this process.
+    """Select the ``count`` GPUs with the most free memory, and reserve them for the life of this process.
 
-    Another process on this machine that selects so too, of whichever user, does not get them meanwhile: a lock on a
-    file for each UUID, in the folder for temporary files, says so. Of those that this process has already, it gets the
-    same again.
+    Among GPUs with equally much free memory, the least busy ones are selected. GPUs that this process has reserved
+    before are selected first.
+
+    While this process lives, no other process on this machine, of any user, gets these GPUs from this function. For
+    each GPU, the process holds the lock of a file in the folder for temporary files. Only this function looks at the
+    locks.
 
     Args:
-        min_memory_mb: so many MiB must be free on each.
+        count: the number of GPUs.
+        min_memory_mb: the memory that must be free on each GPU, in MiB.
 
     Raises:
         ValueError: ``count`` is below one.
-        LaunchError: there are fewer such GPUs; the message says what is the matter with the others. Or a lock's file
-            cannot be read.
+        LaunchError: there are fewer such GPUs, and the message says why the others were not selected; or the file of a
+            lock cannot be made or read.
 
     Example::
 
@@ -145,11 +160,11 @@ def select_gpus(count: int, *, min_memory_mb: int = 0) -> list[GPU]:
                     refused.append(f"GPU {gpu.index} is taken by another process")
                     continue
                 locks[gpu.uuid] = lock
-                now = next((each for each in list_gpus() if each.uuid == gpu.uuid), gpu)
-                if why := _unfit(now, min_memory_mb):  # who had it before may have left something running there
+                current = next((listed for listed in list_gpus() if listed.uuid == gpu.uuid), gpu)
+                if why := _unfit(current, min_memory_mb):  # the process that held the lock before may still use memory
                     refused.append(f"GPU {gpu.index} {why}")
                     continue
-                gpu = now
+                gpu = current
             chosen.append(gpu)
         if len(chosen) < count:
             why = "; ".join(refused) or ("NVML sees none" if not gpus else "there are no more")
@@ -162,21 +177,25 @@ def select_gpus(count: int, *, min_memory_mb: int = 0) -> list[GPU]:
 
 
 def _unfit(gpu: GPU, min_memory_mb: int) -> str:
+    """Return why `select_gpus` may not select ``gpu``; an empty string if it may."""
     if not gpu.is_visible:
         return f"is hidden by CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}"
     if min_memory_mb and gpu.memory_free_mb is None:
-        return "does not tell how much memory is free"
+        return "does not report how much memory is free"
     if min_memory_mb > (gpu.memory_free_mb or 0):
         return f"has {gpu.memory_free_mb} MiB free, fewer than {min_memory_mb}"
     return ""
 
 
 def _lock(uuid: str) -> int | None:
-    """Return the descriptor of a lock that lasts until it is closed; None if another process has it."""
+    """Lock the file of a GPU. Return its descriptor, which holds the lock until it is closed.
+
+    Return None if another process holds the lock.
+    """
     path = os.path.join(tempfile.gettempdir(), f"nn_parallel-{uuid}.lock")
     fd = None
     while fd is None:
-        try:  # to read it is enough, and all that another user may do
+        try:  # only for reading: the file may belong to another user, and `flock` needs no more
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             _make_lock(path)
@@ -191,26 +210,27 @@ def _lock(uuid: str) -> int | None:
 
 
 def _make_lock(path: str) -> None:
-    """Make the file, which any user may read, whatever the umask is."""
+    """Make the file of a lock so that every user may read it, with any umask."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    except FileExistsError:  # another process has been faster
+    except FileExistsError:  # another process has just made the file
         return
     except OSError as error:
         raise LaunchError(
-            f"{path} cannot be made, the lock of a GPU: {error}. TMPDIR may name another folder."
+            f"{path}, the lock of a GPU, cannot be made: {error}. Set TMPDIR to another folder."
         ) from error
     os.fchmod(fd, 0o644)
     os.close(fd)
 
 
 def _named(text: str, gpus: list[GPU]) -> Iterator[GPU]:
+    """Yield the GPUs that one part of a selection names: a number, a range or a UUID. Yield nothing if it is none."""
     first, dash, last = text.partition("-")
     if first.isdecimal() and (not dash or last.isdecimal()):
         wanted = range(int(first), int(last if dash else first) + 1)
         matching = [gpu for gpu in gpus if gpu.index in wanted]
         yield from matching if len(matching) == len(wanted) else []
-    elif text.startswith(UUIDS):
+    elif text.startswith(UUID_PREFIXES):
         matching = [gpu for gpu in gpus if gpu.uuid.startswith(text)]
         if len(matching) > 1:
             raise ValueError(f"{text!r} is short for several: {', '.join(gpu.uuid for gpu in matching)}.")
@@ -218,19 +238,24 @@ def _named(text: str, gpus: list[GPU]) -> Iterator[GPU]:
 
 
 def _visible(shown: str | None, gpus: list[GPU]) -> set[str]:
-    """Return the UUIDs of what ``CUDA_VISIBLE_DEVICES`` shows, read as CUDA reads it: up to the first that is none.
+    """Return the UUIDs of the GPUs that ``CUDA_VISIBLE_DEVICES`` shows.
 
-    Its numbers are taken for those of NVML, which they are where all GPUs are alike.
+    As CUDA does, the function reads the list up to the first entry that names no GPU. CUDA takes a number as a number
+    in its own order. Here the number is looked up in NVML's order, which is the same if all GPUs are of one model.
+
+    Args:
+        shown: the value of the variable, or None if it is not set.
+        gpus: all GPUs.
     """
     if shown is None:
         return {gpu.uuid for gpu in gpus}
     uuids = list[str]()
     for part in shown.split(","):
-        is_uuid = part.startswith(UUIDS)
+        is_uuid = part.startswith(UUID_PREFIXES)
         matching = [gpu for gpu in gpus if str(gpu.index) == part.strip() or (is_uuid and gpu.uuid.startswith(part))]
         if len(matching) != 1:
             break
-        if matching[0].uuid in uuids:  # CUDA then shows none at all
+        if matching[0].uuid in uuids:  # if a GPU is listed twice, CUDA shows no GPU at all
             return set()
         uuids.append(matching[0].uuid)
     return set(uuids)
@@ -238,12 +263,12 @@ def _visible(shown: str | None, gpus: list[GPU]) -> set[str]:
 
 @contextlib.contextmanager
 def _nvml() -> Iterator[ModuleType | None]:
-    """NVML, ready to be asked; None, and a line in the log, where there is none."""
+    """Initialize NVML for a block and yield its module. If NVML cannot be used, log why and yield None."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception as error:  # of NVML's own types, or OSError: a driver that is broken is none
+    except Exception as error:  # an error of NVML, or OSError from a broken driver: both mean that there is no GPU
         logger.info("No NVIDIA GPU can be seen: %s.", error)
         yield None
         return
@@ -254,7 +279,10 @@ def _nvml() -> Iterator[ModuleType | None]:
 
 
 def _shown_slice(nvml: ModuleType, shown: str | None) -> dict[str, tuple[str, Any]]:
-    """Return the slice that CUDA sees, its UUID and NVML's handle, by the UUID of its GPU; CUDA sees one at most."""
+    """Return the UUID and the NVML handle of the slice that CUDA sees, by the UUID of the GPU to which it belongs.
+
+    The result has at most one entry, because CUDA uses at most one slice.
+    """
     uuid = (shown or "").split(",")[0]
     if not uuid.startswith("MIG-"):
         return {}
@@ -272,14 +300,14 @@ def _describe(nvml: ModuleType, index: int, slice_of: dict[str, tuple[str, Any]]
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         uuid = nvml.nvmlDeviceGetUUID(handle)
         uuid, handle = slice_of.get(uuid, (uuid, handle))
-    except nvml.NVMLError as error:  # NVML counts those too that have failed, or are not this user's
+    except nvml.NVMLError as error:  # NVML's count includes GPUs that have failed or that this user may not use
         logger.warning("GPU %d cannot be used: %s.", index, error)
         return None
 
     def ask(question: Callable[[], T]) -> T | None:
         try:
             return question()
-        except nvml.NVMLError:  # each answer is optional
+        except nvml.NVMLError:
             return None
 
     memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
@@ -296,4 +324,4 @@ def _describe(nvml: ModuleType, index: int, slice_of: dict[str, tuple[str, Any]]
     )
 
 
-_held: dict[str, int] = {}  # the locks of this process, by UUID
+_held: dict[str, int] = {}  # by the UUID of a GPU, the descriptor of its lock, which this process holds

@@ -1,4 +1,4 @@
-"""Code for one rank, or some: `on_rank`, `on_local_rank`, `rank_first`; and `barrier`, `broadcast`."""
+"""Code that only some ranks run (`on_rank`, `on_local_rank`, `rank_first`); and `barrier`, `broadcast`."""
 
 from __future__ import annotations
 
@@ -42,29 +42,32 @@ def on_rank(
     wait: bool = True,
     timeout: timedelta | float | None = None,
 ) -> Any:
-    """Run a function on one rank, or on some; the others wait for it.
+    """Decorate a function so that only one rank, or some ranks, run it while the other ranks wait.
 
-    Every rank calls the function; where a rank is not named, the call returns None once the named ones have finished.
-    If it raises on one, every rank raises `RankError` with the original exception and traceback; after `except
-    RankError` the job can go on. A process that dies is an error too; a slow one is not. Alone, it is a plain call.
-    Inside the body of another such function it runs if this rank is named, and nobody waits.
+    Every rank calls the decorated function. It runs on the named ranks. On any other rank, the call returns None once
+    the named ranks have finished. If the function raises on a named rank, every rank raises `RankError` with the
+    original exception and traceback. After ``except RankError``, the job can go on. The death of a process is an error
+    too; a slow process is not. In a process without other ranks, the call is a plain call. Inside the body of another
+    such function, the function runs if this rank is named, and no rank waits for it.
 
-    One rank that fails leaves the process group as it is. What *several* ranks run is a block: all ranks begin and end
-    it together, and when one fails the group is closed, because another may sit in a collective; `initialize_ddp()`
-    makes it again.
+    If the function is for *one* rank and fails, the process group stays open. If it is for *several* ranks, it is a
+    block: all ranks begin and end it together. If the block fails on one rank, the process group is closed, because
+    another rank may be waiting in a collective; `initialize_ddp()` makes the group again.
 
     Args:
-        rank: the rank, or several; a negative one counts from the end.
-        barrier: nobody goes on before all ranks have arrived.
-        broadcast: return the result everywhere (that of the first named rank) instead of None. It must be picklable.
-        wait: False, for logging: a plain call on the named ranks. The others go on at once and are told nothing; if it
-            raises, it fails the block around it, or ends its rank, like any line of the program.
-        timeout: how long a rank waits for the others before it raises `RankTimeoutError`; no limit if None. Where
-            several ranks run, all raise it.
+        rank: the rank, or a sequence of ranks; a negative number counts from the end.
+        barrier: no rank goes on before all ranks have arrived.
+        broadcast: on all ranks, return the result of the first named rank instead of None. It must be picklable.
+        wait: with False, for instance for logging, the named ranks make a plain call. The other ranks go on immediately
+            and learn nothing about the call. If the function raises, the exception fails the block around it or ends
+            the rank, as an exception of any other line does.
+        timeout: how long a rank waits for the named ranks before it raises `RankTimeoutError`, in seconds or as a
+            timedelta; no limit if None. If several ranks are named, all ranks raise the error.
 
     Raises:
-        TypeError, ValueError: ``rank`` is not a rank, or beyond the world size.
-        RankError, RankTimeoutError: as said above.
+        TypeError, ValueError: ``rank`` is not a rank, or is beyond the world size.
+        RankError: the function raised on a named rank, or a process died.
+        RankTimeoutError: a rank waited for longer than ``timeout``.
         ParallelError: the ranks call different functions; the message names both.
 
     Example::
@@ -104,15 +107,15 @@ def on_local_rank(
     wait: bool = True,
     timeout: timedelta | float | None = None,
 ) -> Any:
-    """Run a function once per node: on the rank that is number ``rank`` there. Everything else is as in `on_rank`.
+    """Decorate a function so that one rank per node runs it: the one with local rank ``rank``. See `on_rank`.
 
-    The others wait for the ranks of all nodes, so that a failure on one node is known on all.
+    The other ranks wait for the named ranks of all nodes, so that every rank learns of a failure on any node.
 
     Example::
 
         @on_local_rank(0)
         def download():
-            ...  # to a disk that each node has for itself
+            ...  # to a disk that only this node can read
     """
     return run_on_ranks.make_decorator(
         make_chooser("on_local_rank", (rank,), local=True), barrier, broadcast, wait, as_seconds(timeout)
@@ -124,36 +127,42 @@ def rank_first(
 ) -> contextlib._GeneratorContextManager[None]:  # also a decorator
     """Make a block that ``rank`` runs first, for instance to fill a cache that the others then read.
 
-    If it raises there, the others do not run it: every rank raises `RankError`. What another rank raises in it stays
-    on that rank. Functions of `on_rank` inside the block run where they are named, and nobody waits for them.
+    If ``rank`` raises in the block, the other ranks do not run the block, and every rank raises `RankError`. If another
+    rank raises in the block, only that rank raises the exception. A function of `on_rank` inside the block runs on its
+    named ranks, and no rank waits for it. The block may also be used as a decorator.
 
     Args:
-        rank: the rank that goes first; a negative one counts from the end.
-        local: ``rank`` is a local rank: one rank per node goes first.
-        timeout: how long a rank waits before it raises `RankTimeoutError`.
+        rank: the rank that goes first; a negative number counts from the end.
+        local: take ``rank`` as a local rank, so that one rank per node goes first.
+        timeout: how long a rank waits before it raises `RankTimeoutError`, in seconds or as a timedelta; no limit if
+            None.
 
     Raises:
-        TypeError, ValueError, RankError, RankTimeoutError, ParallelError: as `on_rank`.
+        TypeError, ValueError, RankError, RankTimeoutError, ParallelError: for the reasons that `on_rank` gives.
 
     Example::
 
         with rank_first():
-            dataset = load_dataset("data")  # rank 0 downloads it, the others find it there
+            dataset = load_dataset("data")  # rank 0 downloads it; then the other ranks read the downloaded files
     """
     return run_on_ranks.rank_first(make_chooser("rank_first", (rank,), local), as_seconds(timeout))
 
 
 def barrier(*, timeout: timedelta | float | None = None) -> None:
-    """Return once every rank has called this.
+    """Return once every rank has called this function.
 
-    Through the store: a rank that fails or dies before it comes is an error on those that wait, as in `on_rank`. When
-    one rank gives up, all do; inside a block of all ranks, as ``with ParallelExecutor()``, the block has then failed.
+    The ranks wait through the store, without a collective. If a rank fails or dies before it arrives, the waiting ranks
+    raise an error, as in `on_rank`. If one rank gives up waiting, all ranks do. If the barrier is inside a block of all
+    ranks, such as ``with ParallelExecutor()``, this block has then failed.
 
     Args:
-        timeout: how long a rank waits for the others before all raise `RankTimeoutError`; no limit if None.
+        timeout: how long a rank waits for the others before all ranks raise `RankTimeoutError`, in seconds or as a
+            timedelta; no limit if None.
 
     Raises:
-        RankError, RankTimeoutError, ParallelError: as `on_rank`. It is inside the body of a function of some ranks.
+        RankError, RankTimeoutError: for the reasons that `on_rank` gives.
+        ParallelError: the ranks call different functions; or this call is inside the body of a function that only some
+            ranks run.
 
     Example::
 
@@ -165,15 +174,16 @@ def barrier(*, timeout: timedelta | float | None = None) -> None:
 
 
 def broadcast(obj: T, src: int = 0) -> T:
-    """Return the ``obj`` of rank ``src``, on every rank.
+    """Return on every rank the ``obj`` that rank ``src`` gives. Every rank calls this function.
 
     Args:
-        obj: anything that can be pickled; what the other ranks give is not looked at.
-        src: the rank; a negative one counts from the end.
+        obj: anything that can be pickled. On the other ranks, the argument is ignored.
+        src: the rank whose object is returned; a negative number counts from the end.
 
     Raises:
         TypeError, ValueError: there is no such rank.
-        RankError: the object cannot be pickled, or rank ``src`` has died; RankError and ParallelError as `on_rank`.
+        RankError: the object cannot be pickled, or rank ``src`` has died.
+        ParallelError: the ranks call different functions; the message names both.
 
     Example::
 
@@ -187,4 +197,4 @@ def _same(obj: T) -> T:
     return obj
 
 
-_same.__qualname__ = "broadcast"  # how errors call it
+_same.__qualname__ = "broadcast"  # the name of the call in error messages

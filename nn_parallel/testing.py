@@ -1,8 +1,8 @@
-"""Tests that run on several ranks: a plugin for pytest, which installing the package installs.
+"""A pytest plugin for tests that run on several ranks. It is installed with the package.
 
-A test that is marked with ``@pytest.mark.ranks(2)`` runs on two ranks at once, each a process on the CPU, in a pool
-that is kept for the next test. It gets the same fixtures and parameters, and has the same rewritten asserts, as a test
-in pytest's own process::
+A test that is marked with ``@pytest.mark.ranks(2)`` runs on two ranks at the same time. Each rank is a process on the
+CPU. The processes belong to a pool, which is kept for the next test. The test gets the same fixtures and parameters as
+a test in pytest's own process, and pytest rewrites its asserts in the same way::
 
     @pytest.mark.ranks(2)
     def test_the_sum_is_that_of_all_ranks() -> None:
@@ -10,11 +10,13 @@ in pytest's own process::
         dist.all_reduce(total)
         assert total.item() == 3
 
-The test fails if it fails on any rank: the report shows each failure once, with the ranks that have it and their
-traceback there. What the ranks print is captured as usual, each line with its rank before it. A test that rank 0 skips
-is skipped. Fixtures are set up in pytest's own process, and their values are sent to the ranks: what cannot be pickled,
-as ``capsys``, is a `TransferError` that names it. ``monkeypatch`` is each rank's own. With ``--pdb`` the first rank
-that fails gets the terminal.
+The test fails if it fails on any rank. The report shows each different failure once, with the ranks that have it and
+with the traceback of these ranks. The output of the ranks is captured as usual; each line begins with its rank. If rank
+0 skips the test, the test is skipped.
+
+Fixtures are set up in pytest's own process, and their values are sent to the ranks. If a value cannot be pickled, for
+instance ``capsys``, the test fails with the message of a `TransferError` that names the fixture. Each rank gets a
+``monkeypatch`` of its own. With ``--pdb``, the first rank that fails gets the terminal.
 """
 
 from __future__ import annotations
@@ -36,19 +38,22 @@ from ._engine.ranks.context import current_world
 from .errors import ParallelError, RankError, RemoteTraceback
 from .executor import ParallelExecutor
 
-_TOLD = pytest.StashKey[str]()
-_POOLS = pytest.StashKey[dict[int, ParallelExecutor]]()
-_held: list[IO[str]] = []  # on a rank, the terminal that it debugs on
+_TRACEBACKS = pytest.StashKey[str]()  # of a test, for its report
+_POOLS = pytest.StashKey[dict[int, ParallelExecutor]]()  # by the number of ranks
+_held: list[IO[str]] = []  # the terminal that this rank has locked to debug on it
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """There are no ranks yet."""
+    """Begin without any pool; the first test on a number of ranks starts one."""
     config.stash[_POOLS] = {}
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    """End the ranks after the last test. They write what they have covered then, and pytest-cov reports after this."""
+    """End the ranks after the last test.
+
+    The ranks then write their coverage data, which pytest-cov reads after this hook.
+    """
     try:
         return (yield)
     finally:
@@ -58,7 +63,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Call the test on every rank, if it is marked so."""
+    """Call the test on every rank, if it has the mark ``ranks``."""
     marker = pyfuncitem.get_closest_marker("ranks")
     if marker is None:
         return None
@@ -68,11 +73,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         with _by_value(pyfuncitem.module), _debugging(pyfuncitem.config) as terminal:
             reasons = pool.run(_call, pyfuncitem.obj, terminal, **fixtures)
     except RankError as error:
-        pyfuncitem.stash[_TOLD] = _told_by_all(error)
+        pyfuncitem.stash[_TRACEBACKS] = _told_by_all(error)
         if terminal:
-            raise bdb.BdbQuit from None  # or pytest would debug our own frames now
-        raise error.exceptions[0] from None  # of its own type, as a test that is expected to fail may ask for
-    except (ParallelError, TypeError, ValueError) as error:  # of a fixture that cannot be sent, of the marker
+            raise bdb.BdbQuit from None  # after any other exception, pytest would debug frames of this package
+        raise error.exceptions[0] from None  # not the group: `xfail(raises=...)` looks at the type
+    except (ParallelError, TypeError, ValueError) as error:  # a fixture cannot be sent, or the mark is wrong
         pytest.fail(str(error), pytrace=False)
     if reasons[0] is not None:
         pytest.skip(reasons[0])
@@ -81,15 +86,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show what the ranks tell, in the place of a traceback that ends where they were called."""
+    """Show the tracebacks of the ranks, instead of the one of this process, which ends in the call of the ranks."""
     report = yield
-    if report.when == "call" and report.failed and (tracebacks := item.stash.get(_TOLD, None)):
+    if report.when == "call" and report.failed and (tracebacks := item.stash.get(_TRACEBACKS, None)):
         report.longrepr = tracebacks
     return report
 
 
 def pool_of(config: pytest.Config, n: Any = None) -> ParallelExecutor:
-    """Return the pool of as many ranks as a marker says."""
+    """Return the pool of ``n`` ranks, which a mark asks for; start it if there is none."""
     n = count("n of @pytest.mark.ranks(n)", n)
     pools = config.stash[_POOLS]
     if n not in pools:
@@ -99,7 +104,7 @@ def pool_of(config: pytest.Config, n: Any = None) -> ParallelExecutor:
 
 @contextlib.contextmanager
 def _debugging(config: pytest.Config) -> Iterator[str | None]:
-    """Leave the terminal to the ranks, with ``--pdb``: its name."""
+    """With ``--pdb``, leave the terminal to the ranks in this block and yield its name; otherwise yield None."""
     capture = config.pluginmanager.getplugin("capturemanager") if config.option.usepdb else None
     if capture is None:
         yield None
@@ -112,8 +117,12 @@ def _debugging(config: pytest.Config) -> Iterator[str | None]:
 
 
 def _debug(error: Exception, terminal: str) -> None:
-    """Debug where a test has failed, if this rank is the first; a later one waits here until the run has ended it."""
-    stdin = open(terminal)  # noqa: SIM115  # held until the next test
+    """Debug a test on the terminal, at the place where it has failed on this rank.
+
+    Only the first rank that fails gets the lock of the terminal. Any other rank waits here for the lock, until the end
+    of the run ends this rank.
+    """
+    stdin = open(terminal)  # noqa: SIM115  # kept open until the next test, because closing it gives the lock back
     fcntl.flock(stdin, fcntl.LOCK_EX)
     _held.append(stdin)
     with open(terminal, "w") as stdout:
@@ -124,7 +133,7 @@ def _debug(error: Exception, terminal: str) -> None:
 
 
 def _call(test: Callable[..., object], terminal: str | None, /, **fixtures: Any) -> str | None:
-    """Run the test on this rank; why, if it skips itself."""
+    """Run the test on this rank. If it skips itself, return the reason, otherwise None."""
     while _held:
         _held.pop().close()
     with contextlib.ExitStack() as undo:
@@ -144,7 +153,10 @@ def _call(test: Callable[..., object], terminal: str | None, /, **fixtures: Any)
 
 @contextlib.contextmanager
 def _by_value(module: Any) -> Iterator[None]:
-    """Send the functions of a module as they are here, with rewritten asserts, and not for the ranks to import."""
+    """Pickle the functions of ``module`` by value in this block, with their asserts as pytest has rewritten them.
+
+    Pickled by name, they would make the ranks import the module, without pytest and with plain asserts.
+    """
     if module.__name__ in cloudpickle.list_registry_pickle_by_value():
         yield
         return
@@ -156,10 +168,10 @@ def _by_value(module: Any) -> Iterator[None]:
 
 
 def _told_by_all(error: RankError) -> str:
-    """Return the tracebacks of the ranks that have failed, equal ones together."""
-    ranks = dict[str, list[int]]()
+    """Return the tracebacks of all failed ranks, each different traceback once, below the names of its ranks."""
+    ranks_of = dict[str, list[int]]()  # by traceback
     for rank, failure in error.failures.items():
         cause = failure.__cause__
         text = cause.tb if isinstance(cause, RemoteTraceback) else f"{type(failure).__name__}: {failure}\n"
-        ranks.setdefault(text, []).append(rank)
-    return "\n".join(f"On {rank_names(some)}:\n\n{text}" for text, some in ranks.items())
+        ranks_of.setdefault(text, []).append(rank)
+    return "\n".join(f"On {rank_names(ranks)}:\n\n{text}" for text, ranks in ranks_of.items())

@@ -1,4 +1,4 @@
-"""`World`: who a process is among the ranks that work together."""
+"""`World`: the place of a process among the ranks that work together."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class World(_WorldTuple):
     """The place of this process among its ranks; unpacks as ``distributed, rank, local_rank, world_size, device``.
 
     Attributes:
-        distributed: whether a process group connects the ranks, so that collectives can be called.
-        rank: this process, 0 to ``world_size - 1``.
-        local_rank: this process among those of its node.
-        world_size: how many ranks work together.
+        distributed: True if a process group connects the ranks, so that collectives can be called.
+        rank: the number of this process, 0 to ``world_size - 1``.
+        local_rank: the number of this process among the ranks of its node.
+        world_size: the number of ranks that work together.
         device: the device of this rank.
-        node_rank: this node among the nodes.
-        local_world_size: how many ranks run on this node.
+        node_rank: the number of this node.
+        local_world_size: the number of ranks on this node.
         launcher: ``"torchrun"``, ``"env"`` (variables or arguments set by hand), ``"slurm"``, ``"openmpi"``,
             ``"hydra"`` (MPICH, Intel MPI), ``"executor"``, ``"external"`` (other code has initialised
             torch.distributed) or ``"none"``.
@@ -53,7 +53,7 @@ class World(_WorldTuple):
         local_world_size: int = 1,
         launcher: str = "none",
     ) -> World:
-        """Make a world; ``device`` is this rank's."""
+        """Make a world; ``device`` is the device of this rank."""
         self = super().__new__(cls, distributed, rank, local_rank, world_size, device)
         self.node_rank = node_rank
         self.local_world_size = local_world_size
@@ -62,5 +62,5 @@ class World(_WorldTuple):
 
     @property
     def is_main(self) -> bool:
-        """True for rank 0, the one that logs and writes files."""
+        """True on rank 0, which by convention logs and writes files."""
         return self.rank == 0

@@ -1,4 +1,4 @@
-"""Work that goes on in a thread after the call that has begun it, as the writing of a checkpoint."""
+"""Work in a thread that continues after the call that began it, such as the writing of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 def start(work: Callable[[], R], name: str) -> Future[R]:
-    """Begin ``work`` in a thread, as `in_thread` does. Who ends the process waits for it before: see `finish`."""
+    """Begin ``work`` in a thread called ``name``. The process must not end before the work is done, see `finish`."""
     end = in_thread(work, name)
     _under_way.add(end)
     end.add_done_callback(_under_way.discard)
@@ -20,7 +20,7 @@ def start(work: Callable[[], R], name: str) -> Future[R]:
 
 
 def in_thread(work: Callable[[], R], name: str) -> Future[R]:
-    """Begin ``work`` in a thread called ``name``, which ends with the process: nobody has to wait for it."""
+    """Begin ``work`` in a thread called ``name``. The process may end before the work is done, and ends the thread."""
     end = Future[R]()
 
     def run(end: Future[R] | None) -> None:
@@ -29,17 +29,19 @@ def in_thread(work: Callable[[], R], name: str) -> Future[R]:
             end.set_result(work())
         except BaseException as error:
             end.set_exception(error)
-            end = None  # the error holds this frame: they would live in a cycle, with all that the work holds
+            # The traceback of the error refers to this frame. If the frame referred to the future, which refers to the
+            # error, this cycle would keep all objects alive that the work has used.
+            end = None
 
     threading.Thread(target=run, args=[end], name=name, daemon=True).start()
     return end
 
 
 def finish(within_s: float | None = None) -> None:
-    """Return when all that was begun by `start` has come to its end, or after ``within_s``."""
-    if _under_way:  # to wait for nothing takes 25 us, which each task of a pool would pay
+    """Wait until all work that `start` has begun has ended, but no longer than ``within_s``."""
+    if _under_way:  # a `wait` for nothing takes 25 us, and each task of a pool calls this function
         wait(set(_under_way), within_s)
 
 
 _under_way = set[Future[Any]]()
-os.register_at_fork(after_in_child=_under_way.clear)  # there is no such thread
+os.register_at_fork(after_in_child=_under_way.clear)  # the threads do not exist in a fork

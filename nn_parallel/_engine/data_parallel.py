@@ -1,4 +1,4 @@
-"""A batch split over the devices of this process: a thread runs the function on each device."""
+"""Data parallelism in one process: a batch is split over the devices, and a thread runs the function on each device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from .ranks.records import call_name
 def split_run_gather(
     func: Callable[..., Any], devices: list[torch.device], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call ``func`` with a part of the batch on each device, and join the results on the first one.
+    """Call ``func`` with a part of the batch on each device, and join the results on the first device.
+
+    If there is no batch of at least two rows, ``func`` is called once with its arguments unchanged. If there are fewer
+    rows than devices, only as many devices as rows are used.
 
     Raises:
         ValueError, TypeError: as `nn_parallel.parallel_on_all_devices`.
@@ -26,15 +29,15 @@ def split_run_gather(
     lengths = sorted({len(leaf) for leaf in leaves if _is_batch(leaf)})
     if len(lengths) > 1:
         raise ValueError(
-            f"{call_name(func)} got tensors of lengths {', '.join(map(str, lengths))} along dimension 0: what is "
-            "split together must be equally long."
+            f"{call_name(func)} got tensors of lengths {', '.join(map(str, lengths))} along dimension 0: tensors that "
+            "are split together must be equally long."
         )
     if not lengths or lengths[0] < 2:
         return func(*args, **kwargs)
     devices = devices[: lengths[0]]
     columns = [_over_devices(leaf, devices) for leaf in leaves]
     calls = [pytree.tree_unflatten(row, structure) for row in zip(*columns, strict=True)]
-    # Those of this thread: each has its own.
+    # These settings are local to a thread. The threads below must run with those of the calling thread.
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
     kind = devices[0].type
@@ -44,7 +47,7 @@ def split_run_gather(
 
     def run(call: Any, stream: torch.Stream | None) -> Any:
         if stream is not None:
-            torch.accelerator.set_stream(stream)  # and its device
+            torch.accelerator.set_stream(stream)  # this also sets the current device
         with torch.inference_mode(inference), torch.set_grad_enabled(grad), torch.autocast(kind, dtype, autocast):
             return func(*call[0], **call[1])
 
@@ -52,16 +55,20 @@ def split_run_gather(
         results = list(threads.map(run, calls, streams))
     parts, (shape, *others) = zip(*(pytree.tree_flatten(result) for result in results), strict=True)
     if any(other != shape for other in others):
-        raise TypeError(f"{call_name(func)} returned different structures on different devices: they cannot be joined.")
+        raise TypeError(
+            f"{call_name(func)} returned differently nested results on different devices, which cannot be joined: "
+            "return the same nest of tensors everywhere."
+        )
     return pytree.tree_unflatten([_gather(func, pieces, devices[0]) for pieces in zip(*parts, strict=True)], shape)
 
 
 def _is_batch(leaf: Any) -> bool:
+    """Return whether this part of an argument is split along its dimension 0."""
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
 def _over_devices(leaf: Any, devices: list[torch.device]) -> list[Any]:
-    """Return the part of one argument for each device."""
+    """Return the value of one argument, or of one part of a nested argument, for each device."""
     if _is_batch(leaf):
         pieces = torch.tensor_split(leaf, len(devices))
         return [piece.to(device) for piece, device in zip(pieces, devices, strict=True)]
@@ -73,12 +80,21 @@ def _over_devices(leaf: Any, devices: list[torch.device]) -> list[Any]:
 
 
 def _replica(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Return a copy whose tensors are the original's, moved, so that gradients flow back to it."""
+    """Return a copy of ``module`` on ``device``, from whose parameters gradients flow back to the original ones.
+
+    `copy.deepcopy` itself would make independent parameters. Its memo maps the original tensors to moved tensors, which
+    are results of differentiable operations, so that `copy.deepcopy` takes these as the copies.
+    """
     tensors = itertools.chain(module.parameters(), module.buffers())
-    return copy.deepcopy(module, {id(tensor): tensor.to(device) for tensor in tensors})  # the memo: copied already
+    return copy.deepcopy(module, {id(tensor): tensor.to(device) for tensor in tensors})
 
 
 def _gather(func: Callable[..., Any], pieces: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Return the results of all devices as one tensor on ``device``: concatenated, or stacked if they are scalars.
+
+    Raises:
+        TypeError: a result is not a tensor.
+    """
     for piece in pieces:
         if not isinstance(piece, torch.Tensor):
             raise TypeError(

@@ -1,4 +1,4 @@
-"""The processes that a process has started, and whether one is stopped, as Linux tells."""
+"""Processes on Linux: the descendants of a process, its end together with its parent, and stopped processes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def descendants_of(pid: int) -> list[int]:
-    """All that descends from a process, but for those that have lost their parent."""
+    """Return all descendants of a process.
+
+    When a process ends, the kernel gives its children to the nearest ancestor that is a subreaper, or else to process
+    1. Such children are missing here if their new parent is no descendant of ``pid`` and not ``pid`` itself.
+    """
     pids = [pid]
-    for parent in pids:  # it grows on the way
+    for parent in pids:  # the list grows during the loop, so that the children of children are visited too
         pids += children_of(parent)
     return pids[1:]
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that it has inherited as their subreaper."""
+    """Return the child processes of a process, including those that it has inherited as their subreaper."""
     children = list[int]()
-    with contextlib.suppress(OSError):  # it has ended
-        for thread in os.listdir(f"/proc/{pid}/task"):  # each has its own
+    with contextlib.suppress(OSError):  # the process has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):  # the kernel keeps a list of children for each thread
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
                 children += map(int, file.read().split())
     return children
@@ -35,14 +39,20 @@ def prctl(option: int, value: int) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process as its parent, of that number, ends. It forgets this as the user changes."""
+    """Make the kernel kill this process when its parent ends.
+
+    The setting is lost when this process changes its user, so that this must be called again.
+
+    Args:
+        parent: the process id of the parent. If the parent has ended already, this process exits now.
+    """
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped: by SIGSTOP, Ctrl-Z or a debugger."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:  # else it has ended
+    """Return whether a process is stopped by SIGSTOP, Ctrl-Z or a debugger. A process that has ended is not."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] in "Tt"
     return False

@@ -1,4 +1,8 @@
-"""Devices: those that exist, the one of a rank, and a function's parameter ``device``. None of it initializes CUDA."""
+"""Devices: the accelerators that exist, the device of a rank, and the parameter ``device`` of a user's function.
+
+Unless a function says otherwise, it does not initialize CUDA. A process that has initialized CUDA uses memory on a GPU,
+and its forks cannot use CUDA.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from .process_environment import is_installed
 
 
 def existing_device(device: torch.device | str) -> torch.device:
-    """Return the device that ``device`` names and that exists, as `nn_parallel.resolve_device` does."""
+    """Return the existing device that ``device`` names; see `nn_parallel.resolve_device`."""
     text = str(device)
     if text.split(":")[0] == "gpu":
         text = text.replace("gpu", "cuda", 1)
@@ -37,7 +41,7 @@ def existing_device(device: torch.device | str) -> torch.device:
         return torch.device("cpu")
     if wanted.type not in ("cuda", available[0].type):
         raise ValueError(f"There is no {wanted}: {what_exists(available)}.")
-    _, _, number = text.partition(":")  # torch keeps eight bits of it: 256 would be 0
+    _, _, number = text.partition(":")  # not `wanted.index`: torch keeps only 8 bits of the number, so 256 would be 0
     index = int(number) if number else current_index(available[0].type)
     if index >= len(available):
         raise ValueError(f"There is no {device}: {what_exists(available)}.")
@@ -45,7 +49,7 @@ def existing_device(device: torch.device | str) -> torch.device:
 
 
 def named_device(device: torch.device | str | None) -> torch.device | None:
-    """Return the device that ``device`` names, as `existing_device`; None if it leaves it open, as ``"cuda"`` does."""
+    """Return the existing device that ``device`` names, or None if it names no certain one, as ``"cuda"`` does."""
     if device is None:
         return None
     resolved = existing_device(device)
@@ -53,10 +57,10 @@ def named_device(device: torch.device | str | None) -> torch.device | None:
 
 
 def hardware_id(device: torch.device) -> str | None:
-    """Return what names an accelerator in every process of its host; None if its driver does not tell.
+    """Return a name of an accelerator that is the same in every process of its host, or None if there is none.
 
-    Its place on the PCI bus, by which NCCL knows it; the slices of a GPU in MIG mode have the same one. Begins the use
-    of CUDA.
+    The name is the address on the PCI bus, by which NCCL distinguishes GPUs. All slices of a GPU in MIG mode have the
+    same address. If the driver does not report an address, the name is the UUID. This function initializes CUDA.
     """
     if device.type == "cpu":
         return None
@@ -68,13 +72,16 @@ def hardware_id(device: torch.device) -> str | None:
 
 
 def device_properties(device: torch.device) -> object:
-    """Return what the driver says of an accelerator, as ``name`` and ``uuid``; None where torch cannot ask (MPS)."""
+    """Return the properties of an accelerator, such as ``name`` and ``uuid``, or None if torch has none, as for MPS.
+
+    This function initializes CUDA.
+    """
     ask = getattr(torch.get_device_module(device), "get_device_properties", None)
     return ask(device) if ask else None
 
 
 def accelerators() -> list[torch.device]:
-    """Every visible accelerator, in torch's order; an empty list where there is none."""
+    """Return all visible accelerators, in torch's order."""
     kind = torch.accelerator.current_accelerator()
     if kind is None:
         return []
@@ -84,7 +91,8 @@ def accelerators() -> list[torch.device]:
 def current_index(kind: str) -> int:
     """Return the number of the current accelerator of this ``kind``.
 
-    Before the first use of CUDA that is the first one, as far as torch knows; to ask would begin its use.
+    If CUDA is not initialized yet, the answer is 0, because torch then begins with the first one. To ask torch would
+    initialize CUDA.
     """
     is_initialized = getattr(torch.get_device_module(kind), "is_initialized", None)
     if is_initialized is not None and not is_initialized():
@@ -93,24 +101,31 @@ def current_index(kind: str) -> int:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all that was queued on ``device``: what has failed there is raised here."""
+    """Wait for all operations that are queued on ``device``, and raise the error of an operation that has failed."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(device)
 
 
 def synchronize_in_thread(device: torch.device) -> Future[None]:
-    """Return the end of `synchronize`, which no signal interrupts, in a thread that nobody has to wait for."""
+    """Call `synchronize` in a thread, and return a future of its end.
+
+    No signal interrupts `synchronize`. But the caller may stop waiting for the future, and the program may end before
+    the thread.
+    """
     return in_thread(functools.partial(synchronize, device), "nn_parallel synchronize")
 
 
 def parse_devices(devices: str | torch.device | Sequence[str | torch.device | int]) -> list[torch.device]:
-    """Return the devices that a ``devices=`` argument names.
+    """Return the devices that an argument ``devices=`` names.
 
-    ``"cpu"``; all accelerators, as ``"all"``, ``"cuda"`` or ``"gpu"``; accelerators by number, ``"0,2-3"`` (a range
-    includes its end); or a list of devices. Numbers and devices may repeat: several workers then share one.
+    Args:
+        devices: ``"cpu"``; or ``"all"``, ``"cuda"`` or ``"gpu"`` for all accelerators; or the numbers of accelerators,
+            as in ``"0,2-3"``, where a range includes its end; or a list of devices. If a device is named several times,
+            several workers share it.
 
     Raises:
-        ValueError: one of them does not exist, or the text is none of these; the message says what exists.
+        ValueError: a named device does not exist, or a part of the text names no device. The message says which devices
+            exist.
     """
     available = accelerators()
     if isinstance(devices, torch.device):
@@ -121,7 +136,8 @@ def parse_devices(devices: str | torch.device | Sequence[str | torch.device | in
     if not chosen:
         raise ValueError(f"devices names no device; {what_exists(available)}.")
     if len({device.type for device in chosen}) > 1:
-        raise ValueError(f"devices mixes {' and '.join(sorted({d.type for d in chosen}))}: one pool has one kind.")
+        device_types = " and ".join(sorted({device.type for device in chosen}))
+        raise ValueError(f"devices mixes {device_types}, but all workers of a pool must have devices of one type.")
     return chosen
 
 
@@ -133,8 +149,8 @@ def choose_devices(
     """Return the device of each worker of a `ParallelExecutor`.
 
     Raises:
-        TypeError: ``num_gpus`` together with ``devices``; a count is no integer.
-        ValueError: there are fewer devices, or none of that name.
+        TypeError: both ``num_gpus`` and ``devices`` are given, or a number is no integer.
+        ValueError: a number is below one, there are fewer GPUs, or a named device does not exist.
     """
     if num_gpus is not None and devices is not None:
         raise TypeError(f"num_gpus={num_gpus} and devices={devices!r} both choose the devices: give one of them.")
@@ -156,11 +172,16 @@ def choose_devices(
 
 
 def count(name: str, value: SupportsIndex, what_exists: str = "") -> int:
-    """Return the argument ``name``, a number of things, as an int; ``what_exists`` ends the message if it is too small.
+    """Return an argument that is a number of things as an int.
+
+    Args:
+        name: the name of the argument, for error messages.
+        value: the argument.
+        what_exists: the end of the message of the ValueError.
 
     Raises:
-        TypeError: it is no integer; True and 2.0 are none.
-        ValueError: it is below one.
+        TypeError: the argument is no integer; True and 2.0 are not accepted.
+        ValueError: the argument is below one.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -174,13 +195,18 @@ def count(name: str, value: SupportsIndex, what_exists: str = "") -> int:
 
 
 def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
-    """Return the device of the rank that is ``local_rank`` of the ``local_world_size`` on this node.
+    """Return the device of a rank.
 
-    The only visible accelerator (a launcher may show each rank its own), else the one numbered by the local rank, else
-    the CPU where there is none at all. Never the rank modulo the count: that silently puts two ranks on one device.
+    If one accelerator is visible, that is the device, because a launcher may show each rank only its own. If several
+    are visible, the device is the one whose number is the local rank. If none is visible, the device is the CPU. The
+    number is not taken modulo the number of accelerators, because two ranks would silently share one.
+
+    Args:
+        local_rank: the number of the rank among those on its node.
+        local_world_size: the number of ranks on this node.
 
     Raises:
-        LaunchError: fewer accelerators than ranks.
+        LaunchError: several accelerators are visible, but fewer than there are ranks on this node.
     """
     available = accelerators()
     if not available:
@@ -196,7 +222,7 @@ def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
 
 
 def as_table(rows: Sequence[Sequence[str]]) -> str:
-    """Lines in which the columns stand below each other, for a person to read."""
+    """Return a text with one line for each row and with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -204,47 +230,51 @@ def as_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def cpu_count() -> int:
-    """Return the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def call_on_device(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device | None
 ) -> Any:
-    """Call ``fn`` with ``device`` bound to its parameter of that name, wherever it stands.
+    """Call ``fn`` with ``device`` as the argument of its parameter ``device``, at any place among its parameters.
 
-    The caller's positional arguments fill the other parameters: ``def f(device, data)`` is called for ``f(data)``. A
-    function without such a parameter, one of an installed library, as `numpy.zeros`, a caller that passed ``device=``
-    itself and ``device=None`` change nothing.
+    The positional arguments fill the other parameters. For example, ``def f(device, data)`` can be called with ``data``
+    as its only argument.
+
+    ``fn`` is called without ``device`` if it has no such parameter, if it is a function of an installed library, such
+    as `numpy.zeros`, if ``kwargs`` has a ``device``, or if ``device`` is None.
 
     Raises:
-        TypeError: there are more positional arguments than other parameters; and whatever ``fn`` raises.
+        TypeError: there are more positional arguments than other parameters. Any exception that ``fn`` raises.
     """
-    if device is None or "device" in kwargs or not (place := _device_parameter(fn)) or _is_of_a_library(fn):
+    if device is None or "device" in kwargs or not (parameter := _device_parameter(fn)) or _is_of_a_library(fn):
         return fn(*args, **kwargs)
-    kind, before, most = place
+    kind, before, most = parameter
     if len(args) > most:
         raise TypeError(
             f"{getattr(fn, '__qualname__', type(fn).__qualname__)}() was given {len(args)} positional arguments and "
-            f"takes {most} beside 'device', which pass_device=True binds to the worker's device: leave the device out "
-            "of the call, or say pass_device=False and pass it yourself."
+            f"takes {most} beside 'device', which pass_device=True binds to the worker's device. Leave the device out "
+            "of the call, or set pass_device=False and pass the device yourself."
         )
     if kind is inspect.Parameter.KEYWORD_ONLY or len(args) < before:
         if kind is not inspect.Parameter.POSITIONAL_ONLY:
             return fn(*args, **kwargs, device=device)
         left_out = [skipped.default for skipped in inspect.signature(fn).parameters.values()][len(args) : before]
         if any(default is inspect.Parameter.empty for default in left_out):
-            return fn(*args, **kwargs)  # and Python says what is missing
+            return fn(*args, **kwargs)  # Python raises a TypeError that names the missing arguments
         args = [*args, *left_out]
     return fn(*args[:before], device, *args[before:], **kwargs)
 
 
 def _device_parameter(fn: Callable[..., Any]) -> tuple[Any, int, float] | None:
-    """Return the kind of the parameter ``device``, how many are before it, and how many others may be positional.
+    """Return three properties of the parameter ``device`` of a function, or None if it has no such parameter.
 
-    None if there is no such parameter that could be passed.
+    Returns:
+        The kind of the parameter, the number of parameters before it, and the number of other parameters that take
+        positional arguments.
     """
-    if isinstance(fn, types.FunctionType) and not fn.__dict__:  # `inspect` needs longer than many a call
+    if isinstance(fn, types.FunctionType) and not fn.__dict__:  # `inspect` takes longer than a short function
         code = fn.__code__
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         if "device" not in names:
@@ -254,12 +284,13 @@ def _device_parameter(fn: Callable[..., Any]) -> tuple[Any, int, float] | None:
         takes_all = code.co_flags & inspect.CO_VARARGS
         return kind, before, math.inf if takes_all else code.co_argcount - (before < code.co_argcount)
     if isinstance(fn, types.BuiltinFunctionType) and "device" not in (getattr(fn, "__text_signature__", None) or ""):
-        return None  # without having it parsed, which touches every module, in memory that forks share
+        # Not by `inspect`: to parse the signature touches all modules, and so copies memory that forked workers share.
+        return None
     if isinstance(fn, functools.partial) and "device" in fn.keywords:
         return None
     try:
         kinds = {name: parameter.kind for name, parameter in inspect.signature(fn).parameters.items()}
-    except (ValueError, TypeError):  # a builtin that tells no signature
+    except (ValueError, TypeError):  # a function in C that has no signature
         return None
     if kinds.get("device") not in _KINDS:
         return None
@@ -276,6 +307,7 @@ def _is_of_a_library(fn: Callable[..., Any]) -> bool:
 
 
 def _expand(part: str | torch.device | int, available: list[torch.device]) -> list[torch.device]:
+    """Return the devices that one part of an argument ``devices=`` names."""
     text = str(part).strip()
     if text in ALL_ACCELERATORS:
         if not available:
@@ -293,12 +325,13 @@ def _expand(part: str | torch.device | int, available: list[torch.device]) -> li
         raise ValueError(f"{text!r} names no device; {what_exists(available)}.") from None
     if device.type == "cpu":
         return [torch.device("cpu")]
-    if device not in available or text != str(device):  # torch keeps eight bits of the index: 256 would be 0
+    if device not in available or text != str(device):  # torch keeps only 8 bits of the number, so 256 would be 0
         raise ValueError(f"There is no {text}: {what_exists(available)}.")
     return [device]
 
 
 def what_exists(available: list[torch.device]) -> str:
+    """Return a clause for error messages that says which accelerators exist."""
     if not available:
         return "this machine has no accelerator, only the cpu"
     if len(available) == 1:
@@ -310,11 +343,11 @@ def _warn_no_accelerator_once(wanted: str) -> None:
     global _warned
     if not _warned:
         _warned = True
-        warnings.warn(f"{wanted} was asked for and there is no accelerator: the CPU is used.", stacklevel=4)
+        warnings.warn(f"{wanted} was asked for and there is no accelerator, so the CPU is used.", stacklevel=4)
 
 
-ALL_ACCELERATORS = "all", "gpu", "cuda"
-_warned = False
+ALL_ACCELERATORS = "all", "gpu", "cuda"  # words for all accelerators in an argument ``devices=``
+_warned = False  # `_warn_no_accelerator_once` has warned
 _KINDS = (
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,

@@ -1,4 +1,4 @@
-"""Which part of an object cannot be pickled, and the path to it."""
+"""Search for the part of an object that cannot be pickled, for an error message with the path to this part."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-LEVELS = 20  # The search goes no deeper, and names the object at this depth.
+LEVELS = 20  # the depth at which the search stops and names the object that it has reached
 
 
 def find_unpicklable(parts: Mapping[str, Any], can_be_pickled: Callable[[Any], bool]) -> tuple[str, Any]:
-    """Return the path to the innermost thing that cannot be pickled, and that thing.
+    """Return the path to the innermost object that cannot be pickled, and this object.
 
-    ``parts`` are objects by their paths. If every part can be pickled by itself, it is the first.
+    Args:
+        parts: the objects to search, by their paths.
+        can_be_pickled: the test of a single object.
+
+    Returns:
+        The first of ``parts`` and its path if each of them can be pickled by itself.
     """
     return _search(parts, can_be_pickled, set(), LEVELS) or next(iter(parts.items()))
 
@@ -23,6 +28,14 @@ def find_unpicklable(parts: Mapping[str, Any], can_be_pickled: Callable[[Any], b
 def _search(
     parts: Mapping[str, Any], can_be_pickled: Callable[[Any], bool], seen: set[int], levels: int
 ) -> tuple[str, Any] | None:
+    """Return path and object of the innermost culprit within ``parts``, or None.
+
+    Args:
+        parts: objects by their paths.
+        can_be_pickled: the test of a single object.
+        seen: the ids of the objects that the search has entered already.
+        levels: how much deeper the search may go.
+    """
     for path, part in parts.items():
         if id(part) in seen or can_be_pickled(part):
             continue
@@ -31,14 +44,15 @@ def _search(
         seen.add(id(part))
         inner = dict(_parts(part, path))
         culprit = _search(inner, can_be_pickled, seen, levels - 1)
-        # Where all inner parts that fail lead back to where we came from, it is not a part of this one that fails.
+        # Without a culprit among the inner parts, this part itself is the culprit. The exception is an inner part that
+        # the search has entered already: then this part may fail only because of that object, so it is not blamed.
         if culprit or not any(id(value) in seen for value in inner.values()):
             return culprit or (path, part)
     return None
 
 
 def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of ``obj`` that pickling it would pickle, each with its path."""
+    """Yield the objects that are pickled along with ``obj``, each with its path."""
     if isinstance(obj, types.MethodType):
         yield f"{path}.__self__", obj.__self__
         yield f"{path}.__func__", obj.__func__
@@ -71,7 +85,7 @@ def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _refuses(obj: Any) -> bool:
-    """Return whether the own ``__reduce__`` of ``obj`` raises, and not one of its parts."""
+    """Return whether the class of ``obj`` defines a ``__reduce__`` that raises. Then no part of ``obj`` is to blame."""
     if not any("__reduce__" in vars(kind) for kind in type(obj).__mro__[:-1]):
         return False
     try:
@@ -82,17 +96,19 @@ def _refuses(obj: Any) -> bool:
 
 
 def _repr(key: Any) -> str:
+    """Return the repr of a key of a mapping, bounded in length."""
     try:
         return repr(key)[:1000]
-    except Exception:  # it must not hide the error that is being told
+    except Exception:  # an error in a user's `__repr__` must not replace the error that is being reported
         return f"<{type(key).__name__}>"
 
 
 def _listed(slots: str | Sequence[str]) -> Sequence[str]:
+    """Return ``__slots__`` as a sequence; a class may define it as a single string."""
     return [slots] if isinstance(slots, str) else slots
 
 
 def _global_names(code: types.CodeType) -> set[str]:
-    """Return the names that a function and the functions inside it look up."""
+    """Return the global names that the code of a function and of its inner functions uses."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*map(_global_names, inner))

@@ -1,4 +1,9 @@
-"""Failures: an exception as plain data, the error that ranks raise together, and what stands in their messages."""
+"""Failures: an exception as plain data, the error that all ranks raise together, and texts for error messages.
+
+An exception must reach the other ranks through the store. It cannot be pickled for this, because nothing that comes
+from the store is unpickled. So a `Failure` describes the exception by texts and numbers. From these the receiver makes
+an exception of the same type, if the type is one of those that the receiver allows, and otherwise a `RemoteError`.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +18,9 @@ from .tracebacks import format_traceback
 
 
 class Verbatim(str):
-    """Text that is shown as it is where Python would quote it, as a KeyError does with its key.
+    """A text that is shown as it is by exceptions that show the `repr` of their argument, such as `KeyError`.
 
-    Torch's loader has such a class too: the KeyError of a worker holds its whole traceback.
+    The loader of torch has such a class as well, because it puts a whole traceback into a KeyError.
     """
 
     __slots__ = ()
@@ -25,22 +30,27 @@ class Verbatim(str):
 
 
 class Failure(NamedTuple):
-    """An exception as plain data: all of it that may cross a network."""
+    """An exception as plain data, which is all of it that crosses a network."""
 
     type_name: str
-    args: list[str | float | int | None] | None  # what its constructor takes, where that is all plain scalars
+    args: list[str | float | int | None] | None  # the arguments of its constructor, if all of them are plain scalars
     message: str
-    where: str  # for instance "rank 1 of 2 (pid 8123 on node7)"
+    where: str  # the process that has raised the exception, for example "rank 1 of 2 (pid 8123 on node7)"
     traceback: str
-    stacks: dict[int, str]  # of a `RankTimeoutError`: by silent rank, empty where it is not known
+    stacks: dict[int, str]  # of a `RankTimeoutError`: by silent rank, its stack, or an empty text if that is not known
 
     @classmethod
     def from_exception(cls, error: BaseException, where: str) -> Failure:
-        """Describe ``error``, raised by ``where``, for instance ``"rank 1 of 2"``."""
+        """Describe ``error``.
+
+        Args:
+            error: the exception.
+            where: the rank that has raised it, for example ``"rank 1 of 2"``.
+        """
         if _NO_GROUP in _text_of(error) and _CALL_INITIALIZE_DDP not in getattr(error, "__notes__", ()):
             error.add_note(_CALL_INITIALIZE_DDP)
         args = error.__reduce__()[1] if type(error).__reduce__ in _PLAIN_REDUCE else None
-        plain = isinstance(args, tuple) and all(isinstance(a, str | float | None) or _is_short(a) for a in args)
+        plain = isinstance(args, tuple) and all(isinstance(arg, str | float | None) or _is_short(arg) for arg in args)
         return cls(
             type_name=qualified_name(type(error)),
             args=list(args) if plain and isinstance(args, tuple) else None,
@@ -53,7 +63,12 @@ class Failure(NamedTuple):
         )
 
     def rebuild(self, allowed: Mapping[str, type[Exception]]) -> Exception:
-        """Return the exception again, of its own type where ``allowed`` lists that, else a `RemoteError`."""
+        """Return an exception like the one that was described.
+
+        Args:
+            allowed: by name, the types that the exception may have. If its own type is none of them, or cannot be made
+                from the arguments, the exception is a `RemoteError`.
+        """
         error: Exception | None = None
         if self.stacks:
             error = RankTimeoutError(self.message, ranks=list(self.stacks), stacks=self.stacks)
@@ -62,7 +77,7 @@ class Failure(NamedTuple):
                 error = kind(*self.args) if self.args is not None else kind(self.message)
                 if len(error.args) == 1 and _text_of(error) != self.message:
                     error = kind(Verbatim(self.message))
-            except Exception:  # a constructor that wants something else: the stand-in below says all we know
+            except Exception:  # the constructor takes other arguments, so a `RemoteError` takes its place
                 error = None
         if error is None:
             error = RemoteError(f"{self.type_name}: {self.message}")
@@ -70,21 +85,27 @@ class Failure(NamedTuple):
         return error
 
     def as_cause(self) -> RemoteTraceback:
+        """Return the ``__cause__`` of the rebuilt exception, which shows the traceback of the other process."""
         cause = RemoteTraceback(self.where, self.traceback)
         cause.failure = self
         return cause
 
 
 def set_cause(error: BaseException, cause: BaseException) -> None:
-    """As ``error.__cause__ = cause``, also where the class forbids that, as a frozen dataclass does."""
+    """As ``error.__cause__ = cause``, even if the class forbids assignments, as a frozen dataclass does."""
     vars(BaseException)["__cause__"].__set__(error, cause)
 
 
 def rank_error(function: str, world_size: int, failures: Mapping[int, Exception]) -> RankError:
-    """Return a `RankError` of failures in the order of their arrival, the cause first.
+    """Return a `RankError` of failures.
 
-    A connection that was lost because another rank had failed is no failure of its own. A traceback that several ranks
-    have is shown once.
+    A connection that was lost because another rank had failed is left out, unless there are no other failures. A
+    traceback that several ranks have in common is shown once.
+
+    Args:
+        function: the name of the function that failed, for the message.
+        world_size: the number of ranks.
+        failures: by rank, the failures in the order of their arrival. The first one that remains is called the cause.
     """
     causes = {rank: failure for rank, failure in failures.items() if not lost_connection(failure)} or failures
     cause, *others = causes
@@ -98,7 +119,7 @@ def rank_error(function: str, world_size: int, failures: Mapping[int, Exception]
 
 
 def rank_names(ranks: Iterable[int]) -> str:
-    """``"rank 3"``, or ``"ranks 0, 2-7"``."""
+    """Return the name of one or several ranks: ``"rank 3"``, or ``"ranks 0, 2-7"``."""
     runs = list[list[int]]()
     for rank in sorted(ranks):
         if runs and rank <= runs[-1][1] + 1:
@@ -110,15 +131,15 @@ def rank_names(ranks: Iterable[int]) -> str:
 
 
 def qualified_name(kind: type) -> str:
-    """``ValueError``, or ``package.module.MyError``."""
+    """Return the full name of a class: ``"ValueError"``, or ``"package.module.MyError"``."""
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Return whether ``error`` is what a rank sees when a peer of its process group goes away.
+    """Return whether ``error`` says that a connection to another rank of the process group was lost.
 
-    Gloo raises plain `RuntimeError`, so its own source file in the message is the only mark there is. NCCL's errors are
-    of one type, whatever they tell.
+    Only the message shows this. Gloo raises a plain `RuntimeError` whose message names a source file of gloo. NCCL
+    raises errors of one type for all reasons.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, WorkerDiedError) or collective_timed_out(error):
         return False
@@ -126,7 +147,10 @@ def lost_connection(error: BaseException) -> bool:
 
 
 def collective_timed_out(error: BaseException) -> bool:
-    """Return whether a rank has waited in a collective for as long as its group allows; its peers then lose it."""
+    """Return whether a rank has waited in a collective until the timeout of its process group.
+
+    The other ranks then lose their connections to it.
+    """
     if not isinstance(error, RuntimeError) or _TIMED_OUT not in (text := _text_of(error)):
         return False
     return "gloo/transport" in text or text.startswith("NCCL: ")
@@ -145,7 +169,7 @@ def exit_reason(exitcode: int | None) -> str:
 
 
 def summary(error: BaseException) -> str:
-    """``"ValueError: no such file"``, on one line."""
+    """Return type and message of an exception on one line: ``"ValueError: no such file"``."""
     first, *more = _text_of(error).splitlines() or [""]
     name = type(error).__name__
     return f"{name}: {first}{' ...' if more else ''}" if first else name
@@ -159,22 +183,23 @@ def _text_of(error: BaseException) -> str:
 
 
 def _is_short(value: Any) -> bool:
-    """Return whether ``value`` is an integer that Python writes as text: it refuses thousands of digits."""
+    """Return whether ``value`` is an integer with few digits. Python refuses to convert longer ones to text."""
     return isinstance(value, int) and value.bit_length() <= 10_000
 
 
+# The methods that return the arguments of an exception. A class with another ``__reduce__`` may return anything.
 _PLAIN_REDUCE = (BaseException.__reduce__, OSError.__reduce__, ImportError.__reduce__)
-_NO_GROUP = "Default process group has not been initialized"  # torch's words
+_NO_GROUP = "Default process group has not been initialized"  # in the message of torch
 _CALL_INITIALIZE_DDP = (
-    "Call nn_parallel.initialize_ddp() before: it connects these ranks by a process group, also again after a failure."
+    "Call nn_parallel.initialize_ddp() first: it connects the ranks by a process group. Call it again after a failure."
 )
-_TIMED_OUT = "Timed out waiting"
+_TIMED_OUT = "Timed out waiting"  # in the messages of gloo and NCCL
 _LOST_CONNECTION_MARKS = (
     "gloo/transport",
     "Connection closed by peer",
     "Connection reset by peer",
     "NCCL communicator was aborted",
     "ncclRemoteError",
-    "Failed to recv, got 0 bytes",  # from the store, as it waits there for the others in `new_group`
-    "Another rank failed while",  # our own, of a rank that waits for the others to make a group
+    "Failed to recv, got 0 bytes",  # of the store, which `new_group` uses to wait for the other ranks
+    "Another rank failed while",  # of this package, from a rank that waits for the others to make a process group
 )

@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept out of an import."""
+"""A pause of Python's garbage collector, for an import."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """No collection in this block.
+    """Pause the garbage collector in this block.
 
-    What modules are made of stays, so there is nothing to be found. But every so many new objects Python looks through
-    all that there are, and torch's alone take it 80 ms.
+    An import creates many objects, so Python would start collections during it. They would find nothing, because the
+    objects of a module stay alive. A full collection looks at all objects of the process; the objects of torch alone
+    take 80 ms.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,20 +1,34 @@
-"""What is raised in the main thread from outside: where it is meant to be, and nowhere else.
+"""Exceptions that another thread or a signal raises in the main thread.
 
-`CancelScope` is a block that another thread can end, by a signal that raises in it. SIGURG serves because nothing
-else uses it: its default action is to be ignored. Nothing is raised in the few lines that enter and leave blocks, where
-it would leave them half done: a module that has such lines says so by ``UNINTERRUPTED = True``; the signal that comes
-there is passed over, the next one counts. Nor is it raised in an import that the block has begun: many a module that
-has run by half cannot be imported again.
+The problem. The main thread of a rank runs the user's function. If another rank fails, or if the task is cancelled, the
+function must end soon, wherever it is: in a loop, in a sleep, in a wait for a lock. The process must survive, because
+its imports, its data and its devices are used again. So another thread must raise an exception in the main thread.
 
-`raise_in_main_thread` raises outside all blocks.
+What does not work. CPython has a function for this, ``PyThreadState_SetAsyncExc``. But the exception is raised only
+when the main thread next runs bytecode, so a sleep or a wait for a lock goes on to its end.
 
-`DeferredSignals` is the opposite: a block that neither this nor Ctrl-C leaves half done.
+The solution is the mechanism of Ctrl-C. A signal ends sleeps and waits, and Python then runs the handler of the signal
+in the main thread. If the handler raises an exception, the function ends with it. Code in C is not interrupted: the
+handler runs when that returns. The signal is SIGURG, because nothing else uses it, and its default action is to be
+ignored. `CancelScope` is a block that another thread can end in this way. `raise_in_main_thread` works outside of all
+blocks.
+
+Some lines must not be left half done, so the handler raises nothing while they run. The signal has no effect then, and
+the thread that sends it must send it again and again, until the exception was raised. These lines are:
+
+- lines that enter and leave blocks. A module that has such lines has ``UNINTERRUPTED = True`` among its globals.
+- an import that the block has begun, because many modules cannot be imported again after they were executed in part.
+- the functions that Python calls before and after a fork (`_begin_fork`), and `shutil.rmtree` (`_is_rmtree`).
+
+Python or user code may also drop the exception; see `CancelScope`.
+
+`DeferredSignals` is the opposite: a block that is not interrupted. Ctrl-C and SIGURG take effect at its end.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging  # noqa: F401  # first: what it does around a fork is then between `_begin_fork` and `_end_fork`
+import logging  # noqa: F401  # so that its functions around a fork run between `_begin_fork` and `_end_fork`
 import operator
 import os
 import shutil
@@ -30,40 +44,43 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     import signal as _signal
 else:
-    import _signal  # what `signal` wraps, which looks each handler up in an enum, in vain and for ten times as long
+    import _signal  # the functions of `signal` take ten times as long: they also look up each handler in an enum
 
 UNINTERRUPTED = True
-PATIENCE_S = 1.0
-IMPORT_SYSTEM = "<frozen importlib._bootstrap>"  # the file of its frames
-IMPORT_PATIENCE_S = 30.0  # a whole program may run in an import
+PATIENCE_S = 1.0  # how long Ctrl-C waits for the end of a `DeferredSignals` block
+IMPORT_SYSTEM = "<frozen importlib._bootstrap>"  # the file name of frames of the import system
+IMPORT_PATIENCE_S = 30.0  # how long an interrupt waits for the end of an import; a whole program may run in an import
 
 
 class Interrupted(BaseException):
-    """Raised in a block by `CancelScope.interrupt`. No `Exception`, which user code would swallow."""
+    """Raised in a block by `CancelScope.interrupt`. It is no `Exception`, because user code often catches these."""
 
 
 class CancelScope:
-    """A block of the main thread that other threads can end; in any other thread it is a plain block.
+    """A block of the main thread that other threads can end by `Interrupted`. In other threads it is a plain block.
 
-    Sleeps, locks and waits end at once, Python loops at their next turn; a call into C when it returns.
+    A sleep or a wait for a lock ends at once, a loop in Python at its next line, and a call into C when it returns.
 
-    Python drops an exception that is raised in ``__del__``, in the callback of a weak reference or in the garbage
-    collector: it prints the exception and goes on with the block. User code drops it by ``except BaseException: pass``.
-    The block would then never end. A list of such places cannot be complete, so the handler of the signal looks for the
-    exception that it has raised before. While ``finally`` and ``except`` clauses run, Python has it at hand as the
-    exception that is handled, or in the context of that: it is on its way out of the block, and nothing more is
-    raised. Otherwise it was dropped, and the next `interrupt` raises again.
+    The exception may be dropped, and the block would never end. Python drops an exception that is raised in
+    ``__del__``, in the callback of a weak reference or in the garbage collector: it prints the exception and goes on.
+    User code drops it by ``except BaseException: pass``. A list of such places could not be complete. So before the
+    handler of the signal raises again, it asks whether the exception that it has raised before is still on its way out
+    of the block. That is so while ``finally`` and ``except`` clauses run: the exception is then the one that Python
+    handles, or is in the context of that one, and the handler raises nothing. Otherwise the exception was dropped, and
+    the handler raises another one.
     """
 
     def __init__(self) -> None:
         self.interrupted = False
-        self._raised: Callable[[], Interrupted | None] = _nothing_raised
+        self._raised: Callable[[], Interrupted | None] = _nothing_raised  # a weak reference to the last exception
         self._before: Any = _raise_in_the_outermost  # the handler to put back at the end
-        self._imports_around = _imports(sys._getframe())  # here, and not on entry: a task of a pool takes 50 us
-        self._import_seen_at: float | None = None  # when another one was first to be interrupted
+        # The number of imports in which the block itself runs. It is counted in this method because `__enter__` must be
+        # fast: a worker enters the same block again for each task, and a small task takes only 50 us.
+        self._imports_around = _imports(sys._getframe())
+        self._import_seen_at: float | None = None  # when an interrupt first came during an import of the block
 
     def __enter__(self) -> None:
-        """From here on, and never after the end, `Interrupted` may be raised."""
+        """Begin the block. From now on and until `__exit__` is called, `Interrupted` may be raised."""
         if threading.get_ident() != _main:
             return
         self._import_seen_at = None
@@ -71,7 +88,7 @@ class CancelScope:
         if not _is_handler_kept and signal.getsignal(signal.SIGURG) is not _raise_in_the_outermost:
             self._before = signal.signal(signal.SIGURG, _raise_in_the_outermost)
         _running.append(self)
-        if self.interrupted:  # before it began
+        if self.interrupted:  # before the block began
             self.__exit__()
             raise Interrupted
 
@@ -82,15 +99,19 @@ class CancelScope:
             signal.signal(signal.SIGURG, self._before)
 
     def interrupt(self) -> None:
-        """End the block, if it still runs. Any thread may call this.
+        """Raise `Interrupted` in the block, if the block still runs. Any thread may call this.
 
-        Call it again until the block has ended: a signal that comes just before a wait in C begins does not end that.
+        Call this again and again until the block has ended. The handler may have raised nothing, or the signal may have
+        come just before a wait in C began, which the signal does not end then.
         """
         self.interrupted = True
         signal.pthread_kill(_main, signal.SIGURG)
 
     def is_being_left(self) -> bool:
-        """Return, to the handler of the signal, whether what was raised in the block is on its way out."""
+        """Return whether the last exception is still on its way out of the block. Called by the handler of the signal.
+
+        A dropped exception is not.
+        """
         raised = self._raised()
         handled = sys.exc_info()[1] if raised is not None else None
         while handled is not None and handled is not raised:
@@ -100,11 +121,15 @@ class CancelScope:
     def make_exception(self) -> Interrupted:
         """Return the exception to raise in the block."""
         exception = Interrupted()
-        self._raised = weakref.ref(exception)  # the exception holds all that the frames hold through which it comes
+        self._raised = weakref.ref(exception)  # the exception keeps the local variables of its frames alive
         return exception
 
     def is_importing(self, frame: FrameType | None) -> bool:
-        """Return whether the main thread, at ``frame``, is in an import that this block has begun and may end soon."""
+        """Return whether an import that began in this block must not be interrupted yet.
+
+        Args:
+            frame: the innermost frame of the main thread.
+        """
         if _imports(frame) <= self._imports_around:
             return False
         now = time.monotonic()
@@ -114,9 +139,10 @@ class CancelScope:
 
 
 def raise_in_main_thread(error: Exception) -> None:
-    """Have ``error`` raised in the main thread, once, also outside all blocks; `stay_ready` has been called before.
+    """Raise ``error`` in the main thread once, even outside of all blocks. Any thread may call this.
 
-    Call `raise_if_due` until it is raised. Any thread may call this.
+    Call `stay_ready` before. Afterwards call `raise_if_due` until that returns false, because the handler may have
+    raised nothing.
     """
     global _due
     _due = error
@@ -124,12 +150,13 @@ def raise_in_main_thread(error: Exception) -> None:
 
 
 def raise_nothing() -> None:
+    """Withdraw the exception of `raise_in_main_thread`, if it was not raised yet."""
     global _due
     _due = None
 
 
 def raise_if_due() -> bool:
-    """Have what is due raised again, which may have come where nothing is raised; return whether there is any."""
+    """Try again to raise the exception of `raise_in_main_thread`. Return false if it was raised or withdrawn."""
     if _due is None:
         return False
     signal.pthread_kill(_main, signal.SIGURG)
@@ -137,11 +164,10 @@ def raise_if_due() -> bool:
 
 
 class DeferredSignals:
-    """A block of the main thread at whose end Ctrl-C and `Interrupted` are raised: they leave nothing half done.
+    """A block of the main thread that is not interrupted: Ctrl-C and SIGURG take effect at its end.
 
-    When one arrives, ``due`` is no longer None, and ``on_arrival`` is called, in the signal's handler: it has the block
-    end soon. Where that has not ended after a second, one more Ctrl-C is raised at once. In any other thread this is a
-    plain block.
+    When one of these signals arrives, ``due`` is set and ``on_arrival`` is called, so that the block can end soon. If
+    the block has not ended a second later, another Ctrl-C takes effect at once. In other threads this is a plain block.
 
     Example::
 
@@ -155,8 +181,9 @@ class DeferredSignals:
     def __init__(self, on_arrival: Callable[[], object] = lambda: None) -> None:
         self._on_arrival = on_arrival
         self._before: Any = None  # the handler to put back at the end
-        self.due: tuple[Callable[..., object], int] | None = None  # the handler of what has come, and its signal
-        self._since = 0.0  # when the first has come
+        # The handler to call at the end, and the number of the signal that has arrived.
+        self.due: tuple[Callable[..., object], int] | None = None
+        self._since = 0.0  # when the first Ctrl-C arrived
 
     def __enter__(self) -> Self:
         if threading.get_ident() == _main:
@@ -176,20 +203,21 @@ class DeferredSignals:
                 handler(signum, sys._getframe(1))
 
     def note(self, handler: Callable[..., object], signum: int) -> None:
-        """Have ``handler`` called at the end."""
+        """Note the handler of a signal, which is called at the end. Ctrl-C takes precedence over SIGURG."""
         if self.due is None or signum == _SIGINT:
             self.due = handler, signum
         self._on_arrival()
 
     def put_back(self) -> None:
-        """Have Ctrl-C raised at once again."""
+        """Restore the handler of Ctrl-C that was installed before the block."""
         if self._before is not None:
             replaced = _signal.signal(_SIGINT, self._before)
-            if replaced != self._ctrl_c:  # the block has set one, to stay
+            if replaced != self._ctrl_c:  # code in the block has installed a handler of its own, which is to stay
                 _signal.signal(_SIGINT, replaced)
 
     def _ctrl_c(self, signum: int, frame: FrameType | None) -> None:
-        if self not in _delayed:  # just begun or ended; or the handler of another signal has raised just then
+        # The signal came while the block began or ended, or another handler has raised an exception at that time.
+        if self not in _delayed:
             self.put_back()
             self._before(signum, frame)
             return
@@ -202,13 +230,19 @@ class DeferredSignals:
 
 
 class Condition(threading.Condition):
-    """One that Ctrl-C does not leave locked: ``with`` calls the lock's own methods, with no line of Python around."""
+    """A condition that Ctrl-C does not leave locked.
+
+    The methods of `threading.Condition` are written in Python, so Ctrl-C may be raised in them after the lock was taken
+    and before the block begins. In this class a ``with`` statement calls the methods of the lock, which are written in
+    C.
+    """
 
     __enter__ = property(operator.attrgetter("_lock.__enter__"))
     __exit__ = property(operator.attrgetter("_lock.__exit__"))
 
 
 def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
+    """Handle SIGURG: raise `Interrupted` if a block is to end, otherwise the exception of `raise_in_main_thread`."""
     global _due
     if _is_forking or _must_finish(frame):
         return
@@ -227,23 +261,27 @@ def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
 
 
 def _nothing_raised() -> None:
-    """Stand in for the weak reference of a scope in which nothing has been raised."""
+    """Return None, as a dead weak reference does: nothing was raised in the block yet."""
 
 
 def _must_finish(frame: FrameType | None) -> bool:
-    if frame is not None and frame.f_code.co_filename == contextlib.__file__:  # between a block and its `with`
+    """Return whether the handler of SIGURG must raise nothing at this innermost frame of the main thread."""
+    # `contextlib` runs between a ``with`` statement and a block that is written as a generator.
+    if frame is not None and frame.f_code.co_filename == contextlib.__file__:
         return True
     if frame is not None and _is_rmtree(frame):
         return True
+    # A function of `threading` must finish if a module with UNINTERRUPTED has called it.
     while frame is not None and frame.f_code.co_filename == threading.__file__:
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("UNINTERRUPTED", False)
 
 
 def _is_rmtree(frame: FrameType) -> bool:
-    """Return whether this is `shutil.rmtree`, which leaves a descriptor open if it is interrupted as it closes it.
+    """Return whether this is a frame of `shutil.rmtree`.
 
-    Before Python 3.13 it closes it once more instead. By then another thread may have opened one of that number.
+    If `shutil.rmtree` is interrupted while it closes a descriptor, the descriptor stays open. Before Python 3.13 the
+    descriptor is closed a second time instead. By then another thread may have opened a file with the same number.
     """
     return frame.f_code.co_filename == shutil.__file__ and "rmtree" in frame.f_code.co_qualname.lower()
 
@@ -258,14 +296,18 @@ def _imports(frame: FrameType | None) -> int:
 
 
 def keep_handler() -> None:
-    """Have no block look for the handler and install it: for a process that does nothing but run blocks."""
+    """Install the handler of SIGURG for good. For a worker, so that the blocks of its tasks need not check for it."""
     global _is_handler_kept
     _is_handler_kept = True
     signal.signal(signal.SIGURG, _raise_in_the_outermost)
 
 
 def stay_ready(until: contextlib.ExitStack) -> bool:
-    """Have the handler stay, for `raise_in_main_thread`; return whether this is the main thread, where it can."""
+    """Install the handler of SIGURG, for `raise_in_main_thread`, until the stack ``until`` is closed.
+
+    Returns:
+        False if this is not the main thread: only that may install handlers of signals.
+    """
     if threading.get_ident() != _main:
         return False
     before = signal.signal(signal.SIGURG, _raise_in_the_outermost)
@@ -273,7 +315,7 @@ def stay_ready(until: contextlib.ExitStack) -> bool:
 
     def put_back() -> None:
         raise_nothing()
-        if threading.get_ident() == _main and not _running:  # else the handler stays, and raises nothing
+        if threading.get_ident() == _main and not _running:  # otherwise the handler stays, which does no harm
             signal.signal(signal.SIGURG, before)
 
     until.callback(put_back)
@@ -281,9 +323,10 @@ def stay_ready(until: contextlib.ExitStack) -> bool:
 
 
 def _begin_fork() -> None:
-    """Let nothing be raised in the functions that Python calls around a fork, as `logging` releases its lock in one.
+    """Keep the handler of SIGURG from raising in the functions that Python calls before and after a fork.
 
-    Python would print the exception and go on, and the lock would be held for ever.
+    Python prints an exception of such a function and goes on. For example, `logging` releases its lock in one of them,
+    and would hold the lock for ever.
     """
     global _is_forking
     _is_forking = True
@@ -295,7 +338,11 @@ def _end_fork() -> None:
 
 
 def _begin_anew() -> None:
-    """In a fork: its only thread is the main one now, whichever it was, and in no block that the main thread was in."""
+    """Reset the state of this module in the child of a fork.
+
+    The thread that has forked is the main thread of the child. It is in none of the `DeferredSignals` blocks of the
+    parent's main thread.
+    """
     global _main
     _end_fork()
     _main = threading.get_ident()
@@ -303,11 +350,11 @@ def _begin_anew() -> None:
         _delayed.pop().put_back()
 
 
-_main = threading.main_thread().ident or 0  # the thread that runs signals' handlers
-_is_handler_kept = False
-_due: Exception | None = None  # to be raised outside all blocks
+_main = threading.main_thread().ident or 0  # the thread in which Python runs handlers of signals
+_is_handler_kept = False  # `keep_handler` was called
+_due: Exception | None = None  # the exception of `raise_in_main_thread`, until it is raised
 _SIGINT = int(signal.SIGINT)
-_running: list[CancelScope] = []
-_delayed: list[DeferredSignals] = []  # the innermost last
-_is_forking = False
+_running: list[CancelScope] = []  # the blocks that the main thread is in, the outermost first
+_delayed: list[DeferredSignals] = []  # the blocks that the main thread is in, the innermost last
+_is_forking = False  # some thread runs the functions around a fork
 os.register_at_fork(before=_begin_fork, after_in_parent=_end_fork, after_in_child=_begin_anew)

@@ -1,8 +1,16 @@
-"""To bytes and back: functions and classes of ``__main__`` by value, tensors by their storage, errors with a path.
+"""Objects to bytes and back, with the memory of large tensors outside of the pickle.
 
-One rule serves every tensor: it names its `torch.UntypedStorage` and its place there, and what is used of a large
-storage leaves the pickle as buffers, out of band (protocol 5). Views, strides, aliasing, parameters, tied weights,
-sparse and quantised tensors and every dtype then come out right by torch's own pickling of the rest.
+The problem. The memory of a large tensor should be copied once, and not also into a pickle and out of it. But a tensor
+is only a view of a `torch.UntypedStorage`. Several tensors may be views of one storage, and must be so in the other
+process as well; and a small view of a large storage should not bring the whole storage.
+
+The solution is one rule for all tensors. A tensor is pickled as a reference to its storage, together with its place in
+the storage. A storage is pickled once. If it is large, the pickle contains only a number, and the parts of the storage
+that tensors use become buffers (`Packed.buffers`). If it is in shared memory, nothing is copied (`Packed.shared`).
+Sparse and quantised tensors, parameters and others are pickled by torch's own functions, which refer to storages too,
+so the rule holds for them as well.
+
+If an object cannot be pickled, the error names the path to the part of the object that is the reason.
 """
 
 from __future__ import annotations
@@ -29,25 +37,26 @@ from .diagnostics import find_unpicklable
 from .failures import qualified_name
 
 Buffer = bytearray | memoryview | pickle.PickleBuffer
-_Parts = list[tuple[int, torch.UntypedStorage]]  # of a storage: where they begin, ascending, in bytes
-LARGE_BYTES = 1 << 15  # what is smaller stays in the pickle
+_Parts = list[tuple[int, torch.UntypedStorage]]  # the parts of a storage that have arrived, each with its first byte
+LARGE_BYTES = 1 << 15  # smaller buffers stay in the pickle
 _ATOMS: set[type] = {type(None), bool, int, float}
-_ALIGNMENT = 64  # of the parts of a storage: what torch gives a storage itself
+_ALIGNMENT = 64  # parts of a storage begin at a multiple of this number of bytes, as torch aligns storages
 
 
 class Packed(NamedTuple):
-    """An object as a pickle and what left it: large buffers, and memory that is shared rather than sent.
+    """An object as a pickle, and the memory that is not in the pickle.
 
-    The first buffer, where there are any, says what the next ones are, as two integers of 64 bits each: the number of a
-    storage, and the byte at which this part of it begins. The pickle asks for the rest one after another.
+    If there are buffers, the first one is a table. For each part of a large storage the table has two integers of 64
+    bits: the number of the storage, and the byte at which the part begins. The next buffers are these parts. Further
+    buffers are those of other objects, in the order in which the pickle refers to them.
     """
 
     pickle: bytes
-    buffers: Sequence[memoryview] = ()
-    shared: Sequence[torch.UntypedStorage] = ()
+    buffers: Sequence[memoryview] = ()  # memory to send
+    shared: Sequence[torch.UntypedStorage] = ()  # shared memory, which the other process maps
 
     def after(self, first: Packed) -> Packed:
-        """Return this pickle with another one before it, which is read first and whose object is dropped."""
+        """Return this pickle with ``first`` before it. `loads` reads both, and drops the object of ``first``."""
         assert not first.buffers
         assert not first.shared
         return self._replace(pickle=first.pickle + self.pickle)
@@ -60,9 +69,9 @@ def dumps(obj: Any, parts: Callable[[], Mapping[str, Any]] | None = None) -> Pac
 
 
 def dump_atoms(obj: Any) -> bytes | None:
-    """Pickle numbers, short texts and the like, and short tuples of them; None for all else.
+    """Pickle numbers, short texts and the like, and short tuples of them. Of any other object return None.
 
-    ``pickle.loads`` reads the pickle, which takes a tenth of the time that `loads` takes.
+    `pickle.loads` can read the pickle, in a tenth of the time that `loads` of this module takes.
     """
     if not _is_atomic(obj):
         return None
@@ -76,11 +85,15 @@ def loads(
     device: torch.device | None = None,
     shared: Sequence[Buffer] = (),
 ) -> Any:
-    """Rebuild what `dumps` packed. ``buffers`` must be writable and become the memory of the tensors, as ``shared`` do.
+    """Rebuild an object that `dumps` has packed. Raises any exception that unpickling raises.
 
-    Accelerator tensors land on ``device``, or on the CPU if that is None. Raises whatever unpickling raises.
+    Args:
+        packed: the pickle.
+        buffers: must be writable, because they become the memory of the tensors.
+        device: for tensors that were on an accelerator; None: the CPU.
+        shared: the shared memory, mapped in this process. It becomes the memory of the tensors.
     """
-    with torch._C.DisableTorchFunction():  # a user's default device must not move what is rebuilt
+    with torch._C.DisableTorchFunction():  # the user's default device must have no effect on rebuilt tensors
         table, *others = buffers or [bytearray()]
         places = memoryview(table).cast("B").cast("Q")
         parts: dict[int, list[tuple[int, Buffer]]] = {}
@@ -88,7 +101,7 @@ def loads(
             parts.setdefault(number, []).append((start, part))
         file = io.BytesIO(packed)
         inline = iter(others[len(places) // 2 :])
-        while True:  # several pickles may follow one another: the last one is the object
+        while True:  # the last pickle is that of the object; see `Packed.after`
             unpickler = _Unpickler(file, buffers=inline)
             unpickler._device = device
             unpickler._shared = shared
@@ -99,22 +112,25 @@ def loads(
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """Pickles one object for a process that has run the same script.
+    """The pickler of one object, for a process that has run the same script.
 
-    Functions and classes go by name where their module has them, ``__main__`` too; else cloudpickle takes them apart.
+    A function or class is pickled by name if its module has it under its name, even if the module is ``__main__``.
+    Otherwise cloudpickle pickles its code or its attributes.
     """
 
     def __init__(self, share: bool = False) -> None:
-        """``share``: tensors in shared memory stay shared, so this is for another process of this machine."""
+        """If ``share`` is true, shared memory of tensors stays shared: the other process must be on this machine."""
         self.file = io.BytesIO()
         self._share = share
-        self._storages: dict[int, _Storage] = {}
-        self.shared: list[torch.UntypedStorage] = []  # memory that is to be the same in the other process
-        self.large: list[_Storage] = []  # by the numbers by which the pickle names them
+        self._storages: dict[int, _Storage] = {}  # by the address of the storage in C
+        self.shared: list[torch.UntypedStorage] = []  # shared memory, by the numbers in the pickle
+        self.large: list[_Storage] = []  # storages whose memory is not in the pickle, by the numbers in the pickle
         buffers: list[memoryview] = []
-        self.buffers = buffers
+        self.buffers = buffers  # of other objects than tensors
 
-        def stays(buffer: pickle.PickleBuffer) -> bool:  # no method: all that is pickled would live on in a cycle
+        # `stays` is no method and does not use ``self``: pickler and callback would refer to each other, and everything
+        # that was pickled would live until the collector runs.
+        def stays(buffer: pickle.PickleBuffer) -> bool:
             raw = buffer.raw()
             if raw.nbytes < LARGE_BYTES:
                 return True
@@ -124,14 +140,15 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         super().__init__(self.file, protocol=5, buffer_callback=stays)
 
     def pack(self, obj: Any, parts: Callable[[], Mapping[str, Any]] | None = None) -> Packed:
-        """Pickle ``obj``. A pickler does so once.
+        """Pickle ``obj``. Call this only once.
 
         Args:
-            obj: the object. The buffers are views of its memory: use them before anything writes to it.
-            parts: returns what ``obj`` is made of, by names for the error; None: ``{"the object": obj}``.
+            obj: the object. The returned buffers are views of its memory: use them before anything writes to it.
+            parts: returns the objects of which ``obj`` consists, by the names that the error gives them. None stands
+                for ``{"the object": obj}``.
 
         Raises:
-            TransferError: it cannot be pickled; the message gives the path to the part that cannot.
+            TransferError: ``obj`` cannot be pickled. The message has the path to the part that cannot be pickled.
         """
         try:
             return self._pack(obj)
@@ -154,7 +171,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         buffers = [memoryview(self.large[number].bytes(start, end)).cast("B") for number, start, end in parts]
         buffers += self.buffers
         if buffers:
-            places = array.array("Q", (each for number, start, _ in parts for each in (number, start)))
+            places = array.array("Q", (value for number, start, _ in parts for value in (number, start)))
             buffers.insert(0, memoryview(places).cast("B"))
         return Packed(self.file.getvalue(), buffers, self.shared)
 
@@ -166,9 +183,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         return True
 
     def reducer_override(self, obj: Any) -> Any:
+        """Reduce one object; see `pickle.Pickler.reducer_override`."""
         kind = type(obj)
         if kind is torch.Tensor and _is_plain(obj):
-            storage = self._noted(obj.untyped_storage())
+            storage = self._record_of(obj.untyped_storage())
             storage.use(obj)
             offset = int(obj.storage_offset())
             return _plain_tensor, (storage, obj.dtype, offset, tuple(obj.size()), obj.stride(), obj.requires_grad)
@@ -180,13 +198,13 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
                 self.large.append(obj)
                 return _large_storage, (len(self.large) - 1, obj.on_accelerator)
             return _small_storage, (pickle.PickleBuffer(obj.bytes(0, obj.size)), obj.on_accelerator)
-        if kind is torch.storage.TypedStorage:  # what torch's own reduction of other tensors refers to
+        if kind is torch.storage.TypedStorage:  # torch's own functions reduce tensors to such storages
             return _typed_storage, (obj._untyped_storage, obj.dtype)
         if kind is torch.UntypedStorage and obj.device.type != "meta":
-            storage = self._noted(obj)
+            storage = self._record_of(obj)
             storage.used.append((0, storage.size))
             return _only_part, (storage,)
-        if kind is types.CodeType:  # cloudpickle from 3.1.3 on leaves the name of the file out, and tracebacks need it
+        if kind is types.CodeType:  # tracebacks need the name of the file, which cloudpickle omits from 3.1.3 on
             make, args, *_ = self.dispatch_table[types.CodeType](obj)
             return _code_of_file, (make, args, obj.co_filename, _lines_of(obj.co_filename))
         if kind in _NAMED or issubclass(kind, type):
@@ -196,10 +214,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
                 return make_cached, (obj.__wrapped__, obj.cache_parameters(), obj.__dict__)
         return super().reducer_override(obj)
 
-    def _noted(self, storage: torch.UntypedStorage) -> _Storage:
-        """Return the same for every tensor in it."""
+    def _record_of(self, storage: torch.UntypedStorage) -> _Storage:
+        """Return the record of a storage, which is the same one for all tensors in the storage."""
         if storage._cdata not in self._storages:
-            # The memory of `torch.from_file` is shared as well, but torch keeps no descriptor of it.
+            # The memory of `torch.from_file` has a file name. It is shared too, but torch keeps no descriptor of it.
             can_be_shared = storage.device.type == "cpu" and storage.is_shared() and storage.filename is None
             stays_shared = self._share and can_be_shared
             self._storages[storage._cdata] = _Storage(storage, stays_shared)
@@ -207,14 +225,17 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
 
 
 class _Unpickler(pickle.Unpickler):
+    """The unpickler of one pickle. `loads` sets its attributes."""
+
     _device: torch.device | None
     _shared: Sequence[Buffer]
     _parts: dict[int, list[tuple[int, Buffer]]]
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return the object that a pickle refers to by name, or a function in its place that has the buffers."""
         obj = super().find_class(module, name)
-        # What is returned must not refer to the unpickler, whose memo holds it: all that was unpickled would live on
-        # in a cycle.
+        # A returned function must not refer to the unpickler, whose memo refers to the function: everything that was
+        # unpickled would live until the collector runs.
         device = self._device
         shared = self._shared
         parts = self._parts
@@ -232,14 +253,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Storage:
-    """A storage that is pickled, and what is used of it."""
+    """The record of a storage that is pickled, and of the parts that tensors use."""
 
     def __init__(self, storage: torch.UntypedStorage, is_shared: bool) -> None:
         self.storage = storage
         self.is_shared = is_shared
         self.size = storage.nbytes()
         self.on_accelerator = storage.device.type != "cpu"
-        self.used: list[tuple[int, int]] = []  # from, to, in bytes
+        self.used: list[tuple[int, int]] = []  # begin and end of parts that tensors use, in bytes
 
     def use(self, tensor: torch.Tensor) -> None:
         """Note the bytes that ``tensor`` uses."""
@@ -249,9 +270,10 @@ class _Storage:
             self.used.append((start, start + length * tensor.dtype.itemsize))
 
     def parts(self) -> list[tuple[int, int]]:
-        """Return the parts of the storage to send: all of it, or what views use if that is less than half.
+        """Return begin and end of each part to send.
 
-        Parts that overlap are one.
+        If tensors use more than half of the storage, that is a single part, the whole storage. Otherwise these are the
+        parts that tensors use; parts that overlap are joined.
         """
         parts: list[tuple[int, int]] = []
         for start, end in sorted((start - start % _ALIGNMENT, end) for start, end in self.used):
@@ -262,23 +284,24 @@ class _Storage:
         return parts if 2 * sum(end - start for start, end in parts) <= self.size else [(0, self.size)]
 
     def bytes(self, start: int, end: int) -> Any:
-        """Return an object with the buffer interface that keeps the memory alive; a copy if that is an accelerator's.
+        """Return a part of the memory as an object with the buffer interface, which keeps the memory alive.
 
-        Not a memoryview: when the collector clears one that a `PickleBuffer` exports, Python before 3.13 crashes.
+        Memory of an accelerator is copied first. The object is no memoryview, because Python before 3.13 crashes when
+        the collector clears a memoryview that a `PickleBuffer` exports.
         """
         if start == end:
             return bytearray()
         storage = self.storage
         if self.on_accelerator:
-            there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (end - start,), (1,))
-            storage = there.cpu().untyped_storage()
+            part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (end - start,), (1,))
+            storage = part.cpu().untyped_storage()
             end -= start
             start = 0
         return memory_of(storage, start, end)
 
 
 def memory_of(storage: torch.UntypedStorage, start: int = 0, end: int | None = None) -> Any:
-    """Return an object with the buffer interface for the bytes of a storage on the CPU; it keeps them alive."""
+    """Return a part of a storage on the CPU as an object with the buffer interface, which keeps the memory alive."""
     array = (ctypes.c_char * ((storage.nbytes() if end is None else end) - start)).from_address(
         storage.data_ptr() + start
     )
@@ -287,19 +310,19 @@ def memory_of(storage: torch.UntypedStorage, start: int = 0, end: int | None = N
 
 
 def _is_atomic(obj: Any) -> bool:
-    """Return whether this is a number, a text or the like, or a short tuple of such."""
+    """Return whether ``obj`` is a number, a short text or the like, or a short tuple of these."""
     kind = type(obj)
     if kind in _ATOMS:
         return True
     if kind is tuple:
-        return len(obj) <= _FEW and all(map(_is_atomic, obj))
+        return len(obj) <= _MAX_ELEMENTS and all(map(_is_atomic, obj))
     if kind is str or kind is bytes:
         return len(obj) < LARGE_BYTES
     return kind is dict and not obj
 
 
 def module_defining(obj: Any) -> types.ModuleType | None:
-    """Return the module that has ``obj`` under the names in ``__module__`` and ``__qualname__``, or None."""
+    """Return the module in which a look-up of the ``__qualname__`` of ``obj`` gives ``obj``, or None."""
     module = sys.modules.get(getattr(obj, "__module__", None) or "")
     value: Any = module
     for name in (getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or "").split("."):
@@ -308,7 +331,7 @@ def module_defining(obj: Any) -> types.ModuleType | None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether storage, dtype, shape, strides and ``requires_grad`` are all that the tensor has."""
+    """Return whether a tensor consists of storage, dtype, shape, strides and ``requires_grad``, and of nothing else."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type != "meta"
@@ -342,7 +365,7 @@ def _rebuild_tensor_of_any_dtype(
     dtype: torch.dtype,
     metadata: Any = None,
 ) -> torch.Tensor:
-    """Rebuild a tensor of a dtype that no typed storage has (float8, uint16, ...), as torch's `_rebuild_tensor_v3`."""
+    """Rebuild a tensor of a dtype that no typed storage has, such as float8, in the place of `_rebuild_tensor_v3`."""
     tensor = _plain_tensor([(0, storage)], dtype, offset, tuple(size), tuple(stride), requires_grad)
     if metadata:
         torch._utils.set_tensor_metadata(tensor, metadata)  # type: ignore[no-untyped-call]
@@ -355,68 +378,80 @@ def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.s
 
 
 def _small_storage(buffer: Buffer, on_accelerator: bool) -> Any:
-    """Stands in a pickle for `_Unpickler`'s own, as the next ones do."""
+    """Represent in a pickle the function by which `_Unpickler.find_class` replaces this one."""
 
 
-def _large_storage(number: int, on_accelerator: bool) -> Any: ...
+def _large_storage(number: int, on_accelerator: bool) -> Any:
+    """As `_small_storage`."""
 
 
-def _shared_storage(index: int, size: int) -> Any: ...
+def _shared_storage(index: int, size: int) -> Any:
+    """As `_small_storage`."""
 
 
 def _last(memory: memoryview, size: int) -> memoryview:
-    """Return the memory of a shared storage: with the strategy ``file_system``, torch has a header before it."""
+    """Return the last ``size`` bytes. With torch's sharing strategy ``file_system``, a header precedes the storage."""
     return memory[memory.nbytes - size :]
 
 
 def _rebuild_storage(
     buffers: Iterable[tuple[int, Buffer]], on_accelerator: bool = False, device: torch.device | None = None
 ) -> _Parts:
-    where = device if on_accelerator and device is not None else torch.device("cpu")
+    target = device if on_accelerator and device is not None else torch.device("cpu")
     parts: _Parts = []
     for start, buffer in buffers:
         size = memoryview(buffer).nbytes
         memory = (
             torch.frombuffer(buffer, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
-        parts.append((start, memory.to(where).untyped_storage()))
+        parts.append((start, memory.to(target).untyped_storage()))
     return parts
 
 
 def _part_with(parts: _Parts, offset: int, itemsize: int) -> tuple[torch.UntypedStorage, int]:
-    """Return the part that holds a tensor, and its offset there, in elements; an empty one may lie before the first."""
+    """Return the part of a storage that has a tensor, and the tensor's offset in this part, in elements.
+
+    An empty tensor may lie before the first part.
+    """
     index = bisect.bisect_right(parts, offset * itemsize, key=operator.itemgetter(0)) - 1
     start, storage = parts[max(index, 0)]
     return storage, max(offset - start // itemsize, 0)
 
 
 def _only_part(parts: _Parts) -> torch.UntypedStorage:
-    """Return a storage that was sent whole."""
+    """Return a storage that was sent as a whole, and so has a single part."""
     return parts[0][1]
 
 
 def _code_of_file(
     make: Callable[..., types.CodeType], args: tuple[Any, ...], file_name: str, lines: list[str] | None
 ) -> types.CodeType:
-    """Return the code that ``make`` makes of ``args``, as that of a file; ``lines``: the source, if no file has it."""
+    """Return a code object with the name of its file.
+
+    Args:
+        make: makes the code object.
+        args: the arguments of ``make``.
+        file_name: the name of the file.
+        lines: the source, for tracebacks, if there is no such file; otherwise None.
+    """
     if lines is not None:
         linecache.cache[file_name] = len("".join(lines)), None, lines, file_name
     return make(*args).replace(co_filename=file_name)
 
 
 def _lines_of(file_name: str) -> list[str] | None:
-    """Return the source that only this process has, such as that of the cell of a notebook."""
+    """Return the source of code that is in no file, such as a cell of a notebook; otherwise None."""
     entry = linecache.cache.get(file_name, ())
     return entry[2] if len(entry) == 4 and not os.path.exists(file_name) else None
 
 
 def make_cached(fn: Callable[..., Any], parameters: dict[str, Any], attributes: dict[str, Any]) -> Any:
-    """Return what `functools.cache` makes of ``fn``, with an empty cache."""
+    """Return ``fn`` with an empty cache around it, as `functools.lru_cache` makes it."""
     made: Any = functools.lru_cache(**parameters)(fn)
     made.__dict__.update(attributes)
     return made
 
 
-_NAMED = {types.FunctionType, functools._lru_cache_wrapper}
-_FEW = 8
-_NONE_USED: list[tuple[int, Buffer]] = [(0, bytearray())]
+_NAMED = {types.FunctionType, functools._lru_cache_wrapper}  # types of objects that a module may have by their name
+_MAX_ELEMENTS = 8  # of a tuple that `dump_atoms` pickles
+_NONE_USED: list[tuple[int, Buffer]] = [(0, bytearray())]  # the parts of a storage of which no part was sent

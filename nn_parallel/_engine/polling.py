@@ -1,4 +1,4 @@
-"""Looking for something again and again: at first without sleeping, as locks do, then more and more seldom."""
+"""Waiting by looking again and again: at first without sleeping, as locks do, and then at growing intervals."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-SPIN_S = 3e-4  # how long `Spin` looks
-CROWDED_S = 1e-3  # who takes an offered core for longer computes, and that time is lost
-LOSS_SHARE = 0.02  # of all time that may be lost
-CREDIT_S = 0.02  # that may be lost in a row
-PAID_AHEAD_S = CREDIT_S / LOSS_SHARE  # until that is paid back
+SPIN_S = 3e-4  # how long `Spin` looks before it gives up
+CROWDED_S = 1e-3  # if another process keeps an offered core for longer, it computes, and this time counts as lost
+LOSS_SHARE = 0.02  # the share of all time that may be lost
+CREDIT_S = 0.02  # the time that may be lost in a row
+PAID_AHEAD_S = CREDIT_S / LOSS_SHARE  # the time until a loss of CREDIT_S is no more than this share
 
 T = TypeVar("T")
 
 
 def looks(share: float, least_s: float, most_s: float) -> Iterator[float]:
-    """One for each look at what is waited for: how many seconds that has taken so far.
+    """Yield the seconds waited so far, once for each look that the caller is to take.
 
-    From the third one on it sleeps before, a ``share`` of that time, within these bounds.
+    The first two looks follow each other immediately. Before each further look this function sleeps.
+
+    Args:
+        share: of the time waited so far, the part that each sleep takes.
+        least_s: the shortest sleep.
+        most_s: the longest sleep.
     """
     start = time.monotonic()
     yield 0.0
@@ -30,20 +35,27 @@ def looks(share: float, least_s: float, most_s: float) -> Iterator[float]:
 
 
 class Spin:
-    """Looks for what will be there soon.
+    """A short wait that looks again and again instead of sleeping.
 
-    A short call is over sooner than a process is put to sleep and woken; and what that runs next is slow, because core
-    and caches have been somebody else's. So here the core is offered to others before each look, as one of them may be
-    who is to answer, and is ours again when they need it no longer. One who computes keeps it for milliseconds, though.
-    That may happen now and then; where it happens again and again, the core is offered no more often than costs 2 %
-    of the time (a leaky bucket).
+    A short answer often comes sooner than the kernel can put this process to sleep and wake it up. A process that has
+    slept also runs slowly at first, because other processes have used its core and its caches meanwhile.
+
+    But the process that is to answer may need this core. So before each look the core is offered to other processes, by
+    `os.sched_yield`. A process that only answers returns the core soon. A process that computes keeps the core for
+    milliseconds, which are lost here. Such a loss is harmless now and then. If it happens again and again, the core is
+    offered only so often that 2 % of the time is lost: the losses fill a leaky bucket, and while it is full, the core
+    is not offered.
     """
 
     def __init__(self) -> None:
-        self._paid_at = 0.0  # when what has been lost so far is that share of the time
+        self._paid_at = 0.0  # the time at which all losses so far are no more than LOSS_SHARE of the time
 
     def offer_core(self) -> bool:
-        """Let others have the core first, if they want it; False, and at once, if that has cost too much of late."""
+        """Let other processes use the core first, unless this has cost too much time recently.
+
+        Returns:
+            False if the core was not offered.
+        """
         begun = time.monotonic()
         if self._paid_at - begun > PAID_AHEAD_S:
             return False
@@ -54,7 +66,10 @@ class Spin:
         return True
 
     def until(self, look: Callable[[], T]) -> T:
-        """Call ``look``, which takes no time, until its result is true or the time is over; return the last result."""
+        """Call ``look`` until its result is true, but for at most `SPIN_S`, and return the last result.
+
+        ``look`` must be fast. As soon as the core may not be offered, ``look`` is called one last time.
+        """
         end = time.monotonic() + SPIN_S
         while self.offer_core():
             result = look()

@@ -1,4 +1,12 @@
-"""A worker has what a fork of the script would: the attributes of its process, and the environment as it changes."""
+"""The attributes and the environment that a worker takes over from the script.
+
+A worker should behave as if the script had just forked it. But the fork server forks it, which began earlier, or Ray
+starts it on another machine. So two kinds of state are sent to it:
+
+- `ProcessAttributes`, such as limits and the umask. A worker on the same machine gets them when it starts.
+- `ProcessEnvironment`: environment variables, working directory and import path. The script often changes them later,
+  so they are sent again with the next call after a change.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +23,10 @@ from typing import Any, NamedTuple
 
 
 class ProcessAttributes(NamedTuple):
-    """The attributes of a process that a child inherits, and that a fork server has as they were when it began."""
+    """The attributes of a process that a child inherits.
+
+    A worker cannot inherit them from the fork server, which has those that the script had when the server began.
+    """
 
     blocked_signals: frozenset[int]
     umask: int
@@ -28,7 +39,7 @@ class ProcessAttributes(NamedTuple):
 
     @classmethod
     def of_this_process(cls) -> ProcessAttributes:
-        """Return those of the calling thread."""
+        """Return the attributes of this process. Some attributes belong to a thread; these are the calling thread's."""
         return cls(
             frozenset(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
             _umask(),
@@ -41,10 +52,12 @@ class ProcessAttributes(NamedTuple):
         )
 
     def adopt(self) -> None:
-        """Give them to this process. What it has already is not set, as that may need privileges.
+        """Give these attributes to this process.
+
+        Most attributes are set only if the process has others, because to set them may need privileges.
 
         Raises:
-            OSError, ValueError: this process may not have them.
+            OSError, ValueError: this process lacks the privileges for one of them.
         """
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked_signals)
         now = self.of_this_process()
@@ -60,26 +73,35 @@ class ProcessAttributes(NamedTuple):
             os.setgroups(self.groups)
         if self.group_ids != now.group_ids:
             os.setresgid(*self.group_ids)
-        if self.user_ids != now.user_ids:  # last: it may be what allows the rest
+        if self.user_ids != now.user_ids:  # last, because the present user may have the privileges for the others
             os.setresuid(*self.user_ids)
 
 
 class ProcessEnvironment:
-    """The environment, working directory, import path and resource tracker of this process."""
+    """The environment variables, working directory, import path and resource tracker of the script.
+
+    A pickle of this object contains all changes since the object was made. To unpickle it in a worker applies them.
+    """
 
     def __init__(self, is_elsewhere: bool = False) -> None:
-        """``is_elsewhere``: the workers are on other machines, which have import paths of their own."""
+        """Record the present environment, which the workers have.
+
+        Args:
+            is_elsewhere: whether the workers are on other machines, which have import paths of their own.
+        """
         self._is_elsewhere = is_elsewhere
         self._environ = _environ().copy()
         self._directory = working_directory()
         self._path = list(sys.path)
-        self._tracker: int | None = None  # a descriptor of this process
-        self._changes: dict[bytes, bytes | None] = {}  # since this was made
+        # The descriptor of the pipe to the resource tracker of `multiprocessing`, if that was started.
+        self._tracker: int | None = None
+        # The variables that were changed since this object was made. None: the variable was deleted.
+        self._changes: dict[bytes, bytes | None] = {}
 
     def changed(self) -> bool:
-        """Return whether they are other than the last time."""
+        """Record the present environment, and return whether it has changed since the last time."""
         directory = working_directory()
-        tracker = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]  # `getfd` would start one
+        tracker = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]  # `getfd` would start a tracker
         is_same = _environ() == self._environ and directory == self._directory and sys.path == self._path
         if is_same and tracker == self._tracker:
             return False
@@ -94,6 +116,7 @@ class ProcessEnvironment:
         return True
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Reduce the environment to a call of `adopt`."""
         path = user_sys_path() if self._is_elsewhere else self._path
         tracker = None if self._is_elsewhere or self._tracker is None else (os.getpid(), self._tracker)
         return adopt, (self._changes, self._directory, path, tracker, self._is_elsewhere)
@@ -109,12 +132,14 @@ def adopt(
     """Apply the environment of the script to this process.
 
     Args:
-        environ: the variables that have changed in the script; None: one that is gone.
+        environ: the variables that have changed in the script. None: the variable was deleted.
         directory: the working directory.
         path: the import path.
-        tracker: the script's process and its descriptor of the tracker of `multiprocessing`. A tracker of the worker's
-            own would remove the script's shared memory when the worker ends.
-        is_elsewhere: the script is on another machine, so the rest of the import path stays that of this one.
+        tracker: the process id of the script, and its descriptor of the pipe to the resource tracker of
+            `multiprocessing`. The worker must use the same tracker: one of its own would remove the script's shared
+            memory when the worker ends. None: the script has started no tracker.
+        is_elsewhere: whether the script is on another machine. Then this process keeps its own import path after
+            ``path``.
     """
     for name, value in environ.items():
         if value is None:
@@ -122,22 +147,22 @@ def adopt(
         else:
             os.environb[name] = value
     time.tzset()
-    with contextlib.suppress(OSError):  # it was removed
+    with contextlib.suppress(OSError):  # the directory was removed, or does not exist on this machine
         os.chdir(directory)
     if tracker is not None:
-        with contextlib.suppress(OSError):  # not on this machine, or another user's
+        with contextlib.suppress(OSError):  # the script runs on another machine, or under another user
             fd = os.open("/proc/{}/fd/{}".format(*tracker), os.O_WRONLY | os.O_CLOEXEC)
             resource_tracker._resource_tracker._fd = fd  # type: ignore[attr-defined]  # as `multiprocessing` does
-    sys.path[:] = [*path, *(each for each in sys.path if is_elsewhere and each not in path)]
+    sys.path[:] = [*path, *(folder for folder in sys.path if is_elsewhere and folder not in path)]
 
 
 def user_sys_path() -> list[str]:
-    """Return the import path without what is installed with Python, which another machine may have elsewhere."""
-    return [each for each in sys.path if not f"{each}{os.sep}".startswith(INSTALLED)]
+    """Return the import path without the folders of the Python installation, which other machines have elsewhere."""
+    return [folder for folder in sys.path if not f"{folder}{os.sep}".startswith(INSTALLED)]
 
 
 def is_installed(module: str | None) -> bool:
-    """Return whether a loaded module is part of Python or of an installed package, and not the user's own."""
+    """Return whether a loaded module is part of Python or of an installed package, and not a module of the user's."""
     if module == "__main__":
         return False
     file = getattr(sys.modules.get(module or ""), "__file__", None)
@@ -145,25 +170,25 @@ def is_installed(module: str | None) -> bool:
 
 
 def _environ() -> dict[bytes, bytes]:
-    data: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]  # a copy takes twenty times as long
+    data: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]  # a public copy takes 20 times as long
     return data
 
 
 def _umask() -> int:
-    """Return the umask as the kernel tells it: `os.umask` would change that of all threads for a moment."""
+    """Return the umask. It is read from ``/proc``, because `os.umask` changes it for all threads for a moment."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
 
 
 def working_directory() -> str:
-    """Return the working directory; an empty text if it was removed."""
-    with contextlib.suppress(OSError):  # it was removed
+    """Return the working directory, or an empty text if the directory was removed."""
+    with contextlib.suppress(OSError):
         return os.getcwd()
     return ""
 
 
 def _installation() -> Iterator[str]:
-    """Yield the folders of Python's own modules and of packages, those of the user and of the system too."""
+    """Yield the folders of Python's own modules and of installed packages, including those of user and system."""
     for kind in ("stdlib", "platstdlib", "purelib", "platlib"):
         yield sysconfig.get_path(kind)
     for path in sys.path:

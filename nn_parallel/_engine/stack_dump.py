@@ -1,7 +1,10 @@
-"""The stacks of the processes of a job, told in a line for each call site.
+"""The Python stacks of the processes of a job, and a summary of them with one line for each call site.
 
-`stacks_below` looks into other processes by py-spy, which reads their memory: they take no part in it. So it sees a
-process that is stopped, that holds the GIL in C code, or that does not use this package.
+`stacks_below` reads the stacks of other processes by py-spy, which reads their memory. These processes need not do
+anything for this. So the stack is known even of a process that is stopped, that holds the GIL in C code, or that does
+not use this package.
+
+A stack is a text, as `faulthandler` writes it: one line for each frame, the innermost frame first.
 """
 
 from __future__ import annotations
@@ -27,26 +30,28 @@ from .descendants import descendants_of, is_stopped
 from .failures import rank_names
 from .tracebacks import PACKAGE_FOLDER
 
-MAX_FRAMES = 100
-PY_SPY_WITHIN_S = 30.0
+MAX_FRAMES = 100  # of a stack, as in `faulthandler`
+PY_SPY_WITHIN_S = 30.0  # how long py-spy may take for one process
 
 
 def stacks_below(pid: int) -> dict[int, str]:
-    """Return the stacks of the main threads of a process and all Python processes below it, by their process ids.
+    """Return the stacks of the main threads of a process and of its descendants, by their process ids.
+
+    Processes that do not run Python are left out.
 
     Raises:
         ImportError: py-spy is not installed.
-        ValueError: no such process runs Python, or this user may not look into it.
+        ValueError: none of these processes runs Python, or this user may not read their memory.
     """
     program = Path(sysconfig.get_path("scripts"), "py-spy")
     if not program.exists():
-        raise ImportError("stacks are read by py-spy, which is not installed: pip install nn_parallel[debug]")
+        raise ImportError("Stacks are read by py-spy, which is not installed: pip install nn_parallel[debug]")
     stacks: dict[int, str] = {}
     problem = "there is no such process"
     for process in [pid, *descendants_of(pid)]:
         command = [str(program), "dump", "--json", "--pid", str(process)]
         if is_stopped(process):
-            command.append("--nonblocking")  # py-spy cannot stop it
+            command.append("--nonblocking")  # otherwise py-spy tries to stop the process, which fails
         done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_WITHIN_S)
         if done.returncode == 0:
             stacks[process] = _main_thread(process, json.loads(done.stdout))
@@ -60,10 +65,14 @@ def stacks_below(pid: int) -> dict[int, str]:
 def name_of(pid: int, rank_in: Callable[[Mapping[str, str]], int | None]) -> str:
     """Return ``rank 3`` for a rank, and ``process 4711`` for any other process.
 
-    A worker of a pool has set its own name; of other processes the environment says it, which ``rank_in`` reads.
+    A worker of a pool has set the name of its process (`take_name`). The rank of another process is in its environment.
+
+    Args:
+        pid: the process id.
+        rank_in: returns the rank that an environment has, or None.
     """
     rank = None
-    with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # the process has ended
         own_name = Path(f"/proc/{pid}/comm").read_text().strip()
         if own_name.startswith("rank "):
             return own_name
@@ -74,7 +83,7 @@ def name_of(pid: int, rank_in: Callable[[Mapping[str, str]], int | None]) -> str
 
 
 def take_name(rank: int) -> None:
-    """Let this process be seen as that rank, by `name_of` and by ``ps``."""
+    """Set the name of this process to ``rank 3`` or the like, for `name_of` and for ``ps``."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(f"rank {rank}")
 
@@ -92,28 +101,36 @@ def main_stack() -> str:
 
 
 def is_whole(stack: str) -> bool:
-    """Return whether a stack goes to the outermost frame, or to where faulthandler stops."""
+    """Return whether a stack has arrived completely: up to the outermost frame, or to the mark of a shortened stack."""
     return stack.endswith((" in <module>\n", "  ...\n"))
 
 
 def by_call_site(stacks: Mapping[str, str]) -> str:
-    """`by_place`, of stacks as `faulthandler` writes them, the innermost frame first."""
+    """Return a line for each call site, with the names of the processes that are there; see `by_place`.
+
+    Args:
+        stacks: by the name of the process.
+    """
     return by_place({name: call_site_of(stack) for name, stack in stacks.items()})
 
 
 def by_place(places: Mapping[str, str]) -> str:
-    """Return a line for each place, with who is there: ``ranks 0, 2-7: in all_reduce(), called at train.py:41``.
+    """Return a line for each place, as in ``ranks 0, 2-7: in all_reduce(), called at train.py:41``.
 
-    The keys are names, as ``rank 3``.
+    Args:
+        places: by the name of the process, such as ``rank 3``, the place where it is.
     """
     names = dict[str, list[str]]()
     for name, place in places.items():
         names.setdefault(place, []).append(name)
-    return "\n".join(f"{_together(some)}: {place}" for place, some in names.items())
+    return "\n".join(f"{_together(names_there)}: {place}" for place, names_there in names.items())
 
 
 def call_site_of(stack: str) -> str:
-    """Return the innermost line of the user's code, and the function of ours or torch.distributed that it calls."""
+    """Return the innermost line of the user's code in a stack.
+
+    If the line calls a function of this package or of torch.distributed, the function is named as well.
+    """
     called = ""
     for path, line, function in _FRAME.findall(stack):
         if not path.startswith(_LIBRARIES):
@@ -125,12 +142,12 @@ def call_site_of(stack: str) -> str:
 
 
 def users_part(stack: str) -> str:
-    """Return the part of the stack of a pool's worker that lies in the function of its task."""
+    """Return the part of a worker's stack that belongs to the function of its task."""
     return stack.partition(_TASK)[0].rstrip()
 
 
 def _together(names: Iterable[str]) -> str:
-    """``ranks 0, 2-7``, and other names after them."""
+    """Join names of processes, as in ``ranks 0, 2-7, process 4711``. Ranks come first."""
     ranks = list[int]()
     others = list[str]()
     for name in names:
@@ -143,8 +160,13 @@ def _together(names: Iterable[str]) -> str:
 
 
 def _main_thread(pid: int, threads: list[dict[str, Any]]) -> str:
-    """Return the stack that py-spy tells of the main thread, as `main_stack` writes it."""
-    frames: list[dict[str, Any]] = next((each["frames"] for each in threads if each["os_thread_id"] == pid), [])
+    """Return the stack of the main thread, in the form of `main_stack`.
+
+    Args:
+        pid: the process id, which is also the id of the main thread.
+        threads: all threads of the process, in the form of py-spy.
+    """
+    frames: list[dict[str, Any]] = next((thread["frames"] for thread in threads if thread["os_thread_id"] == pid), [])
     lines = [(frame["filename"], frame["line"], frame["name"].rpartition(".")[2]) for frame in frames]
     return "".join(f'  File "{path}", line {line} in {name}\n' for path, line, name in lines)
 
@@ -157,5 +179,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LIBRARIES = PACKAGE_FOLDER, _TORCH, sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep
 _DISTRIBUTED = os.path.join(_TORCH, "distributed", "")
-_WRAPPERS = "wrapper", "_fn", "__enter__", "__exit__"
-_TASK = f'  File "{devices.__file__}", line'.encode("ascii", "backslashreplace").decode()  # calls it
+_WRAPPERS = "wrapper", "_fn", "__enter__", "__exit__"  # functions that are not named, but the function that they call
+# The beginning of the line of the frame in `devices` that calls the function of a task. Other characters than ASCII are
+# escaped, as in the output of `faulthandler`.
+_TASK = f'  File "{devices.__file__}", line'.encode("ascii", "backslashreplace").decode()

@@ -1,9 +1,12 @@
 """Tracebacks as users see them: without frames of this package.
 
-Whoever reads a traceback looks for a line of their own, and the last frame is always that of the function that raises,
-which is one of ours. There is no way to raise without it. So the frame is left out where a traceback is shown: pytest
-skips frames that have a local variable ``__tracebackhide__``; for the main thread of a script, `hide_own_frames` wraps
-`sys.excepthook`. A notebook shows the frame: IPython prints exception groups as Python does.
+Users look in a traceback for a line of their own code, and they look at its end. But the last frame is always the frame
+of the function that raises, which for an error of this package is a function of this package. Python cannot raise an
+exception without this frame.
+
+So the frame is left out when a traceback is shown. For pytest, functions have a local variable ``__tracebackhide__``,
+which makes pytest skip their frames. For the main thread of a script, `hide_own_frames` wraps `sys.excepthook`. A
+notebook still shows the frame, because IPython prints exception groups in the same way as Python.
 """
 
 from __future__ import annotations
@@ -24,14 +27,17 @@ PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + o
 
 
 def format_traceback(error: BaseException) -> str:
-    """Return the traceback as Python prints it, without our own frames at its top, bounded in length."""
+    """Return the traceback as Python prints it, without the first frames of this package, bounded in length."""
     text = "".join(traceback.format_exception(type(error), error, user_frames(error)))
     half = MAX_TRACEBACK_CHARS // 2
     return text if len(text) <= MAX_TRACEBACK_CHARS else f"{text[:half]}\n  [...]\n{text[-half:]}"
 
 
 def user_frames(error: BaseException) -> TracebackType | None:
-    """Return the traceback of ``error`` from the first frame that is not ours; ours alone if there is no other."""
+    """Return the traceback of ``error`` from its first frame outside of this package on.
+
+    If all frames lie in this package, the whole traceback is returned.
+    """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
         frames = frames.tb_next
@@ -39,7 +45,7 @@ def user_frames(error: BaseException) -> TracebackType | None:
 
 
 def warn_user(message: str) -> None:
-    """Warn of what the user's line has done that called into this package."""
+    """Issue a warning that points to the line of user code that called into this package."""
     level = 1
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
@@ -49,7 +55,7 @@ def warn_user(message: str) -> None:
 
 
 def importing_module() -> str | None:
-    """Return the name of the module whose import has called this function, the innermost one; None if none has."""
+    """Return the name of the innermost module during whose import this function is called; None outside imports."""
     frame: FrameType | None = sys._getframe()
     module = None
     while frame is not None:
@@ -61,29 +67,32 @@ def importing_module() -> str | None:
     return None
 
 
-@functools.cache  # once for a process
+@functools.cache  # so that only the first call in a process wraps the hook
 def hide_own_frames() -> None:
-    """Have `sys.excepthook` print errors of this package without frames of this package, from now on.
+    """Make `sys.excepthook` print errors of this package without frames of this package.
 
-    The errors themselves stay whole: a debugger, and `traceback.print_exception`, show every frame.
+    The frames are removed only while the hook runs. A debugger and `traceback.print_exception` show all of them.
     """
     before = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        whole = [(own, own.__traceback__) for own in _own_errors(error)]
+        tracebacks = [(own, own.__traceback__) for own in _own_errors(error)]
         try:
-            for own, traceback_ in whole:
+            for own, traceback_ in tracebacks:
                 own.__traceback__ = _without_own_frames(traceback_)
             before(kind, error, error.__traceback__)
         finally:
-            for own, traceback_ in whole:
+            for own, traceback_ in tracebacks:
                 own.__traceback__ = traceback_
 
     sys.excepthook = excepthook
 
 
 def _own_errors(error: BaseException) -> list[BaseException]:
-    """Return the errors of this package among ``error``, its causes and its contexts, each with its leaves."""
+    """Return the errors of this package among ``error``, its causes and its contexts.
+
+    If an exception group is an error of this package, all exceptions in it are included, of whatever type they are.
+    """
     errors = list[BaseException]()
     seen = set[int]()
     waiting = [(error, False)]
@@ -102,7 +111,10 @@ def _own_errors(error: BaseException) -> list[BaseException]:
 
 
 def _without_own_frames(frames: TracebackType | None) -> TracebackType | None:
-    """Return a copy of a traceback without our frames; the traceback itself if it has no others."""
+    """Return a copy of a traceback without the frames of this package and of `contextlib`.
+
+    If there are no other frames, the traceback itself is returned.
+    """
     kept = list[TracebackType]()
     frame = frames
     while frame is not None:

@@ -419,7 +419,7 @@ def test_a_timeout_names_the_silent_rank_and_slow_is_not_dead(any_ranks: AnyRank
 
 def test_what_is_no_function() -> None:
     """It is said where the decorator is written, not at the call."""
-    with pytest.raises(TypeError, match="it decorates a function, not 3"):
+    with pytest.raises(TypeError, match="takes a function, not 3"):
         on_rank(0)(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="with parentheses"):
         parallelize_on_gpus(print)  # type: ignore[arg-type]

@@ -404,5 +404,5 @@ def test_nothing_saved_and_nothing_missing(run: Run, tmp_path: Path) -> None:
         return told
 
     for missing, other in run(scenario):
-        assert "it has no 'optimizer', only 'model'" in missing
+        assert "the file has no 'optimizer', only 'model'" in missing
         assert "copying a param with shape torch.Size([1, 1]) from checkpoint" in other

@@ -356,7 +356,7 @@ def test_no_device_is_bound_where_there_is_none(fn: Callable[..., Any]) -> None:
 def test_an_argument_too_many_is_told_that_the_device_is_bound(fn: Callable[..., Any]) -> None:
     """As when the caller also passes the device by position."""
     told = r"was given 3 positional arguments and takes 2 beside 'device', which pass_device=True binds to the worker's"
-    with pytest.raises(TypeError, match=f"{told} device: leave the device out .* or say pass_device=False"):
+    with pytest.raises(TypeError, match=f"{told} device. Leave the device out .* or set pass_device=False"):
         call_on_device(fn, (DEVICE, 1, 2), {}, DEVICE)
 
 

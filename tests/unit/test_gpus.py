@@ -184,7 +184,7 @@ def test_too_few_with_so_much_memory(nvml: fake_nvml.Nvml) -> None:
 def test_a_gpu_that_hides_its_memory_is_taken_only_if_none_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no telling whether it has enough."""
     fake_nvml.install(monkeypatch, {"uuid": "GPU-1"})
-    with pytest.raises(LaunchError, match="GPU 0 does not tell how much memory is free"):
+    with pytest.raises(LaunchError, match="GPU 0 does not report how much memory is free"):
         select_gpus(1, min_memory_mb=1)
     assert _numbers(select_gpus(1)) == [0]
 

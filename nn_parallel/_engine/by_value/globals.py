@@ -1,12 +1,16 @@
-"""The receiving side: the definitions and the globals of another process, as they live in this one.
+"""The receiving side: definitions and globals of another process, as they live in this process.
 
-A *definition* (a class, a function with a name) has a key, the same in every process. A call lists the definitions that
-it needs and the version of each. `prepare` makes what is missing and changes what is old, and `find_definition` finds
-it. A *namespace* is one dict of globals. It has a key, too: functions that share their globals there share them here,
-and `bind` is how a value gets into them.
+In a worker the other process is the script, which sends calls. In the script it is a worker, which sends results.
 
-What this process has defined itself is found by its key and never changed by what arrives. So nothing is ever written
-into the user's script: what comes back to it refers to the script's own classes and globals.
+A *definition* (a class, a function with a name) has a key that is the same in every process. A call lists the
+definitions that it needs, each in a certain version. `prepare` makes the definitions that this process lacks, and
+changes those of which it has another version. `find_definition` returns a definition by its key.
+
+A *namespace* is one dict of globals. It has a key too, so functions that share their globals in the sending process
+share them in this process. `bind` sets a global in a namespace.
+
+Objects that this process has defined itself are found by their keys, but no pickle that arrives changes them. So
+nothing is ever written into the user's script: a result refers to the script's own classes and globals.
 """
 
 from __future__ import annotations
@@ -26,37 +30,44 @@ from typing import Any, NamedTuple
 
 from ..pickling import loads
 
-Unpack = Callable[[], Any]  # the object that has arrived; raises whatever unpickling raises
+Unpack = Callable[[], Any]  # returns the object that has arrived, or raises the exception that unpickling raises
 
 
 class Missing:
-    """Stands for the value of a name that is not bound."""
+    """A marker in the place of a value, for a name that is not bound."""
 
 
 class Keys:
-    """The keys of definitions and namespaces, in both directions, as long as these live."""
+    """A table of definitions and namespaces: the object of a key, and the key of an object.
+
+    The table keeps no object alive, except objects that take no weak references, such as `object()`.
+    """
 
     def __init__(self) -> None:
-        self._objects: dict[str, Callable[[], Any]] = {}
-        self._keys: dict[int, str] = {}  # by the identity of the object
-        self._own = set[str]()
-        self.lock = threading.RLock()  # the collector may run `_remove` in any thread
+        self._objects: dict[str, Callable[[], Any]] = {}  # by key: returns the object, or None if that is deleted
+        self._keys: dict[int, str] = {}  # by the `id` of the object
+        self._own = set[str]()  # the keys that this process has made, for objects that originate in it
+        self.lock = threading.RLock()  # reentrant: the collector may call `_remove` in a thread that holds the lock
 
     def add(self, obj: Any, key: str | None = None) -> str:
-        """Give ``obj`` a key: a new one, which makes it an object of this process, or the one that it came with."""
+        """Give ``obj`` a key, and return the key.
+
+        ``key`` is the key with which ``obj`` has arrived from another process. If it is None, ``obj`` originates in
+        this process and gets a new key.
+        """
         if key is None:
             key = uuid.uuid4().hex
             self._own.add(key)
         try:
             self._objects[key] = weakref.ref(obj)
             weakref.finalize(obj, self._remove, key, id(obj)).atexit = False
-        except TypeError:  # it takes no weak references, as `object()`
+        except TypeError:  # ``obj`` takes no weak references
             self._objects[key] = lambda: obj
         self._keys[id(obj)] = key
         return key
 
     def key_of_or_add(self, obj: Any) -> str:
-        """Return the key of ``obj``; give it one if it has none."""
+        """Return the key of ``obj``. If ``obj`` has none, it gets a new key."""
         with self.lock:
             return self._keys.get(id(obj)) or self.add(obj)
 
@@ -65,19 +76,20 @@ class Keys:
         return self._keys.get(id(obj))
 
     def find(self, key: str | None) -> Any:
-        """Return the object of this key, or None."""
-        find = self._objects.get(key) if key else None
-        return find and find()
+        """Return the object with this key, or None."""
+        get_object = self._objects.get(key) if key else None
+        return get_object and get_object()
 
     def originates_here(self, obj: Any) -> bool:
-        """Return whether ``obj`` got its key in this process."""
+        """Return whether ``obj`` got its key in this process, and did not arrive from another one."""
         return self._keys.get(id(obj)) in self._own
 
     def _remove(self, key: str, identity: int) -> None:
+        """Remove a deleted object, whose `id` was ``identity``. A newer object may have the same `id` or key by now."""
         with self.lock:
             if self._keys.get(identity) == key:
                 del self._keys[identity]
-            if self.find(key) is None:  # else another object of this process has it now
+            if self.find(key) is None:
                 self._objects.pop(key, None)
                 self._own.discard(key)
                 _versions.pop(key, None)
@@ -86,23 +98,26 @@ class Keys:
 
 
 class Namespace:
-    """One dict of globals.
+    """A dict of globals.
 
-    In a receiving process it is that of a module, so that `pickle` and `typing.get_type_hints` find there what they
-    find in the script.
+    In a receiving process it is the dict of a module, so that `pickle` and `typing.get_type_hints` find the same names
+    there as in the sending process.
     """
 
     def __init__(self, find_module: Callable[[], types.ModuleType | None], variables: dict[str, Any]) -> None:
-        """``find_module``: returns the module whose dict it is, if any. The namespace may outlive the module."""
+        """``find_module`` returns the module with this dict, or None: a namespace may outlive its module."""
         self._find_module = find_module
         self.variables = variables
-        self.sent: dict[str, tuple[int, Any]] = {}  # the last binding of each name: its number, and the value
-        self.imports: dict[str, tuple[int, str | None]] = {}  # see `_CallReducer._import_of`
+        # By name, the last binding that was sent: its number, and the value or a weak reference to the value.
+        self.sent: dict[str, tuple[int, Any]] = {}
+        # By name, the number of a binding, and the result of `_CallReducer._import_of` for that binding.
+        self.imports: dict[str, tuple[int, str | None]] = {}
+        # By name, the last binding that has arrived: its number and the value.
         self.received: dict[str, tuple[int, Any]] = {}
 
     @property
     def module(self) -> types.ModuleType | None:
-        """The module whose globals these are, or None."""
+        """The module that has these globals, or None."""
         return self._find_module()
 
 
@@ -111,74 +126,83 @@ class GlobalName(NamedTuple):
 
     namespace: Namespace
     name: str
-    is_bound_by_code: bool = False
+    is_bound_by_code: bool = False  # the code sets or deletes the name, by a ``global`` statement
 
 
 class Needed(NamedTuple):
-    """A definition that a call needs."""
+    """A definition that a call needs, as the call lists it."""
 
     key: str
-    version: int  # the number of the handle whose pickle makes it
-    made_before: Sequence[str]  # the keys of what must be there before it can be made, such as the bases of a class
-    bindings: Sequence[tuple[Namespace, str, int]]  # the globals that are bound to it, and the numbers of the bindings
+    version: int  # the number of the handle whose pickle makes this version
+    made_before: Sequence[str]  # the keys of definitions that must be made first: bases and metaclass of a class
+    bindings: Sequence[tuple[Namespace, str, int]]  # the globals that refer to it, and the numbers of these bindings
 
 
 class Stored:
-    """An object that was sent beside the calls. It is rebuilt for the first call that needs it."""
+    """An object that has arrived outside of any call, still pickled. The first call that needs it rebuilds it."""
 
     def __init__(self, unpack: Unpack) -> None:
         self.unpack = unpack
-        self.definition: Any = None  # kept alive as long as this is stored
+        self.definition: Any = None  # made from this pickle, and kept alive as long as the pickle is stored
 
     @functools.cached_property
     def object(self) -> Any:
-        """The object of a handle."""
+        """The rebuilt object, the same in all calls."""
         rebuilt = self.unpack()
-        del self.unpack  # it holds the memory of the message
+        del self.unpack  # it refers to the memory of the message
         return rebuilt
 
 
 class CachedFunction:
-    """A function that stays in the worker, for calls that bring their arguments only."""
+    """A function that a worker keeps, so that calls of it bring only their arguments."""
 
-    def __init__(self, environment: int, globals_before: bytes, function: bytes) -> None:
-        """``environment`` is for `adopt_environment`; the others are pickles: arguments of `prepare`, the function."""
+    def __init__(self, environment: int, preparation: bytes, function: bytes) -> None:
+        """Hold the pickles.
+
+        Args:
+            environment: the number of the environment of the script, for `adopt_environment`.
+            preparation: the pickled arguments of `prepare`.
+            function: the pickled function.
+        """
         self._environment = environment
-        self._globals_before = globals_before
-        self._pickled = function
-        self._prepare: tuple[Any, ...] = ()
+        self._pickled_preparation = preparation
+        self._pickled_function = function
+        self._preparation: tuple[Any, ...] = ()
         self._function: Callable[..., Any] | None = None
 
     def function(self) -> Callable[..., Any]:
-        """Return the function, once all that it refers to is as this call needs it."""
+        """Return the function, after all definitions and globals to which it refers were brought up to date."""
         adopt_environment(self._environment)
-        self._prepare = self._prepare or loads(self._globals_before, ())
-        prepare(*self._prepare)
+        self._preparation = self._preparation or loads(self._pickled_preparation, ())
+        prepare(*self._preparation)
         if self._function is None:
-            self._function = loads(self._pickled, ())
+            self._function = loads(self._pickled_function, ())
         return self._function
 
 
-# What arrives beside the calls, and what each call begins with
+# Stored objects, and the state with which a call begins
 
 
 def store_object(number: int, unpack: Unpack) -> None:
-    """Store the object that has arrived under ``number``."""
+    """Store an object that has arrived, under the ``number`` of its handle."""
     stored[number] = Stored(unpack)
 
 
 def forget(number: int) -> None:
-    """Let go of a stored object."""
+    """Delete a stored object, because its handle is gone."""
     stored.pop(number, None)
 
 
 def stored_object(number: int) -> Any:
-    """Return the object that a handle stands for. The pickle of a call refers to it by this function."""
+    """Return the object of a handle. A handle in the arguments of a call is pickled as a call of this function."""
     return stored[number].object
 
 
 def adopt_environment(number: int) -> None:
-    """Have the environment of the script that was sent under ``number``; 0: that which the worker began with."""
+    """Give this process the environment of the script that was stored under ``number``.
+
+    The number 0 is that of the environment with which the worker began.
+    """
     global _environment
     if number != _environment:
         stored[number].unpack()
@@ -186,31 +210,38 @@ def adopt_environment(number: int) -> None:
 
 
 def prepare(constants: Iterable[tuple[Namespace, str, int, Any]], needed: Sequence[Needed]) -> None:
-    """Bring the globals and definitions to the state that a call was made with.
+    """Bring globals and definitions into the state that they had in the script when the call was made.
 
-    The first pickle of a call calls this as it is read, before the arguments are; for a `CachedFunction` it is
-    called before the function is. `store_object` has stored all definitions of which the worker lacks the version.
-    Constants come first: to rebuild a definition may run code of the user's, which reads them.
+    This function runs before the call itself is unpickled: a pickle that precedes the call calls it, or
+    `CachedFunction.function` does. By then `store_object` has stored every version that this process does not have yet.
+    Constants are bound first, because to make a definition may run user code that reads them.
+
+    Args:
+        constants: arguments of `bind`.
+        needed: all definitions that the call needs.
     """
     for constant in constants:
         bind(*constant)
     _awaited.clear()
     _awaited.update((each.key, each) for each in needed if _versions.get(each.key) != each.version)
-    for one in needed:
-        _bind_definition(one, find_definition(one.key))
+    for definition in needed:
+        _bind_definition(definition, find_definition(definition.key))
 
 
 def find_definition(key: str) -> Any:
-    """Return the definition of this key. If the call has brought a new version, make that first.
+    """Return the definition with this key. If the present call needs another version of it, make that version first.
 
-    The bases of a class are made before its own pickle is read. They may refer to it, as a base does that keeps a list
-    of its subclasses: then they have made it, and it is no longer awaited.
+    The bases of a class are made before the class. The pickle of a base may refer to the class, for example if the base
+    keeps a list of its subclasses. Then the class is made while its base is unpickled, and `_awaited` no longer has it.
+
+    Raises:
+        LookupError: this process has no definition with this key.
     """
     if key in _awaited:
         for earlier in _awaited[key].made_before:
             find_definition(earlier)
-    needed = _awaited.pop(key, None)
-    if needed is not None:  # what must be there first may have made this one, too
+    needed = _awaited.pop(key, None)  # only now: to make the definitions above may have made this one as well
+    if needed is not None:
         store = stored[needed.version]
         store.definition = made = store.unpack()
         if keys.key_of(made) is None:
@@ -219,22 +250,25 @@ def find_definition(key: str) -> Any:
         _bind_definition(needed, made)
     definition = keys.find(key)
     if definition is None:
-        raise LookupError("a class or function of the other process is gone in this one")
+        raise LookupError(
+            "the pickle refers to a class or function that was deleted in this process: keep it in a variable"
+        )
     return definition
 
 
 def _bind_definition(needed: Needed, made: Any) -> None:
+    """Bind the globals that refer to a definition."""
     for namespace, name, number in needed.bindings:
         bind(namespace, name, number, made)
 
 
 def is_known_to_sender(key: str | None) -> bool:
-    """Return whether the process that sends the calls has sent this definition."""
+    """Return whether a definition has come from the process that sends the calls, which can find it by the key."""
     return key in _versions
 
 
 def mark(key: str) -> object:
-    """Return the `object()` of this key."""
+    """Return the `object()` with this key. If this process has none yet, make it."""
     known: object = keys.find(key)
     if known is None:
         known = object()
@@ -248,9 +282,17 @@ def mark(key: str) -> object:
 def make_function(
     key: str | None, code: types.CodeType, namespace: Namespace, name: str, cells: Sequence[types.CellType | None]
 ) -> types.FunctionType:
-    """Return the function of this key with this code. `complete_function` adds the rest.
+    """Return the function with this key, and give it this code. `complete_function` sets the rest.
 
-    ``cells`` has a cell where another function has brought it, and None where it is the function's own.
+    A function that originates in this process is returned unchanged.
+
+    Args:
+        key: the key; None if the function is no definition.
+        code: the code.
+        namespace: the globals.
+        name: the name.
+        cells: for each closure variable the cell of another function in the pickle, if that shares the variable. None
+            means that the function gets a cell of its own.
     """
     known: types.FunctionType | None = keys.find(key)
     if known is not None:
@@ -267,7 +309,10 @@ def make_function(
 def complete_function(
     fn: types.FunctionType, state: tuple[dict[str, Any], dict[str, Any], dict[int, Any], Sequence[str], Any]
 ) -> None:
-    """Set attributes of the function, its own dict and the contents of cells; import the submodules that it names."""
+    """Set the attributes, the ``__dict__`` and the closure variables of a function; import submodules that it uses.
+
+    The last item of ``state`` binds the globals that the function reads. It has done that when it was unpickled.
+    """
     if keys.originates_here(fn):
         return
     attributes, own_dict, contents, submodules, _ = state
@@ -282,27 +327,33 @@ def complete_function(
 
 
 def cell_of(fn: types.FunctionType, index: int) -> types.CellType:
-    """Return a cell of a function, for another function that shares it."""
+    """Return a cell of a function, for the pickle of another function that shares this cell."""
     return fn.__closure__[index]  # type: ignore[index]
 
 
 def method_of(cls: type, name: str) -> Any:
-    """Return the function of a method."""
-    held = vars(cls)[name]
-    return getattr(held, "__func__", held)
+    """Return the function of a method, without a `classmethod` or `staticmethod` around it."""
+    attribute = vars(cls)[name]
+    return getattr(attribute, "__func__", attribute)
 
 
 # Classes
 #
-# A class statement runs code: the body, the metaclass, `__set_name__` of what is in the body, `__init_subclass__` of
-# the bases. All that has run in the script, and what it has done to the class is in the class. To run it again would
-# need the body as it was, and keyword arguments that nobody knows any more; and it would do a second time what hooks do
-# elsewhere, such as to enter the class into a registry. So a class is copied: a bare type of the same layout is made,
-# and its attributes are set past the metaclass. The bare type comes first, as the attributes may refer to it.
+# A class statement runs code: the body, the metaclass, `__set_name__` of the objects in the body, and
+# `__init_subclass__` of the bases. All of that has run in the script, and its effects on the class are in the class. It
+# cannot run again in this process, because Python keeps neither the body as it was nor the keyword arguments of the
+# statement. It also must not run again, because hooks have effects elsewhere, such as to enter the class into a
+# registry.
+#
+# So a class is copied. First a bare type of the same layout is made, because the attributes may refer to the class.
+# Then its attributes are set, without calling a method of the metaclass that is written in Python.
 
 
 def make_class(key: str, metaclass: type, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:
-    """Return the class of this key, without its attributes. `set_attributes` and `complete_class` add these."""
+    """Return the class with this key. `set_attributes` and `complete_class` give it its attributes.
+
+    A class that exists already gets the new bases, unless it originates in this process.
+    """
     known: type | None = keys.find(key)
     if known is not None:
         if known.__bases__ != bases and not keys.originates_here(known):
@@ -316,7 +367,7 @@ def make_class(key: str, metaclass: type, name: str, bases: tuple[type, ...], bo
 
 
 def set_attributes(cls: type, attributes: dict[str, Any]) -> None:
-    """Set attributes of a class, past a metaclass that guards or interprets them."""
+    """Set attributes of a class. A ``__setattr__`` of its metaclass, which may refuse or change them, is not called."""
     if not keys.originates_here(cls):
         set_natively = _native(type(cls), "__setattr__")
         for name, value in attributes.items():
@@ -324,7 +375,10 @@ def set_attributes(cls: type, attributes: dict[str, Any]) -> None:
 
 
 def complete_class(cls: type, state: tuple[Any, Sequence[str], Sequence[type]]) -> None:
-    """Remove attributes that the class has no more, and register the virtual subclasses of an abstract class."""
+    """Delete attributes that the script's class no longer has; register virtual subclasses of an abstract class.
+
+    The first item of ``state`` sets the attributes. It has done that when it was unpickled.
+    """
     if keys.originates_here(cls):
         return
     _, names, virtual_subclasses = state
@@ -334,13 +388,13 @@ def complete_class(cls: type, state: tuple[Any, Sequence[str], Sequence[type]]) 
             type.__delattr__(cls, name)
     _attribute_names[key] = set(names)
     owners = cls.__mro__[:-1] if virtual_subclasses else ()
-    with _without_hook("__subclasshook__", owners):  # it may read globals that are bound later
+    with _without_hook("__subclasshook__", owners):  # the hook may read globals that are bound later
         for subclass in virtual_subclasses:
             abc.ABCMeta.register(cls, subclass)  # type: ignore[arg-type]
 
 
 def make_member(cls: type, name: str, data_type: type, args: tuple[Any, ...]) -> Any:
-    """Return a member of an enum that is being made, or made anew; its attributes are the state of its pickle."""
+    """Return a member of an enum while the enum is made or changed. The state of the pickle sets its attributes."""
     known = (vars(cls).get("_member_map_") or {}).get(name)
     return data_type.__new__(cls, *args) if known is None else known
 
@@ -351,7 +405,10 @@ def member_of(cls: Any, name: str) -> Any:
 
 
 def make_type_alias(key: str, name: str, module: str) -> Any:
-    """Return a type alias whose value `complete_type_alias` sets: Python asks for it when it is first used."""
+    """Return a type alias without its value, which `complete_type_alias` sets.
+
+    Python evaluates the expression after ``=`` only when the value is first used.
+    """
     names: dict[str, Any] = {"__name__": module, "value": functools.partial(_values_of_aliases.get, key)}
     exec(f"type {name} = value()", names)
     keys.add(names[name], key)
@@ -364,28 +421,35 @@ def complete_type_alias(alias: Any, value: Any) -> None:
 
 
 def _native(metaclass: type, method: str) -> Callable[..., Any]:
-    """Return ``__new__`` or ``__setattr__`` of a metaclass, past what is written in Python but for `abc.ABCMeta`."""
+    """Return the ``__new__`` or ``__setattr__`` that a class inherits from a base written in C, or from `abc.ABCMeta`.
+
+    Methods that are written in Python are skipped, because they may be user code. Those of `abc.ABCMeta` are written in
+    Python too, but an abstract class does not work without them.
+    """
     for base in metaclass.__mro__:
         function = vars(base).get(method)
         if isinstance(function, types.BuiltinFunctionType | types.WrapperDescriptorType):
             return function
         if function is not None and base is abc.ABCMeta:
             return getattr(base, method)  # type: ignore[no-any-return]
-    raise AssertionError("`type` has both")
+    raise AssertionError("every class inherits both methods from `type` or `object`")
 
 
 def make_instance(cls: type) -> Any:
-    """Return an instance of a class that is being made and holds it: its own ``__new__`` may read what comes later."""
+    """Return an instance that its own class has in an attribute, while the class is made.
+
+    A ``__new__`` that the class defines is not called, because it may read attributes or globals that are set later.
+    """
     return _native(cls, "__new__")(cls)
 
 
 def dead_reference() -> weakref.ref[Any]:
-    """Return a weak reference to what is gone."""
+    """Return a weak reference to an object that is deleted."""
     return weakref.ref(Missing())
 
 
 def make_property(kind: type[property], *functions_and_doc: Any) -> property:
-    """Return an instance of a subclass of `property`, past an ``__init__`` that takes something else."""
+    """Return an instance of a subclass of `property`, without its ``__init__``, whose parameters may be others."""
     made = property.__new__(kind)
     property.__init__(made, *functions_and_doc)
     return made
@@ -395,7 +459,8 @@ def make_property(kind: type[property], *functions_and_doc: Any) -> property:
 def _without_hook(name: str, classes: Iterable[type]) -> Iterator[None]:
     """Keep a hook of these classes, such as ``__init_subclass__``, from running in this thread.
 
-    Python has no way to make or register a type without calling its hooks. So each class gets another one meanwhile.
+    Python always calls the hooks when a type is made or registered. So during this block each class has another hook,
+    which does nothing in this thread and calls the original hook in all other threads.
     """
     thread = threading.get_ident()
     with _making_classes:
@@ -419,20 +484,21 @@ def _without_hook(name: str, classes: Iterable[type]) -> Iterator[None]:
 
 
 def namespace_of(key: str, name: str, goes_into_sys_modules: bool, module_attributes: dict[str, Any]) -> Namespace:
-    """Return the namespace of this key.
+    """Return the namespace with this key. If this process has none yet, make it, and a module for it.
 
     Args:
         key: the key.
         name: the name of the module.
-        goes_into_sys_modules: the module is in `sys.modules` of the sending process, and no import finds it: so it is
-            put into `sys.modules` of this process. The globals of ``__main__`` become those of this ``__main__``.
-        module_attributes: ``__package__``, ``__file__`` and the like.
+        goes_into_sys_modules: put the module into `sys.modules` of this process. The module is in `sys.modules` of the
+            sending process, and no import finds it. For ``__main__`` the ``__main__`` of this process is used.
+        module_attributes: globals that Python sets in every module: ``__package__``, ``__file__`` and others.
     """
     namespace: Namespace | None = keys.find(key)
     if namespace is None:
         module = sys.modules.get(name) if name == "__main__" else None
-        was_received = module is not None and id(vars(module)) in namespaces  # it is of a module that this one replaces
-        if module is None or was_received or not goes_into_sys_modules:
+        # If the script has replaced its ``__main__``, this process already uses its own for the earlier one.
+        is_taken = module is not None and id(vars(module)) in namespaces
+        if module is None or is_taken or not goes_into_sys_modules:
             module = types.ModuleType(name)
         if goes_into_sys_modules:
             sys.modules[name] = module
@@ -445,26 +511,26 @@ def namespace_of(key: str, name: str, goes_into_sys_modules: bool, module_attrib
 
 
 def namespace_of_module(name: str) -> Namespace:
-    """Return the globals of a module that each process imports by itself."""
+    """Return a namespace of the globals of a module that each process imports by itself."""
     module = importlib.import_module(name)
     return Namespace(lambda: module, vars(module))
 
 
 def module_of(namespace: Namespace) -> types.ModuleType | None:
-    """Return the module whose globals these are."""
+    """Return the module that has these globals, or None."""
     return namespace.module
 
 
 def imported(module: str, name: str) -> Any:
-    """Return what a module holds under a name."""
+    """Return an attribute of a module that each process imports by itself."""
     return getattr(importlib.import_module(module), name)
 
 
 def imported_sentinel(module: str, name: str, kind: type | None) -> Any:
-    """Return the object without a state that a module holds under a name.
+    """Return an object without state, such as a sentinel, that a module has under a name.
 
-    If the script has bound the name in the module anew, this process has another object there: then make a new one.
-    ``kind``: its class, if an import finds that.
+    ``kind`` is the class of the object, or None if no import finds the class. If the object in the module is of another
+    class, the script has bound the name in its module to another object. Then this function returns a new object.
     """
     sentinel = getattr(importlib.import_module(module), name, None)
     return sentinel if kind is None or type(sentinel) is kind else object.__new__(kind)
@@ -476,8 +542,8 @@ def bind(namespace: Namespace, name: str, number: int, value: Any) -> None:
     Args:
         namespace: the globals.
         name: the name.
-        number: of the binding in the script. It is another one after the script has bound the name anew.
-        value: a copy of the script's value, or `Missing`.
+        number: the number of the binding. It changes when the script binds the name to another object.
+        value: a copy of the script's value, or `Missing` if the name is not bound in the script.
     """
     if keys.originates_here(namespace):
         return
@@ -486,8 +552,9 @@ def bind(namespace: Namespace, name: str, number: int, value: Any) -> None:
     if last_number == number and variables.get(name, Missing) is not last_value:
         return
     if last_number is None and name in variables and not name.startswith("__"):
-        # A task has bound it, by `globals()` or `setattr`: a ``global`` statement is known to the script. The value
-        # that is noted as received differs from any other, so the name counts as bound by a task from now on.
+        # A task has bound the name by `globals()` or `setattr`. (For a name in a ``global`` statement, the script has
+        # sent a binding together with the function.) The task's value stays. A new object is noted as the value that
+        # was received: it is not the value in the dict, so later calls also see that a task has bound the name.
         value = object()
     elif value is Missing:
         variables.pop(name, None)
@@ -497,12 +564,12 @@ def bind(namespace: Namespace, name: str, number: int, value: Any) -> None:
 
 
 keys = Keys()
-namespaces = weakref.WeakValueDictionary[int, Namespace]()  # by the identity of their dicts, which they keep alive
-stored: dict[int, Stored] = {}  # by the numbers of handles
-_received_namespaces: list[Namespace] = []  # kept alive: functions refer to the dict only
-_versions: dict[str, int] = {}  # by the keys of definitions: the number of the version that is here
-_awaited: dict[str, Needed] = {}  # what is to be made before the call begins
-_values_of_aliases: dict[str, Any] = {}  # by the keys of type aliases
-_attribute_names: dict[str, set[str]] = {}  # by the keys of classes: those that came with the class
+namespaces = weakref.WeakValueDictionary[int, Namespace]()  # by the `id` of the dict, which the namespace keeps alive
+stored: dict[int, Stored] = {}  # by the number of the handle
+_received_namespaces: list[Namespace] = []  # keeps them alive, because a function refers only to the dict
+_versions: dict[str, int] = {}  # by the key of a definition: the version that this process has
+_awaited: dict[str, Needed] = {}  # by key: definitions whose version must be made before the present call begins
+_values_of_aliases: dict[str, Any] = {}  # by the key of the type alias
+_attribute_names: dict[str, set[str]] = {}  # by the key of a class: the attributes that have arrived with the class
 _making_classes = threading.RLock()
 _environment = 0  # the number of the environment that this process has adopted

@@ -1,4 +1,4 @@
-"""The sending side: calls, and what workers keep because many calls need it."""
+"""The sending side: packs calls, and the definitions and functions that workers keep for many calls."""
 
 from __future__ import annotations
 
@@ -24,42 +24,54 @@ from .reducer import Deferred, Reducer, contents_of_function, goes_by_name, is_c
 
 FUNCTIONS_KEPT = 128
 DEFINITIONS_KEPT = 256
-ELEMENTS_COMPARED = 1000  # of a container that is an attribute of a class
+ELEMENTS_COMPARED = 1000  # the elements of a larger container in a class are not compared
 
 
 class CallOptions(NamedTuple):
     """Options of all calls of one executor."""
 
     pass_device: bool
-    timeout_s: float | None  # seconds that a call may take on a worker, from when it begins there
+    timeout_s: float | None  # how long a call may take on a worker, counted from its beginning there; None: no limit
 
 
 class Handle:
-    """Stands for an object that `ParallelExecutor.put` keeps in the workers; a task receives the object itself.
+    """A reference to an object that workers keep, such as one from `ParallelExecutor.put`.
 
-    The workers let go of the object when the last reference to its handle is gone.
+    A handle is an argument of a call, and the task receives the object itself. The workers delete the object when the
+    last reference to its handle is gone.
     """
 
-    def __init__(self, payload: Any, what: str, owner: object) -> None:
-        """``payload``: the packed object, as `Packer` sends it."""
+    def __init__(self, payload: Any, kind: str, owner: object) -> None:
+        """Hold a packed object.
+
+        Args:
+            payload: the packed object, as `Packer` sends it.
+            kind: the kind of the object, for the ``repr``.
+            owner: the packer that makes the handle.
+        """
         self.number = next(_numbers)
         self.payload = payload
-        self._what = what
+        self._kind = kind
         self.owner = owner
-        # What the object refers to is brought up to date by each call that this goes with.
+        # The definitions and globals to which the object refers. Each call with this handle brings them up to date.
         self.definitions: Sequence[Any] = ()
         self.globals: Sequence[GlobalName] = ()
-        self.parameters: Mapping[int, weakref.ref[Any]] = {}  # of the object, by their identity
+        self.parameters: Mapping[int, weakref.ref[Any]] = {}  # the `torch.nn.Parameter`s in the object, by their `id`
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError("a handle is good for the calls of the executor that made it, and for nothing else")
+        raise TypeError(
+            "a handle works only in calls of the executor whose put() made it: put the object with this executor too"
+        )
 
     def __repr__(self) -> str:
-        return f"<Handle of a {self._what}>"
+        return f"<Handle of a {self._kind}>"
 
 
 class PackedCall:
-    """A packed function and its arguments, with the handles of what workers need before: it keeps these alive."""
+    """A packed function with its arguments, and the handles of the objects that a worker must have before the call.
+
+    The workers keep these objects at least as long as this call exists, because it refers to the handles.
+    """
 
     __slots__ = ("alive", "arguments", "function", "handles", "name", "options", "payload")
 
@@ -73,16 +85,17 @@ class PackedCall:
         payload: Any = None,
         alive: Sequence[Any] = (),
     ) -> None:
-        """Hold what is sent.
+        """Hold the parts of a call.
 
         Args:
-            name: the name of the function, for errors.
-            options: those of the executor.
-            handles: what the workers need to have before.
-            function: the number under which the workers keep the function; 0: it is in the payload.
-            arguments: the pickled arguments, where the function is kept and they are numbers, texts and the like.
-            payload: the packed ``(fn, args, kwargs)`` in all other cases.
-            alive: definitions and globals that a result may refer to.
+            name: the name of the function, for error messages.
+            options: the options of the executor.
+            handles: the objects that a worker must have before the call.
+            function: the number under which the workers keep the function; 0 if the function is in the payload.
+            arguments: the pickled arguments, if the workers keep the function and if all arguments are numbers, short
+                texts and the like.
+            payload: the packed ``(fn, args, kwargs)`` in all other cases; ``fn`` is None if the workers keep it.
+            alive: definitions and globals to which a result may refer.
         """
         self.name = name
         self.options = options
@@ -94,7 +107,7 @@ class PackedCall:
 
 
 class Definition:
-    """A class or function of the script, as the workers have been sent it."""
+    """The record of one definition of the script, in the version that was packed for the workers."""
 
     def __init__(
         self,
@@ -107,22 +120,26 @@ class Definition:
     ) -> None:
         self.obj = obj
         self.key = key
-        self.parts = parts
-        self.made_before = made_before  # must be there before it can be made
+        self.parts = parts  # see `_parts`
+        self.made_before = made_before  # other definitions that a worker must make before this one
         self.definitions = [*pickler.definitions.values(), *made_before]
         self.globals = [*pickler.globals, *filter(None, [reducer.global_naming(obj)])]
         self.users_modules = pickler.users_modules
         self.handle = handle
 
     def is_current(self) -> bool:
-        """Return whether nothing has been bound anew in it since it was sent."""
+        """Return whether the definition is still made of the same objects as when it was packed."""
         return _is_made_of(self.obj, self.parts)
 
 
 class _DefinitionReducer(Reducer):
-    """Pickles one definition, or an object that workers keep; notes the other definitions and the globals in it."""
+    """The pickler of one definition, or of an object that workers keep.
+
+    It notes the other definitions, and the globals, to which the pickled object refers.
+    """
 
     def __init__(self, *defined: Any) -> None:
+        """Make a pickler of ``defined``, which is pickled by value. Other definitions are pickled as references."""
         super().__init__()
         self._defined = defined
         self.by_value.update(map(id, defined))
@@ -141,17 +158,20 @@ class _DefinitionReducer(Reducer):
 
 
 class _CallReducer(Reducer):
-    """Pickles a call; collects the definitions that it needs, and binds the globals that are data."""
+    """The pickler of a call.
+
+    It collects the definitions and constants that the call needs. Globals that are data become part of the call.
+    """
 
     def __init__(self, packer: Packer) -> None:
         super().__init__()
         self._packer = packer
-        self.needed: dict[int, Definition] = {}  # by the identity of what they define
-        self.global_values: dict[tuple[Namespace, str], Any] = {}  # of the globals that the call refers to
-        self.constants: list[tuple[Namespace, str, int, Any]] = []
-        # By the identity of definitions: the globals that are bound to them.
+        self.needed: dict[int, Definition] = {}  # records, by the `id` of the definition
+        self.global_values: dict[tuple[Namespace, str], Any] = {}  # of all globals to which the call refers
+        self.constants: list[tuple[Namespace, str, int, Any]] = []  # arguments of `globals.bind`
+        # By the `id` of a definition: the globals that refer to it, and the numbers of these bindings.
         self.bound: dict[int, list[tuple[Namespace, str, int]]] = {}
-        self.handles: list[Handle] = []
+        self.handles: list[Handle] = []  # of the handles in the arguments, and in the globals that are data
         self.has_data = False  # some of the globals are data
 
     def another(self) -> _CallReducer:
@@ -175,9 +195,10 @@ class _CallReducer(Reducer):
     REDUCERS: ClassVar = {**Reducer.REDUCERS, Handle: _reduce_handle}
 
     def _collect_needed(self, definitions: Iterable[Any], names: Iterable[GlobalName]) -> list[Deferred]:
-        """Note all definitions and globals that these refer to, and these to in turn; return the bindings of data.
+        """Note all definitions and globals to which these refer, directly or through others. Return bindings of data.
 
-        Data is returned as it goes into the pickle of the call; constants and definitions go into the one before.
+        The bindings of data are returned because they belong into the pickle of the call. Constants and definitions go
+        into the pickle before that.
         """
         data: list[Deferred] = []
         pending = list(definitions)
@@ -196,10 +217,16 @@ class _CallReducer(Reducer):
         return data
 
     def _resolve(self, namespace: Namespace, name: str, is_bound_by_code: bool, data: list[Deferred]) -> list[Any]:
-        """Note what a global stands for: a constant, a definition, which is returned, or data."""
+        """Note a global as a constant, as a definition or, in ``data``, as data.
+
+        Returns:
+            The value, if it is a definition, or an empty list.
+        """
         if (namespace, name) in self.global_values or name == "__builtins__":
             return []
         value = self.global_values[namespace, name] = namespace.variables.get(name, Missing)
+        # An unbound name is a builtin, such as `len`, and nothing is sent. But if code binds the name, or if the
+        # workers were sent a value before, they must learn that the name is unbound in the script.
         if value is Missing and not is_bound_by_code and name not in namespace.sent:
             return []
         number = _number_of_binding(namespace, name, value)
@@ -218,12 +245,12 @@ class _CallReducer(Reducer):
         return []
 
     def _import_of(self, namespace: Namespace, name: str, number: int, value: Any) -> str | None:
-        """Return the module from which a worker imports a global; None: it is data.
+        """Return the name of the module from which a worker imports the value of a global; None if it is data.
 
-        An object of a library is the library's own there, too. One of the user's modules, such as a configuration that
-        the script fills, is data, unless it cannot be pickled.
+        An object of a library is not copied: the worker uses the same object of its own library. An object of a user's
+        module, such as a configuration that the script fills, is data, unless it cannot be pickled.
         """
-        if namespace.imports.get(name, (0,))[0] != number:  # to look takes long, and is done once for a binding
+        if namespace.imports.get(name, (0,))[0] != number:  # the search is slow, so it is made once for each binding
             module = reducer.module_that_holds(name, value)
             if module is not None and reducer.is_users(module) and self._can_pickle(value):
                 module = None
@@ -231,12 +258,12 @@ class _CallReducer(Reducer):
         return namespace.imports[name][1]
 
     def alive(self) -> list[Any]:
-        """Return the definitions and globals that a result of the call may refer to."""
+        """Return the definitions and globals to which a result of the call may refer."""
         definitions = [record.obj for record in self.needed.values()]
         return [*definitions, *self.namespaces, *{namespace for namespace, _ in self.global_values}]
 
     def prepare_arguments(self) -> tuple[Any, ...]:
-        """Return the arguments with which a worker calls `prepare` before the call."""
+        """Return the arguments with which a worker calls `globals.prepare` before the call."""
         records = sorted(self.needed.items(), key=_order)
         needed = []
         for identity, record in records:
@@ -246,10 +273,17 @@ class _CallReducer(Reducer):
 
 
 class _SentFunction:
-    """A function that workers keep, and all that it referred to when they got it."""
+    """A function that workers keep, and all objects to which it referred when it was packed."""
 
     def __init__(self, fn: Any, call: _CallReducer, handles: Sequence[Handle], environment: Handle | None) -> None:
-        """Note what ``fn`` refers to. ``handles``: that of the function comes first."""
+        """Note all objects to which ``fn`` refers.
+
+        Args:
+            fn: the function.
+            call: the pickler that has pickled the function.
+            handles: first the handle of the function, then those of the objects that workers must have before.
+            environment: the environment of the script.
+        """
         self.handle = handles[0]
         self.handles = list(handles)
         self._environment = environment
@@ -263,9 +297,11 @@ class _SentFunction:
         watched: list[tuple[dict[str, Any], str, Any]] = []
         for (namespace, name), value in call.global_values.items():
             watched.append((namespace.variables, name, value))
-            # A call of another function may have sent the worker a later binding of the name to the same value.
+            # If the script binds the name to another value and back, the value is the same, but the binding may have
+            # got another number meanwhile. Then the function is packed again, because it binds by the number.
             if name in namespace.sent:
                 watched.append((namespace.sent, name, namespace.sent[name]))
+        # A reload gives a module another ``__spec__``.
         watched += [(vars(module), "__spec__", module.__spec__) for module in call.users_modules.values()]
         for names, name, value in watched:
             _, its_names, its_values = values.setdefault(id(names), (names, [], []))
@@ -274,7 +310,11 @@ class _SentFunction:
         self._values = list(values.values())
 
     def is_current(self, fn: Any, environment: Handle | None) -> bool:
-        """Return whether ``fn`` does what this function does, and nothing that it refers to has been bound anew."""
+        """Return whether workers may run the kept function for ``fn``.
+
+        ``fn`` must be the same function, or a lambda or inner function that is made of the same parts. All names to
+        which the kept function refers must still be bound to the same objects.
+        """
         if environment is not self._environment:
             return False
         if fn is not self._function and (self._is_definition or getattr(fn, "__globals__", None) is not self._globals):
@@ -288,28 +328,29 @@ class _SentFunction:
 
 
 class Packer:
-    """Packs what one pool sends."""
+    """The packer of one pool, with a record of all definitions and functions that the workers have."""
 
     def __init__(
         self, make_payload: Callable[[Packed], Any], on_forgotten: Callable[[int], None], is_elsewhere: bool = False
     ) -> None:
-        """Pack nothing yet.
+        """Make a packer for workers that have nothing yet.
 
         Args:
-            make_payload: copies a packed object to where it is sent from.
-            on_forgotten: called with the number of a handle that is gone, by the collector, in any thread.
+            make_payload: turns a packed object into a payload of the pool's messages.
+            on_forgotten: called with the number of a handle that was deleted. The collector may call it in any thread.
             is_elsewhere: the workers are on other machines.
         """
         self.make_payload = make_payload
         self._on_forgotten = on_forgotten
         self._process_environment = ProcessEnvironment(is_elsewhere)
-        self._environment: Handle | None = None  # of the environment, once it has changed
-        # By the identity of what they define, the one used last at the end. A record keeps what it defines alive.
+        self._environment: Handle | None = None  # of the script's environment; None until that changes
+        # By the `id` of the definition, the record used last at the end. A record keeps its definition alive.
         self._definitions = OrderedDict[int, Definition]()
-        # By the identity of their code, the one used last at the end.
+        # By the `id` of the code, the function used last at the end.
         self._functions = OrderedDict[int, _SentFunction | str]()
-        self._specs: dict[str, Any] = {}  # of the user's modules, as they were when the workers first needed them
-        self.lock = threading.RLock()  # user code may call functions while it is pickled, and so may the collector
+        self._specs: dict[str, Any] = {}  # by name of a user's module: its ``__spec__`` when workers first needed it
+        # Reentrant: methods of the user's objects and finalizers, which run during pickling, may make calls themselves.
+        self.lock = threading.RLock()
 
     def pack(
         self,
@@ -319,32 +360,41 @@ class Packer:
         options: CallOptions,
         name: str = "",
     ) -> PackedCall:
-        """Return the call as it is sent; ``name`` is told in errors.
+        """Pack a call.
 
-        The payload is several pickles: of `adopt_environment` if that has changed, of `prepare`, and of ``(fn, args,
-        kwargs)``, where ``fn`` is None if the workers keep it. What the handles of the call stand for is sent before.
+        The payload consists of up to three pickles. The first one calls `adopt_environment`, if the environment of the
+        script has changed since the pool was made. The second one calls `prepare`. The last one is ``(fn, args,
+        kwargs)``, where ``fn`` is None if the workers keep it. Objects with a handle are sent before the call.
+
+        Args:
+            fn: the function.
+            args: positional arguments of ``fn``.
+            kwargs: keyword arguments of ``fn``.
+            options: options of the executor.
+            name: the name of the function in error messages; if it is empty, the name of ``fn``.
 
         Raises:
-            TransferError: it cannot be pickled.
+            TransferError: the call cannot be pickled.
         """
         return self.look_at(fn, options, name).pack(args, kwargs)
 
     def look_at(self, fn: Callable[..., Any], options: CallOptions, name: str = "") -> FunctionPacker:
-        """Return what packs calls of ``fn`` as `pack` does, as long as nothing that it refers to is bound anew."""
+        """Return a packer of calls of ``fn``. It is valid until a name that ``fn`` uses is bound to another object."""
         with self.lock:
             if self._process_environment.changed():
                 self._environment = self._make_handle(dumps(self._process_environment), "process environment")
             return FunctionPacker(self, fn, options, name or call_name(fn), self._environment, self._sent_function(fn))
 
     def warn_of_reloads(self, modules: Mapping[str, types.ModuleType]) -> None:
-        """Warn of modules of the user's that were reloaded since workers first needed them."""
+        """Warn of user modules that were reloaded since workers first needed them."""
         for name, module in modules.items():
             spec = self._specs.setdefault(name, module.__spec__)
             if spec is not module.__spec__:
                 self._specs[name] = module.__spec__
                 warn_user(
-                    f"Module {name} was reloaded in this process, but workers keep what they have imported. Make a new "
-                    f"executor, or send the module by value: cloudpickle.register_pickle_by_value({name})."
+                    f"Module {name} was reloaded in this process, but workers keep the version that they have "
+                    f"imported. Make a new executor, or send the module by value: "
+                    f"cloudpickle.register_pickle_by_value({name})."
                 )
 
     def put(self, obj: Any) -> Handle:
@@ -357,18 +407,18 @@ class Packer:
         return handle
 
     def definition(self, obj: Any) -> Definition:
-        """Return the record of a definition, packed anew if it has changed."""
+        """Return the record of a definition. If the definition is new or has changed, pack it first."""
         record = self._definitions.get(id(obj))
         if record is None or not record.is_current():
             record = self._definitions[id(obj)] = self._define(obj)
         self._definitions.move_to_end(id(obj))
-        if len(self._definitions) > DEFINITIONS_KEPT:  # one that is still in use is only sent again
+        if len(self._definitions) > DEFINITIONS_KEPT:  # a definition that is dropped here is sent again when needed
             self._definitions.popitem(last=False)
         return record
 
     def close(self) -> None:
-        """Keep nothing more, as the pool has ended."""
-        self._on_forgotten = lambda number: None  # nobody needs to know
+        """Drop all records, because the pool has ended."""
+        self._on_forgotten = lambda number: None  # the earlier function refers to the pool
         self._functions.clear()
         self._environment = None
         self._definitions.clear()
@@ -390,7 +440,10 @@ class Packer:
         return handle
 
     def _sent_function(self, fn: Any) -> _SentFunction | None:
-        """Return the function that the workers keep for ``fn``: from its second call on, if it refers to no data."""
+        """Return the function that the workers keep for ``fn``, or None.
+
+        The workers keep a function from its second call on, unless it refers to data.
+        """
         identity = id(getattr(fn, "__code__", fn))
         sent = self._functions.get(identity)
         if sent is _CALLED_ONCE:
@@ -404,6 +457,7 @@ class Packer:
         return sent if isinstance(sent, _SentFunction) else None
 
     def _send_function(self, fn: Any) -> _SentFunction | str:
+        """Pack a function for the workers to keep; return `_NEVER_SENT` if it must be part of each call."""
         call = _CallReducer(self)
         packed = call.pack(fn, lambda: {"the function": fn})
         can_stay = id(fn) in call.needed or is_constant(fn) or _is_plain_function(fn)
@@ -416,7 +470,7 @@ class Packer:
 
 
 class FunctionPacker:
-    """Packs calls of one function."""
+    """The packer of calls of one function."""
 
     def __init__(
         self,
@@ -427,14 +481,14 @@ class FunctionPacker:
         environment: Handle | None,
         sent: _SentFunction | None,
     ) -> None:
-        """``sent``: the function as the workers keep it, if they do."""
+        """``sent`` is the function that the workers keep for ``fn``, or None; for the rest see `Packer.pack`."""
         self._packer = packer
         self._fn = fn
         self._options = options
         self._name = name
         self._environment = environment
         self._sent = sent
-        self._kept_call: PackedCall | None = None  # without arguments
+        self._kept_call: PackedCall | None = None  # the one call, without arguments, of all items in `pack_item`
 
     def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedCall:
         """As `Packer.pack`."""
@@ -459,9 +513,10 @@ class FunctionPacker:
         return PackedCall(self._name, self._options, handles, number, payload=payload, alive=call.alive())
 
     def pack_item(self, args: tuple[Any, ...]) -> tuple[PackedCall, bytes | None]:
-        """As `pack`; where only the arguments differ, return these, and one and the same call for all.
+        """Pack the call for an item of a map. Return the call, and its arguments if they are not in the call.
 
-        What Python's garbage collector has to look through then is half as much.
+        If the workers keep the function, all items whose arguments are numbers, short texts and the like share one
+        `PackedCall`. So Python's garbage collector has half as many objects to traverse.
         """
         if self._sent and (arguments := dump_atoms(args)) is not None:
             self._kept_call = self._kept_call or self._call_of(self._sent, None)
@@ -473,39 +528,41 @@ class FunctionPacker:
 
 
 def _handles_of(call: _CallReducer, environment: Handle | None) -> list[Handle]:
-    """Return the handles of what a worker needs to prepare for the call."""
+    """Return the handles of the definitions and of the environment that a worker must have before the call."""
     handles = [record.handle for record in call.needed.values()]
     return handles if environment is None else [*handles, environment]
 
 
 def _warn_of_copied_parameters(call: _CallReducer) -> None:
-    """Tell of a model that was `put` and whose parameters also come with the call, as those of an optimizer."""
+    """Warn if parameters of a model that was `put` also come with the call, for example inside an optimizer."""
     for handle in call.handles:
         both = handle.parameters.keys() & call.parameters.keys()
-        if any(handle.parameters[each]() is call.parameters[each]() is not None for each in both):
+        if any(handle.parameters[identity]() is call.parameters[identity]() is not None for identity in both):
             warn_user(
-                f"The call has parameters of {handle!r} also from elsewhere, such as an optimizer in a global. In a "
-                f"worker these are copies, which training does not tie to the object. Put both together: "
-                f"put((model, optimizer))."
+                f"The call has parameters of {handle!r} also in another object, such as an optimizer in a global. A "
+                f"worker gets two copies of them, so a step of the optimizer does not change the model. Put both "
+                f"together: put((model, optimizer))."
             )
 
 
 def _is_plain_function(fn: Any) -> bool:
-    """Return whether a function without a name carries no state, so that to use it again cannot be noticed."""
+    """Return whether a lambda or inner function has no state, so that no task notices if workers use it again."""
     return type(fn) is types.FunctionType and not fn.__closure__ and all(map(is_constant, contents_of_function(fn)))
 
 
 def _parts(obj: Any) -> list[Any]:
-    """Return what a definition is made of: it has changed when one of these is another object.
+    """Return the parts of a definition. It has changed if one of the parts is another object than before.
 
-    Of a class these are its attributes, what is in its functions, and the elements of lists, dicts and sets in these.
+    The parts of a function are its code, defaults, closure variables and attributes, and the parts of functions among
+    these. The parts of a class are its bases, attributes and virtual subclasses, the parts of its functions, and the
+    elements of all lists, dicts and sets among these.
     """
     parts = list[Any]()
     functions = [obj]
     if isinstance(obj, type):
         parts += obj.__bases__
         for name, value in list(vars(obj).items()):
-            # To read the annotations of a class may add an empty dict to it.
+            # The script may add an empty dict to a class by reading its annotations, which is no change.
             if name not in reducer.NOT_COPIED and (name != "__annotations__" or value):
                 parts += name, value
         functions = [function for value in parts for function in _functions_in(value)]
@@ -528,7 +585,7 @@ def _parts(obj: Any) -> list[Any]:
 
 
 def _functions_in(attribute: Any) -> list[Any]:
-    """Return the functions of a method or property."""
+    """Return the functions in an attribute of a class: a method, a property or a `functools.singledispatchmethod`."""
     if type(attribute) is types.FunctionType:
         return [attribute]
     if type(attribute) is functools.singledispatchmethod:
@@ -540,19 +597,19 @@ def _functions_in(attribute: Any) -> list[Any]:
 
 def _is_made_of(obj: Any, parts: list[Any]) -> bool:
     """Return whether the parts of a definition are still these objects."""
-    now = _parts(obj)
-    return len(now) == len(parts) and all(map(operator.is_, now, parts))
+    present_parts = _parts(obj)
+    return len(present_parts) == len(parts) and all(map(operator.is_, present_parts, parts))
 
 
 def _number_of_binding(namespace: Namespace, name: str, value: Any) -> int:
-    """Return the number of a binding: another one after the name has been bound to another object."""
+    """Return the number of a binding: a new number if the name is bound to another object than the last time."""
     number, last = namespace.sent.get(name, (0, None))
-    held = last() if type(last) is weakref.ref else last
-    is_gone = held is None and last is not None
-    if number and held is value and not is_gone:
+    last_value = last() if type(last) is weakref.ref else last
+    is_deleted = last_value is None and last is not None
+    if number and last_value is value and not is_deleted:
         return number
     number = next(_numbers)
-    try:  # the script may let go of the value
+    try:  # a weak reference, so that the value lives no longer than the script needs it
         namespace.sent[name] = number, weakref.ref(value)
     except TypeError:
         namespace.sent[name] = number, value
@@ -560,25 +617,30 @@ def _number_of_binding(namespace: Namespace, name: str, value: Any) -> int:
 
 
 def _order(item: tuple[int, Definition]) -> int:
-    """Order definitions: functions, classes, others. To rebuild an attribute of a class may call a function."""
+    """Return the key for sorting definitions: first functions, then classes, then others.
+
+    Functions are made first, because to rebuild an attribute of a class may call a function.
+    """
     obj = item[1].obj
     return 0 if isinstance(obj, types.FunctionType) else 1 if isinstance(obj, type) else 2
 
 
 def _described(obj: Any) -> str:
+    """Return the kind and the name of a definition, for error messages."""
     kind = "class" if isinstance(obj, type) else "function" if isinstance(obj, types.FunctionType) else "object"
     return f"{kind} {getattr(obj, '__qualname__', type(obj).__qualname__)!r}"
 
 
 def _call_parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return what a call is made of, by name."""
+    """Return the function and the arguments of a call, by the names that error messages give them."""
     named = {"the function": fn}
     named |= {f"argument {index}": value for index, value in enumerate(args)}
     return named | {f"argument {name!r}": value for name, value in kwargs.items()}
 
 
+# States of a function in `Packer._functions` that the workers do not keep.
 _CALLED_ONCE = "called once"
-_NEVER_SENT = "not sent by itself, as it refers to data"
+_NEVER_SENT = "not sent by itself, because it refers to data"
 _MISSING = itertools.repeat(Missing)
 _numbers = itertools.count(1)
 _CONTAINERS = (dict, list, set, deque)

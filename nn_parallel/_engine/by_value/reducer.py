@@ -1,4 +1,29 @@
-"""Pickles for another process of the same program: by name, by key or by value."""
+"""Pickles for another process of the same program: each object by name, by key or by value.
+
+The problem. A worker has not run the script, and it cannot import the script. But it can import most of the modules
+that the script uses. `pickle` sends a function or class as the name of its module and its own name, if `sys.modules`
+has a module of that name. This is not enough: a module in `sys.modules` may be ``__main__``, or made by hand, or loaded
+from a file that no import finds. cloudpickle copies the objects of ``__main__`` again for each call, so that no two
+calls see the same class. Objects of all other modules in `sys.modules` it sends as `pickle` does.
+
+The solution. `Reducer` decides for each function, class and module, and for some other objects, in this order:
+
+1. *By name*, if a fresh interpreter would get the object by an import (`is_importable`). This includes sentinels:
+   objects without state that such a module has, as `dataclasses.MISSING`.
+2. *By key*, if the object is a definition of the script (`is_definition`). The definition itself is sent once, in a
+   pickle of its own. All other pickles contain only its key, by which the worker finds the object that it has made. A
+   *mark*, which is a plain ``object()``, also has a key, because nothing but its identity matters.
+3. *By value* otherwise. A lambda, for example, is pickled with its code, and is a new object in each call. Code refers
+   to globals by their names, so these names are read from the bytecode (`names_in`) and passed to `note_globals`, where
+   a subclass decides whether their values are sent, and in which pickle.
+
+A class and its methods refer to each other, and a function may refer to itself. So a pickle contains two steps for each
+of them. The first step makes an empty class or function (`globals.make_class`, `globals.make_function`), to which the
+rest of the pickle can refer. The second step fills it (`globals.complete_class`, `globals.complete_function`). Between
+these steps a name cannot be looked up in the class, because its attributes are not set yet. So some objects are pickled
+in another way inside of the pickle that makes their class. `Reducer.by_value` lists the classes and functions that the
+present pickle makes.
+"""
 
 from __future__ import annotations
 
@@ -33,21 +58,21 @@ from ..process_environment import INSTALLED, working_directory
 from . import globals as receiving
 from .globals import GlobalName, Namespace, keys, namespaces
 
-# What a fresh interpreter would import
+# Modules that a fresh interpreter would import
 
 
 def is_importable(name: str) -> bool:
     """Return whether a fresh interpreter with this import path would import the module that is loaded under ``name``.
 
-    A glance at `sys.modules` does not tell: modules that were made by hand, from a file that is not on the path, or by
-    a test runner are there as well. So for a file that is not part of an installation the finders are asked which file
-    an import of this name would load.
+    `sys.modules` does not answer this question: it also has modules that were made by hand, by a test runner, or from a
+    file that is not on the import path. So unless the file of the module is part of an installation, the finders of
+    `sys.meta_path` are asked which file an import of this name would load.
     """
-    global _looked_up_on
+    global _path_of_answers
     path = [*sys.path, working_directory() if "" in sys.path else ""]
-    if path != _looked_up_on:
+    if path != _path_of_answers:
         _importable.clear()
-        _looked_up_on = path
+        _path_of_answers = path
     return _is_importable(name)
 
 
@@ -71,21 +96,22 @@ def _would_be_imported(name: str, module: types.ModuleType) -> bool:
     parent, _, last = name.rpartition(".")
     is_in_package = bool(parent) and getattr(sys.modules.get(parent), last, None) is module
     stem = os.path.basename(origin or "").partition(".")[0]
-    if (origin or "").startswith(INSTALLED) and (is_in_package or stem in (last, "__init__")):  # not by another name
+    # A file of an installation may also be loaded under another name, by which no import finds the module.
+    if (origin or "").startswith(INSTALLED) and (is_in_package or stem in (last, "__init__")):
         return True
     if parent and not _is_importable(parent):
         return False
     spec = _find_spec(name, getattr(sys.modules.get(parent), "__path__", None))
     if spec is not None:
         return spec.origin == origin or _is_same_file(spec.origin, origin)
-    return is_in_package  # made by its package, as `torch.ops`
+    return is_in_package  # no file: a package has made the module when it was imported, as torch makes `torch.ops`
 
 
 def _find_spec(name: str, path: Any) -> Any:
     for finder in sys.meta_path:
         try:
             spec = finder.find_spec(name, path)
-        except Exception:  # somebody else's finder
+        except Exception:  # other libraries install finders, which may raise anything
             continue
         if spec is not None:
             return spec
@@ -101,41 +127,44 @@ def _is_same_file(one: str | None, other: str | None) -> bool:
 
 def _goes_by_value(name: str | None) -> bool:
     registered = cloudpickle.list_registry_pickle_by_value()
-    return bool(registered) and any(f"{name}.".startswith(f"{each}.") for each in registered)
+    return bool(registered) and any(f"{name}.".startswith(f"{module}.") for module in registered)
 
 
 def goes_by_name(obj: Any) -> bool:
-    """Return whether a fresh interpreter finds this function, class or module by importing it."""
+    """Return whether a fresh interpreter gets this function, class or module by an import."""
     if isinstance(obj, types.ModuleType):
         return sys.modules.get(obj.__name__) is obj and is_importable(obj.__name__)
     return module_defining(obj) is not None and is_importable(obj.__module__)
 
 
 def is_users(module: types.ModuleType) -> bool:
-    """Return whether a module may be edited while the program runs: it is neither installed nor part of Python."""
+    """Return whether a module is the user's own: neither installed nor part of Python.
+
+    The user may edit such a module while the program runs, and reload it.
+    """
     file = getattr(module, "__file__", None)
     return bool(file) and not str(file).startswith(INSTALLED)
 
 
-_importable: dict[str, tuple[types.ModuleType, bool]] = {}
-_looked_up_on: list[str] = []
+_importable: dict[str, tuple[types.ModuleType, bool]] = {}  # by name, the module and the answer of `is_importable`
+_path_of_answers: list[str] = []  # the import path for which `_importable` has answers
 
 
-# What code refers to
+# Names to which code refers
 
 
 class CodeNames(NamedTuple):
-    """The names in the code of a function, and of the functions and classes inside it."""
+    """The names in the code of a function, and in the code of functions and classes inside it."""
 
-    reads: Sequence[str]  # globals
-    binds: Sequence[str]  # globals
-    attributes: frozenset[str]
-    binds_closure: bool  # it has a ``nonlocal`` variable, and binds it
+    reads: Sequence[str]  # the globals that the code reads
+    binds: Sequence[str]  # the globals that the code sets or deletes
+    attributes: frozenset[str]  # the attributes of any objects; the globals are included
+    binds_closure: bool  # the code sets or deletes a closure variable of the function, by a ``nonlocal`` statement
 
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> CodeNames:
-    """Return the names that ``code`` refers to."""
+    """Return the names to which ``code`` refers."""
     reads: dict[str, None] = {}
     binds: dict[str, None] = {}
     attributes = set[str]()
@@ -155,33 +184,38 @@ def names_in(code: types.CodeType) -> CodeNames:
     return CodeNames(tuple(reads), tuple(binds), frozenset(attributes), binds_closure)
 
 
-_READING = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}  # a class body reads by LOAD_NAME
+_READING = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}  # the body of a class reads by LOAD_NAME
 _BINDING = {"STORE_GLOBAL", "DELETE_GLOBAL"}
 _BINDING_CLOSURE = {"STORE_DEREF", "DELETE_DEREF"}
 
 
 def _annotations_of(obj: Any) -> dict[str, Any]:
-    """Return the annotations of a function or class; from Python 3.14 on as texts if they cannot be evaluated yet."""
+    """Return the annotations of a function or class.
+
+    From Python 3.14 on, annotations are evaluated when they are first read. If that fails, texts are returned.
+    """
     if sys.version_info < (3, 14):
         annotations = vars(obj).get("__annotations__") if isinstance(obj, type) else obj.__annotations__
         return annotations or {}
     import annotationlib  # type: ignore[import-not-found]
 
-    # To read the attribute `__annotations__` would evaluate them for good, in the script.
+    # Not by the attribute `__annotations__`: to read it would evaluate the annotations in the script, and store them.
     annotate = annotationlib.get_annotate_from_class_namespace(vars(obj)) if isinstance(obj, type) else obj.__annotate__
     if annotate is None:
         own = vars(obj) if isinstance(obj, type) else {"__annotations__": obj.__annotations__}
         return dict(own.get("__annotations__") or own.get("__annotations_cache__") or {})
     for annotation_format in (annotationlib.Format.VALUE, annotationlib.Format.STRING):
-        with contextlib.suppress(Exception):  # of the user's expression: a name that is not bound
+        with contextlib.suppress(Exception):  # the user's expression may raise anything, such as a NameError
             return dict(annotationlib.call_annotate_function(annotate, annotation_format, owner=obj))
     return {}
 
 
 def _types_in(annotations: dict[str, Any], namespace: Namespace) -> list[str]:
-    """Return the globals that annotations name in texts, if they are types: `typing.get_type_hints` looks them up.
+    """Return the names in annotations that `typing.get_type_hints` would look up among the globals.
 
-    A word of a text may be the name of anything, such as a lock. Aliases are followed.
+    An annotation may be a text, and any word in it may be a name. Only globals that are types or constants count,
+    because the same word may also be the name of a global that cannot be sent, such as a lock. If a name is an alias,
+    the names in the text of the alias are included.
     """
     names = dict[str, None]()
     pending = list(annotations.values())
@@ -198,19 +232,26 @@ def _types_in(annotations: dict[str, Any], namespace: Namespace) -> list[str]:
 
 
 def _submodules(packages: Iterable[str], attributes: frozenset[str]) -> list[str]:
-    """Return modules that code reaches by ``package.module``, and that an import of the package may not import."""
+    """Return the loaded modules to which code may refer as ``package.module``.
+
+    A worker must import them by name, because an import of the package does not always import its submodules.
+    """
     submodules: list[str] = []
     pending = list(packages)
     while pending:
         package = pending.pop()
-        inner = [name for each in attributes if (name := f"{package}.{each}") in sys.modules and is_importable(name)]
+        inner = [name for last in attributes if (name := f"{package}.{last}") in sys.modules and is_importable(name)]
         pending += inner
         submodules += inner
     return submodules
 
 
 def namespace_of(names: dict[str, Any], module: types.ModuleType | None = None) -> Namespace:
-    """Return the namespace of a dict of globals. That of a module in `sys.modules` lives as long as the module."""
+    """Return the namespace of a dict of globals. If there is none yet, make it.
+
+    The namespace of a module in `sys.modules` lives as long as the module. Any other namespace keeps ``module`` alive,
+    which is the module with this dict, and lives only as long as something refers to the namespace.
+    """
     with keys.lock:
         namespace = namespaces.get(id(names))
         if namespace is None:
@@ -224,19 +265,19 @@ def namespace_of(names: dict[str, Any], module: types.ModuleType | None = None) 
         return namespace
 
 
-# What is a definition
+# Definitions and constants
 
 
 def is_definition(obj: Any, is_global: bool = False) -> bool:
-    """Return whether ``obj`` is sent once and then named by its key.
+    """Return whether ``obj`` is a definition: sent once, and then only by its key.
 
     Args:
-        obj: any object that does not go by name.
-        is_global: a global of the script is bound to it.
+        obj: any object that is not sent by name.
+        is_global: whether a global of the script is bound to ``obj``.
     """
     kind = type(obj)
     if issubclass(kind, type):
-        return bool(obj.__flags__ & HEAP_TYPE)  # the others are made in C
+        return bool(obj.__flags__ & HEAP_TYPE)  # other types are static variables of C code
     if kind in IDENTITIES:
         return True
     if kind is types.FunctionType:
@@ -247,17 +288,20 @@ def is_definition(obj: Any, is_global: bool = False) -> bool:
 
 
 def _is_own_global(fn: types.FunctionType) -> bool:
-    """Return whether a global has the function under the function's own name: no lambda, method or inner function."""
+    """Return whether a global of the function's own name is bound to the function.
+
+    That is not so for a lambda, a method or an inner function.
+    """
     module = sys.modules.get(fn.__module__)
     return any(names.get(fn.__qualname__) is fn for names in (fn.__globals__, getattr(module, "__dict__", {})))
 
 
 def holds_no_data(fn: types.FunctionType) -> bool:
-    """Return whether a function holds only constants, definitions and other such functions.
+    """Return whether a function holds only constants, definitions and other functions without data.
 
-    Data in a default, an attribute or a closure variable is the same object as elsewhere in the script, and may change
-    in place: a function that holds some is sent with each call, as all data is. So is one with a closure variable that
-    it binds anew (``nonlocal``), or that it shares with another function, which may do so.
+    An object in a default, an attribute or a closure variable may also be used elsewhere in the script, and may change
+    in place there. If such an object is data, the function must be sent with each call, as all data is. The same holds
+    if the function binds a closure variable (``nonlocal``), or shares one with another function that may bind it.
     """
     seen = set[int]()
     pending = [fn]
@@ -280,15 +324,19 @@ def _references_to_cells(fn: types.FunctionType) -> list[int]:
     return [sys.getrefcount(cell) for cell in fn.__closure__ or ()]
 
 
-def _sample(variable: object) -> types.FunctionType:
+def _function_with_cell(variable: object) -> types.FunctionType:
     return lambda: variable  # type: ignore[return-value]
 
 
-_OWN_CELL = _references_to_cells(_sample(None))[0]  # of a cell that no other function shares
+# The references to a cell that no other function shares, as `_references_to_cells` counts them.
+_OWN_CELL = _references_to_cells(_function_with_cell(None))[0]
 
 
 def contents_of_function(fn: Any) -> list[Any]:
-    """Return the defaults, closure variables and attributes of a function; of what wraps one, the attributes."""
+    """Return the defaults, closure variables and attributes of a function.
+
+    Of any other object, such as a result of `functools.cache`, the attributes are returned.
+    """
     contents = list(getattr(fn, "__dict__", {}).values())
     if type(fn) is types.FunctionType:
         contents += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
@@ -297,7 +345,10 @@ def contents_of_function(fn: Any) -> list[Any]:
 
 
 def is_constant(value: Any) -> bool:
-    """Return whether ``value`` stays what it is as long as it is the same object, and is easily sent."""
+    """Return whether ``value`` cannot change in place, or is an object that a worker finds by name or by key.
+
+    A global with such a value is sent again only after the script has bound the global to another object.
+    """
     kind = type(value)
     if kind in _IMMUTABLE or value is receiving.Missing:
         return True
@@ -312,7 +363,7 @@ def is_constant(value: Any) -> bool:
 
 
 def _is_stateless(obj: Any) -> bool:
-    """Return whether ``obj`` carries no state, so that only its identity matters."""
+    """Return whether ``obj`` has no state, so that nothing but its identity and class matters."""
     kind = type(obj)
     if getattr(obj, "__dict__", None) or not kind.__flags__ & HEAP_TYPE:
         return False
@@ -325,6 +376,7 @@ def _is_stateless(obj: Any) -> bool:
 
 
 def contents_of(cell: types.CellType) -> Any:
+    """Return the value of a closure variable, or `Missing` if the variable is not bound yet."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -335,14 +387,17 @@ TYPE_PARAMETERS = (typing.ParamSpec, typing.TypeVar, typing.TypeVarTuple)
 _TypeAlias: Any = getattr(typing, "TypeAliasType", None)  # from Python 3.12 on
 _TYPES = (type, types.ModuleType, types.UnionType, types.GenericAlias)
 IDENTITIES: set[type] = {typing.NewType, *TYPE_PARAMETERS, *filter(None, [_TypeAlias])}
-HEAP_TYPE = 1 << 9
+HEAP_TYPE = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE: the class was made at run time, for example by a class statement
 
 
 # The pickler
 
 
 class Deferred:
-    """A call in a pickle. It is made as the pickle is read, and what it returns stands in the place of this object."""
+    """A function call that is pickled in the place of an object.
+
+    Unpickling calls the function, and the result takes the place of this object.
+    """
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._reduced = function, arguments
@@ -360,7 +415,10 @@ def module_that_holds(name: str, value: Any) -> types.ModuleType | None:
 
 
 def _library_of(method: Any) -> str | None:
-    """Return the installed module of a method's class, if the method is a function there, as `random.random`."""
+    """Return the name of the installed module that has a bound method among its functions, or None.
+
+    For example, `random.random` is a method of a hidden instance. The module of the instance's class is searched.
+    """
     module = sys.modules.get(type(method.__self__).__module__)
     if module is None or vars(module).get(method.__name__) is not method:
         return None
@@ -368,32 +426,33 @@ def _library_of(method: Any) -> str | None:
 
 
 class Reducer(Pickler):
-    """Pickles functions, classes and modules: by name what an import finds, by key a definition, by value the rest.
+    """The pickler that sends each object by name, by key or by value; see the docstring of this module.
 
-    A subclass says what is to become of a definition, and of the globals that functions read: `AnswerReducer`, and in
-    `packer` that of a call and that of a definition.
+    A subclass decides how a definition is referred to, and in which pickle the globals that functions read are sent.
+    There is one for results, `AnswerReducer`, and there are two in `packer`, for calls and for definitions.
     """
 
-    is_call = True  # it goes to a worker
+    is_call = True  # the pickle goes from the script to a worker, and not back
 
     def __init__(self, share: bool = True) -> None:
         super().__init__(share)
-        self.by_value = set[int]()  # the classes and functions that this pickle defines, by their identity
-        self.users_modules: dict[str, types.ModuleType] = {}  # of the user's own, of what goes by name
-        self.namespaces = list[Namespace]()
-        self.parameters: dict[int, weakref.ref[torch.nn.Parameter]] = {}  # in this pickle, by their identity
+        self.by_value = set[int]()  # the `id` of each class and function that is made by this pickle
+        self.users_modules: dict[str, types.ModuleType] = {}  # modules of the user's to which the pickle refers by name
+        self.namespaces = list[Namespace]()  # to which the pickle refers
+        self.parameters: dict[int, weakref.ref[torch.nn.Parameter]] = {}  # in this pickle, by their `id`
+        # By the `id` of a cell: the first function in this pickle that has the cell, and the index among its cells.
         self._cell_owners: dict[int, tuple[types.FunctionType, int]] = {}
 
     def refer_to(self, obj: Any) -> Any:
-        """Reduce a definition that is not made in this pickle; None: it goes by value."""
+        """Reduce a definition that this pickle does not make. None means that it is pickled by value."""
         raise NotImplementedError
 
     def reduce_mark(self, mark: object) -> Any:
-        """Reduce an `object()`, of which only the identity matters."""
+        """Reduce an `object()`: to its key, because nothing but its identity matters."""
         return receiving.mark, (keys.key_of_or_add(mark),)
 
     def note_globals(self, names: Sequence[GlobalName]) -> Any:
-        """Note globals to which code in this pickle refers; return what is to be pickled with the code."""
+        """Note globals to which code in this pickle refers. Return an object that is pickled together with the code."""
         raise NotImplementedError
 
     def reducer_override(self, obj: Any) -> Any:
@@ -401,7 +460,7 @@ class Reducer(Pickler):
         kind = type(obj)
         if kind is torch.Tensor or kind is types.CodeType:
             return super().reducer_override(obj)
-        if issubclass(kind, type):  # not `isinstance`, which a mock may deceive
+        if issubclass(kind, type):  # not `isinstance`: a mock may have ``type`` as its ``__class__``
             return self._reduce_class(obj)
         reduce = self.REDUCERS.get(kind)
         if reduce is not None:
@@ -423,7 +482,10 @@ class Reducer(Pickler):
         return self._reduce_other(obj)
 
     def _reduce_other(self, obj: Any) -> Any:
+        """Reduce an object by value: any object but functions, classes, and the types in ``REDUCERS``."""
         kind = type(obj)
+        # An instance that an attribute of its own class refers to. The class's ``__new__`` may read attributes that are
+        # not set yet.
         if id(kind) in self.by_value and isinstance(kind.__new__, types.FunctionType):
             reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if reduced[:2] == (copyreg.__newobj__, (kind,)):  # type: ignore[attr-defined]
@@ -441,7 +503,7 @@ class Reducer(Pickler):
             return self._reduce_type_alias(obj)
         if issubclass(kind, types.ModuleType):
             return self._reduce_module(obj)
-        if isinstance(obj, types.FunctionType):  # a proxy that calls itself one: cloudpickle would send what is in it
+        if isinstance(obj, types.FunctionType):  # a proxy of a function: cloudpickle would send the function in it
             return NotImplemented
         return super().reducer_override(obj)
 
@@ -454,7 +516,8 @@ class Reducer(Pickler):
             return NotImplemented
         if id(fn) in self.by_value:
             return self._reduce_function_by_value(fn, keys.key_of_or_add(fn))
-        method = None if self.by_value else self._method_of_class(fn)  # a class that is being made may lack it yet
+        # Not by its class if this pickle makes a class: that may be the same one, without the method yet.
+        method = None if self.by_value else self._method_of_class(fn)
         if method is not None:
             return receiving.method_of, method
         if is_definition(fn):
@@ -464,7 +527,8 @@ class Reducer(Pickler):
         return self._reduce_function_by_value(fn, None)
 
     def _reduce_function_by_value(self, fn: types.FunctionType, key: str | None) -> Any:
-        cells: list[types.CellType | None] = []
+        """Reduce a function to its code, its globals and its contents. ``key`` is None if it is no definition."""
+        cells: list[types.CellType | None] = []  # see `globals.make_function`
         contents: dict[int, Any] = {}
         for index, cell in enumerate(fn.__closure__ or ()):
             owner = self._cell_owners.setdefault(id(cell), (fn, index))
@@ -482,7 +546,10 @@ class Reducer(Pickler):
         return receiving.make_function, args, state, None, None, receiving.complete_function
 
     def _refers_to(self, fn: types.FunctionType, annotations: dict[str, Any]) -> tuple[list[GlobalName], list[str]]:
-        """Return the globals that a function refers to, and the submodules that it reaches through them."""
+        """Return the globals to which a function refers, and the submodules that it may use through them.
+
+        If the globals are those of a module that the worker imports, none of them is returned.
+        """
         namespace = namespace_of(fn.__globals__)
         reads, binds, attributes, _ = names_in(fn.__code__)
         types_in_annotations = _types_in(annotations, namespace)
@@ -504,18 +571,23 @@ class Reducer(Pickler):
         return super().reducer_override(cell) if owner is None else (receiving.cell_of, owner)
 
     def _method_of_class(self, fn: types.FunctionType) -> tuple[type, str] | None:
-        """Return the class of the script whose method ``fn`` is, and the method's name there."""
+        """Return the class of the script that has ``fn`` as a method, and the name of the method; otherwise None."""
         *path, name = fn.__qualname__.split(".")
         owner: Any = sys.modules.get(fn.__module__)
         for part in path:
             owner = getattr(owner, part, None)
         if not path or not issubclass(type(owner), type) or goes_by_name(owner):
             return None
-        held = vars(owner).get(name)
-        return (owner, name) if fn is held or fn is getattr(held, "__func__", None) else None
+        attribute = vars(owner).get(name)
+        return (owner, name) if fn is attribute or fn is getattr(attribute, "__func__", None) else None
 
     def _reduce_method(self, method: types.MethodType) -> Any:
-        """Look it up by its name as usual, but where that would find another one, or none yet."""
+        """Reduce a bound method.
+
+        The worker imports a method that is a function of a library, such as `random.random`. Otherwise `pickle` sends
+        the object and the name of the method. But the object may have another attribute of this name, or may be a class
+        that this pickle makes and that has no method yet. Then the function and the object are sent.
+        """
         owner = method.__self__
         if (module := _library_of(method)) is not None:
             return receiving.imported, (module, method.__name__)
@@ -535,7 +607,7 @@ class Reducer(Pickler):
         if module is not None and is_importable(cls.__module__):
             self.note_module(module)
             return NotImplemented
-        if not cls.__flags__ & HEAP_TYPE:  # made in C, and in no module
+        if not cls.__flags__ & HEAP_TYPE:  # a type of C code that no module has, such as that of None
             return super().reducer_override(cls)
         if id(cls) not in self.by_value:
             reduced = self.refer_to(cls)
@@ -544,6 +616,11 @@ class Reducer(Pickler):
         return self._reduce_class_by_value(cls)
 
     def _reduce_class_by_value(self, cls: type) -> Any:
+        """Reduce a class to its attributes.
+
+        Attributes in ``body`` are there from the beginning. All others are set after the class is made, because they
+        may refer to the class.
+        """
         self.by_value.add(id(cls))
         own = dict(vars(cls))
         slots = [name for name, value in own.items() if _is_slot(value, cls)]
@@ -560,7 +637,7 @@ class Reducer(Pickler):
         if annotations and module is not None and not is_importable(cls.__module__):
             namespace = namespace_of(vars(module))
             self.note_globals([GlobalName(namespace, name) for name in _types_in(annotations, namespace)])
-        # Set functions first: to unpickle another attribute may make an instance of the class, which calls them.
+        # Functions are set first: to unpickle another attribute may make an instance of the class, which calls them.
         later = {name: value for name, value in attributes.items() if name not in fixed}
         functions = {name: value for name, value in later.items() if isinstance(value, _FUNCTION_KINDS)}
         others = {name: value for name, value in later.items() if name not in functions}
@@ -571,7 +648,7 @@ class Reducer(Pickler):
         return receiving.make_class, args, state, None, None, receiving.complete_class
 
     def _reduce_member(self, member: enum.Enum) -> Any:
-        """Reduce a member of an enum: by its name, but within its class by what it is made of."""
+        """Reduce a member of an enum to its class and name, or to its value in the pickle that makes the class."""
         cls: Any = type(member)
         if id(cls) not in self.by_value:
             name = member._name_
@@ -593,13 +670,17 @@ class Reducer(Pickler):
         return receiving.module_of, (namespace,), state, None, None, ignore_state
 
     def note_module(self, module: types.ModuleType) -> None:
-        """Note a module by which something goes by name, if it is the user's: it may be reloaded."""
+        """Note that the pickle refers to a module by name, if it is a module of the user's.
+
+        The packer warns if such a module is reloaded.
+        """
         if is_users(module):
             self.users_modules[module.__name__] = module
 
-    # The rest
+    # Other types
 
     def _reduce_namespace(self, namespace: Namespace) -> Any:
+        """Reduce a dict of globals to its key, and to the attributes of the module that the worker makes for it."""
         if _is_imported(namespace):
             return receiving.namespace_of_module, (namespace.variables["__name__"],)
         self.namespaces.append(namespace)
@@ -615,11 +696,11 @@ class Reducer(Pickler):
         return type(obj), (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}
 
     def _reduce_partialmethod(self, obj: Any) -> Any:
-        """Reduce a `functools.partialmethod`: that of Python 3.14 cannot be pickled."""
+        """Reduce a `functools.partialmethod`, which from Python 3.14 on cannot be pickled otherwise."""
         return functools.partial(functools.partialmethod, **obj.keywords), (obj.func, *obj.args)
 
     def _reduce_type_alias(self, alias: Any) -> Any:
-        """Reduce a statement ``type X = ...``: the value comes later, as it may refer to the alias."""
+        """Reduce the alias of a statement ``type X = ...``: its value is set later, and may refer to the alias."""
         if alias.__type_params__:
             return functools.partial(_TypeAlias, type_params=alias.__type_params__), (alias.__name__, alias.__value__)
         args = keys.key_of_or_add(alias), alias.__name__, alias.__module__
@@ -630,7 +711,10 @@ class Reducer(Pickler):
         return type(reference), (reference.__forward_arg__,)
 
     def _reduce_weak_reference(self, reference: weakref.ref[Any]) -> Any:
-        """Reduce a `weakref.ref` without a callback: what it refers to is held by something else that is sent."""
+        """Reduce a `weakref.ref` without a callback.
+
+        The worker's copy of the object lives only if another reference to it is sent as well.
+        """
         if reference.__callback__ is not None:
             return NotImplemented
         referent = reference()
@@ -640,7 +724,9 @@ class Reducer(Pickler):
         return type(obj), (dict(obj),)
 
     def _refuse_connection(self, obj: Any) -> NoReturn:
-        raise TypeError("it belongs to the process that opened it; a queue of a multiprocessing.Manager() can be sent")
+        raise TypeError(
+            "the connection belongs to the process that opened it. Send a queue of a multiprocessing.Manager() instead"
+        )
 
     REDUCERS: ClassVar[dict[type, Callable[[Any, Any], Any]]] = {
         types.FunctionType: _reduce_function,
@@ -660,7 +746,10 @@ class Reducer(Pickler):
 
 
 class AnswerReducer(Reducer):
-    """Pickles what goes back to the process that sent the call: it has the definitions and the globals that it sent."""
+    """The pickler of results, which go back to the process that sent the call.
+
+    That process has the definitions and globals that it sent, so the pickle refers to these by their keys.
+    """
 
     is_call = False
 
@@ -669,20 +758,20 @@ class AnswerReducer(Reducer):
         self._bound = set[tuple[Namespace, str]]()
 
     def another(self) -> AnswerReducer:
-        """Return a new one."""
+        """As `Pickler.another`."""
         return AnswerReducer()
 
     def reduce_mark(self, mark: object) -> Any:
-        """Refer to a mark that came from there by its key; what a task has made goes by value."""
+        """Reduce a mark to its key if the receiver knows the key. A mark that a task has made is pickled by value."""
         return NotImplemented if keys.key_of(mark) is None else super().reduce_mark(mark)
 
     def refer_to(self, obj: Any) -> Any:
-        """Refer to what came from there by its key; what a task has made goes by value."""
+        """Reduce a definition to its key if the receiver knows the key. Other definitions are pickled by value."""
         key = keys.key_of(obj)
         return (receiving.find_definition, (key,)) if receiving.is_known_to_sender(key) else None
 
     def note_globals(self, names: Sequence[GlobalName]) -> list[Deferred]:
-        """Send the values of globals in a dict that a task has made."""
+        """Return bindings of globals in dicts that a task has made. The receiver has the globals of all other dicts."""
         own = [(namespace, name) for namespace, name, _ in names if keys.originates_here(namespace)]
         unsent = [key for key in dict.fromkeys(own) if key not in self._bound and key[1] in key[0].variables]
         self._bound.update(unsent)
@@ -693,19 +782,23 @@ class AnswerReducer(Reducer):
 
 
 def _is_imported(namespace: Namespace) -> bool:
-    """Return whether the globals are those of a module that each process imports by itself."""
+    """Return whether a namespace is that of a module that each process imports by itself."""
     module = namespace.module
     return module is not None and vars(module) is namespace.variables and goes_by_name(module)
 
 
 def _names_of_module(module: types.ModuleType, attributes: Iterable[str]) -> list[GlobalName]:
+    """Return those of the ``attributes`` that are globals of a module, without special ones such as ``__name__``."""
     namespace = namespace_of(vars(module), module)
     names = (name for name in attributes if name in namespace.variables)
     return [GlobalName(namespace, name) for name in names if not name.startswith("__")]
 
 
 def place_of_sentinel(obj: Any) -> tuple[str, str] | None:
-    """Return the module and the name by which an import finds an object without a state, as `dataclasses.MISSING`."""
+    """Return the module and the name under which a worker imports a sentinel, such as `dataclasses.MISSING`.
+
+    None is returned if ``obj`` has a state, or if no module that can be imported has it.
+    """
     kind = type(obj)
     if kind is object:
         return _place_of_mark(obj)
@@ -716,7 +809,10 @@ def place_of_sentinel(obj: Any) -> tuple[str, str] | None:
 
 
 def _place_of_mark(mark: object) -> tuple[str, str] | None:
-    """Return the module that has made an `object()`, and its name there. All modules are searched at once."""
+    """Return the module and the name under which a worker imports an `object()`, or None.
+
+    The marks of all modules are collected once, and again when the number of loaded modules has changed.
+    """
     global _modules_searched
     if _modules_searched != len(sys.modules):
         _modules_searched = len(sys.modules)
@@ -736,17 +832,22 @@ def _name_in(module: Any, obj: Any) -> str | None:
 
 
 def global_naming(obj: Any) -> GlobalName | None:
-    """Return the global through which `pickle` finds a class or function by its name, if it does."""
+    """Return the global through which a class or function is reached by its qualified name, or None.
+
+    `pickle` looks there, so the global must be bound in the worker as well. For a class inside of another class, it is
+    the global of the outer class.
+    """
     module = module_defining(obj)
     name = str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", ""))
     if module is not None:
         return GlobalName(namespace_of(vars(module)), name.partition(".")[0])
-    own = getattr(getattr(obj, "__wrapped__", obj), "__globals__", {})  # of a module that is not in `sys.modules`
+    # The globals of a function also belong to a module if that is not in `sys.modules`.
+    own = getattr(getattr(obj, "__wrapped__", obj), "__globals__", {})
     return GlobalName(namespace_of(own), name) if own.get(name) is obj else None
 
 
 def _reduce_type_parameter(parameter: Any) -> tuple[Any, ...]:
-    """Reduce a type variable, with what newer versions of Python have added to it."""
+    """Reduce a type variable, with the options that newer versions of Python have added."""
     kind: Any = type(parameter)
     constraints = getattr(parameter, "__constraints__", ())
     names = ("bound", "covariant", "contravariant", "infer_variance")
@@ -761,29 +862,32 @@ def _reduce_type_parameter(parameter: Any) -> tuple[Any, ...]:
 def virtual_subclasses(cls: abc.ABCMeta) -> list[type]:
     """Return the classes that were registered with an abstract class."""
     subclasses = (ref() for ref in abc._get_dump(cls)[0])  # type: ignore[attr-defined]
-    return [each for each in subclasses if each is not None]
+    return [subclass for subclass in subclasses if subclass is not None]
 
 
 def _is_slot(value: Any, cls: type) -> bool:
-    """Return whether an attribute is what `type` makes of a slot, ``__dict__`` and ``__weakref__`` included."""
+    """Return whether `type` has made an attribute of a class for a slot, for ``__dict__`` or for ``__weakref__``."""
     return type(value) in (types.MemberDescriptorType, types.GetSetDescriptorType) and value.__objclass__ is cls
 
 
 def _is_fixed(metaclass: type, name: str) -> bool:
-    """Return whether an attribute of a class can only be set as the class is made."""
+    """Return whether an attribute of a class can be set only when the class is made.
+
+    That is so if the metaclass has a descriptor of this name, which would intercept a later assignment.
+    """
     bases = metaclass.__mro__[: metaclass.__mro__.index(type)]
     own = next((vars(base)[name] for base in bases if name in vars(base)), None)
     return name == "__dict__" or hasattr(type(own), "__set__")
 
 
 def _arguments_of(member: Any, data_type: Any) -> tuple[Any, ...]:
-    """Return the arguments of ``data_type.__new__`` for an equal value."""
+    """Return the arguments with which ``data_type.__new__`` makes a value equal to ``member``."""
     make, args, *_ = data_type.__reduce_ex__(member, 2)
     return tuple(args[1:] if make.__name__ == "__newobj__" else args)
 
 
 def ignore_state(obj: Any, state: Any) -> None:
-    """Let the state of a pickle do its work by being read."""
+    """Do nothing with the state of a pickle: its calls (`Deferred`) were made when the state was unpickled."""
 
 
 _Cached = functools._lru_cache_wrapper
@@ -792,9 +896,9 @@ _IMMUTABLE = {
     *(type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, types.CodeType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
     *(datetime.date, datetime.timedelta, pathlib.PosixPath, re.Pattern),
-    logging.Logger,  # found by its name
+    logging.Logger,  # not immutable, but pickled by its name
 }
-_ATTRIBUTES = (
+_ATTRIBUTES = (  # of a function
     "__qualname__",
     "__module__",
     "__doc__",
@@ -803,11 +907,11 @@ _ATTRIBUTES = (
     "__type_params__",
 )
 _MODULE_ATTRIBUTES = ("__name__", "__package__", "__file__", "__path__")
-# Of a class: what `type` makes, and what Python adds by itself as the class is used.
+# Attributes of a class that Python itself sets, when the class is made or later. Annotations are copied separately.
 NOT_COPIED = {"__module__", "_abc_impl", "__slotnames__", "__annotations_cache__", "__annotate_func__", "__annotate__"}
 _PLAIN = {type(None), bool, int, float, complex, str, bytes}
 _FUNCTION_KINDS = (types.FunctionType, classmethod, staticmethod, property)
 _numbers = itertools.count(1)
-_places_of_marks: dict[int, tuple[str, str]] = {}  # by the identity of an `object()`: its module, and its name there
-_modules_searched = 0
+_places_of_marks: dict[int, tuple[str, str]] = {}  # by the `id` of an `object()`: its module, and its name there
+_modules_searched = 0  # the number of modules when `_places_of_marks` was filled
 _namespaces_of_modules = weakref.WeakKeyDictionary[types.ModuleType, Namespace]()

@@ -1,4 +1,8 @@
-"""The backend of a `ParallelExecutor`: the ranks of a launcher, or worker processes here or on Ray."""
+"""The choice of the backend of a `ParallelExecutor`.
+
+A backend is one of three: the ranks that a launcher has started, worker processes on this machine, or workers on a Ray
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +28,14 @@ from .pool import Pool
 from .protocols import Backend
 from .site import LocalSite
 
-UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
-SHARED_IDLE_LIMIT_S = 60.0  # after which the workers of a shared backend end
+UNINTERRUPTED = True  # read by `interrupts`: its signal handler raises nothing in the lines of this module
+SHARED_IDLE_LIMIT_S = 60.0  # a shared backend ends its workers after this time without a task
 logger = logging.getLogger("nn_parallel")
 
 
 @dataclass(frozen=True, eq=False)
 class PoolOptions:
-    """The workers that a user asks for: the parameters of `ParallelExecutor` that choose them."""
+    """The parameters of `ParallelExecutor` that choose its workers."""
 
     num_gpus: int | None = None
     devices: str | torch.device | Sequence[str | torch.device | int] | None = None
@@ -57,11 +61,13 @@ class PoolOptions:
 
 
 def make_backend(wanted: PoolOptions, options: CallOptions) -> Backend:
-    """Take the ranks of a launcher, or else start workers.
+    """Return the ranks of the launcher that started this process; without a launcher, start workers and return them.
 
     Raises:
-        TypeError, ValueError, TransferError, LaunchError, ImportError: as `nn_parallel.ParallelExecutor`.
-        ParallelError: this is the import of a module in a worker.
+        TypeError, ValueError, TransferError, LaunchError, ImportError: for the reasons that
+            `nn_parallel.ParallelExecutor` gives.
+        ParallelError: this process is a worker, and a module makes an executor while the worker imports it; or workers
+            have to be started, and this machine does not run Linux.
     """
     _refuse_in_import_of_worker()
     context = join_launched_world()
@@ -78,9 +84,9 @@ def make_backend(wanted: PoolOptions, options: CallOptions) -> Backend:
 
 
 def _refuse_in_import_of_worker() -> None:
-    """Raise `ParallelError` where a worker imports a module that makes an executor at its top.
+    """Raise `ParallelError` if this process is a worker and imports a module that makes an executor at its top level.
 
-    The workers of that executor would import the module as well, and so on without end.
+    The workers of the new executor would import the module too, and start further workers, without end.
     """
     module = importing_module()
     context = rank_context()
@@ -109,7 +115,7 @@ def _start_on_ray(wanted: PoolOptions, options: CallOptions) -> Pool:
     site = RaySite(number, placed)
     try:
         return Pool(site, site.devices_for, number, _initializer_packer(wanted, options), wanted.idle_limit_s)
-    except BaseException:  # the initializer cannot be pickled, or Ctrl-C: nobody else gives the room back
+    except BaseException:  # the initializer cannot be pickled, or Ctrl-C: there is no pool that would close the site
         site.close()
         raise
 
@@ -127,22 +133,23 @@ def _initializer_packer(wanted: PoolOptions, options: CallOptions) -> Callable[.
 
 
 def shared_backend(wanted: PoolOptions, options: CallOptions) -> Backend:
-    """Return the backend that all calls with the same engine and devices share; it ends after an idle minute.
+    """Return the backend that all calls with the same engine and devices share.
 
-    Under a launcher there is nothing to start or to keep: each call gets the ranks.
+    Its workers end after a minute without a task. Under a launcher no workers are started. There is nothing to share
+    then, so each call of this function returns a new `LaunchedRanks`.
     """
     if join_launched_world() is not None:
         return make_backend(wanted, options)
     if wanted.engine == "local":
-        which: tuple[Any, ...] = tuple(choose_devices(wanted.num_gpus, wanted.devices))
+        choice: tuple[Any, ...] = tuple(choose_devices(wanted.num_gpus, wanted.devices))
     else:
-        which = wanted.num_gpus, str(wanted.devices)
-    key = wanted.engine, *which
+        choice = wanted.num_gpus, str(wanted.devices)
+    key = wanted.engine, *choice
     with _shared_lock:
         if key not in _shared or _shared[key].has_ended:
             _shared[key] = make_backend(replace(wanted, idle_limit_s=SHARED_IDLE_LIMIT_S), options)
         return _shared[key]
 
 
-_shared: dict[tuple[Any, ...], Backend] = {}  # by their engine and devices
+_shared: dict[tuple[Any, ...], Backend] = {}  # by engine and devices, see `shared_backend`
 _shared_lock = threading.Lock()

@@ -1,4 +1,10 @@
-"""Lines that workers draw again and again, as tqdm does its bars: one below the other, under what has been printed."""
+"""The progress bars that workers draw, such as those of tqdm.
+
+A bar is a line that a program overwrites again and again, by means of carriage returns. Several workers cannot do that
+on one terminal, because each would overwrite the bars of the others. So each stream of a worker has a `Screen`, which
+interprets the printed text as a terminal does, and separates bars from finished lines. `Bars` then prints the finished
+lines, and draws the bars of all workers below them, one bar a line.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +14,29 @@ import threading
 from dataclasses import dataclass
 from typing import IO, Any
 
-MOVES = re.compile(r"(\n|\r|\x1b\[A)")  # down, to the begin of the line, up: all that tqdm uses
+MOVES = re.compile(r"(\n|\r|\x1b\[A)")  # the cursor moves down, to the start of the line, up: tqdm uses no others
 CLEAR_BELOW = "\x1b[J"
 
 
 @dataclass
 class Line:
-    """A line of a screen."""
+    """A line of a `Screen`."""
 
     text: str = ""
-    is_rewritten: bool = False  # the next text replaces this one
-    is_bar: bool = False  # some text has replaced what was there
+    is_rewritten: bool = False  # a carriage return was printed last, so the next text replaces this one
+    is_bar: bool = False  # text was printed after a carriage return, as tqdm does
 
 
 class Screen:
-    """The lines that a worker has printed and may still change: bars, and a line that has not ended."""
+    """The lines that a worker has printed and may still change: bars, and the line that has not ended."""
 
     def __init__(self, prefix: str, bar_prefix: str) -> None:
         """Begin each line with ``prefix``, and each bar with ``bar_prefix``."""
         self._prefix = prefix
         self._bar_prefix = bar_prefix
         self._lines = [Line()]
-        self._at = 0
-        self._before = ""  # the part that was printed last
+        self._at = 0  # the index of the line with the cursor
+        self._before = ""  # the text or cursor movement that was printed last
 
     @property
     def bars(self) -> list[str]:
@@ -41,10 +47,11 @@ class Screen:
         return not any(line.text for line in self._lines)
 
     def print(self, text: str, flush: bool) -> str:
-        """Take what has been printed; return the lines that go above the bars, and will not change any more.
+        """Interpret printed text; return the text of the lines that will not change any more, and forget them.
 
-        These are all lines above one that is no bar. Bars alone may be drawn again, but with ``flush`` those that have
-        ended are returned; a line that has not ended is returned then, too.
+        A plain line (a line that is no bar) is final once it has ended. All lines above a plain line are final, bars
+        too. Other bars may still be drawn again, so they are kept. With ``flush``, all lines above the cursor count as
+        final, and a plain line is returned even if it has not ended.
         """
         for part in filter(None, MOVES.split(text)):
             line = self._lines[self._at]
@@ -55,7 +62,7 @@ class Screen:
                 self._lines += [Line()] if self._at == len(self._lines) else []
             elif part == "\x1b[A":
                 self._at = max(0, self._at - 1)
-            elif part == "\r" and before and not before.strip(" "):  # a bar has been cleared, and is gone
+            elif part == "\r" and before and not before.strip(" "):  # tqdm has cleared a bar with spaces
                 self._lines[self._at] = Line()
             elif part == "\r":
                 line.is_rewritten = True
@@ -69,7 +76,7 @@ class Screen:
         for index, line in enumerate(self._lines[: self._at + 1]):
             if line.text and not line.is_bar:
                 end = max(end, min(index + 1, self._at))
-        done = "".join(map(self._ended, self._lines[:end]))
+        done = "".join(map(self._final_text, self._lines[:end]))
         self._lines = self._lines[end:]
         self._at = self._at - end
         last = self._lines[0]
@@ -79,20 +86,20 @@ class Screen:
         return done
 
     def end(self) -> str:
-        """All that is left."""
+        """Return the text of the remaining lines, and forget them."""
         lines = self._lines
         self._lines = [Line()]
         self._at = 0
-        return "".join(self._ended(line) for line in lines if line.text)
+        return "".join(self._final_text(line) for line in lines if line.text)
 
-    def _ended(self, line: Line) -> str:
+    def _final_text(self, line: Line) -> str:
         if not line.is_bar:
             return f"{self._prefix}{line.text}\n"
-        return f"{self._bar_prefix}{line.text.rstrip()}\n" if line.text.strip() else ""  # it has been cleared
+        return f"{self._bar_prefix}{line.text.rstrip()}\n" if line.text.strip() else ""  # a cleared bar leaves no line
 
 
 def is_drawn(stream: Any) -> bool:
-    """Return whether lines can be drawn again on a stream: on a terminal, or under the cell of a notebook."""
+    """Return whether bars can be redrawn on a stream: it is a terminal, or the output of a notebook cell."""
     return _is_in_notebook(stream) or (hasattr(stream, "isatty") and stream.isatty())
 
 
@@ -101,32 +108,40 @@ def _is_in_notebook(stream: Any) -> bool:
 
 
 class Bars:
-    """Shows the bars of all workers: on a terminal, or under the cell of a notebook."""
+    """The bars of all workers, on a terminal or under the cell of a notebook."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._of_ranks: dict[tuple[int, object], list[str]] = {}
-        self._under_cell: Any = None
+        self._shown: dict[tuple[int, object], list[str]] = {}  # by rank and `Output`
+        self._under_cell: Any = None  # IPython's handle of the bars under a cell, if there are any
 
     def print(self, stream: IO[str], text: str, rank: int, owner: object, bars: list[str]) -> None:
-        """Print ``text``, and under it all bars, with those of ``owner`` as they are now. See `is_drawn`."""
-        if not (bars or self._of_ranks):
+        """Print ``text``, and draw the bars of all workers below it.
+
+        Args:
+            stream: a terminal or a notebook, see `is_drawn`.
+            text: whole lines, or the beginning of a line.
+            rank: the rank of the worker that has printed the text.
+            owner: the `Output` of the worker.
+            bars: the present bars of ``owner``.
+        """
+        if not (bars or self._shown):
             if text:
                 stream.write(text)
                 stream.flush()
             return
         with self._lock:
             in_notebook = _is_in_notebook(stream)
-            had_some = bool(self._of_ranks)
+            had_some = bool(self._shown)
             if bars:
-                self._of_ranks[rank, owner] = bars
+                self._shown[rank, owner] = bars
             else:
-                self._of_ranks.pop((rank, owner), None)
-            shown = [bar for key in sorted(self._of_ranks, key=lambda key: key[0]) for bar in self._of_ranks[key]]
+                self._shown.pop((rank, owner), None)
+            shown = [bar for key in sorted(self._shown, key=lambda key: key[0]) for bar in self._shown[key]]
             if in_notebook and (shown or had_some):
                 self._show_under_cell("\n".join(shown))
             elif shown or had_some:
-                text = CLEAR_BELOW + text + _drawn(shown, is_at_begin=text[-1:] in ("", "\n"))
+                text = CLEAR_BELOW + text + _text_of_bars(shown, is_at_line_start=text[-1:] in ("", "\n"))
             if text:
                 stream.write(text)
                 stream.flush()
@@ -142,9 +157,9 @@ class Bars:
             self._under_cell = None
 
 
-def _drawn(bars: list[str], is_at_begin: bool) -> str:
-    """Return the bars below what has been printed; the cursor ends where they begin, for whoever prints next."""
-    width = shutil.get_terminal_size().columns - 1  # a longer line would take two
+def _text_of_bars(bars: list[str], is_at_line_start: bool) -> str:
+    """Return the text that draws the bars, and moves the cursor back to the first one, where the next text goes."""
+    width = shutil.get_terminal_size().columns - 1  # a longer line would wrap, and the cursor moves by whole lines
     lines = "\n".join(bar[:width] for bar in bars)
     up = f"\r\x1b[{len(bars) - 1}A" if len(bars) > 1 else "\r"
-    return ("" if is_at_begin else "\n") + lines + up if bars else ""
+    return ("" if is_at_line_start else "\n") + lines + up if bars else ""

@@ -1,21 +1,32 @@
-"""Calls that one rank runs while the others wait, and blocks that all ranks go through together.
+"""Calls that one rank runs while the others wait, and blocks that all ranks begin and end together.
 
-A *call* is counted on each rank, and the status of the rank that runs it tells its outcome: see `status_board`. A
-failure is raised on all ranks, and nothing is closed.
+A *call* is counted on each rank. The status of the rank that runs the call shows its outcome, see `status_board`. If a
+call fails, all ranks raise its failure, and no process group is closed.
 
-A *block* holds any number of calls and of blocks. All ranks begin it together and end it together, at *barriers*. They
-go through the same barriers in the same order, so one counter serves for all: to arrive is to add 1, and the b-th
-barrier is complete once ``b * world_size`` have arrived.
+A *block* contains calls and other blocks. All ranks begin it together and end it together, at *barriers*. If one rank
+fails in a block, all ranks must raise the failure, and all of them out of the same block.
 
-A rank that has to leave early, by its own exception, a timeout or a death that it sees, *ends the generation*: it adds
-`END_MARK` to the counter. From then on a rank at a barrier waits for the `GenerationEnd` before it goes on: the record
-of how many barriers were complete, and what failed. The first rank to write one decides for all. If it dies between the
-mark and the record, a rank that sees the death writes the record. Which block has failed follows from the number of
-barriers, alike on all ranks: the innermost one that was open. There all ranks raise what the record says, and begin the
-next generation, in which calls and barriers are counted from one again.
+The problem is that the ranks are at different places when one of them fails. Some may have passed a barrier that others
+have not reached yet. If each rank took the block that it is in for the failed one, the ranks would disagree. It would
+not help if a rank that gives up withdrew its arrival at a barrier, because another rank may have counted this arrival
+and passed the barrier already.
 
-If a generation ends while a rank is in the body of a block, this block has failed, and the watchdog frees the rank. If
-the rank is at a barrier, the number tells whether all had come.
+The solution is one counter and one record for each *generation*. A generation is all calls and barriers until a block
+fails; then the next generation begins. In a pool, each run begins a new generation too.
+
+- All ranks go through the same barriers in the same order. So one counter serves for all barriers: a rank arrives by
+  adding 1, and barrier number b is complete when the counter has reached ``b * world_size``.
+- A rank may have to leave a block or barrier early: because of its own exception, a timeout or the death of another
+  rank. It then *ends the generation* by adding `END_MARK` to the counter. The store returns the sum, from which the
+  rank computes how many barriers were complete. It writes this number and its failure into the record, a
+  `GenerationEnd`. If several ranks do so, the record that is written first is valid for all.
+- A rank that finds `END_MARK` in the counter at a barrier waits for the record, and passes only if the record counts
+  this barrier as complete. If the rank that has added the mark dies before it writes the record, another rank notices
+  the death and writes the record.
+- From the number in the record every rank computes which block has failed, with the same result: the innermost block
+  that was open after so many barriers, see `GenerationEnd.fails`. All ranks raise the failure out of this block.
+
+A rank that is in the body of a block when the generation ends is freed by its watchdog, see `watchdog`.
 """
 
 from __future__ import annotations
@@ -49,26 +60,26 @@ from .status_board import StatusBoard, Wait, deadline_of
 from .store import arrived_key, decode, encode, ended_key
 from .watchdog import BlockState, Watchdog, cause_of
 
-UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
-NO_BARRIER = contextlib.nullcontext(lambda: None)
-END_MARK = 1 << 40  # more than can arrive in a generation
+UNINTERRUPTED = True  # read by `interrupts`: its signal handler raises nothing in the lines of this module
+NO_BARRIER = contextlib.nullcontext(lambda: None)  # stands in for `Blocks._barrier` in calls without a barrier
+END_MARK = 1 << 40  # greater than the number of arrivals in a generation can become
 
 
 class Blocks:
-    """One rank's end of the calls and blocks that all ranks make."""
+    """The calls and blocks of this rank in one world, in which all ranks make the same calls and blocks."""
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
         self.board = StatusBoard(context)
         self.rank = context.rank
         self.world_size = context.world_size
-        self.nested_in: tuple[int, ...] = ()  # the ranks that run the present code, each for itself; empty: all
-        self.stop_calls = 0  # how often this rank has called `stop_requested` in this generation
+        self.nested_in: tuple[int, ...] = ()  # the only ranks that run the present code; empty: all ranks run it
+        self.stop_calls = 0  # the number of calls of `stop_requested` by this rank in this generation
         self._connection = context.connection
         self._others = [rank for rank in range(context.world_size) if rank != context.rank]
-        self._neighbor = (context.rank - 1) % context.world_size
-        self._barriers = 0  # that this rank has come to in this generation
-        self._earlier: list[int] = []  # generations of which there may still be a key in the store
+        self._neighbor = (context.rank - 1) % context.world_size  # see `_check_neighbor`
+        self._barriers = 0  # the number of the last barrier in this generation that this rank has come to
+        self._earlier_generations: list[int] = []  # those whose keys may still be in the store
         self._entered: list[BlockState] = []  # the blocks that this rank is in, the innermost last
         self._watchdog: Watchdog | None = None
         context.on_leave.callback(self._leave)
@@ -78,50 +89,50 @@ class Blocks:
         return self.board.generation
 
     def begin_generation(self, generation: int) -> None:
-        """Count calls and barriers from one again."""
+        """Begin a generation: calls and barriers are counted from one again."""
         if self._barriers or self._entered:
-            self._earlier.append(self.generation)
+            self._earlier_generations.append(self.generation)
         if generation != self.context.generation:
             self.context.begin_generation(generation)
         self.board.begin_generation(generation)
         self._barriers = 0
         self.stop_calls = 0
         for block in self._entered:
-            block.begin = 0
+            block.begin = 0  # all ranks have begun this block: for the new generation that was before its first barrier
 
     @contextlib.contextmanager
     def call(self, call: Call, timeout_s: float | None = None, *, barrier: bool = False) -> Iterator[bool]:
-        """Make a call that one rank runs while the others wait at its end. Every rank makes it.
+        """Make a call that one rank runs, for whose end the other ranks wait. Every rank must make the call.
 
         Args:
-            call: what errors name it by.
-            timeout_s: how long the others wait.
-            barrier: then all ranks wait for each other, also if it has failed.
+            call: the call, named in errors. It says which rank runs it.
+            timeout_s: how long the other ranks wait; None: without limit.
+            barrier: after the call all ranks wait for each other, even if the call has failed.
 
         Yields:
-            Whether this rank runs it; the others must do nothing in the ``with`` block.
+            True on the rank that runs the call. The other ranks must do nothing in the ``with`` block.
 
         Raises:
-            RankError: on every rank, when it raised, or the process that runs it ended before its end.
-            RankTimeoutError: it did not finish within ``timeout_s``.
-            ParallelError: the ranks are not in the same call; the message names both.
+            RankError: on every rank, if the call raised, or the process that runs it ended before the end of the call.
+            RankTimeoutError: the call did not finish within ``timeout_s``.
+            ParallelError: the ranks are not in the same call; the message names both calls.
         """
         (runner,) = call.ranks
         failures: Mapping[int, BaseException] = {}
-        with self._barrier(call, timeout_s) if barrier else NO_BARRIER as meet:
+        with self._barrier(call, timeout_s) if barrier else NO_BARRIER as arrive:
             self._begin(call)
             if self.rank == runner:
                 outer = self.nested_in
-                self.nested_in = call.ranks  # as `nested` does, without another generator
+                self.nested_in = call.ranks  # `nested` does the same, but its generator would make each call slower
                 try:
                     yield True
                 except Interrupted:
-                    raise  # the block around it ends
+                    raise  # the block around the call is being left, and handles this
                 except BaseException as error:
                     failures = failures_in(cause_of(error, self._watchdog.reason if self._watchdog else None), runner)
-                    self.board.post_failure(call, self._described(failures))
+                    self.board.post_failure(call, self._describe(failures))
                     if not isinstance(error, Exception):
-                        raise  # it is this rank's own way out
+                        raise  # a SystemExit or KeyboardInterrupt goes on unchanged on this rank
                 else:
                     self.board.post(FINISHED)
                 finally:
@@ -129,35 +140,45 @@ class Blocks:
             else:
                 yield False
                 failures = self._await_outcome(self._wait(call, call.ranks, FINISHED, timeout_s))
-            meet()
+            arrive()
         if failures:
             raise self._error(call, failures)
 
     def barrier(self, call: Call, timeout_s: float | None = None, refusal: Exception | None = None) -> None:
-        """Return once every rank is here. A ``refusal`` of this rank is raised on all instead.
+        """Wait until every rank has come to this barrier.
+
+        Args:
+            call: the barrier, named in errors.
+            timeout_s: how long this rank waits; None: without limit.
+            refusal: an error of this rank. All ranks raise it instead of passing the barrier.
 
         Raises:
-            RankError: on every rank, when one did not wait until all had come, or a process ended before.
-            RankTimeoutError: on every rank, when one has waited for longer than its ``timeout_s``.
-            ParallelError: the ranks are not in the same call; the message names both.
+            RankError: on every rank, if a rank did not wait until all had come, or its process ended before that.
+            RankTimeoutError: on every rank, if a rank has waited for longer than its ``timeout_s``.
+            ParallelError: the ranks are not at the same barrier; the message names both calls.
         """
-        with self._barrier(call, timeout_s) as meet:
+        with self._barrier(call, timeout_s) as arrive:
             if refusal is not None:
                 raise refusal
-            meet()
+            arrive()
 
     @contextlib.contextmanager
     def block(self, call: Call, timeout_s: float | None = None, *, from_end: bool = False) -> Iterator[None]:
-        """Run a block that all ranks begin and end together, with the calls in it; a failure is raised on all.
+        """Run a block, which all ranks begin and end together.
 
-        ``call`` is what errors name it by. A failure frees the others from what they sit in, closes the process group
-        and begins a new generation.
+        If the block fails on one rank, the other ranks are freed from their waits and collectives in it. All ranks
+        close the process group, begin a new generation and raise the failure.
+
+        Args:
+            call: the block, named in errors.
+            timeout_s: the limit for the block; None: without limit.
+            from_end: the limit counts from the moment at which a rank has come to the end of the block. Otherwise it
+                counts from the beginning of the block.
 
         Raises:
-            RankError: on every rank, when the block raised on one, or a process ended before its end.
-            RankTimeoutError: on every rank, when one took longer than ``timeout_s``: from its beginning, or with
-                ``from_end`` from when the first rank was through. Or one did not come within ``timeout_s``, or within
-                the timeout of the process group.
+            RankError: on every rank, if the block raised on a rank, or the process of a rank ended in the block.
+            RankTimeoutError: on every rank, if the block took longer than ``timeout_s`` on a rank, or if a rank did not
+                come to its beginning within ``timeout_s`` or within the timeout of the process group.
         """
         self.raise_if_nested(call)
         self._raise_if_must_leave()
@@ -167,22 +188,25 @@ class Blocks:
             block.begin = self._next_barrier()
             self._begin(call)
             limits_s = timeout_s, self.context.timeout.total_seconds()
-            come_by = min(block.first_due().deadline, *map(deadline_of, limits_s))
-            self._meet(block, Wait(call, self._others, ARRIVED, come_by, "waits in"))
+            begin_by = min(block.first_due().deadline, *map(deadline_of, limits_s))
+            self._arrive(block, Wait(call, self._others, ARRIVED, begin_by, "waits in"))
             block.deadline = math.inf if from_end else deadline_of(timeout_s)
             with watchdog.watching(block):
                 yield
             self._end_block(block)
 
     def watch(self) -> Watchdog:
-        """From now on free this rank from collectives that cannot end, and tell others where it stands."""
+        """Start the watchdog, which frees this rank from collectives that cannot end and publishes its whereabouts."""
         if self._watchdog is None:
             self._watchdog = Watchdog(self.context, self.board, self._entered)
         return self._watchdog
 
     @contextlib.contextmanager
     def nested(self, ranks: Sequence[int]) -> Iterator[None]:
-        """While ``ranks`` run the code here: a call in it runs where it is named, and nobody waits."""
+        """Mark the body of the ``with`` block as code that only ``ranks`` run.
+
+        A call inside this code runs on the ranks that it names, and no other rank waits for it.
+        """
         outer = self.nested_in
         self.nested_in = tuple(ranks)
         try:
@@ -191,26 +215,31 @@ class Blocks:
             self.nested_in = outer
 
     def call_of_all(self, function: str) -> Call:
-        """Return the call of ``function`` that all ranks make at the present place of the user's code."""
+        """Return a call of ``function`` by all ranks, at the present line of the user's code."""
         return Call(function, tuple(range(self.world_size)), call_site())
 
     def raise_if_nested(self, call: Call | str) -> None:
+        """Raise if only some ranks run the present code, because ``call`` would wait for the other ranks forever."""
         if self.nested_in:
             where = f"inside the body of a function of {rank_names(self.nested_in)}"
-            raise ParallelError(f"{call} is a call of all ranks, {where}: the others are not there. Make it outside.")
+            raise ParallelError(
+                f"{call} is a call of all ranks, {where}, which the other ranks do not run. Make this call outside of "
+                "that function."
+            )
 
     def outlive_readers(self, deadline: float) -> None:
-        """At the end of the process that holds the store: stay until the others have read what they wait for."""
+        """Leave the world, but keep this process, which holds the store, until the other ranks need it no more."""
         self.context.on_leave.close()
         self.board.outlive_readers(deadline)
 
     def _leave(self) -> None:
+        """Stop the watchdog, and publish that this rank makes no more calls."""
         if self._watchdog is not None:
             self._watchdog.stop()
-            self._watchdog = None  # it refers to this
+            self._watchdog = None  # drops its connection to the store
         with contextlib.suppress(RuntimeError):
             self.board.post(HAS_LEFT)
-            self.board.flush()  # before this process ends
+            self.board.flush()  # this process may end next, and a status that was not sent yet would be lost
         self.board.liveness.close()
 
     # The parts of a call.
@@ -220,11 +249,16 @@ class Blocks:
         self.board.begin(call)
 
     def _wait(self, call: Call, ranks: Sequence[int], phase: int, timeout_s: float | None) -> Wait:
-        """Return a wait that begins now. The others are told of it only if this rank will not give up and go on."""
+        """Return a wait that begins now.
+
+        A wait without a timeout is published, so that a rank that is in a deadlock with it finds out, see
+        `Watchdog._deadlock`. A wait with a timeout is not published: it is no deadlock, because this rank may give up
+        the wait and go on.
+        """
         return Wait(call, ranks, phase, deadline_of(timeout_s), "" if timeout_s else "waits in")
 
     def _await_outcome(self, wait: Wait) -> dict[int, Exception]:
-        """Return once the rank that runs the present call has done so: how it has failed; nothing if it succeeded."""
+        """Wait for the rank that runs the present call, and return the failures of the call, empty if it succeeded."""
         (rank,) = wait.ranks
         status = NO_STATUS
         goal = Position(self.generation, self.board.number, FINISHED)
@@ -236,7 +270,9 @@ class Blocks:
                 self.board.check_same_call(rank, status, wait.call)
                 if status.position < goal and status.position.phase == HAS_LEFT:
                     raise self.board.left_error(rank, wait.call)
-            has_run = status.position >= goal  # also if it is in a later generation, unless this block has failed
+            # A rank in a later generation has a later position too. But then the block of this rank may have failed
+            # before the call was run, so this is checked next.
+            has_run = status.position >= goal
             if status.position.generation > self.generation or (waited > times.LOOK_UP_PEER_AFTER_S and not has_run):
                 self._raise_if_generation_ended()
             return has_run
@@ -244,14 +280,14 @@ class Blocks:
         self.board.wait(wait, has_run_it)
         return rebuilt(self.board.failures_of_call(rank, status))
 
-    def _described(self, failures: Mapping[int, BaseException]) -> dict[int, Failure]:
-        """Return the failures as plain data; what another rank has described stays in its words."""
+    def _describe(self, failures: Mapping[int, BaseException]) -> dict[int, Failure]:
+        """Return the failures as plain data. If another rank has described its failure, this description is kept."""
         where = f"rank {self.rank} of {self.world_size}"
         others = {rank: getattr(e.__cause__, "failure", None) for rank, e in failures.items() if rank != self.rank}
         return {rank: others.get(rank) or Failure.from_exception(error, where) for rank, error in failures.items()}
 
     def _error(self, call: Call, failures: Mapping[int, BaseException]) -> ParallelError:
-        """Return the error of a call or block: a timeout if the cause is one."""
+        """Return the error of a call or block: a `RankTimeoutError` if its cause is one, otherwise a `RankError`."""
         errors = exceptions_in(failures)
         cause = next(iter(errors.values()), None)
         if isinstance(cause, RankTimeoutError):
@@ -259,12 +295,12 @@ class Blocks:
         return rank_error(call.function, self.world_size, errors)
 
     def _raise_if_must_leave(self) -> None:
-        """Raise again in a block that this rank was to leave: user code has caught what was raised, and gone on."""
+        """Raise `Interrupted` once more if user code has caught it and gone on in a block that this rank must leave."""
         if self._entered and self._entered[-1].must_leave:
             raise Interrupted
 
     def _raise_if_generation_ended(self) -> None:
-        """Raise in a block if the generation has ended: this is the block that has failed."""
+        """Raise `Interrupted` in the innermost block if the generation has ended: this block has then failed."""
         if self._entered and self._has_generation_ended():
             self._entered[-1].make_leave()
             raise Interrupted
@@ -275,7 +311,7 @@ class Blocks:
     # The parts of a barrier and of a block.
 
     def _next_barrier(self) -> int:
-        """Return the number of the barrier that this rank comes to now."""
+        """Count the barrier that this rank comes to now, and return its number."""
         self._barriers += 1
         return self._barriers
 
@@ -285,48 +321,55 @@ class Blocks:
 
     @contextlib.contextmanager
     def _barrier(self, call: Call, timeout_s: float | None) -> Iterator[Callable[[], None]]:
-        """Make a barrier. A rank arrives by calling what this yields; if it leaves before, it gives the barrier up."""
+        """Make a barrier, and yield the function by which this rank arrives at it and waits for the other ranks.
+
+        If the body raises before it has called that function, this rank gives up the barrier, and all ranks fail at it.
+        """
         self._raise_if_must_leave()
         barrier = BlockState(call, self._innermost, end=self._next_barrier())
 
-        def meet() -> None:
+        def arrive() -> None:
             self._begin(call)
-            self._meet(barrier, self._wait(call, self._others, ARRIVED, timeout_s))
+            self._arrive(barrier, self._wait(call, self._others, ARRIVED, timeout_s))
             barrier.has_passed = True
 
         with self._on_all_ranks(barrier):
-            yield meet
+            yield arrive
 
     def _end_block(self, block: BlockState) -> None:
-        """Wait at the end of ``block`` for the others."""
+        """Wait for the other ranks at the end of ``block``."""
         if (failure := self.context.group.error()) is not None:
             raise failure
         call = block.call._replace(function=f"the end of {block.call.function}")
         self._begin(call)
         block.end = self._next_barrier()
         block.deadline = min(block.deadline, deadline_of(block.timeout_s))
-        self._meet(block, Wait(call, self._others, ARRIVED, block.first_due().deadline, "waits at"))
+        self._arrive(block, Wait(call, self._others, ARRIVED, block.first_due().deadline, "waits at"))
 
-    def _meet(self, block: BlockState, wait: Wait) -> None:
-        """Return once every rank has arrived at the present barrier, of ``block``; raise if one never will."""
+    def _arrive(self, block: BlockState, wait: Wait) -> None:
+        """Arrive at the present barrier, which belongs to ``block``, and wait until every rank has arrived there.
+
+        If a rank cannot arrive any more, raise instead.
+        """
         self.board.post(ARRIVED)
         key = arrived_key(self.generation)
-        all_arrived = self._barriers * self.world_size
+        arrivals_needed = self._barriers * self.world_size
         has_arrived = False
 
         def is_complete(waited: float) -> bool:
             nonlocal has_arrived
-            # Before the counter: a rank that leaves as soon as all have arrived has done nothing wrong.
+            # The neighbor is checked before the counter is read. In the other order, a neighbor that arrives last and
+            # leaves between these two steps would look as if it had left without arriving.
             has_left = waited > times.LOOK_UP_PEER_AFTER_S and self._check_neighbor(block, wait.call)
-            arrived = self._connection.add(key, 0 if has_arrived else 1)
+            arrivals = self._connection.add(key, 0 if has_arrived else 1)
             has_arrived = True
-            if arrived >= END_MARK:
+            if arrivals >= END_MARK:
                 record = self._connection.read(ended_key(self.generation), GenerationEnd)
                 if record is not None and record.barriers < self._barriers:
                     block.make_leave()
                     raise Interrupted
                 return record is not None
-            if arrived >= all_arrived:
+            if arrivals >= arrivals_needed:
                 self._check_neighbor(block, wait.call)
                 return True
             if has_left:
@@ -334,17 +377,19 @@ class Blocks:
             return False
 
         self.board.wait(wait, is_complete)
-        while self._earlier:  # every rank is through them
-            earlier = self._earlier.pop()
+        while self._earlier_generations:  # every rank has arrived in this generation, and reads no earlier keys
+            earlier = self._earlier_generations.pop()
             if self.rank == 0:
                 self._connection.delete(ended_key(earlier))
                 self._connection.delete(arrived_key(earlier))
 
     def _check_neighbor(self, block: BlockState, call: Call) -> bool:
-        """Raise if the rank before this one is at another barrier; return whether it has left the others.
+        """Raise if the neighbor, the rank before this one, is at another barrier. Return whether it has left the world.
 
-        Where ranks are at different barriers, some rank at each of them has such a neighbor. A rank whose neighbor is
-        at the same one may go on, as one counter serves for all barriers: so the end of the generation tells of that.
+        It is enough that each rank compares itself with one other rank: if the ranks are at different barriers, at each
+        of these barriers there is a rank whose neighbor is at another one. A rank whose neighbor is at the same barrier
+        notices nothing and may pass, because the counter adds up the arrivals at all barriers. So the record of the end
+        of the generation says that the barriers were mixed.
         """
         status = self.board.status_of(self._neighbor)
         if status.position.generation == self.generation:
@@ -357,18 +402,22 @@ class Blocks:
 
     @contextlib.contextmanager
     def _on_all_ranks(self, block: BlockState) -> Iterator[None]:
-        """Have what is raised in here end the generation: all ranks raise it, each out of the block that has failed."""
+        """End the generation if the body of the ``with`` block raises, so that all ranks raise the failure.
+
+        Each rank raises it out of the block that has failed, which may be ``block`` or a block around it.
+        """
         try:
             yield
         except BaseException as error:
             if block.has_passed:
                 raise
             raised: BaseException | None = None
-            with DeferredSignals():  # Ctrl-C leaves no generation half ended
-                if block.around is not None and block.around.must_leave:  # it has failed just before this one began
-                    block.make_leave(block.around.reason)
+            with DeferredSignals():  # otherwise Ctrl-C could stop this rank between the mark and the record
+                if block.outer is not None and block.outer.must_leave:  # it failed just before this block began
+                    block.make_leave(block.outer.reason)
                 is_of_block = isinstance(error, Exception) or (isinstance(error, Interrupted) and block.must_leave)
-                # The frames that hand ``error`` to this one keep it, and since Python 3.12 this frame keeps them.
+                # This frame is removed from the traceback, because the error would be part of a reference cycle: since
+                # Python 3.12 this frame refers to the frames that called it, and those refer to ``error``.
                 error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
                 try:
                     raised = self._leave_block(block, cause_of(error, block.reason))
@@ -377,33 +426,37 @@ class Blocks:
                     if is_of_block:
                         raise
             try:
-                if not is_of_block:  # it has its own way out: a SystemExit, a KeyboardInterrupt, the end of a task
+                if not is_of_block:  # a SystemExit, a KeyboardInterrupt or the end of a pool's task goes on unchanged
                     raise
                 if raised is not None:
                     raise raised from None
             finally:
-                del raised  # it would live in a cycle with its traceback, and all that the frames there hold
+                # The exception refers to this frame by its traceback. If the frame also referred to the exception,
+                # this cycle would keep alive all objects in the frames of the traceback.
+                del raised
 
     def _leave_block(self, block: BlockState, error: BaseException) -> BaseException | None:
-        """End the generation with ``error``, which has come up in ``block``, or at a barrier alone.
+        """End the generation because ``error`` was raised in ``block``, or at a barrier without a block.
 
         Returns:
-            What to raise there. If this block has failed, the error of all ranks. If the one around it has,
-            `Interrupted`, which comes out there. None if neither has, as all ranks had come to the end just then: this
-            rank goes on, and its next barrier raises the failure.
+            The exception to raise out of ``block``. If this block has failed, it is the error that all ranks raise. If
+            the block around it has failed, it is `Interrupted`, and that block then raises the error. None if no block
+            has failed, because all ranks had come to the end of ``block`` already: this rank then goes on, and its next
+            barrier raises the failure.
 
         Raises:
             ParallelError: the store is gone.
         """
-        failures = self._failures_of(block, error)
-        described = self._described(failures)
+        failures = self._failures_to_report(block, error)
+        described = self._describe(failures)
         record = self._end_generation(described, block.is_mixed)
-        if not record.fails(block.begin, block.end, is_outermost=block.around is None):
-            if block.around is None:
+        if not record.fails(block.begin, block.end, is_outermost=block.outer is None):
+            if block.outer is None:
                 return None
-            block.around.make_leave()
-            return Interrupted()  # no `except Exception` on the way there catches it
-        # Some rank has run code in it, perhaps a collective. In a barrier alone, which never begins, nobody has.
+            block.outer.make_leave()
+            return Interrupted()  # user code between the two blocks does not catch it by `except Exception`
+        # The group is closed if a rank may be in a collective of the block. A barrier without a block contains no code,
+        # so its failure closes no group.
         closes_group = block.begin <= record.barriers or record.is_mixed
         try:
             self.begin_generation(self.generation + 1)
@@ -411,15 +464,21 @@ class Blocks:
         finally:
             if closes_group:
                 self.context.group.close()
-        own = exceptions_in(failures)  # as it was raised here, with its traceback
-        known = {rank: own[rank] for rank in own if record.failures[rank] == described[rank]}
-        return self._error(block.call, rebuilt(record.failures) | known)
+        # Exceptions that were raised in this process are better than rebuilt ones: they have their traceback.
+        own = exceptions_in(failures)
+        recorded = {rank: own[rank] for rank in own if record.failures[rank] == described[rank]}
+        return self._error(block.call, rebuilt(record.failures) | recorded)
 
     def _end_generation(self, failures: dict[int, Failure], is_mixed: bool) -> GenerationEnd:
-        """End the generation, if nobody has: how it has ended, with these ``failures`` among the others.
+        """End the generation unless another rank has done so, and return the record of its end.
 
-        The cause, which comes first, is the same on all ranks; which others a rank sees depends on when it looks. If
-        ranks are at different barriers, the counter tells nothing of the present one: it was not complete.
+        The first failure in the record is the cause, which is the same on all ranks. Ranks may add their own failures
+        later, so a rank that reads the record early does not see all of them.
+
+        Args:
+            failures: added to the record.
+            is_mixed: other ranks are at other barriers. The counter then shows nothing about the present barrier, so it
+                counts as not complete.
         """
         key = ended_key(self.generation)
         text = self._connection.get(key)
@@ -434,9 +493,9 @@ class Blocks:
                 return record
             text = self._connection.swap(key, text, encode(record._replace(failures=record.failures | added)))
 
-    def _failures_of(self, block: BlockState, error: BaseException) -> dict[int, BaseException]:
-        """Return the failures that this rank has to tell the others, by rank; none if they know the cause already."""
-        if isinstance(error, Interrupted) and block.must_leave:  # else it is the end of a task
+    def _failures_to_report(self, block: BlockState, error: BaseException) -> dict[int, BaseException]:
+        """Return the failures to write into the record, by rank; none if ``error`` follows from a recorded failure."""
+        if isinstance(error, Interrupted) and block.must_leave:  # otherwise the task of a pool is being ended
             return {}
         if lost_connection(error):
             deaths = self._seek_deaths(block)
@@ -445,7 +504,7 @@ class Blocks:
         return failures_in(error, self.rank)
 
     def _seek_deaths(self, block: BlockState) -> dict[int, BaseException]:
-        """Return the deaths that end the generation; none if it has ended already, or nothing is found in time."""
+        """Return the deaths behind a lost connection; none if the generation has ended, or no death shows in time."""
         for waited in looks(*times.POLL):
             if self._has_generation_ended() or waited > times.CAUSE_WITHIN_S:
                 break
@@ -455,14 +514,15 @@ class Blocks:
 
 
 def blocks_of(context: RankContext | None) -> Blocks | None:
-    """Those of the world that this process is in; None when it is the only rank."""
+    """Return the `Blocks` of the world that this process is in; None if it is the only rank."""
     global _current
     if context is None or context.world_size == 1:
         return None
     if _current is None or _current.context is not context:
         _current = Blocks(context)
         if context.store_host == context.rank:
-            _hosted[:] = [_current]  # who has joined again has heard of the one before
+            # Only this world is kept: ranks that join again have read all that they needed from the one before.
+            _hosted[:] = [_current]
     if _current.generation != context.generation:
         _current.begin_generation(context.generation)
     return _current
@@ -471,7 +531,7 @@ def blocks_of(context: RankContext | None) -> Blocks | None:
 def block(
     function: str, timeout_s: float | None = None, *, from_end: bool = False
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a block that all ranks run, see `Blocks.block`; plain code where this is the only rank."""
+    """Return a block that all ranks run, see `Blocks.block`. If this is the only rank, the block does nothing."""
     if (blocks := blocks_of(rank_context())) is None:
         return contextlib.nullcontext()
     return blocks.block(blocks.call_of_all(function), timeout_s, from_end=from_end)
@@ -482,7 +542,11 @@ def exceptions_in(failures: Mapping[int, BaseException]) -> dict[int, Exception]
 
 
 def failures_in(error: BaseException, rank: int) -> dict[int, BaseException]:
-    """Return the failures that an ``error`` of ``rank`` tells of, by rank."""
+    """Return the failures that an ``error`` stands for, by the rank that failed.
+
+    A `RankError` stands for failures of other ranks, and a `RankTimeoutError` for a rank that did not come. Any other
+    error is a failure of ``rank``, on which it was raised.
+    """
     if isinstance(error, RankError):
         return dict(error.failures)
     if isinstance(error, RankTimeoutError) and error.ranks:
@@ -492,7 +556,7 @@ def failures_in(error: BaseException, rank: int) -> dict[int, BaseException]:
 
 @atexit.register
 def _outlive_readers() -> None:
-    """Stay while another rank may still have to read an outcome: the store ends with the process that holds it."""
+    """Wait, at the end of a process that holds the store, until the other ranks have read the last outcomes."""
     deadline = time.monotonic() + times.LINGER_S
     for hosted in _hosted:
         if not hosted.context.is_inherited:
@@ -500,4 +564,4 @@ def _outlive_readers() -> None:
 
 
 _current: Blocks | None = None
-_hosted: list[Blocks] = []  # those whose store lives in this process
+_hosted: list[Blocks] = []  # the blocks of the last world whose store this process holds; empty: it holds none

@@ -1,7 +1,9 @@
-"""From a launcher's environment to launch facts: pure functions, no torch, nothing started.
+"""The rank, the world size and the store's address, read from the environment variables that a launcher sets.
 
-Which variables tell what was read in the launchers' sources and documentation. The tests start torchrun, ``srun``, Open
-MPI's ``mpirun`` and MPICH's Hydra for real.
+The functions are pure: they use no torch and start nothing.
+
+The meaning of each variable is taken from the sources and the documentation of its launcher. The tests start torchrun,
+``srun``, Open MPI's ``mpirun`` and MPICH's Hydra for real.
 """
 
 from __future__ import annotations
@@ -21,13 +23,17 @@ from ...errors import LaunchError
 
 T = TypeVar("T")
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_PORTS = range(10_000, 30_000)  # for a store where nobody said a port: below those that systems hand out to anybody
+# The port of the store is chosen from these if MASTER_PORT is not set. They lie below the ephemeral ports, which the
+# kernel gives to any connection.
+_PORTS = range(10_000, 30_000)
 
-# Variables that count the nodes, or the processes that a platform wants on each: with them RANK may number nodes.
+# Variables in which a platform counts the nodes, or the processes of each node. If one of them is set, RANK may be the
+# number of a node instead of the number of a process.
 _NODE_COUNTS = ("NNODES", "NUM_NODES", "PET_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 _PROCESSES_PER_NODE = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
 
-_HOST = r"(?:[^][,\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"  # one or several, as SLURM writes them: a[1-2,07]-ib
+# One item of SLURM's list of hosts. With brackets the item stands for several hosts, such as a[1-2,07]-ib.
+_HOST = r"(?:[^][,\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 
 
 @dataclass(frozen=True)
@@ -42,22 +48,24 @@ class Launch:
     node_rank: int
     master_addr: str
     master_port: int
-    one_node: bool  # surely all ranks on this host, so that their sockets may stay on the loopback
-    told_by: tuple[str, ...]  # the variables that say all this
+    one_node: bool  # True only if all ranks certainly run on this host: then their sockets stay on the loopback
+    told_by: tuple[str, ...]  # the variables from which these values were read
     launcher_hosts_store: bool = False  # torchrun's agent listens on the master port; otherwise rank 0 does
-    attempt: int = 0  # how often an elastic launcher has restarted the ranks
+    attempt: int = 0  # the number of times that an elastic launcher has restarted the ranks
 
 
 def detect_launch(environ: Mapping[str, str]) -> Launch | None:
-    """Return the launch that ``environ`` describes, or None when no launcher started this process.
+    """Return the launch that ``environ`` describes, or None if no launcher started this process.
 
-    Where several launchers left their variables, the innermost is meant: torchrun or the ``env://`` variables, then an
-    MPI launcher, then a SLURM step. A SLURM batch script or an interactive shell is no launch, nor is a step of one
-    task: that is how SLURM starts any program.
+    If several launchers have set their variables, the innermost launcher counts. The order is: torchrun or the
+    ``env://`` variables, then an MPI launcher, then a SLURM step.
+
+    A SLURM batch script and an interactive shell are no launch. A SLURM step of one task is no launch either, because
+    SLURM starts every single program in that way.
 
     Raises:
-        LaunchError: the variables are half set, contradict each other, or hold something that cannot be; the message
-            names them.
+        LaunchError: some variables are missing, contradict each other or hold an impossible value. The message names
+            the variables.
 
     Example::
 
@@ -81,10 +89,10 @@ def detect_launch(environ: Mapping[str, str]) -> Launch | None:
 
 
 def with_arguments(environ: Mapping[str, str], **arguments: int | str | None) -> dict[str, str]:
-    """``environ`` with explicit arguments in the place of the variables of the same name.
+    """Return a copy of ``environ`` in which the given arguments replace the variables of the same name.
 
-    What a launcher said *about* a value that an argument now contradicts is stale and dropped with it: another rank has
-    another local rank, and at another master address no agent of torchrun's listens.
+    If an argument contradicts its variable, further variables that depend on the old value are dropped. A process with
+    another rank has another local rank, and torchrun's agent does not listen at another master address.
     """
     merged = dict(environ)
     explicit = {name.upper(): str(value) for name, value in arguments.items() if value is not None}
@@ -97,17 +105,18 @@ def with_arguments(environ: Mapping[str, str], **arguments: int | str | None) ->
     if changed & {"MASTER_ADDR", "MASTER_PORT"}:
         for name in [name for name in merged if name.startswith("TORCHELASTIC_")]:
             del merged[name]
-    if "LOCAL_RANK" in explicit:  # also under the name that the launcher gave it
+    if "LOCAL_RANK" in explicit:  # `detect_launch` reads the local rank from the launcher's own variable
         explicit |= dict.fromkeys(_LOCAL_RANKS & merged.keys(), explicit["LOCAL_RANK"])
     return merged | explicit
 
 
 def is_loopback(host: str) -> bool:
+    """Return whether ``host`` names this machine by a loopback address."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def has_terminal() -> bool:
-    """Return whether this process belongs to a terminal, wherever its input and output go."""
+    """Return whether this process has a controlling terminal, even if its input and output are redirected."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -116,13 +125,13 @@ def has_terminal() -> bool:
 
 
 class _Names(NamedTuple):
-    """The variables of a launcher that tells each process its place."""
+    """The variables in which a launcher writes the rank of each process."""
 
     rank: str
     world_size: str
     local_rank: str
     local_world_size: str
-    job: tuple[str, ...] = ()  # tell apart two jobs on one host, and two steps of a job that run at the same time
+    job: tuple[str, ...] = ()  # these differ between two jobs on one host, and between simultaneous steps of a job
 
 
 _MPI = {
@@ -143,24 +152,25 @@ _LOCAL_RANKS = {names.local_rank for names in (*_MPI.values(), _SLURM)}
 
 
 class _Variables:
-    """The variables of an environment; an empty one counts as unset. It remembers which were used."""
+    """The variables of an environment. An empty variable counts as unset."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
-        self.names = dict[str, None]()
+        self.names = dict[str, None]()  # the variables whose values have been read, in order
 
     def has(self, *names: str) -> bool:
+        """Return whether all these variables are set."""
         return all(self._environ.get(name) for name in names)
 
     def text(self, name: str) -> str:
-        """Return the value of a variable. Raises LaunchError if it is not set."""
+        """Return the value of a variable. Raise LaunchError if the variable is not set."""
         if not self.has(name):
-            raise LaunchError(f"{_listed(list(self.names))} set and {name} is not: the launcher tells too little.")
+            raise LaunchError(f"{_listed(list(self.names))} set and {name} is not: the launcher must set all of them.")
         self.names[name] = None
         return self._environ[name]
 
     def parsed(self, name: str, parse: Callable[[str], T]) -> T:
-        """Return ``parse`` of the value. Raises LaunchError if it is not set, or ``parse`` raises a ValueError."""
+        """Return ``parse(value)`` of a variable. Raise LaunchError if it is not set or ``parse`` raises ValueError."""
         text = self.text(name)
         try:
             return parse(text)
@@ -168,7 +178,17 @@ class _Variables:
             raise LaunchError(f"{name}: {error}") from None
 
     def number(self, name: str, *, at_least: int = 0, below: int | None = None, because: str = "") -> int:
-        """Return the whole number that it holds. Raises LaunchError if that is none, or cannot be."""
+        """Return the value of a variable as an integer.
+
+        Args:
+            name: the variable.
+            at_least: the smallest value that is allowed.
+            below: the first value that is too large; None: there is no upper limit.
+            because: the reason for the upper limit, for the message.
+
+        Raises:
+            LaunchError: the variable is not set, its value is not an integer, or the value is out of these limits.
+        """
         text = self.text(name)
         if not re.fullmatch(r"\s*-?\d+\s*", text, re.ASCII):
             raise LaunchError(f"{name}={text!r} is not a whole number.")
@@ -179,7 +199,12 @@ class _Variables:
         return value
 
     def host(self, name: str) -> str:
-        """Return the name or address of a host. Raises LaunchError if it is more than that, or not there."""
+        """Return the value of a variable that names a host.
+
+        Raises:
+            LaunchError: the variable is not set, or its value is not just a host name or an address: it has a port or
+                is a URL.
+        """
         host = self.text(name).strip()
         is_ipv6 = host.count(":") > 1 and "/" not in host
         if "/" in host or (":" in host and not is_ipv6):
@@ -191,15 +216,18 @@ class _Variables:
 
 
 def _by_env(variables: _Variables) -> Launch:
-    """By torchrun, or by the variables that ``env://`` needs, which a platform or a user has set."""
-    says_place = variables.has("LOCAL_RANK")  # else all ranks are here
-    local_rank = "LOCAL_RANK" if says_place else "RANK"
-    local_world_size = "LOCAL_WORLD_SIZE" if says_place and variables.has("LOCAL_WORLD_SIZE") else "WORLD_SIZE"
+    """Return the launch by torchrun, or by the ``env://`` variables that a platform or a user has set.
+
+    Without LOCAL_RANK all ranks must run on this node, so that the local rank is the rank.
+    """
+    has_local_rank = variables.has("LOCAL_RANK")
+    local_rank = "LOCAL_RANK" if has_local_rank else "RANK"
+    local_world_size = "LOCAL_WORLD_SIZE" if has_local_rank and variables.has("LOCAL_WORLD_SIZE") else "WORLD_SIZE"
     is_torchrun = variables.has("TORCHELASTIC_RUN_ID")
     names = _Names("RANK", "WORLD_SIZE", local_rank, local_world_size)
     launch = _launch(variables, "torchrun" if is_torchrun else "env", names)
-    if not says_place:
-        _check_ranks_are_of_processes(variables, launch)
+    if not has_local_rank:
+        _check_rank_numbers_processes(variables, launch)
     nodes = variables.number("GROUP_WORLD_SIZE", at_least=1) if variables.has("GROUP_WORLD_SIZE") else 0
     if is_torchrun and nodes * launch.local_world_size == launch.world_size:
         # With --virtual-local-rank every LOCAL_RANK is 0.
@@ -210,36 +238,43 @@ def _by_env(variables: _Variables) -> Launch:
         launcher_hosts_store=variables.has("TORCHELASTIC_USE_AGENT_STORE")
         and variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=variables.number("TORCHELASTIC_RESTART_COUNT") if variables.has("TORCHELASTIC_RESTART_COUNT") else 0,
-        one_node=nodes == 1 if nodes else is_loopback(launch.master_addr) and not _of_nodes(variables),
+        one_node=nodes == 1 if nodes else is_loopback(launch.master_addr) and not _mention_of_nodes(variables),
         told_by=tuple(variables.names),
     )
 
 
 def _by_mpi(variables: _Variables) -> Launch | None:
-    """By the mpirun of Open MPI, or by Hydra, which MPICH and Intel MPI start their ranks with."""
+    """Return the launch by Open MPI's ``mpirun``, or by Hydra, which is the launcher of MPICH and Intel MPI."""
     for launcher, names in _MPI.items():
         if variables.has(names.rank, names.local_rank):
             return _launch(variables, launcher, names)
     return None
 
 
-def _proxy_of_hydra() -> int:
-    """Return the process that has started the ranks of a job of Hydra on this node: no variable tells the job."""
+def _hydra_proxy_pid() -> int:
+    """Return the id of the process by which Hydra started the ranks on this node, or 0.
+
+    This id distinguishes two jobs on one node, because Hydra sets no variable that does.
+    """
     pid = os.getppid()
     with contextlib.suppress(OSError):
         while pid > 1:
             name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
             if name == "hydra_pmi_proxy":
                 return pid
-            pid = int(rest.split()[1])  # its parent
+            pid = int(rest.split()[1])  # the parent process
     return 0
 
 
 def _by_slurm(variables: _Variables) -> Launch | None:
-    """By srun. A batch script has some of these variables too; only a step tells its tasks and nodes."""
+    """Return the launch by ``srun``, or None.
+
+    A batch script has some of these variables too, but only a step has the variables that count its tasks and nodes.
+    """
     if not variables.has(_SLURM.world_size, "SLURM_STEP_NODELIST"):
         return None
-    # `srun --pty bash`, and a notebook in there; a step inside inherits the variable alone.
+    # The shell of `srun --pty bash` and a notebook in this shell are no ranks. A step that is started from this shell
+    # inherits SLURM_PTY_PORT, but it has no terminal.
     if variables.has("SLURM_PTY_PORT") and (has_terminal() or "ipykernel.kernelapp" in sys.modules):
         return None
     world_size = variables.number(_SLURM.world_size, at_least=1)
@@ -257,14 +292,22 @@ def _by_slurm(variables: _Variables) -> Launch | None:
 
 
 def first_host(text: str) -> str:
-    """Return the first host of a list of SLURM: ``a01-ib`` of ``a[01-02,07]-ib,b3``; ValueError for other text."""
+    """Return the first host of a list in SLURM's notation: ``a01-ib`` for ``a[01-02,07]-ib,b3``.
+
+    Raises:
+        ValueError: the text is not in this notation.
+    """
     if not re.fullmatch(f"{_HOST}(?:,{_HOST})*", text):
         raise ValueError(f"{text!r} is not a list of hosts in SLURM's notation, which is like a[1-2,07]-ib,b3.")
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", re.findall(_HOST, text)[0])
 
 
 def task_counts(text: str) -> list[int]:
-    """Return the number of tasks on each node: 2, 2, 2 and 1 for SLURM's ``2(x3),1``; ValueError for other text."""
+    """Return the number of tasks on each node: 2, 2, 2 and 1 for ``2(x3),1`` in SLURM's notation.
+
+    Raises:
+        ValueError: the text is not in this notation.
+    """
     counts = list[int]()
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
@@ -282,14 +325,28 @@ def _launch(
     node_rank: int | None = None,
     first_host: str | None = None,
 ) -> Launch:
-    """Return the launch that the variables ``names`` describe; without MASTER_ADDR the store is on ``first_host``."""
+    """Return the launch that the variables ``names`` describe.
+
+    Args:
+        variables: the environment.
+        launcher: the name of the launcher.
+        names: the launcher's variables.
+        local_world_size: the number of ranks on this node; None: the launcher's variable holds this number.
+        node_rank: the number of this node; None: every node has the same number of ranks, in order.
+        first_host: the host of rank 0 if MASTER_ADDR is not set; None: the launcher does not say this host.
+
+    Raises:
+        LaunchError: a value is missing or impossible.
+    """
     world_size = variables.number(names.world_size, at_least=1)
-    of_all = f"{names.world_size}={world_size}"
-    rank = variables.number(names.rank, below=world_size, because=of_all)
+    world_limit = f"{names.world_size}={world_size}"
+    rank = variables.number(names.rank, below=world_size, because=world_limit)
     if local_world_size is None:
-        local_world_size = variables.number(names.local_world_size, at_least=1, below=world_size + 1, because=of_all)
-    of_node = f"{local_world_size} ranks run on this node"
-    local_rank = variables.number(names.local_rank, below=local_world_size, because=of_node)
+        local_world_size = variables.number(
+            names.local_world_size, at_least=1, below=world_size + 1, because=world_limit
+        )
+    node_limit = f"{local_world_size} ranks run on this node"
+    local_rank = variables.number(names.local_rank, below=local_world_size, because=node_limit)
     one_node = local_world_size == world_size
     if variables.has("MASTER_ADDR"):
         first_host = variables.host("MASTER_ADDR")
@@ -297,15 +354,15 @@ def _launch(
         first_host = "127.0.0.1"
     elif first_host is None:
         raise LaunchError(
-            f"{local_world_size} of the {world_size} ranks that {launcher} started run on this node, and it does not "
-            "say where rank 0 is. Set MASTER_ADDR to the host of rank 0, on every rank."
+            f"{local_world_size} of the {world_size} ranks that {launcher} started run on this node, and {launcher} "
+            "does not say where rank 0 is. Set MASTER_ADDR to the host of rank 0, on every rank."
         )
     if variables.has("MASTER_PORT"):
         port = variables.number("MASTER_PORT", at_least=1, below=65536, because="it is a port")
-    else:  # one that follows from the job, alike on all its ranks
+    else:  # the port is computed from the job, so that all ranks of the job choose the same one
         job = " ".join([launcher, *(variables.text(name) for name in names.job if variables.has(name))])
         if launcher == "hydra" and one_node:
-            job += f" {_proxy_of_hydra()}"
+            job += f" {_hydra_proxy_pid()}"
         port = _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
     return Launch(
         launcher=launcher,
@@ -321,31 +378,40 @@ def _launch(
     )
 
 
-def _check_ranks_are_of_processes(variables: _Variables, launch: Launch) -> None:
-    """Raise if RANK may be the rank of a node: a platform that starts one pod a node leaves its processes to us."""
-    is_here = launch.world_size == 1 or is_loopback(launch.master_addr) or launch.master_addr == socket.gethostname()
-    why = _of_nodes(variables) or ("" if is_here else f"MASTER_ADDR={launch.master_addr} is another host")
+def _check_rank_numbers_processes(variables: _Variables, launch: Launch) -> None:
+    """Raise LaunchError if RANK may be the number of a node instead of the number of a process.
+
+    Some platforms start one pod per node, set RANK to the number of the pod, and leave it to the pod to start several
+    processes.
+    """
+    master_is_here = (
+        launch.world_size == 1 or is_loopback(launch.master_addr) or launch.master_addr == socket.gethostname()
+    )
+    why = _mention_of_nodes(variables) or (
+        "" if master_is_here else f"MASTER_ADDR={launch.master_addr} is another host"
+    )
     if why:
         raise LaunchError(
-            f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} are set and {why}, so LOCAL_RANK, this process's "
-            "place on its own node, cannot be guessed. Set LOCAL_RANK (0 for one process per node), or start the "
-            "processes of a node by torchrun."
+            f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} are set, but LOCAL_RANK is not, which numbers the "
+            f"ranks of one node. It cannot be guessed, because {why}. Set LOCAL_RANK (0 for one process per node), or "
+            "start the processes of a node by torchrun."
         )
 
 
-def _of_nodes(variables: _Variables) -> str:
-    """Return the variable in which a platform counts nodes, or the processes of each, and what follows; else nothing.
+def _mention_of_nodes(variables: _Variables) -> str:
+    """Return a clause on the variable in which a platform counts nodes or their processes, or an empty text.
 
-    Where it does, a master called localhost may be how one node knows itself, and RANK may number the nodes.
+    If there is such a variable, RANK may be the number of a node. The address localhost then does not prove that all
+    ranks are on one node, because the node of rank 0 may call itself localhost.
     """
     for name in (*_NODE_COUNTS, *_PROCESSES_PER_NODE):
         if variables.has(name) and (name in _PROCESSES_PER_NODE or variables.text(name) != "1"):
-            return f"{name}={variables.text(name)} speaks of nodes with ranks of their own"
+            return f"{name}={variables.text(name)} speaks of nodes, which RANK may number"
     return ""
 
 
 def _check_agree(launch: Launch, present: Mapping[str, str]) -> None:
-    """Raise if RANK or WORLD_SIZE, set by somebody else, contradict the launcher."""
+    """Raise LaunchError if RANK or WORLD_SIZE, which this launcher does not set, contradict the launcher."""
     for name, value in (("RANK", launch.rank), ("WORLD_SIZE", launch.world_size)):
         if present.get(name, str(value)) != str(value):
             raise LaunchError(
@@ -355,6 +421,7 @@ def _check_agree(launch: Launch, present: Mapping[str, str]) -> None:
 
 
 def _half_set(present: Mapping[str, str]) -> str:
+    """Return the message for an environment in which only some of the ``env://`` variables are set."""
     missing = [name for name in _REQUIRED if name not in present]
     ranks = present.get("WORLD_SIZE", "4")
     return (
@@ -365,6 +432,7 @@ def _half_set(present: Mapping[str, str]) -> str:
 
 
 def _listed(names: list[str]) -> str:
+    """Return the names with their verb: ``"A is"``, or ``"A, B and C are"``."""
     if len(names) == 1:
         return f"{names[0]} is"
     return f"{', '.join(names[:-1])} and {names[-1]} are"

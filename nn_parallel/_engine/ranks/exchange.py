@@ -1,4 +1,4 @@
-"""Packed objects go from rank to rank, by torch's own collectives of objects."""
+"""Transfer of packed objects between ranks, by torch's own collectives for objects."""
 
 from __future__ import annotations
 
@@ -12,10 +12,19 @@ from .membership import initialize
 
 
 def broadcast_packed(packed: Packed | None, src: int) -> Any:
-    """Return what rank ``src`` packed, rebuilt; the others pass None. Makes the process group if there is none.
+    """Send the packed object of rank ``src`` to all other ranks and unpickle it there.
+
+    The process group is made first if there is none.
+
+    Args:
+        packed: the object on rank ``src``; None on all other ranks.
+        src: the sending rank.
+
+    Returns:
+        The object on the receiving ranks; None on rank ``src``, which has the object already.
 
     Raises:
-        TransferError: it cannot be unpickled here.
+        TransferError: the object cannot be unpickled on this rank.
     """
     initialize()
     box = [_sendable(packed) if packed is not None else None]
@@ -24,10 +33,12 @@ def broadcast_packed(packed: Packed | None, src: int) -> Any:
 
 
 def all_gather_packed(packed: Packed, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return what every rank packed, rebuilt, in rank order. Makes the process group if there is none.
+    """Return the objects that all ranks of ``group`` have packed, unpickled, in rank order.
+
+    The process group is made first if there is none.
 
     Raises:
-        TransferError: one of them cannot be unpickled here.
+        TransferError: one of the objects cannot be unpickled on this rank.
     """
     initialize()
     ranks = ranks_of(group)
@@ -37,6 +48,7 @@ def all_gather_packed(packed: Packed, group: dist.ProcessGroup | None = None) ->
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the ranks of ``group``, or of the default group if ``group`` is None; ``[0]`` if there is no group."""
     return dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
 
 
@@ -48,7 +60,7 @@ def _rebuilt(box: Any, src: int) -> Any:
     pickled, buffers = box
     try:
         return loads(pickled, [bytearray(buffer) for buffer in buffers])
-    except (Exception, SystemExit) as error:  # a KeyboardInterrupt may be the user's
+    except (Exception, SystemExit) as error:  # not KeyboardInterrupt: the user may have pressed Ctrl-C
         raise TransferError(
             f"The result of rank {src} cannot be rebuilt here: {type(error).__name__}: {error}"
         ) from error

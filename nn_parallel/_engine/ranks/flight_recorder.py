@@ -1,7 +1,8 @@
-"""The collectives that this process has entered, as torch's flight recorder has them.
+"""The collectives that this process has entered, from torch's flight recorder.
 
-That of the gloo backend, which torch keeps unasked since 2.11. Where it is switched off, or has no room for an
-entry any more (``TORCH_FR_BUFFER_SIZE``), a collective is not known here.
+Since version 2.11 torch also records the collectives of gloo without being asked to. The environment variable
+``TORCH_FR_BUFFER_SIZE`` sets the number of records; 0 switches the recorder off. A collective that torch does not
+record, or whose record has been overwritten, is not seen by this package.
 """
 
 from __future__ import annotations
@@ -14,21 +15,25 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}  # torch's functions
+# By backend: torch's function that returns the records.
+DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 
 
 class Collective(NamedTuple):
-    """A collective that this rank has entered: the ``number``-th of its process group, on every rank."""
+    """A collective that this rank has entered."""
 
-    group: str  # torch's name of the group, the same on all of its ranks
-    number: int
-    members: tuple[int, ...]
+    group: str  # torch's name of the process group, the same on all of its ranks
+    number: int  # of the collective in its group, the same on all of its ranks
+    members: tuple[int, ...]  # the ranks of the group
     is_over: bool
     by_main_thread: bool
 
 
 def collectives(first_group_id: int) -> list[Collective]:
-    """Return the last that this rank has entered, the oldest first, in groups that exist and have at least this id."""
+    """Return the last collectives of gloo that this rank has entered, the oldest first.
+
+    Only process groups that exist and whose id is at least ``first_group_id`` are included.
+    """
     world = dist.distributed_c10d._world
     main = str(threading.main_thread().ident)
     members = {name: tuple(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())}
@@ -40,9 +45,10 @@ def collectives(first_group_id: int) -> list[Collective]:
 
 
 def running_collectives(first_group_id: int, backend: str = "gloo") -> str:
-    """Return what changes whenever a collective of this ``backend`` begins or ends; empty if none is under way.
+    """Return a text that changes whenever a collective of this ``backend`` begins or ends; empty if none is running.
 
-    Takes microseconds, where `collectives` takes up to a tenth of a second.
+    Only process groups whose id is at least ``first_group_id`` are included. This function takes microseconds, whereas
+    `collectives` takes up to 0.1 s.
     """
     statuses = {
         group: (status["last_enqueued_collective"], status["last_completed_collective"])
@@ -53,27 +59,30 @@ def running_collectives(first_group_id: int, backend: str = "gloo") -> str:
 
 
 def entered(last: Sequence[Collective]) -> dict[str, int]:
-    """By the name of a process group, how many collectives this process has entered in it, at most.
+    """Return, by the name of a process group of gloo, the most collectives that this process can have entered in it.
 
-    Exactly, where the group is among ``last``. The sequence number of any other counts point-to-point operations too.
+    For groups in ``last``, the result of `collectives`, the number is exact. For other groups it is torch's sequence
+    number, which also counts point-to-point operations.
     """
     numbers: dict[str, int] = {}
     for group, name in list(dist.distributed_c10d._world.pg_names.items()):
         try:
             backend = group._get_backend(torch.device("cpu"))
-        except RuntimeError:  # it has none
+        except RuntimeError:  # the group has no backend for the CPU
             continue
         if type(backend) is dist.ProcessGroupGloo:
             numbers[name] = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]  # missing in the stubs
+    # If a group occurs several times in ``last``, its last collective determines the number.
     return numbers | {each.group: each.number for each in last if each.group in numbers}
 
 
 def next_group_id(backend: str = "gloo") -> int:
-    """Return more than the id of any process group of this ``backend`` that has been used so far."""
+    """Return the id after the highest one of all process groups of this ``backend`` that have been used so far."""
     return 1 + max(map(int, _dump(False, backend).get("pg_status", {})), default=-1)
 
 
 def _dump(entries: bool, backend: str = "gloo") -> dict[str, Any]:
-    dump = getattr(torch._C._distributed_c10d, DUMPS[backend], None)  # that of NCCL is missing in torch for the CPU
+    """Return the records of torch, with one entry for each collective if ``entries``; empty if torch has none."""
+    dump = getattr(torch._C._distributed_c10d, DUMPS[backend], None)  # torch for the CPU lacks the function of NCCL
     records: dict[str, Any] = {} if dump is None else json.loads(dump(entries, False))
     return records

@@ -1,4 +1,8 @@
-"""Find out who is dead: on this node by pidfds, on other nodes by the connections to rank 0, see `links`."""
+"""The ranks that have died, as this rank sees them.
+
+The process of a rank on this node is watched by a pidfd, a descriptor that becomes readable when the process ends. For
+ranks on other nodes, rank 0 publishes in the store which of them it has lost, see `links`.
+"""
 
 from __future__ import annotations
 
@@ -18,56 +22,60 @@ from .store import ENDED, LOST_KEY, OUT_OF_REACH, Lost, Member, StoreClient, dea
 
 
 class Liveness:
-    """The dead ranks, as one thread knows them."""
+    """The dead ranks, for one thread: it needs a connection to the store of its own."""
 
     def __init__(self, context: RankContext, connection: StoreClient) -> None:
         self._context = context
         self._connection = connection
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, Member] = {}  # by rank: the processes that have been looked up in the store
+        # By rank: the earliest time of the next attempt to look up its process, which may not be in the store yet.
         self._look_up_at = dict.fromkeys(range(context.world_size), 0.0)
-        self._poll = select.poll()
-        self._rank_of: dict[int, int] = {}  # by the pidfd of its process
-        self._how = dict[int, str]()  # those that are known to be dead died
-        self._lost = Lost({})  # as rank 0 has told
-        self._look_for_lost_at = 0.0
+        self._poll = select.poll()  # of the pidfds
+        self._rank_of: dict[int, int] = {}  # by pidfd
+        self._loss_reason = dict[int, str]()  # by dead rank: ENDED, OUT_OF_REACH or RESET
+        self._lost = Lost({})  # the record of rank 0, as last read
+        self._read_lost_at = 0.0  # the earliest time to read the record again
 
     def is_dead(self, rank: int) -> bool:
         """Return whether the process of ``rank`` is known to have ended, or its node to be out of reach."""
         return bool(self.dead([rank]))
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
-        """Those of ``ranks`` that are dead: one look at all processes, however many are asked for."""
+        """Return the dead ones among ``ranks``. A single system call checks all processes on this node."""
         now = time.monotonic()
         for rank in ranks:
             if rank not in self._members and now > self._look_up_at[rank]:
-                self._look_up_at[rank] = now + times.ASK_EVERY_S * self._context.world_size  # of all ranks alike
+                # The interval grows with the number of ranks, so that the number of requests per second does not.
+                self._look_up_at[rank] = now + times.ASK_EVERY_S * self._context.world_size
                 self._look_up(rank)
-        self._how.update((self._rank_of[pidfd], ENDED) for pidfd, _ in self._poll.poll(0))
+        self._loss_reason.update((self._rank_of[pidfd], ENDED) for pidfd, _ in self._poll.poll(0))
         return [rank for rank in ranks if self._is_known_dead(rank)]
 
     def out_of_reach(self, ranks: Sequence[int]) -> list[int]:
-        """Those of ``ranks`` whose nodes do not answer any more."""
-        return [rank for rank in self.dead(ranks) if self._how[rank] == OUT_OF_REACH]
+        """Return the ones among ``ranks`` whose nodes do not answer any more."""
+        return [rank for rank in self.dead(ranks) if self._loss_reason[rank] == OUT_OF_REACH]
 
     def is_stopped(self, rank: int) -> bool:
-        """Return whether the process of ``rank`` is on this node, and stopped."""
+        """Return whether the process of ``rank`` is on this node and has been stopped by a signal."""
         if rank not in self._members:
             self._look_up(rank)
         member = self._members.get(rank)
         return member is not None and member.is_here and is_stopped(member.pid)
 
     def death(self, rank: int, what: object = None) -> WorkerDiedError:
-        """Return the error of a rank that died, before it finished ``what``."""
+        """Return the error for a rank that has died. ``what``: the call that it had to finish, see `store.death`."""
         if rank not in self._members:
-            with contextlib.suppress(ParallelError):  # the store is gone, too
+            with contextlib.suppress(ParallelError):  # the store is lost too: the error then names no process
                 self._look_up(rank)
-        return death(rank, self._members.get(rank), self._how.get(rank, ENDED), self._context.lost_after_s, what)
+        how = self._loss_reason.get(rank, ENDED)
+        return death(rank, self._members.get(rank), how, self._context.lost_after_s, what)
 
     def deaths(self, ranks: Sequence[int], what: object) -> dict[int, WorkerDiedError]:
-        """Return the errors of those of ``ranks`` that are dead, by rank."""
+        """Return the errors for the dead ones among ``ranks``, by rank. ``what``: as for `death`."""
         return {rank: self.death(rank, what) for rank in self.dead(ranks)}
 
     def close(self) -> None:
+        """Close the pidfds."""
         for pidfd in self._rank_of:
             self._poll.unregister(pidfd)
             os.close(pidfd)
@@ -75,14 +83,15 @@ class Liveness:
         self._members.clear()
 
     def _look_up(self, rank: int) -> None:
+        """Read the process of ``rank`` from the store, and begin to watch it if it is on this node."""
         member = self._connection.read(member_key(rank), Member)
         if member is None:
             return
         try:
             pidfd = member.open_process()
         except ProcessLookupError:
-            self._how[rank] = ENDED
-        except OSError:  # no descriptor is left
+            self._loss_reason[rank] = ENDED
+        except OSError:  # this process has too many open files: `dead` tries again later
             return
         else:
             if pidfd is not None:
@@ -91,20 +100,21 @@ class Liveness:
         self._members[rank] = member
 
     def _is_known_dead(self, rank: int) -> bool:
-        if rank not in self._how and (links := self._context.links) is not None:
+        """Return whether ``rank`` is dead by its pidfd, by the connection to it, or by the record of rank 0."""
+        if rank not in self._loss_reason and (links := self._context.links) is not None:
             now = time.monotonic()
-            if self._context.rank != 0 and now > self._look_for_lost_at:
-                self._look_for_lost_at = now + times.ASK_EVERY_S
+            if self._context.rank != 0 and now > self._read_lost_at:
+                self._read_lost_at = now + times.ASK_EVERY_S
                 self._lost = self._connection.read(LOST_KEY, Lost) or self._lost
             how = links.lost.get(rank) or self._lost.how.get(rank)
             if how is not None:
-                self._how[rank] = how
-        return rank in self._how
+                self._loss_reason[rank] = how
+        return rank in self._loss_reason
 
 
 @functools.lru_cache(maxsize=1)
 def members(context: RankContext) -> list[Member]:
-    """Wait until all ranks have told where they live; return that, in rank order."""
+    """Return the process of each rank, in the order of the ranks. Wait until all ranks have written their own."""
     keys = [member_key(rank) for rank in range(context.world_size)]
     context.connection.await_keys(keys, context.timeout)
     records = [context.connection.read(key, Member) for key in keys]
@@ -112,7 +122,7 @@ def members(context: RankContext) -> list[Member]:
 
 
 def shared_accelerator(context: RankContext) -> str:
-    """Return a sentence that names the ranks that have the same accelerator; empty if there are none."""
+    """Return a clause that names ranks with the same accelerator, for messages; empty if no two ranks share one."""
     ranks_of: dict[str, list[int]] = {}
     if context.world.device.type != "cpu":
         for rank, member in enumerate(members(context)):

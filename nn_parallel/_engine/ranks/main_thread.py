@@ -1,4 +1,4 @@
-"""Where the main thread stands, as another thread sees it: for the errors of ranks that wait for each other."""
+"""The place of the main thread in the code, read by other threads for errors about ranks that wait for each other."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .records import site_of
 
 
 class CodeLocation(NamedTuple):
-    """A place in the code at which the main thread is."""
+    """The place in the code at which the main thread is."""
 
-    function: str | None  # of torch.distributed, or initialize_ddp, that it is in
+    function: str | None  # the function of torch.distributed that user code has called, or "initialize_ddp"
     site: str  # file:line of the user's code
     caller: str  # the function of the user's code
-    may_wait: bool  # for other ranks: it is in torch's distributed or autograd code, or calls some `wait`
+    may_wait: bool  # the main thread may be waiting for other ranks, see `_may_wait`
 
     def __str__(self) -> str:
         function = self.function or self.caller
@@ -31,7 +31,7 @@ class CodeLocation(NamedTuple):
 
 
 def location() -> CodeLocation:
-    """Return where the main thread is now."""
+    """Return the present place of the main thread."""
     frame = innermost = main_frame()
     function = None
     while frame is not None and _is_library(frame):
@@ -45,18 +45,24 @@ def location() -> CodeLocation:
 
 
 def stack() -> str:
-    """Return the stack of the main thread: the user's code in it, or all where there is none."""
+    """Return the stack of the main thread: only the frames of user code, or all frames if there are none of these."""
     frames = list(traceback.walk_stack(main_frame()))
-    users = [(frame, line) for frame, line in frames if not _is_library(frame)]
-    return "".join(traceback.StackSummary.extract(reversed(users or frames)).format())
+    user_frames = [(frame, line) for frame, line in frames if not _is_library(frame)]
+    return "".join(traceback.StackSummary.extract(reversed(user_frames or frames)).format())
 
 
 def _is_library(frame: FrameType) -> bool:
+    """Return whether ``frame`` belongs to this package or to torch."""
     return frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
 def _may_wait(frame: FrameType) -> bool:
-    """Return whether the C code that is called from ``frame`` may be waiting for other ranks."""
+    """Return whether the innermost ``frame`` may be in C code that waits for other ranks.
+
+    This is assumed of torch's code for distributed work and for autograd, whose backward waits for DDP's collectives.
+    It is also assumed of a call of any attribute named ``wait``, such as ``work.wait()``. To see such a call, the
+    function looks for the last attribute that the bytecode has loaded before the present instruction.
+    """
     if frame.f_code.co_filename.startswith(_WAITING):
         return True
     last_attribute = ""

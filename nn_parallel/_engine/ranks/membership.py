@@ -1,4 +1,8 @@
-"""The membership of this process in a world: from a launch to a store, from the store to a process group, and back."""
+"""The membership of this process in a world.
+
+`initialize` reads the launch from the environment, meets the other ranks in a store, and makes the process group on
+this store. `clean_up` undoes all of it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,9 @@ from .liveness import shared_accelerator
 from .rendezvous import as_launch_error, join_launch
 from .uncaught import share_uncaught
 
-TAKEN = "NN_PARALLEL_TAKEN"  # tells child processes who has taken the place that the launcher's variables describe
+# The variable that a process sets when it joins as the rank that the launcher's variables describe. A child process
+# inherits both, and learns from this variable that the rank is another process.
+TAKEN = "NN_PARALLEL_TAKEN"
 logger = logging.getLogger("nn_parallel")
 
 
@@ -45,7 +51,9 @@ def initialize(
     fallback: bool = False,
 ) -> World:
     """Join the ranks that were started together, as `nn_parallel.initialize_ddp` does."""
-    hide_own_frames()  # before `share_uncaught`, whose hook is taken away again when this rank leaves
+    # This hook stays until the process ends. It must be installed before the hook of `share_uncaught`, which is removed
+    # when this rank leaves the world and can only be removed while no other hook is on top of it.
+    hide_own_frames()
     context = rank_context()
     limit = None if timeout_s is None else timedelta(seconds=timeout_s)
     try:
@@ -75,7 +83,10 @@ def initialize(
         elif context.world.launcher == "none" and device is not None:
             return _alone(device)
         if context.group.cannot_end:
-            raise LaunchError("The process group before could not be ended, on the accelerator: start a new process.")
+            raise LaunchError(
+                "The previous process group could not be ended, because its work on the accelerator hangs. Start a new "
+                "process."
+            )
         if context.open_store is not None and not dist.is_initialized():
             _make_group(context, backend, limit or context.timeout)
         if blocks := blocks_of(context):
@@ -90,6 +101,7 @@ def initialize(
 
 
 def _make_group(context: RankContext, backend: str | None, timeout: timedelta) -> None:
+    """Make the process group, in a block of all ranks."""
     name = "initialize_ddp()"
     with as_launch_error(name, context.world_size, timeout), block(name, timeout.total_seconds()):
         context.group.make(context.store, backend, timeout, shared_accelerator(context))
@@ -97,7 +109,9 @@ def _make_group(context: RankContext, backend: str | None, timeout: timedelta) -
 
 def clean_up() -> None:
     """Leave the world that `initialize` joined, as `nn_parallel.cleanup_ddp` does."""
-    _leave(abort=sys.exc_info()[1] is not None)  # then what is under way may never end
+    # If an exception is being handled, another rank may never enter a collective that this rank has begun on the
+    # accelerator. The collective would never end, so it is aborted.
+    _leave(abort=sys.exc_info()[1] is not None)
 
 
 def _leave_at_exit() -> None:
@@ -107,8 +121,16 @@ def _leave_at_exit() -> None:
 
 
 def _leave(*, abort: bool, within_s: float = math.inf) -> None:
+    """Close the process group, and leave the world unless this process is a worker of a pool.
+
+    A process group that other code has made stays open, and a fork of a rank closes nothing.
+
+    Args:
+        abort: abort the collectives that run on the accelerator, instead of waiting for their end.
+        within_s: how long to wait for their end.
+    """
     if not abort:
-        background.finish()  # it may need the process group
+        background.finish()  # background work, such as the writing of a checkpoint, may need the process group
     context = rank_context()
     if context is None or context.is_inherited or context.world.launcher == "external":
         return
@@ -121,7 +143,7 @@ def _leave(*, abort: bool, within_s: float = math.inf) -> None:
 
 
 def _alone(device: torch.device | str) -> World:
-    """Make this process the only rank of a world, with this device."""
+    """Make this process the only rank of a world, with this device, and return the world."""
     world = World(False, 0, 0, 1, existing_device(device))
     if named_device(device) is not None and world.device.index is not None:
         torch.accelerator.set_device_index(world.device.index)
@@ -130,20 +152,24 @@ def _alone(device: torch.device | str) -> World:
 
 
 def _is_started_by_rank(launch: Launch) -> bool:
-    """Return whether this process is no rank, but has inherited the variables of the rank that started it."""
+    """Return whether a rank has started this process, which then is no rank itself but has inherited its variables.
+
+    A worker process of a `DataLoader` is recognized by torch's `get_worker_info`, any other one by `TAKEN`.
+    """
     pid, _, place = os.environ.get(TAKEN, "").partition(" ")
     return get_worker_info() is not None or (place == _place(launch) and pid != str(os.getpid()))
 
 
 def _place(launch: Launch) -> str:
+    """Return a text that identifies a rank of a launch, for the variable `TAKEN`."""
     return f"{launch.rank}/{launch.world_size} {launch.master_addr}:{launch.master_port}"
 
 
 def join_launched_world() -> RankContext | None:
-    """Return the place of this process among other ranks, or None if it is alone.
+    """Return the context of this process among other ranks, or None if this process is alone.
 
-    It is taken now if a launcher started this process and `initialize_ddp` has not been called.
-    Without this, every rank of a script that forgot to call it would take itself for rank 0 and write the checkpoint.
+    If a launcher started this process and `initialize_ddp` has not been called, this function calls it. Otherwise each
+    rank of a script without this call would take itself for rank 0, and all of them would write the checkpoint.
     """
     context = rank_context()
     launch = detect_launch(os.environ) if context is None else None
@@ -155,10 +181,11 @@ def join_launched_world() -> RankContext | None:
 
 
 def as_seconds(timeout: timedelta | float | None) -> float | None:
-    """Seconds or a timedelta, as seconds.
+    """Return a ``timeout`` in seconds; None means no limit.
 
     Raises:
-        TypeError: it is neither. ValueError: it is not above zero.
+        TypeError: ``timeout`` is neither a number nor a timedelta.
+        ValueError: ``timeout`` is zero or negative.
     """
     limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if limit_s is not None and not isinstance(limit_s, numbers.Real):

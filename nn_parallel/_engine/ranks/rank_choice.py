@@ -1,4 +1,8 @@
-"""The ranks that an argument ``rank`` names: a number, several, one from the end, or a local rank of each node."""
+"""The ranks that an argument ``rank`` names.
+
+The argument is a rank, a sequence of ranks, or a local rank, which names one rank on each node. A negative number
+counts from the end.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,14 @@ from .liveness import members
 
 
 def make_chooser(caller: str, rank: Any, local: bool = False) -> Callable[[Blocks], tuple[int, ...]]:
-    """Return a function that gives the ranks of a world that ``rank`` names: of each node, if it is ``local``.
+    """Return a function from a world's `Blocks` to the ranks that ``rank`` names in this world.
+
+    The type of ``rank`` is checked now. The range can only be checked later, because the world size is not known yet.
+
+    Args:
+        caller: the public function, for error messages.
+        rank: the argument of that function.
+        local: ``rank`` holds one local rank.
 
     Raises:
         TypeError, ValueError: ``rank`` can name no rank in any world.
@@ -23,20 +34,26 @@ def make_chooser(caller: str, rank: Any, local: bool = False) -> Callable[[Block
 
 
 def _checked_ranks(caller: str, rank: Any) -> tuple[int, ...]:
+    """Return ``rank`` as a tuple. Raise TypeError or ValueError if it does not consist of integers."""
     ranks = tuple(rank) if isinstance(rank, Sequence) and not isinstance(rank, str) else (rank,)
     if not ranks:
         raise ValueError(f"{caller}({rank!r}) names no rank: give one, 0 to world_size - 1, or a list of them.")
-    for each in ranks:
-        if not isinstance(each, int) or isinstance(each, bool):
-            hint = f"; write @{caller}(0) above the function" if callable(each) else ""
+    for number in ranks:
+        if not isinstance(number, int) or isinstance(number, bool):
+            hint = f"; write @{caller}(0) above the function" if callable(number) else ""
             raise TypeError(
-                f"{caller}({each!r}): a rank is an int, 0 to world_size - 1 or -world_size to -1 from the end{hint}."
+                f"{caller}({number!r}): a rank is an int, 0 to world_size - 1 or -world_size to -1 from the end{hint}."
             )
     return ranks
 
 
 @functools.cache
 def _ranks_in_world(caller: str, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """Return ``ranks`` without repetitions, with negative numbers counted from the end of the world.
+
+    Raises:
+        ValueError: a rank is out of range.
+    """
     for rank in ranks:
         if not -world_size <= rank < world_size:
             raise ValueError(
@@ -47,6 +64,11 @@ def _ranks_in_world(caller: str, ranks: Sequence[int], world_size: int) -> tuple
 
 
 def _local_ranks_in_world(caller: str, local_rank: int, blocks: Blocks) -> tuple[int, ...]:
+    """Return the ranks that have this local rank, one on each node that has enough ranks.
+
+    Raises:
+        ValueError: no node has this local rank.
+    """
     ranks = tuple(
         rank
         for rank, member in enumerate(members(blocks.context))
@@ -62,5 +84,5 @@ def _local_ranks_in_world(caller: str, local_rank: int, blocks: Blocks) -> tuple
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """``"0, 2"``."""
+    """Return the ranks as text, such as ``"0, 2"``."""
     return ", ".join(map(str, ranks))

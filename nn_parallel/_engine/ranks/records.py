@@ -1,4 +1,4 @@
-"""The records by which ranks tell each other of calls and blocks; `store` has their keys."""
+"""The records of calls and blocks that ranks write into the store for each other. Their keys are listed in `store`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from ..stack_dump import by_place
 from ..tracebacks import PACKAGE_FOLDER
 from .store import decode
 
-RANKS_NAMED = 8  # in a text
-WAITING, FINISHED, ARRIVED, HAS_LEFT = range(4)  # how far a rank is within a call; ARRIVED: at a barrier
+RANKS_NAMED = 8  # the most ranks that a message describes one by one
+
+# The phases of a call on a rank. Each call begins as WAITING. FINISHED: the rank has run the function of the call,
+# or has failed in it. ARRIVED: the rank is at a barrier. HAS_LEFT: the rank makes no more calls in this generation.
+WAITING, FINISHED, ARRIVED, HAS_LEFT = range(4)
 
 
 class Call(NamedTuple):
-    """A call that all ranks make: ``function`` and ``ranks`` must agree between them, ``site`` need not."""
+    """A call that all ranks make. ``function`` and ``ranks`` must be the same on all ranks; ``site`` may differ."""
 
     function: str
-    ranks: tuple[int, ...]  # those that run it
+    ranks: tuple[int, ...]  # the ranks that run the function; all ranks for a barrier
     site: str  # file:line
 
     def __str__(self) -> str:
@@ -39,15 +42,15 @@ class Call(NamedTuple):
 
 
 class Position(NamedTuple):
-    """The position of a rank in its calls; ``a >= b`` means that ``a`` is at least as far."""
+    """The position of a rank in its calls. ``a >= b`` means that ``a`` is at least as far as ``b``."""
 
-    generation: int
-    call: int
-    phase: int
+    generation: int  # the number of the generation: all calls and barriers between two failures of blocks
+    call: int  # the number of the call in its generation, from 1; 0 before the first call
+    phase: int  # WAITING, FINISHED, ARRIVED or HAS_LEFT
 
 
 class CallMade(NamedTuple):
-    """That a rank made this call under ``number``, and under the next ones if it tells of no other."""
+    """A call that a rank made under ``number``, and again under the following numbers until its next `CallMade`."""
 
     number: int
     what: str
@@ -55,28 +58,28 @@ class CallMade(NamedTuple):
 
 
 class RankStatus(NamedTuple):
-    """The state of a rank, as it publishes it."""
+    """The status of a rank, as the rank publishes it in the store."""
 
     position: Position
-    failed_calls: int  # how many have failed, in all generations
+    failed_calls: int  # the number of calls that have failed on this rank, in all generations
     last: CallMade | None = None
-    earlier: str = "[]"  # the calls before it, as `encode` writes them: not each reader decodes them
+    earlier: str = "[]"  # the calls before ``last``, as encoded text, because most readers do not need them
 
     def made_as(self, number: int) -> CallMade | None:
-        """Return the call that this rank made under ``number``; None if that is no longer known."""
+        """Return the call that this rank made under ``number``; None if the status no longer lists that call."""
         if self.last is None or self.last.number <= number:
             return self.last
         earlier = decode(tuple[CallMade, ...], "status", self.earlier)
         return next((call for call in reversed(earlier) if call.number <= number), None)
 
     def describe(self) -> str:
-        """Return the position of the rank, for a person to read."""
+        """Return the position of the rank in words, for messages."""
         if self.last is None:
             return "has made no call of this package"
         return f"was last in {self.last.what} at {self.last.site}"
 
 
-NO_STATUS = RankStatus(Position(-1, -1, WAITING), 0)
+NO_STATUS = RankStatus(Position(-1, -1, WAITING), 0)  # of a rank that has published none
 
 
 class FailedCall(NamedTuple):
@@ -85,71 +88,76 @@ class FailedCall(NamedTuple):
     generation: int
     number: int
     function: str
-    failures: dict[int, Failure]  # by rank
+    failures: dict[int, Failure]  # by the rank that failed
 
 
 class FailedCalls(NamedTuple):
     """The last calls that have failed on a rank."""
 
-    total: int  # how many have, with those that are not listed any more
-    kept: tuple[FailedCall, ...]
+    total: int  # the number of all calls that have failed, including those that are no longer in ``kept``
+    kept: tuple[FailedCall, ...]  # the oldest first
 
 
 NONE_FAILED = FailedCalls(0, ())
 
 
 class GenerationEnd(NamedTuple):
-    """The end of a generation, as the first rank tells it that had to leave a block or a barrier early."""
+    """The end of a generation. The first rank that leaves a block or a barrier early writes this record."""
 
-    barriers: int  # how many barriers all ranks had reached
-    failures: dict[int, Failure]  # by rank, the cause first
-    is_mixed: bool = False  # ranks were at different barriers, so some may have come through one that others have not
+    barriers: int  # the number of barriers that all ranks had reached
+    failures: dict[int, Failure]  # by the rank that failed, the cause first
+    is_mixed: bool = False  # Ranks were at different barriers, so some may have passed one that others have not.
 
     def fails(self, begin: float, end: float, is_outermost: bool) -> bool:
-        """Return whether this fails a block: it does if the block was open. The answer is the same on all ranks.
+        """Return whether this end of the generation fails a block. The result is the same on all ranks.
 
-        For instance a block begins at barrier 1 and ends at 4, and one inside it begins at 2 and ends at 3. If two
-        barriers were complete, the inner one fails. If one or three were, the outer one does. If all four were, none
-        does: all ranks had come to the end. If none was, the outer one fails, too, as there is no block around it.
+        The block that fails is the innermost one that all ranks had begun and that not all ranks had ended, so a rank
+        asks for its innermost block first. For instance, an outer block begins at barrier 1 and ends at barrier 4, and
+        a block inside it begins at barrier 2 and ends at barrier 3. Then the number of complete barriers decides:
+
+        - 0: the outer block fails. Not all ranks had begun it, but no block around it can fail instead.
+        - 1 or 3: the outer block fails.
+        - 2: the inner block fails.
+        - 4: no block fails, because all ranks had reached the end.
 
         Args:
-            begin: the number of the barrier at which the block begins; infinite if this rank has not come there.
-            end: the number of the barrier at which it ends, or infinite.
-            is_outermost: there is no block around it.
+            begin: the number of the barrier at which the block begins; infinite if this rank has not reached it.
+            end: the number of the barrier at which the block ends; infinite if this rank has not reached it.
+            is_outermost: there is no block around this block.
         """
         return self.barriers < end and (begin <= self.barriers or is_outermost)
 
 
 class Waits(NamedTuple):
-    """The wait of a rank in a call of this package: until all of ``ranks`` are as far as ``until``."""
+    """The wait of a rank for other ranks, in a call of this package."""
 
-    where: str  # for a person to read
-    ranks: tuple[int, ...]
-    until: Position
+    where: str  # the wait in words, for messages
+    ranks: tuple[int, ...]  # the ranks that this rank waits for
+    until: Position  # the position that all of them have to reach
 
 
 class Whereabouts(NamedTuple):
-    """The place of a rank in its program, as its watchdog writes it."""
+    """The place of a rank in its program, as the watchdog of the rank publishes it."""
 
-    where: str  # for a person to read
-    stack: str  # of the user's code in the main thread
-    entered: dict[str, int]  # by process group, the most collectives that it can have entered
-    waits: Waits | None  # else it runs, or is in a collective
+    where: str  # the place in words, for messages
+    stack: str  # the stack of the main thread, only the user's code
+    entered: dict[str, int]  # by process group: the most collectives that the rank can have entered
+    waits: Waits | None  # None: the rank is running, or is in a collective
 
     def waits_for(self, rank: int) -> bool:
         return self.waits is not None and rank in self.waits.ranks
 
 
 def timeout_error(what: str, silent: Sequence[int], whereabouts: Mapping[int, Whereabouts | None]) -> RankTimeoutError:
-    """Return the error of all ranks, where those that are ``silent`` have not come within a time.
+    """Return the error that ranks raise because the ``silent`` ranks have not come in time.
 
     Args:
-        what: what has not ended, and in what time.
-        silent: for whom the others have waited.
-        whereabouts: where ranks stand, as far as that is known.
+        what: the beginning of the message: the call that has not ended, and its time limit.
+        silent: the ranks that the others have waited for.
+        whereabouts: the whereabouts of the ranks; None for a rank that has published none.
     """
-    known = {rank: whereabouts for rank, whereabouts in sorted(whereabouts.items()) if whereabouts is not None}
-    places = by_place({f"rank {rank}": whereabouts.where.removeprefix("is ") for rank, whereabouts in known.items()})
+    known = {rank: published for rank, published in sorted(whereabouts.items()) if published is not None}
+    places = by_place({f"rank {rank}": published.where.removeprefix("is ") for rank, published in known.items()})
     stacks = {rank: known[rank].stack if rank in known else "" for rank in silent}
     named = [f"Rank {rank}:\n{stacks[rank].rstrip()}" for rank in silent[:RANKS_NAMED] if stacks[rank]]
     text = "\n\n".join([f"{what}. Where the ranks stand:\n{places}", *named])
@@ -157,29 +165,29 @@ def timeout_error(what: str, silent: Sequence[int], whereabouts: Mapping[int, Wh
 
 
 def call_name(fn: Callable[..., Any]) -> str:
-    """Return the name of a call of ``fn``, in errors and for other ranks: the same on all of them."""
+    """Return the name of a call of ``fn``. It is the same on all ranks, which compare it and use it in errors."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     if (getattr(fn, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]:
-        name = name.rpartition("<locals>.")[2]  # one of this package has the name of the public function that it is in
+        name = name.rpartition("<locals>.")[2]  # an inner function of this package is named like the public function
     return f"{name}()"
 
 
 def call_site() -> str:
-    """Return the line of the user's code that calls this package, as ``file:line``."""
+    """Return the line of user code that calls this package, as ``file:line``."""
     frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED_FILES):
         frame = frame.f_back
     return site_of(frame)
 
 
 def site_of(frame: FrameType) -> str:
-    """Return the line at which ``frame`` is, as ``file:line``."""
+    """Return the present line of ``frame``, as ``file:line``."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_NOT_THE_CALLER = PACKAGE_FOLDER, contextlib.__file__
+_SKIPPED_FILES = PACKAGE_FOLDER, contextlib.__file__  # contextlib: its frames lie between a ``with`` and this package
 
 
 def rebuilt(failures: Mapping[int, Failure]) -> dict[int, Exception]:
@@ -193,7 +201,7 @@ def rebuilt(failures: Mapping[int, Failure]) -> dict[int, Exception]:
 
 @functools.cache
 def known_exceptions() -> dict[str, type[Exception]]:
-    """Return the exception types that are rebuilt from the store: builtin ones, torch's, and some of this package."""
+    """Return the exception types that may be rebuilt from the store: builtin, and some of torch and this package."""
     kinds = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     kinds += [dist.DistError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError]
     kinds += [torch.OutOfMemoryError, torch.linalg.LinAlgError]

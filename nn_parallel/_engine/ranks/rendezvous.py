@@ -1,4 +1,7 @@
-"""The ranks that a launcher started find each other: in a store, each with a device of its own."""
+"""The rendezvous of the ranks that a launcher has started: all of them connect to one store and wait for each other.
+
+The store listens at the master address. Rank 0 hosts it, except that torchrun's agent may host it.
+"""
 
 from __future__ import annotations
 
@@ -38,22 +41,25 @@ logger = logging.getLogger("nn_parallel")
 
 
 def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta) -> RankContext:
-    """Return this process's place among the ranks of ``launch``, once all of them have come.
+    """Meet the other ranks of ``launch`` in the store, and return the context of this rank.
 
     Raises:
-        LaunchError: on every rank, if one of them does not come, or has no device.
+        LaunchError: on every rank, if one of the ranks does not come within ``timeout`` or has no device.
     """
     refusal: LaunchError | None = None
     try:
         world = world_of(launch, device)
         if world.device.type != "cpu":
-            torch.accelerator.set_device_index(world.device.index)  # before anything can open a context on device 0
-    except RuntimeError as error:  # also a LaunchError; the others, who wait for this rank, must hear of it
+            # Otherwise the first use of the accelerator would open a context on device 0, which costs memory there.
+            torch.accelerator.set_device_index(world.device.index)
+    except RuntimeError as error:  # also a LaunchError
+        # The other ranks wait for this rank. So it meets them all the same, and then passes the refusal on to them.
         world = world_of(launch, torch.device("cpu"))
         refusal = LaunchError(f"Rank {launch.rank} has no device: {error}")
     before = open_sockets()
     address = (launch.master_addr, launch.master_port)
-    if address not in _stores:  # kept for the life of the process: a second one could not listen on the same port
+    # A store is kept until the process ends, because a second store could not listen on the same port.
+    if address not in _stores:
         opened = _open_store(launch, timeout, before)
         _stores[address] = _KeptStore(opened, connected_since(before, opened))
     kept = _stores[address]
@@ -71,7 +77,7 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         context.links = Links(context.lost_after_s)
         context.on_leave.callback(context.links.close)
         if launch.rank == 0:
-            with contextlib.suppress(OSError):  # the others then say that they cannot connect
+            with contextlib.suppress(OSError):  # the other ranks log that they cannot connect, see `_link`
                 context.links.listen()
     try:
         _meet(context, f"{launch.master_addr}:{launch.master_port}", refusal)
@@ -89,16 +95,28 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
 
 
 def _link(links: Links, launch: Launch, rank_0: Member | None) -> None:
-    """Connect this rank to rank 0. Where that fails, a death on another node is found when a timeout is over."""
+    """Connect this rank to rank 0, so that each of them notices the death of the other.
+
+    If the connection cannot be made, such a death is only noticed when a timeout is over.
+    """
     try:
         links.connect(launch.rank, launch.master_addr, rank_0.port if rank_0 else 0)
-    except OSError as error:  # a firewall
+    except OSError as error:  # for instance because of a firewall
         place = launch.rank, launch.master_addr, summary(error)
-        logger.warning("Rank %d cannot tell whether ranks on other nodes live: nobody answers at %s: %s", *place)
+        logger.warning("Rank %d cannot see whether ranks on other nodes are alive: no answer from %s: %s", *place)
 
 
 def _meet(context: RankContext, where: str, refusal: LaunchError | None) -> None:
-    """Return once all ranks have come ``where`` they meet, and none has a ``refusal`` to tell."""
+    """Wait until all ranks have come.
+
+    Args:
+        context: of this rank.
+        where: the address of the store, for error messages.
+        refusal: the error by which this rank refuses to join; all ranks raise it.
+
+    Raises:
+        LaunchError: a rank has not come in time, or has refused.
+    """
     with as_launch_error(where, context.world_size, context.timeout):
         if (blocks := blocks_of(context)) is not None:
             blocks.barrier(blocks.call_of_all("initialize_ddp()"), context.timeout.total_seconds(), refusal)
@@ -108,7 +126,16 @@ def _meet(context: RankContext, where: str, refusal: LaunchError | None) -> None
 
 @contextlib.contextmanager
 def as_launch_error(where: str, world_size: int, timeout: timedelta) -> Iterator[None]:
-    """Have what ranks raise together be a `LaunchError`: of one that did not come, or what one has raised."""
+    """Raise errors of the block as `LaunchError`.
+
+    A timeout becomes an error that names the missing ranks. A `LaunchError` that one rank has raised is raised on all
+    ranks. Any other error of a rank becomes the text of a new `LaunchError`.
+
+    Args:
+        where: the place where the ranks meet, for the message of a timeout.
+        world_size: for the same message.
+        timeout: for the same message.
+    """
     try:
         yield
     except RankTimeoutError as error:
@@ -125,14 +152,24 @@ def as_launch_error(where: str, world_size: int, timeout: timedelta) -> Iterator
 
 
 def _prefix(launch: Launch, kept: _KeptStore) -> str:
-    """Of all keys of these ranks at this meeting: ranks of a job of another size, at the same address, are not them."""
+    """Return the prefix of all keys that these ranks use after this meeting.
+
+    It contains the world size, so that a job of another size at the same address uses other keys. It also contains the
+    number of restarts and of meetings, so that these ranks do not read keys of an earlier attempt.
+    """
     return f"nn_parallel/{launch.world_size}/{launch.attempt}.{kept.meetings}"
 
 
 def _open_store(launch: Launch, timeout: timedelta, before: dict[int, int]) -> dist.Store:
-    """Connect to the store at the master address; rank 0 hosts it, unless the launcher does.
+    """Connect to the store at the master address. Rank 0 hosts the store unless the launcher does.
 
-    ``before``: the sockets that were open already.
+    Args:
+        launch: of this rank.
+        timeout: how long rank 0 or the launcher may take to listen, and for each later request to the store.
+        before: the sockets of this process that are open already.
+
+    Raises:
+        LaunchError: rank 0 cannot listen there, or this rank cannot connect within ``timeout``.
     """
     hosts_store = launch.rank == 0 and not launch.launcher_hosts_store
     address = f"{launch.master_addr}:{launch.master_port}"
@@ -140,7 +177,7 @@ def _open_store(launch: Launch, timeout: timedelta, before: dict[int, int]) -> d
     host = loopback() if is_here or is_loopback(launch.master_addr) else launch.master_addr
     listener = None
     if hosts_store and is_here:
-        # A socket of our own: TCPStore would listen on every interface.
+        # A `TCPStore` that opens its own socket would listen on every network interface.
         try:
             listener = listen_at(host, launch.master_port)
         except OSError as error:
@@ -166,27 +203,34 @@ def _open_store(launch: Launch, timeout: timedelta, before: dict[int, int]) -> d
         who = "The launcher" if launch.launcher_hosts_store else "Rank 0"
         seconds = f"{timeout.total_seconds():g}"
         raise LaunchError(
-            f"Rank {launch.rank} of {launch.world_size} found no store at {address} within {seconds} s. {who} "
-            "should listen there, and no other program: is it running, are MASTER_ADDR and MASTER_PORT its own, does a "
-            "firewall block them?"
+            f"Rank {launch.rank} of {launch.world_size} found no store at {address} within {seconds} s. {who} should "
+            "listen there, and no other program. Check that it is running, that MASTER_ADDR and MASTER_PORT are its "
+            "own address and port, and that no firewall blocks them."
         ) from error
 
 
 @contextlib.contextmanager
 def _ended_after(timeout: timedelta, port: int, before: dict[int, int]) -> Iterator[None]:
-    """End the connections to ``port`` that are made here, again and again, when the time is up.
+    """After ``timeout`` end all connections to ``port`` that this block has made, so that the block raises.
 
-    A TCPStore waits without limit for the first answer of whoever listens there, who may be no store.
+    This is needed because a `TCPStore` waits without limit for the first answer of the program that listens at this
+    port. The program may be no store and never answer. A thread ends the connections again and again, because the
+    `TCPStore` tries again.
+
+    Args:
+        timeout: how long the block may take.
+        port: the port of the store.
+        before: the sockets of this process that were open before, and are left alone.
     """
 
-    def end() -> None:
+    def end_connections_to_port() -> None:
         wait_s = timeout.total_seconds()
         while not done.wait(wait_s):
             end_connections(connected_to(port, before))
             wait_s = times.ATTEMPT_MAX_S
 
     done = threading.Event()
-    thread = threading.Thread(target=end, name="nn_parallel connect", daemon=True)
+    thread = threading.Thread(target=end_connections_to_port, name="nn_parallel connect", daemon=True)
     thread.start()
     try:
         yield
@@ -196,20 +240,21 @@ def _ended_after(timeout: timedelta, port: int, before: dict[int, int]) -> Itera
 
 
 def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:
-    """Return once somebody listens at ``address``.
+    """Wait until a program listens at ``address``.
 
-    A TCPStore that finds nobody tries again after half a second, and then more and more seldom, and is deaf to Ctrl-C.
+    A `TCPStore` would also wait for this. But it tries again only after half a second and then more and more rarely,
+    and Ctrl-C does not interrupt it.
 
     Raises:
-        OSError: why nobody could be reached within ``timeout``.
-        UnicodeError: no host can have such a name.
+        OSError: the last attempt failed, after ``timeout``.
+        UnicodeError: the host name contains a part that no host name can have.
     """
     warn_after_s = times.WARN_AFTER_S
     for waited in looks(*times.ATTEMPTS):
         left = timeout.total_seconds() - waited
         answer_within_s = min(max(left, times.ATTEMPT_MIN_S), times.ATTEMPT_MAX_S)
         try:
-            # Ctrl-C is raised when the attempt is over: in the middle it would leave a socket open.
+            # Ctrl-C is raised after the attempt, because in the middle of the attempt it would leave a socket open.
             with DeferredSignals(), socket.create_connection(address, answer_within_s):
                 return
         except OSError as error:
@@ -217,14 +262,16 @@ def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:
                 raise
             if waited > warn_after_s:
                 warn_after_s = math.inf
-                logger.warning("Nobody answers at %s:%d for %.0f s: %s.", *address, waited, summary(error))
+                logger.warning("No answer from %s:%d for %.0f s: %s.", *address, waited, summary(error))
 
 
 @dataclass
 class _KeptStore:
+    """A connection to a store at a master address, for this launch and later ones at the same address."""
+
     store: dist.Store
-    sockets: dict[int, int]  # the connection, by descriptor and inode
-    meetings: int = 0  # how often this rank has come there to meet the others, also in vain
+    sockets: dict[int, int]  # the connection, as ``{descriptor: inode}``
+    meetings: int = 0  # the number of times that this rank has tried to meet the others there
 
 
 _stores: dict[tuple[str, int], _KeptStore] = {}  # by address

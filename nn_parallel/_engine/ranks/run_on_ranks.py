@@ -1,4 +1,4 @@
-"""Code that only some ranks run while the others wait: the decorator of `on_rank`, and the block of `rank_first`."""
+"""Code that only some ranks run while the others wait: the bodies of `on_rank`, `rank_first` and `barrier`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,28 @@ def make_decorator(
     wait: bool,
     timeout_s: float | None,
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
-    """Return the decorator of `nn_parallel.on_rank` for the ranks that ``choose`` gives in a world."""
+    """Return the decorator of `nn_parallel.on_rank`.
+
+    Args:
+        choose: returns the ranks that run the function, see `make_chooser`.
+        barrier: see `nn_parallel.on_rank`, as for the following arguments.
+        broadcast: see there.
+        wait: see there.
+        timeout_s: see there.
+
+    Raises:
+        ValueError: ``wait`` is False, but another argument makes all ranks wait.
+    """
     if not wait and (barrier or broadcast):
         raise ValueError("wait=False cannot go with barrier=True or broadcast=True: both make every rank wait.")
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R | None]:
         if not callable(fn):
-            raise TypeError(f"it decorates a function, not {fn!r}: give it save, and not save().")
+            raise TypeError(f"The decorator takes a function, not {fn!r}: pass save, not save().")
         if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
             raise TypeError(
-                f"{call_name(fn)} is async or a generator: its body runs after the call that ranks wait for."
+                f"{call_name(fn)} is async or a generator: its body would run after the end of the call, for which the "
+                "other ranks wait. Decorate a plain function."
             )
 
         name = call_name(fn)
@@ -64,17 +76,17 @@ def make_decorator(
             result: R | None = None
             packed: Packed | None = None
             try:
-                with _together(blocks, call, timeout_s, barrier) as runs:
-                    if runs:
+                with _call_or_block(blocks, call, timeout_s, barrier) as is_runner:
+                    if is_runner:
                         result = fn(*args, **kwargs)
                         if broadcast and blocks.rank == ranks[0]:
                             packed = dumps(result, lambda: {"the result": result})
                 if broadcast:
-                    with block(name):  # a failure here frees all
+                    with block(name):  # if a rank fails in the collective, the block frees the other ranks from it
                         received: R = broadcast_packed(packed, ranks[0])
                     result = received if packed is None else result
             except ParallelError as error:
-                raise error.with_traceback(None) from error.__cause__  # without our own frames
+                raise error.with_traceback(None) from error.__cause__  # without the frames of this package
             return result
 
         return call_on_rank
@@ -84,13 +96,13 @@ def make_decorator(
 
 @contextlib.contextmanager
 def rank_first(choose: Callable[[Blocks], tuple[int, ...]], timeout_s: float | None) -> Iterator[None]:
-    """Run the block of `nn_parallel.rank_first`, for the ranks that ``choose`` gives in a world."""
+    """Make the block of `nn_parallel.rank_first`, which the ranks that ``choose`` returns run first."""
     blocks = blocks_of(join_launched_world())
     if blocks is None or blocks.nested_in:
         yield
         return
     call = Call("rank_first()", choose(blocks), call_site())
-    with _together(blocks, call, timeout_s) as goes_first:
+    with _call_or_block(blocks, call, timeout_s) as goes_first:
         if goes_first:
             yield
     if not goes_first:
@@ -99,17 +111,24 @@ def rank_first(choose: Callable[[Blocks], tuple[int, ...]], timeout_s: float | N
 
 
 def barrier(timeout_s: float | None) -> None:
-    """Return once every rank has called this, as `nn_parallel.barrier` does."""
+    """Wait until every rank has called this, as `nn_parallel.barrier` does."""
     blocks = blocks_of(join_launched_world())
     if blocks is not None:
         blocks.raise_if_nested("barrier()")
         blocks.barrier(blocks.call_of_all("barrier()"), timeout_s)
 
 
-def _together(
+def _call_or_block(
     blocks: Blocks, call: Call, timeout_s: float | None, barrier: bool = False
 ) -> contextlib.AbstractContextManager[bool]:
-    """Make a call, or a block if several ranks run it: one may wait for another in a collective."""
+    """Make ``call`` as a call of one rank, or as a block if several ranks run it.
+
+    A block is needed for several ranks, because they may wait for each other in a collective. If one of them fails, the
+    others must be freed from it.
+
+    Returns:
+        A context manager that yields whether this rank runs the call.
+    """
     if len(call.ranks) == 1:
         return blocks.call(call, timeout_s, barrier=barrier)
     return _block_of_some(blocks, call, timeout_s)
@@ -117,6 +136,6 @@ def _together(
 
 @contextlib.contextmanager
 def _block_of_some(blocks: Blocks, call: Call, timeout_s: float | None) -> Iterator[bool]:
-    """Make a block that only some ranks run. Yields whether this one does."""
+    """Make a block whose body only the ranks of ``call`` run. Yield whether this rank does."""
     with blocks.block(call, timeout_s, from_end=True), blocks.nested(call.ranks):
         yield blocks.rank in call.ranks

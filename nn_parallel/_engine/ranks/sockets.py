@@ -1,4 +1,12 @@
-"""The loopback; and the connections that torch makes in this process: which they are, and when they end."""
+"""Sockets: the loopback, the network interfaces, and the connections that torch opens in this process.
+
+Torch does not hand out the descriptors of its connections. So this package finds them among the open descriptors of the
+process: they are new since some earlier moment, or they are connected to a known address.
+
+A socket is identified by its descriptor and its inode, in dictionaries ``{descriptor: inode}``. The descriptor alone is
+not enough: torch may close the socket at any time, and the number then names another file. Functions that use a socket
+make a duplicate of the descriptor first and check the inode of the duplicate.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +24,12 @@ import torch.distributed as dist
 
 from .environment import is_loopback
 
-SIOCGIFADDR = 0x8915  # of Linux
-LISTEN_BACKLOG = 4096  # the kernel may hold fewer; all ranks of a node connect at once
+SIOCGIFADDR = 0x8915  # the number of this ioctl on Linux
+LISTEN_BACKLOG = 4096  # large, because all ranks of a node connect at the same time; the kernel may lower it
 
 
 def open_sockets() -> dict[int, int]:
-    """Return the open sockets of this process, as ``{fd: inode}``; empty where the system does not tell."""
+    """Return the open sockets of this process as ``{fd: inode}``; empty on systems without ``/proc``."""
     inodes = {}
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir("/proc/self/fd"):
@@ -33,12 +41,15 @@ def open_sockets() -> dict[int, int]:
 
 
 def connected_since(before: dict[int, int], store: dist.Store) -> dict[int, int]:
-    """Return the connections of this process to ``store`` that were not there before, without those of its clients."""
+    """Return the connections of this process to ``store`` that are not in ``before``.
+
+    If this process hosts the store, the connections of the store's clients are not included.
+    """
     return connected_to(getattr(bottom(store), "port", 0), before)
 
 
 def connected_to(port: int, before: dict[int, int]) -> dict[int, int]:
-    """Return the connections of this process to a ``port``, on whatever host, that were not there before."""
+    """Return the connections of this process to ``port`` of any host that are not in ``before``."""
     inodes = {}
     for fd, inode in open_sockets().items():
         if before.get(fd) != inode:
@@ -49,12 +60,15 @@ def connected_to(port: int, before: dict[int, int]) -> dict[int, int]:
 
 
 def at_ports(ports: set[int]) -> list[int]:
-    """Return the sockets of this process that listen at one of these ports, or of whose ends one has it."""
+    """Return the descriptors of all sockets of this process that have one of ``ports`` at either end.
+
+    Listening sockets are included.
+    """
     return [fd for fd, _, ends in _ends() if ports & {port for _, port, *_ in ends}]
 
 
 def connected_at(addresses: set[tuple[str, int]]) -> dict[int, int]:
-    """Return the connections of this process of which one end has one of these addresses."""
+    """Return the connections of this process that have one of ``addresses`` at either end."""
     return {
         fd: inode
         for fd, inode, ends in _ends()
@@ -63,32 +77,39 @@ def connected_at(addresses: set[tuple[str, int]]) -> dict[int, int]:
 
 
 def _ends() -> Iterator[tuple[int, int, list[tuple[Any, ...]]]]:
-    """Of each internet socket of this process: its number, its inode, its address, and that of its peer, if any."""
+    """Yield descriptor, inode and ends of each internet socket of this process.
+
+    The ends are the address of the socket and, if it is connected, the address of its peer.
+    """
     for fd, inode in open_sockets().items():
         with contextlib.suppress(OSError), _duplicate(fd) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 ends = [connection.getsockname()]
-                with contextlib.suppress(OSError):  # it listens
+                with contextlib.suppress(OSError):  # a listening socket has no peer
                     ends.append(connection.getpeername())
                 yield fd, inode, ends
 
 
 def still_open(sockets: dict[int, int]) -> Iterator[socket.socket]:
-    """Those that are still the same connections, each as a duplicate for the caller to close."""
+    """Yield a duplicate of each of ``sockets`` that is still the same connection. The caller closes the duplicates."""
     for fd, inode in list(sockets.items()):
         if (connection := duplicate(fd, inode)) is not None:
             yield connection
 
 
 def end_connections(sockets: dict[int, int]) -> None:
-    """Have whoever waits for something from them see their end."""
+    """Shut down the connections, so that threads and peers that wait for data from them see their end."""
     for connection in still_open(sockets):
         with connection, contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
 
 def duplicate(fd: int, inode: int | None) -> socket.socket | None:
-    """Return the connection ``fd``, for the caller to close; None if it is another file by now, or if it listens."""
+    """Return a duplicate of the connection ``fd``, which the caller closes.
+
+    Returns:
+        None if ``fd`` now names another file than the one with this ``inode``, or a listening socket.
+    """
     with contextlib.suppress(OSError):
         connection = _duplicate(fd)
         is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -99,7 +120,7 @@ def duplicate(fd: int, inode: int | None) -> socket.socket | None:
 
 
 def _duplicate(fd: int) -> socket.socket:
-    """Return a socket for ``fd``. Raises OSError if that is no socket any more."""
+    """Return a duplicate of the socket ``fd``. Raise OSError if ``fd`` is not an open socket."""
     copy = os.dup(fd)
     try:
         return socket.socket(fileno=copy)
@@ -109,11 +130,20 @@ def _duplicate(fd: int) -> socket.socket:
 
 
 def end_if_unanswered(connection: socket.socket, lost_after_s: float, *, is_idle: bool = False) -> None:
-    """Have the kernel end ``connection`` when the other host has not answered for so long, and survive less.
+    """Make the kernel end ``connection`` if the other host does not answer for too long.
 
-    A process that computes, or holds its interpreter, does not keep its host from answering. What is under way when the
-    other host goes out of reach is sent again at intervals that double each time, so it may arrive only after twice as
-    long; a connection that ``is_idle`` is asked at short intervals, and ends soon after ``lost_after_s``.
+    The connection survives an interruption of up to ``lost_after_s``. A busy process on the other host does no harm,
+    because its kernel answers. TCP options set the limit, and it depends on the use of the connection:
+
+    - An idle connection is probed at short intervals. It can end soon after ``lost_after_s``.
+    - Data that was sent just before an interruption is sent again at intervals that double each time. After an
+      interruption of ``lost_after_s`` the next attempt may only come after twice that time. So the limit is twice as
+      long.
+
+    Args:
+        connection: the connection.
+        lost_after_s: the interruption that the connection must survive.
+        is_idle: almost no data is sent on the connection.
     """
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
@@ -129,28 +159,38 @@ def end_if_unanswered(connection: socket.socket, lost_after_s: float, *, is_idle
 
 
 def listen_at(host: str, port: int = 0) -> socket.socket:
-    """Return a socket at one address of this machine; any free port if none is given."""
+    """Return a socket that listens at an address of this machine, at any free port if ``port`` is 0."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
 
 
 def loopback(preferred: str = "127.0.0.1") -> str:
-    """Return the ``preferred`` address of this machine to itself, or the other one, where IPv4 or IPv6 is switched off.
+    """Return the ``preferred`` loopback address, 127.0.0.1 or ::1, if this machine has it, and otherwise the other one.
 
-    Torch looks up the name of whom it connects to, and writes an address of IPv4 as one of IPv6: 127.0.0.1 becomes one
-    that is in no ``/etc/hosts``, and a name server is asked, if there is one. ``::1`` is there.
+    A machine lacks one of them if IPv4 or IPv6 is switched off.
+
+    ``::1`` can be faster. Torch looks up the name of each host that it connects to, and writes IPv4 addresses in the
+    form of IPv6 before. 127.0.0.1 becomes ``::ffff:127.0.0.1``, which is not in ``/etc/hosts``, so that a name server
+    is asked if there is one. ``::1`` is in ``/etc/hosts``.
     """
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6 if ":" in preferred else socket.AF_INET) as tried:
-        tried.bind((preferred, 0))
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6 if ":" in preferred else socket.AF_INET) as probe:
+        probe.bind((preferred, 0))
         return preferred
     return "127.0.0.1" if ":" in preferred else "::1"
 
 
 def interface_to_other_nodes(connections: dict[int, int]) -> str | None:
-    """Return the network interface through which other nodes reach this one, which has these ``connections`` to them.
+    """Return the network interface at which gloo should listen so that other nodes reach this node.
 
-    None where the host name tells, at whose address gloo listens; on many machines that is one of the loopback. None
-    also where there are several interfaces, and no connection shows which.
+    By default gloo listens at the address of the host name. On many machines this is a loopback address, which other
+    nodes cannot reach.
+
+    Args:
+        connections: connections of this process to other nodes. They use the right interface.
+
+    Returns:
+        None if gloo's default is no loopback address, or if there are several interfaces and no connection shows which
+        one to use.
     """
     with contextlib.suppress(OSError):
         if not is_loopback(str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])):
@@ -165,16 +205,16 @@ def interface_to_other_nodes(connections: dict[int, int]) -> str | None:
 
 
 def _interfaces() -> Iterator[tuple[str, set[str]]]:
-    """Yield the network interfaces of this machine that have addresses, and the addresses."""
-    of_ipv6 = list[list[str]]()
+    """Yield the name and the addresses of each network interface of this machine that has an address."""
+    ipv6_lines = list[list[str]]()
     with contextlib.suppress(OSError):  # the kernel has no IPv6
-        of_ipv6 = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        ipv6_lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             addresses = {
-                socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line[0])) for line in of_ipv6 if line[5] == name
+                socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line[0])) for line in ipv6_lines if line[5] == name
             }
-            with contextlib.suppress(OSError):  # it has none of IPv4
+            with contextlib.suppress(OSError):  # the interface has no IPv4 address
                 answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
                 addresses.add(socket.inet_ntoa(answer[20:24]))
             if addresses:
@@ -182,7 +222,7 @@ def _interfaces() -> Iterator[tuple[str, set[str]]]:
 
 
 def bottom(store: dist.Store) -> dist.Store:
-    """Return the store itself, under all prefixes."""
+    """Return the innermost store, without the `PrefixStore` objects around it."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store

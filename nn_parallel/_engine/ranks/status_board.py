@@ -1,12 +1,16 @@
-"""The statuses in the store: this rank writes its own, and reads those of the others.
+"""The statuses of the ranks in the store. This rank writes its own status, and reads those of the others.
 
-Each rank overwrites one key, its *status*: how many calls it has made, how far it is in the last one, how many failed,
-and which they were. A rank that needs another's outcome looks at that key until the other has got as far as its own
-call. So success costs the rank that runs one `set` that awaits no reply, and the number of keys does not depend on the
-number of calls. A failure adds to a second key per rank, the list of its last failures, for the ranks that lag behind.
+Each rank overwrites one key, its *status*. The status says how many calls the rank has made, how far it is in the last
+call, how many of its calls have failed, and which functions its last calls were. A rank that needs the outcome of a
+call reads the status of the rank that runs the call, again and again, until that rank has finished the call. So a
+successful call costs the rank that runs it a single `set`, which awaits no reply. The number of keys does not depend on
+the number of calls.
 
-Calls are numbered 1, 2, ... on each rank; ranks that make the same calls agree on the numbers, and where they do not,
-the functions under one number differ and the error names both.
+A rank whose call has failed also writes a second key, the list of its last failures. Ranks that lag behind find the
+failures of their own calls there.
+
+Calls are numbered 1, 2, ... on each rank. Ranks that make the same calls agree on the numbers. If they do not make the
+same calls, the functions under some number differ, and the error names both functions.
 """
 
 from __future__ import annotations
@@ -44,8 +48,8 @@ from .records import (
 )
 from .store import decode, encode, failures_key, status_key, whereabouts_key
 
-CALLS_KEPT = 8
-FAILURES_KEPT = 64  # of each rank, in the store
+CALLS_KEPT = 8  # in a status
+FAILURES_KEPT = 64  # in the list of failures of a rank
 logger = logging.getLogger("nn_parallel")
 
 
@@ -53,66 +57,73 @@ class Wait(NamedTuple):
     """A wait for other ranks in a call."""
 
     call: Call
-    ranks: Sequence[int]
-    phase: int  # of the call, which they have to reach
+    ranks: Sequence[int]  # the ranks that this rank waits for
+    phase: int  # the phase of the call that these ranks have to reach
     deadline: float
-    says: str  # what the others are told of it; empty if nothing, as this rank may give up the wait
+    verb: str  # "waits in" or "waits at", for the published text; empty: this wait is not published, see `Blocks._wait`
 
 
 class StatusBoard:
-    """The status of this rank, and those of the others; for its main thread."""
+    """The status of this rank, and those of the others.
+
+    The main thread of the rank owns this object. Its watchdog only reads `position` and `waits`.
+    """
 
     def __init__(self, context: RankContext) -> None:
         self.liveness = Liveness(context, context.connection)
-        self.waits: Waits | None = None  # for whom this rank waits, where its watchdog is to tell the others
+        self.waits: Waits | None = None  # the present wait, for the watchdog to publish; None: there is none to publish
         self._context = context
         self._connection = context.connection
         self._rank = context.rank
         self._key = status_key(context.rank)
-        self._seen: dict[int, tuple[str, RankStatus]] = {}  # by rank, the last one, as text and as what it says
-        self._own_failures = NONE_FAILED  # on this rank
-        self._failed_calls: dict[int, FailedCalls] = {}  # by rank, as read last
+        self._seen: dict[int, tuple[str, RankStatus]] = {}  # by rank: the status as last read, encoded and decoded
+        self._own_failures = NONE_FAILED
+        self._failed_calls: dict[int, FailedCalls] = {}  # by rank: the list of failures as last read
         self._spin = Spin()
-        self._warned_of = set[Call]()
+        self._warned_of = set[Call]()  # calls for which a warning about a long wait has been logged
         self.begin_generation(context.generation)
 
     def begin_generation(self, generation: int) -> None:
-        """Forget the calls so far: all ranks count from one again."""
+        """Begin a generation (the calls and barriers between two failures of blocks): calls count from one again."""
         self.generation = generation
         self.number = 0  # of the present call
-        self.phase = WAITING  # how far this rank is in it
+        self.phase = WAITING  # of this rank in the present call
         self._last_call: Call | None = None
-        self._made = deque[str](maxlen=CALLS_KEPT)
-        self._made_text = ""  # encoded
+        self._recent_calls = deque[str](maxlen=CALLS_KEPT)  # as encoded `CallMade` records
+        self._recent_calls_text = ""  # the fields ``last`` and ``earlier`` of the status, encoded; empty: outdated
 
     def begin(self, call: Call) -> None:
-        """Count a call that this rank makes."""
+        """Begin a call of this rank, under the next number."""
         self.number += 1
         self.phase = WAITING
         if call != self._last_call:
             self._last_call = call
-            self._made.append(encode(CallMade(self.number, call.what, call.site)))
-            self._made_text = ""
+            self._recent_calls.append(encode(CallMade(self.number, call.what, call.site)))
+            self._recent_calls_text = ""
 
     def position(self) -> Position:
-        """Return how far this rank has got."""
-        if self.generation != self._context.generation:  # a task of a pool has begun, and made no call yet
+        """Return the position of this rank in its calls."""
+        if self.generation != self._context.generation:  # a task of a pool has begun, but has made no call yet
             return Position(self._context.generation, 0, WAITING)
         return Position(self.generation, self.number, self.phase)
 
     def post(self, phase: int) -> None:
-        """Let the others know that this rank has got so far in the present call."""
+        """Publish that this rank has reached ``phase`` in the present call."""
         self.phase = phase
-        if not self._made_text:
-            *earlier, last = self._made or ["null"]
+        if not self._recent_calls_text:
+            *earlier, last = self._recent_calls or ["null"]
             listed = ", ".join(earlier)
-            self._made_text = f"{last}, {encode(f'[{listed}]')}"
-        # A RankStatus as `encode` writes it; most of it is the same as before, and this is done at every call.
+            self._recent_calls_text = f"{last}, {encode(f'[{listed}]')}"
+        # This text is an encoded `RankStatus`. It is put together here because `post` runs at every call, and most of
+        # the text is the same as at the call before.
         position = f"[{self.generation}, {self.number}, {phase}]"
-        self._connection.set(self._key, f"[{position}, {self._own_failures.total}, {self._made_text}]")
+        self._connection.set(self._key, f"[{position}, {self._own_failures.total}, {self._recent_calls_text}]")
 
     def post_failure(self, call: Call, failures: dict[int, Failure]) -> None:
-        """Make the failure of a call known: first what it is, so that whoever sees the status finds it."""
+        """Publish the failure of a call.
+
+        The failure is written before the status, so that a rank that sees the status finds the failure.
+        """
         earlier = self._own_failures
         failed = FailedCall(self.generation, self.number, call.function, failures)
         self._own_failures = FailedCalls(earlier.total + 1, (*earlier.kept, failed)[-FAILURES_KEPT:])
@@ -121,22 +132,22 @@ class StatusBoard:
         self.flush()
 
     def flush(self) -> None:
-        """Return once all that this rank has written is in the store: by a round trip."""
-        self._connection.get(self._key)
+        """Return once everything that this rank has written is in the store."""
+        self._connection.get(self._key)  # the store answers only after the earlier requests of this connection
 
     def outlive_readers(self, deadline: float) -> None:
-        """At the end of the process that holds the store: stay until the others have read what they wait for."""
+        """Wait until the other ranks need the store no more, at the end of the process that holds the store."""
         for rank in range(self._context.world_size):
             with contextlib.suppress(RuntimeError):
                 while rank != self._rank and not self.liveness.is_dead(rank):
                     status = self._connection.read(status_key(rank), RankStatus)
                     if status is None or status.position.phase == HAS_LEFT or time.monotonic() > deadline:
-                        break  # it has never come, or waits for nothing any more
+                        break  # the rank has never come, or has read everything that it needs
                     time.sleep(times.END_EVERY_S)
         self.liveness.close()
 
     def status_of(self, rank: int) -> RankStatus:
-        """Return the status of ``rank``; `NO_STATUS` if it is of an earlier generation."""
+        """Return the status of ``rank``; `NO_STATUS` if it has written none in this generation."""
         text = self._connection.get(status_key(rank)) or ""
         seen, status = self._seen.get(rank, ("", NO_STATUS))
         if text != seen:
@@ -145,14 +156,14 @@ class StatusBoard:
         return status if status.position.generation >= self._context.generation else NO_STATUS
 
     def failures_of_call(self, rank: int, status: RankStatus) -> dict[int, Failure]:
-        """Return how the present call has failed on ``rank``; nothing if it has succeeded.
+        """Return the failures of the present call, by the rank that failed; an empty dict if the call has succeeded.
 
         Args:
-            rank: the one that has run it.
-            status: its last one.
+            rank: the rank that has run the call.
+            status: the last status of that rank.
 
         Raises:
-            ParallelError: it has failed too often since for that to be known.
+            ParallelError: so many later calls have failed on the rank that the failure of this one may be lost.
         """
         failed = self._failed_calls.get(rank, NONE_FAILED)
         if status.failed_calls > failed.total:
@@ -164,27 +175,28 @@ class StatusBoard:
                 return failed_call.failures
         if failed.total > len(failed.kept) and this < (failed.kept[0].generation, failed.kept[0].number):
             raise ParallelError(
-                f"Rank {rank} has failed more than {FAILURES_KEPT} times since call {self.number}: whether that one "
-                "failed is no longer known here."
+                f"Rank {rank} has failed more than {FAILURES_KEPT} times since call {self.number}, so it is no longer "
+                f"known whether call {self.number} failed."
             )
         return {}
 
     def wait(self, wait: Wait, is_over: Callable[[float], bool]) -> None:
-        """Return once ``is_over``, which is given the seconds waited so far.
+        """Call ``is_over`` again and again, with the seconds waited so far, until it returns true.
 
-        It looks again and again: a thread blocked in the store would see neither Ctrl-C nor a death.
+        The store could wait instead, but a thread that is blocked there notices neither Ctrl-C nor the death of a rank.
 
         Raises:
-            RankError: one of the ranks that are waited for has died.
-            RankTimeoutError: the time is over.
+            RankError: a rank that this rank waits for has died.
+            ParallelError: a rank that this rank waits for has left.
+            RankTimeoutError: the deadline of the wait has passed.
         """
-        has_told = False
+        has_published = False
         warn_after_s = times.WARN_AFTER_S
         self._connection.answer_by = wait.deadline
-        self._spin.offer_core()  # where ranks share cores, it may be the one that is waited for who needs this one
+        self._spin.offer_core()  # if ranks share cores, the awaited rank may need the core of this rank
         try:
             for waited in looks(*times.POLL):
-                # Before the look, which sees their last words.
+                # Deaths are looked up before `is_over` reads the store, so that it sees the last words of a dead rank.
                 dead = self.liveness.dead(wait.ranks) if waited > times.LOOK_UP_PEER_AFTER_S else []
                 if is_over(waited):
                     return
@@ -192,9 +204,9 @@ class StatusBoard:
                     raise self._gone_error(dead[0], wait.call)
                 if time.monotonic() > wait.deadline:
                     raise self._timeout_error(self._missing(wait) or list(wait.ranks), wait.call, waited)
-                if waited > times.TELL_AFTER_S and not has_told:
-                    has_told = True
-                    self._tell(wait)
+                if waited > times.PUBLISH_WAIT_AFTER_S and not has_published:
+                    has_published = True
+                    self._publish_wait(wait)
                 if waited > warn_after_s:
                     warn_after_s = math.inf
                     self._warn(self._missing(wait), wait.call, waited)
@@ -202,14 +214,15 @@ class StatusBoard:
             self._connection.answer_by = math.inf
             self.waits = None
 
-    def _tell(self, wait: Wait) -> None:
-        """Let the others know that this rank waits, and for whom."""
+    def _publish_wait(self, wait: Wait) -> None:
+        """Publish that this rank waits, and for which ranks."""
         if self.phase == WAITING:
-            self.post(WAITING)  # one that waits for this rank, in another call, sees that
-        if wait.says:
-            self.waits = Waits(f"{wait.says} {wait.call}", tuple(wait.ranks), self._goal(wait))
+            self.post(WAITING)  # a rank that waits for this rank in another call then sees that the calls differ
+        if wait.verb:
+            self.waits = Waits(f"{wait.verb} {wait.call}", tuple(wait.ranks), self._goal(wait))
 
     def _missing(self, wait: Wait) -> list[int]:
+        """Return the ranks that have not yet reached the position that this rank waits for."""
         goal = self._goal(wait)
         return [rank for rank in wait.ranks if self.status_of(rank).position < goal]
 
@@ -217,13 +230,13 @@ class StatusBoard:
         return Position(self.generation, self.number, wait.phase)
 
     def _where(self, rank: int) -> str:
-        """Return the state of another rank, from its watchdog, or else from its own last status."""
+        """Return in words where another rank is: from its whereabouts, or from its status if it has published none."""
         whereabouts = self._connection.read(whereabouts_key(rank), Whereabouts)
         where = whereabouts.where if whereabouts else self.status_of(rank).describe()
         return f"is stopped by a signal, and {where}" if self.liveness.is_stopped(rank) else where
 
     def _warn(self, missing: list[int], call: Call, waited: float) -> None:
-        """Log for whom this rank waits, once for each call site."""
+        """Log which ranks this rank waits for, once for each call site."""
         if missing and call not in self._warned_of:
             self._warned_of.add(call)
             where = " ".join(f"Rank {rank} {self._where(rank)}." for rank in missing[:RANKS_NAMED])
@@ -231,21 +244,21 @@ class StatusBoard:
             logger.warning("Rank %d has waited %.0f s in %s for %s. %s%s", self._rank, waited, *place)
 
     def check_same_call(self, rank: int, status: RankStatus, call: Call) -> None:
-        """Raise if ``rank`` makes, or made, another call under the number of the present one."""
+        """Raise if ``rank`` makes, or made, another call under the number of the present call."""
         if status.position.call < self.number:
             return
         other = status.made_as(self.number)
-        # None if that call is too long ago to be known. Whether it has failed, the list of failures tells.
+        # ``other`` is None if the status of the rank no longer lists that call.
         if other is not None and other.what != call.what:
-            self.post(self.phase)  # where this rank is, before it goes: the other may wait for it and must see it too
+            self.post(self.phase)  # the other rank may wait for this rank, and must also see that the calls differ
             raise ParallelError(
                 f"The ranks are not in the same call: rank {rank} made {other.what} at {other.site}, and rank "
-                f"{self._rank} made {call}. Every rank must make the same calls in the same order: look for one inside "
-                "`if rank == ...`."
+                f"{self._rank} made {call}. Every rank must make the same calls in the same order: look for a call "
+                "inside `if rank == ...`."
             )
 
     def _gone_error(self, rank: int, call: Call) -> ParallelError:
-        """Return the error of this rank, which waits for one whose process has ended."""
+        """Return the error of this rank, which waits for ``rank``, whose process has ended."""
         if self.status_of(rank).position.phase == HAS_LEFT:
             return self.left_error(rank, call)
         return rank_error(call.function, self._context.world_size, {rank: self.liveness.death(rank, call)})
@@ -262,10 +275,10 @@ class StatusBoard:
             latest = self._connection.read(whereabouts_key(rank), Whereabouts) or Whereabouts("", "", {}, None)
             whereabouts[rank] = latest._replace(where=self._where(rank))
         what = f"Rank {self._rank} waited {waited:.1f} s for {rank_names(missing)} in {call}"
-        why = f"Every rank must call {call.function}, and within timeout="
+        why = f"Every rank must call {call.function} within the timeout"
         return timeout_error(f"{what}. {why}", missing, whereabouts)
 
 
 def deadline_of(timeout_s: float | None) -> float:
-    """Return when a time is over that begins now; never, if there is no limit."""
+    """Return the deadline of a limit that begins now; infinity if there is no limit."""
     return math.inf if timeout_s is None else time.monotonic() + timeout_s

@@ -1,9 +1,20 @@
-"""Preemption: a signal to one process, and all ranks stop at the same step.
+"""Preemption: after a signal to one process, all ranks stop at the same step.
 
-Ranks are not at the same step when the signal comes: one may be ahead by some. So the step is agreed through the store,
-and no rank waits for another. Each rank counts its calls of `stop_requested`, tells the number, and only then looks
-whether a stop has been asked for. Whoever finds one asked for fixes it to the call after the last that any rank has
-told: ranks that have not looked since tell a later number, and then find what has been fixed.
+When the signal comes, some ranks may be several steps ahead of others. If the rank that receives the signal stopped at
+its own next step, the other ranks would wait for it in a collective. So the ranks agree on a step, through the store
+and without waiting for each other:
+
+1. Each rank counts its calls of `stop_requested`. In each call it writes its count into the store, and only then reads
+   the key ``stop``.
+2. A rank that has received a signal writes `ASKED` under this key: the ranks are to stop, but the call at which they
+   stop is not fixed yet.
+3. A rank that reads `ASKED` reads the counts of all ranks, and replaces `ASKED` by the number after the highest count.
+   If several ranks do so at the same time, the first replacement counts.
+4. At the call of this number `stop_requested` returns True on every rank.
+
+No rank can have made this call without noticing. A rank that makes it writes a higher count than step 3 has seen, so it
+writes this count after step 3 has read the counts. It reads ``stop`` still later, and finds either the number or
+`ASKED`; with `ASKED` it goes through step 3 itself.
 """
 
 from __future__ import annotations
@@ -20,24 +31,29 @@ from ...errors import ParallelError
 from .blocks import Blocks
 from .store import STOP_KEY, decode, encode, stops_key
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # of SLURM, clouds and launchers; each would end the process
+# The signals by which SLURM, clouds and launchers ask a process to stop. By default each of them ends the process.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 logger = logging.getLogger("nn_parallel")
 
 
 class StopCall(NamedTuple):
-    """A call of `stop_requested`, by its number in a generation; ``a >= b``: it is ``b`` or comes after it."""
+    """The number of a call of `stop_requested` within its generation (the calls between two failures of blocks).
+
+    ``a >= b`` means that ``a`` is the same call as ``b`` or a later one.
+    """
 
     generation: int
     call: int
 
 
-ASKED = encode(StopCall(-1, 0))  # older than any generation: not fixed yet
+ASKED = encode(StopCall(-1, 0))  # no generation has this number: the ranks are to stop, at a call that is not fixed yet
 
 
 class AsksRanks(Protocol):
-    """Something that passes on to other processes that they are to stop."""
+    """An object that passes the request to stop on to ranks in other processes."""
 
-    def ask_to_stop(self) -> None: ...
+    def ask_to_stop(self) -> None:
+        """Ask the ranks to stop. A signal handler may call this."""
 
 
 def is_asked() -> bool:
@@ -46,7 +62,7 @@ def is_asked() -> bool:
 
 
 def ask_to_stop(source: str) -> None:
-    """Ask this process to stop, and the ranks to which that is passed on; ``source`` is told."""
+    """Note that this process is asked to stop, and pass the request on; ``source`` is named in the log."""
     global _received
     _received = source
     for ranks in list(_passed_on_to):
@@ -54,14 +70,17 @@ def ask_to_stop(source: str) -> None:
 
 
 def pass_on_to(ranks: AsksRanks) -> None:
-    """Have ``ranks`` asked as well, now or when a signal comes, as long as somebody else refers to it."""
+    """Ask ``ranks`` to stop too, when a signal comes, or now if one has come already.
+
+    This module keeps only a weak reference to ``ranks``.
+    """
     _passed_on_to.add(ranks)
     if is_asked():
         ranks.ask_to_stop()
 
 
 def is_reached(blocks: Blocks) -> bool:
-    """Return whether the ranks stop at this call of `stop_requested`."""
+    """Return whether the ranks stop at this call of `stop_requested`; see the top of this module."""
     blocks.raise_if_nested("stop_requested()")
     blocks.stop_calls += 1
     own_call = StopCall(blocks.generation, blocks.stop_calls)
@@ -82,7 +101,7 @@ def is_reached(blocks: Blocks) -> bool:
 
 
 def listen() -> None:
-    """Have `SIGNALS` ask this process to stop, from now on; only the first call has work to do."""
+    """Install handlers for `SIGNALS` that call `ask_to_stop`. Only the first call does anything."""
     if _handlers_before:
         return
     if threading.current_thread() is not threading.main_thread():
@@ -99,32 +118,39 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def pass_over(number: int, frame: FrameType | None) -> None:
-    """Ignore a signal, as SIG_IGN does, but for programs that this process starts: they begin with the default."""
+    """Handle a signal by doing nothing.
+
+    ``SIG_IGN`` would be inherited by the programs that this process starts. With a handler, these programs start with
+    the default action.
+    """
 
 
 def _hold_signals() -> None:
-    """Before a fork: no signal comes to the fork while it still has our handlers."""
+    """Block `SIGNALS` before a fork, so that the new process receives none while it still has these handlers."""
     if _handlers_before:
         _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def _release_signals() -> None:
+    """Undo `_hold_signals` in the process that has forked."""
     if _handlers_before:
         signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
 
 
 def _stop_listening() -> None:
-    """Have the signals do what they did before the first `stop_requested`."""
+    """Put back the handlers that the signals had before the first `stop_requested`."""
     for number, before in _handlers_before.items():
         signal.signal(number, before)
     _handlers_before.clear()
 
 
 def _begin_in_fork() -> None:
-    """In a fork, which nobody asks to stop: SIGTERM ends it as before, the other signals are for the rank.
+    """Put back the handlers in a forked process, which is no rank, and ignore SIGUSR1 and SIGUSR2 there.
 
-    SLURM sends them to every process of a job step. SIGTERM is also what ends a fork that is not needed any more, and a
-    handler cannot know who has sent it. The workers of a prepared loader: see `training._loader_workers`.
+    SLURM sends the signals to every process of a job step, but only the rank is to handle them. The default action of
+    SIGUSR1 and SIGUSR2 would end the fork. SIGTERM is not ignored, because it is also sent to end a fork that is not
+    needed any more, and a handler cannot know the sender. The workers of a prepared loader solve this by a flag, see
+    `training._loader_workers`.
     """
     if not _handlers_before:
         return
@@ -136,8 +162,8 @@ def _begin_in_fork() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
 
 
-_received: str | None = None  # the name of the last signal that has asked
-_handlers_before: dict[int, Any] = {}  # by the number of the signal; empty until the first call
-_fork = threading.local()  # in the thread that forks: the signals that it had blocked
+_received: str | None = None  # the source of the last request to stop, such as the name of a signal
+_handlers_before: dict[int, Any] = {}  # the previous handler of each signal; empty until `listen` has been called
+_fork = threading.local()  # ``mask``: the signals that were blocked before a fork in the forking thread
 _passed_on_to: weakref.WeakSet[AsksRanks] = weakref.WeakSet()
 os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_begin_in_fork)

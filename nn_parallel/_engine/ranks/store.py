@@ -1,32 +1,36 @@
-"""The store through which the ranks talk, beside the collectives: connections to it, and the records in it.
+"""The store by which the ranks exchange records outside of the collectives: connections to it, and its records.
 
-A store can be reached by whoever reaches its port. So what comes out of it is read as data and checked against the
-types of a record, never unpickled; what is not ours is named in the error.
+Every program that can reach the port of a store can write into it. So this package never unpickles values from the
+store. It reads them as JSON and checks each value against the types of the record that it expects. An error names a
+value that is no such record.
 
-All that ranks tell each other is here. *R* is a rank, *G* a generation. A key is overwritten in place unless it says
-when it is deleted, so their number does not grow::
+The table lists all keys. *R* is a rank, and *G* is a generation (the calls and barriers between two failures of
+blocks). Keys are overwritten in place, except that some are deleted as the table says, so that the number of keys does
+not grow::
 
     key           record         written by                             read by
-    member/R      Member         R, when it connects to the store       all: where R lives
-    status/R      RankStatus     R, as it makes its calls               whoever waits for R
-    failures/R    FailedCalls    R, when a call of it fails             whoever waits for R
-    arrived/G     counter        all ranks, at the barriers of G        all at a barrier
-    ended/G       GenerationEnd  the first rank that leaves a block or  all, and all their watchdogs; rank 0 deletes
-                                 a barrier of G early; others add       it, as arrived/G, in a later generation
-    whereabouts/R Whereabouts    the watchdog of R, twice a second if   the watchdogs of ranks that are stuck, and ranks
-                                 there is anything new                  that have waited for long, or too long
-    stop          StopCall       the first rank that is asked to stop,  all, when they call `stop_requested`
-                                 or a pool's script; then whoever
-                                 fixes at which call all stop
-    stops/R       StopCall       R, when it calls `stop_requested`      whoever fixes that
-    draws/L       Draws          the first rank that begins an          the others, as they begin the same one
-                                 iteration of a prepared loader in
+    member/R      Member         R, when it connects to the store       all ranks that need the process of R
+    status/R      RankStatus     R, when it makes a call                ranks that wait for R
+    failures/R    FailedCalls    R, when one of its calls fails         ranks that wait for R
+    arrived/G     counter        all ranks, at the barriers of G        all ranks at a barrier
+    ended/G       GenerationEnd  the first rank that leaves a block or  all ranks and their watchdogs. Rank 0 deletes
+                                 barrier of G early. Other ranks add    this key and arrived/G in a later generation.
+                                 their failures.
+    whereabouts/R Whereabouts    the watchdog of R, at most twice a     the watchdogs of ranks that are stuck, and ranks
+                                 second, if the record has changed      that have waited for R for long
+    stop          StopCall       the first rank that receives a signal  all ranks, when they call `stop_requested`
+                                 to stop, or a pool's script. Then the
+                                 rank that fixes at which call all
+                                 ranks stop.
+    stops/R       StopCall       R, when it calls `stop_requested`      the rank that fixes the call
+    draws/L       Draws          the first rank that begins an          the other ranks, when they begin the same
+                                 iteration of a prepared loader in      iteration
                                  slot L
-    lost          Lost           the watchdog of rank 0, see `links`    all: which ranks on other nodes are lost
-    uncaught      Uncaught       the first rank that ends by an         the others, when they lose the connection and
-                                 exception outside all blocks           end by that
-    groupG.n/...  torch's        torch, as it makes the n-th group of   torch; deleted by rank 0 as the next group
-                                 G                                      is made
+    lost          Lost           the watchdog of rank 0, see `links`    all ranks that wait for a rank on another node
+    uncaught      Uncaught       the first rank that ends by an         the other ranks, when they lose the connection
+                                 exception outside all blocks           and end because of that
+    groupG.n/...  of torch       torch, when it makes the n-th group    torch. Rank 0 deletes these keys when the next
+                                 of G                                   group is made.
 """
 
 from __future__ import annotations
@@ -57,68 +61,72 @@ from . import times
 from .sockets import bottom, connected_since, end_connections, end_if_unanswered, open_sockets, still_open
 
 T = TypeVar("T")
-SOCKET_TIMEOUT = "Socket Timeout"  # torch's words, where the receive timeout of a socket is over
-NO_ANSWER = errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH  # of a connection to a node that is out of reach
+SOCKET_TIMEOUT = "Socket Timeout"  # torch's words for an error by the receive timeout of a socket
+NO_ANSWER = errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH  # errors of a connection if a node is out of reach
+# How a rank was lost, in the words of the error message.
 ENDED = "ended"
 OUT_OF_REACH = "went out of reach"
 RESET = "ended, or its connection was reset"
 
-# The keys of the table above.
+# The keys of the table above. Some of them name the whole world:
 LOST_KEY = "lost"
 STOP_KEY = "stop"
 UNCAUGHT_KEY = "uncaught"
-# Of a rank:
+# Others name a rank:
 member_key = "member/{}".format
 status_key = "status/{}".format
 failures_key = "failures/{}".format
 whereabouts_key = "whereabouts/{}".format
 stops_key = "stops/{}".format
-# Of a generation:
+# Others name a generation, or a slot for loaders:
 arrived_key = "arrived/{}".format
 ended_key = "ended/{}".format
-draws_key = "draws/{}".format  # of a slot for loaders
+draws_key = "draws/{}".format
 
 
 class Member(NamedTuple):
-    """The process of a rank, and its node."""
+    """The process of a rank and its node."""
 
     host: str  # see `host_identity`
     host_name: str
     pid: int
     local_rank: int
     local_world_size: int
-    accelerator: str = ""  # which one of which host it has; empty if that is not known
-    port: int = 0  # where rank 0 awaits the connections of `Links`
+    accelerator: str = ""  # identifies the host and the accelerator of the rank; empty if they are not known
+    port: int = 0  # the port of rank 0 for the connections of `Links`
 
     @property
     def is_here(self) -> bool:
-        """Return whether its process id means the same in this process."""
+        """Return whether this process can use the process id: both are on one machine, in one pid namespace."""
         return self.host == host_identity()
 
     def open_process(self) -> int | None:
-        """Return a pidfd, for the caller to close; None if it is not here, or the system has none.
+        """Return a pidfd of the process, which the caller closes.
+
+        Returns:
+            None if the process is not on this machine, or the system has no pidfds.
 
         Raises:
-            ProcessLookupError: it has ended.
+            ProcessLookupError: the process has ended.
         """
         return os.pidfd_open(self.pid) if self.is_here and hasattr(os, "pidfd_open") else None
 
 
 class Lost(NamedTuple):
-    """The ranks on other nodes that are lost, and how: `ENDED`, `OUT_OF_REACH` or `RESET`."""
+    """The lost ranks on other nodes, each with the way it was lost: `ENDED`, `OUT_OF_REACH` or `RESET`."""
 
     how: dict[int, str]
 
 
 def death(rank: int, member: Member | None, how: str, lost_after_s: float, what: object = None) -> WorkerDiedError:
-    """Return the error of a ``rank`` that is gone, before it finished ``what``.
+    """Return the error for a rank that is lost.
 
     Args:
-        rank: which one.
-        member: where it lived, if that is known.
-        how: as in `Lost`.
-        lost_after_s: for how long its node has not answered, if it is `OUT_OF_REACH`.
-        what: the call that others wait for.
+        rank: the rank.
+        member: the process of the rank; None if it is not known.
+        how: the way the rank was lost, as in `Lost`.
+        lost_after_s: how long its node has not answered, if ``how`` is `OUT_OF_REACH`.
+        what: the call that the rank had to finish and the others wait for; None if there is no such call.
     """
     who = f"Rank {rank} (pid {member.pid} on {member.host_name})" if member else f"Rank {rank}"
     when = f" before it finished {what}" if what else ""
@@ -127,20 +135,23 @@ def death(rank: int, member: Member | None, how: str, lost_after_s: float, what:
 
 
 class StoreHost:
-    """The process that holds the store, as far as this process knows; and the error once it has been given up.
+    """The process that hosts the store, as seen from this rank: the limits for its answers, and how it was lost.
 
-    While that process is stopped, no answer comes, and the connections stay open: only a receive timeout ends the wait.
+    If the hosting process is stopped by a signal, it does not answer, but the connections to it stay open. Only a
+    receive timeout then ends a request. After a timeout this rank gives up the store: the connections are shut down,
+    and every later request raises `error`.
     """
 
     def __init__(self, rank: int | None, rank_0: Member | None, world_size: int, timeout_s: float, lost_after_s: float):
-        """Hold the limits.
+        """Remember the limits.
 
         Args:
-            rank: whose process holds the store; None: the launcher's, on the node of rank 0.
-            rank_0: where rank 0 lives.
-            world_size: how many ranks there are.
-            timeout_s: how long a request may take if the wait that it is for has no earlier deadline.
-            lost_after_s: for how long its node may be out of reach.
+            rank: the rank that hosts the store; None: the launcher hosts the store, on the node of rank 0.
+            rank_0: the process of rank 0.
+            world_size: the number of ranks.
+            timeout_s: how long a request may take. A wait with an earlier deadline limits its requests further, see
+                `StoreClient.answer_by`.
+            lost_after_s: how long the node of the store may be out of reach.
         """
         self.timeout_s = timeout_s
         self.error: ParallelError | None = None
@@ -151,19 +162,27 @@ class StoreHost:
         self._lost_after_s = lost_after_s
 
     def note(self, error: RuntimeError, store: dist.Store, waited_s: float) -> None:
-        """Give up the store, if ``error`` of a request to it is that no answer has come for ``waited_s``."""
+        """Give up the store if a request to it has failed because no answer came.
+
+        Args:
+            error: of the request.
+            store: the connection of the request.
+            waited_s: how long the request waited.
+        """
         if SOCKET_TIMEOUT in str(error):
             self.error = self._silence(waited_s)
         elif any(os.strerror(number) in str(error) for number in NO_ANSWER):
             died = death(0, self._rank_0, OUT_OF_REACH, self._lost_after_s)
-            self.is_out_of_reach = True  # first: another thread may raise the error at once
+            self.is_out_of_reach = True  # set before `error`, because another thread may raise the error immediately
             self.error = rank_error("The connection", self._world_size, {0: died})
         else:
             return
-        # A late answer would be taken for that to the next request. Other threads that wait for one are freed.
+        # The connections cannot be used further: a late answer would be taken for the answer to the next request. To
+        # shut down all of them also frees other threads of this process that wait for an answer.
         end_connections(connected_since({}, store))
 
     def _silence(self, waited_s: float) -> RankTimeoutError:
+        """Return the error for a store that has not answered for ``waited_s``."""
         who = "The launcher"
         why = ""
         if self._rank is not None and (host := self._rank_0) is not None:
@@ -174,7 +193,7 @@ class StoreHost:
 
 
 class StoreClient:
-    """A connection to the store, for one thread: it serves one request at a time."""
+    """A connection to the store for one thread, because a connection serves only one request at a time."""
 
     def __init__(
         self,
@@ -183,75 +202,100 @@ class StoreClient:
         world_size: int,
         host: int | None,
     ) -> None:
-        """``host``: the rank whose process the store lives in, if it is one's."""
+        """Wrap a connection that is open.
+
+        Args:
+            store: the connection.
+            rank: this rank.
+            world_size: the number of ranks.
+            host: the rank that hosts the store; None: the store is in another process, such as the launcher's.
+        """
         self.store = store
-        self.answer_by = math.inf  # when the answer to a request is of no use any more
+        self.answer_by = math.inf  # the deadline of the wait that the requests serve; after it no answer is needed
         self._rank = rank
         self._world_size = world_size
         self._host = host
         self._limits: StoreHost | None = None
         self._socket: socket.socket | None = None
-        self._limit_s: float | None = None  # the receive timeout of the socket
+        self._limit_s: float | None = None  # the limit for which the receive timeout of the socket was set last
 
     def limit_requests(self, limits: StoreHost, sockets: dict[int, int]) -> None:
-        """Have each request fail that is not answered in time; ``sockets``: its connection, by descriptor and inode."""
+        """Make requests fail that are not answered in time.
+
+        Args:
+            limits: the limits, and the error once the store has been given up.
+            sockets: the socket of this connection, as ``{descriptor: inode}``.
+        """
         self._limits = limits
         self._socket = next(still_open(sockets), None)
 
     def close(self) -> None:
-        """Close what this object has opened; the store stays connected."""
+        """Close the duplicate of the socket that `limit_requests` has opened. The connection itself stays open."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
     def get(self, key: str) -> str | None:
-        """Return the text under ``key``, or None. One round trip; torch's `get` takes two, and waits for the key."""
+        """Return the text under ``key``, or None if there is no such key.
+
+        Torch's `get` would take two round trips and wait for the key. Its `compare_set` takes one round trip. For a key
+        that does not exist it returns the expected text, ``"?"``.
+        """
         text = self.swap(key, "?", "?")
         return None if text == "?" else text
 
     def set(self, key: str, text: str) -> None:
-        """Set ``key``; no reply is awaited."""
+        """Set ``key``, without waiting for a reply."""
         self._ask(self.store.set, key, text)
 
     def swap(self, key: str, expected: str, text: str) -> str:
-        """Set ``key`` to ``text`` if it holds ``expected``, or is not there and that is empty; what it holds then."""
+        """Set ``key`` to ``text`` if it holds ``expected``, and return the text that it holds afterwards.
+
+        An empty ``expected`` means that the key must not exist. If the key does not exist but ``expected`` is not
+        empty, the key is not set, and ``expected`` is returned.
+        """
         return self._ask(self.store.compare_set, key, expected, text).decode(errors="replace")
 
     def add(self, key: str, number: int) -> int:
-        """Add to the counter ``key``, which begins at 0; what it is then."""
+        """Add ``number`` to the counter ``key``, which begins at 0, and return the sum."""
         return self._ask(self.store.add, key, number)
 
     def delete(self, key: str) -> None:
         self._ask(self.store.delete_key, key)
 
     def write(self, key: str, record: tuple[Any, ...]) -> None:
-        """Set ``key``, for `read`."""
+        """Set ``key`` to a record, which `read` returns."""
         self.set(key, encode(record))
 
     def read(self, key: str, kind: type[T]) -> T | None:
-        """Return the record under ``key``, None if there is none.
+        """Return the record under ``key``, or None if there is no such key.
 
         Raises:
-            ParallelError: it holds something else.
+            ParallelError: the value under the key is no record of this ``kind``.
         """
         text = self.get(key)
         return None if text is None else decode(kind, key, text)
 
     def await_keys(self, keys: list[str], timeout: timedelta) -> None:
-        """Return once all of these are set; the store's own wait would be deaf to Ctrl-C.
+        """Wait until all ``keys`` exist. The store's own wait is not used, because Ctrl-C does not interrupt it.
 
         Raises:
-            ParallelError: one is not, within ``timeout``.
+            ParallelError: a key does not exist after ``timeout``.
         """
         for waited in looks(*times.POLL):
             if self._ask(self.store.check, keys):
                 return
             if waited > timeout.total_seconds():
                 missing = ", ".join(key for key in keys if not self._ask(self.store.check, [key]))
-                raise ParallelError(f"Rank {self._rank} waited {timeout} for other ranks to tell {missing}.")
+                raise ParallelError(f"Rank {self._rank} waited {timeout} for other ranks to write {missing}.")
 
     def _ask(self, request: Callable[..., T], *args: Any) -> T:
-        """Send a request. Raises ParallelError, or RankError of the rank with the store, if that is gone or silent."""
+        """Send a request and return its answer.
+
+        Raises:
+            RankError, RankTimeoutError: the rank that hosts the store is lost or does not answer.
+            ParallelError: the store is lost, and no other rank hosts it.
+        """
         began = 0.0
         limits = self._limits
         if limits is not None:
@@ -262,46 +306,50 @@ class StoreClient:
             if limits is not None:
                 limits.note(error, self.store, time.monotonic() - began)
                 if limits.error is not None:
-                    raise limits.error.with_traceback(None) from error  # it may have been raised before
+                    # The error may have been raised before, by an earlier request. Its old traceback is dropped.
+                    raise limits.error.with_traceback(None) from error
             if self._host is None or self._host == self._rank:
                 raise ParallelError(f"The store through which the ranks talk is gone: {error}") from error
             died = WorkerDiedError(f"Rank {self._host}, which holds the store, is gone: {error}", rank=self._host)
             raise rank_error("The connection", self._world_size, {self._host: died}) from error
 
     def _set_receive_timeout(self, limits: StoreHost) -> float:
-        """Limit how long the next request may wait for its answer; return the time now."""
+        """Limit how long the next request may wait for its answer, and return the present time."""
         now = time.monotonic()
         limit_s = min(limits.timeout_s, max(self.answer_by - now, 0.0))
         if self._socket is not None and limit_s != self._limit_s:
             self._limit_s = limit_s
             seconds, fraction = divmod(limit_s + times.ANSWER_MARGIN_S, 1)
-            with contextlib.suppress(OSError):  # it has ended, which the request tells
+            with contextlib.suppress(OSError):  # the connection has ended: the request itself will fail
                 value = struct.pack("ll", int(seconds), int(fraction * 1_000_000))
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         return now
 
 
-encode = json.dumps  # of a record: a NamedTuple of strings, numbers, records, and tuples and dicts of them
+encode = json.dumps  # for records: NamedTuples of strings, numbers, other records, and tuples and dicts of these
 
 
 def decode(kind: type[T], key: str, text: str) -> T:
-    """Return the record that ``text`` under ``key`` is.
+    """Return the record of a ``kind`` that ``encode`` has written as ``text``.
 
     Raises:
-        ParallelError: it is no such record.
+        ParallelError: ``text`` is no such record. The message names ``key``.
     """
     try:
         record: T = _reader(kind)(json.loads(text))  # type: ignore[arg-type]  # types are hashable
     except (TypeError, ValueError, AttributeError, RecursionError):
         raise ParallelError(
-            f"The store holds a value under our key {key!r} that this package did not write: {text[:80]!r}."
+            f"The store holds a value under the key {key!r} that this package did not write: {text[:80]!r}."
         ) from None
     return record
 
 
 @functools.cache
 def _reader(kind: Any) -> Callable[[Any], Any]:
-    """Return the function that rebuilds a ``kind`` from its JSON, or raises TypeError, ValueError or AttributeError."""
+    """Return a function that rebuilds a value of the type ``kind`` from parsed JSON and checks its types.
+
+    The function raises TypeError, ValueError or AttributeError if the JSON does not fit the type.
+    """
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if origin is dict:
@@ -320,7 +368,11 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
 
 
 def _reader_of_fields(kind: Any, hints: list[Any]) -> Callable[[Any], Any]:
-    """Return a reader that checks plain fields all at once: a rank that waits decodes a status at every call."""
+    """Return a function that rebuilds a NamedTuple from parsed JSON.
+
+    All fields of plain types are checked by one expression, because this must be fast: a rank that waits decodes a
+    status at every call.
+    """
     plain = [hint if hint in (bool, int, float, str) else object for hint in hints]
     others = [(index, _reader(hint)) for index, hint in enumerate(hints) if plain[index] is object]
 
@@ -335,25 +387,36 @@ def _reader_of_fields(kind: Any, hints: list[Any]) -> Callable[[Any], Any]:
 
 
 def _checked(kind: Any, value: Any) -> Any:
+    """Return ``value``. Raise TypeError if it is not of this type."""
     if not isinstance(value, kind):
         raise TypeError(kind)
     return value
 
 
 def clone_store(store: dist.Store, unanswered_s: float | None) -> tuple[dist.Store, dict[int, int]]:
-    """Return the store by another connection, which ends after ``unanswered_s`` without an answer, and that."""
+    """Return a new connection to the store, and the socket of this connection as ``{descriptor: inode}``.
+
+    Args:
+        store: the store, by the connection that exists.
+        unanswered_s: how long the new connection may get no answer before it ends; None: without limit.
+
+    Raises:
+        LaunchError: the store cannot be reached.
+    """
     before = open_sockets()
-    whole = bottom(store)
-    timeout = whole.timeout  # type: ignore[attr-defined]  # torch tries for so long to connect, deaf to Ctrl-C, also where nobody is left
-    whole.set_timeout(min(timeout, times.CONNECTS_WITHIN))
+    inner_store = bottom(store)
+    # `clone` tries to connect for as long as the timeout of the store, even if the process of the store has ended, and
+    # Ctrl-C does not interrupt it. So the timeout is lowered meanwhile.
+    timeout = inner_store.timeout  # type: ignore[attr-defined]  # missing in torch's stubs
+    inner_store.set_timeout(min(timeout, times.CONNECTS_WITHIN))
     try:
-        clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs, as the above
+        clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
     except RuntimeError as error:
         raise LaunchError(
             f"The store through which the ranks talk cannot be reached again: {summary(error)}"
         ) from error
     finally:
-        whole.set_timeout(timeout)
+        inner_store.set_timeout(timeout)
     bottom(clone).set_timeout(timeout)
     connection = connected_since(before, store)
     end_unanswered(connection, unanswered_s)
@@ -361,7 +424,12 @@ def clone_store(store: dist.Store, unanswered_s: float | None) -> tuple[dist.Sto
 
 
 def end_unanswered(sockets: dict[int, int], unanswered_s: float | None) -> None:
-    """Have connections to other nodes end when those are out of reach; TCP gives up a quarter of an hour later."""
+    """Make the kernel end connections to other nodes that do not answer. By default TCP takes 15 minutes for this.
+
+    Args:
+        sockets: the connections, as ``{descriptor: inode}``.
+        unanswered_s: how long a node may not answer; None: all ranks are on one node, and nothing is done.
+    """
     if unanswered_s is not None:
         for connection in still_open(sockets):
             with connection:
@@ -370,7 +438,10 @@ def end_unanswered(sockets: dict[int, int], unanswered_s: float | None) -> None:
 
 @functools.cache
 def host_identity() -> str:
-    """Return a text that is the same in processes for which process ids mean the same: one boot, one pid namespace."""
+    """Return a text that is equal in two processes if a process id means the same process in both.
+
+    This is so if they run since the same boot of one machine, in the same pid namespace.
+    """
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"

@@ -1,6 +1,8 @@
-"""An exception that ends a rank, outside all blocks: the ranks that then lose the connection show it above their own.
+"""Exceptions outside of all blocks, which end a rank: the other ranks show the first one above their own error.
 
-The first rank to fail tells the others, before its process ends and their collectives fail with it.
+If a rank ends by an exception, the collectives of the other ranks fail too, but only by a lost connection. So the first
+rank that fails writes its exception into the store before its process ends. A rank that then loses the connection
+prints this cause above its own traceback.
 """
 
 from __future__ import annotations
@@ -22,35 +24,36 @@ from .watchdog import has_left, is_consequence
 
 
 class Uncaught(NamedTuple):
-    """The exception or the exit that has ended the first rank."""
+    """The first cause for which a rank has ended outside of all blocks. It is the same for all ranks."""
 
-    description: str  # with the traceback, or which ranks have died without one
+    description: str  # the exception with its traceback; without an exception, the ranks that have died or left
 
 
 def share_uncaught(context: RankContext) -> None:
-    """Tell the others of an exception that nobody catches here, or show theirs, until this rank leaves the world."""
+    """Install an excepthook, until this rank leaves the world, that shares uncaught exceptions with other ranks."""
 
     def excepthook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         context.ends_by_exception = True
         if not context.is_inherited:
-            with contextlib.suppress(Exception):  # without a store there is nobody to tell, or to ask
-                _tell_or_show(context, error)
-        before(kind, error, frames)
+            with contextlib.suppress(Exception):  # an error of the store must not hide the traceback below
+                _publish_or_show_cause(context, error)
+        former_hook(kind, error, frames)
 
     def restore() -> None:
         if sys.excepthook is excepthook:
-            sys.excepthook = before
+            sys.excepthook = former_hook
 
-    before = sys.excepthook
+    former_hook = sys.excepthook
     sys.excepthook = excepthook
     context.on_leave.callback(restore)
 
 
-def _tell_or_show(context: RankContext, error: BaseException) -> None:
+def _publish_or_show_cause(context: RankContext, error: BaseException) -> None:
+    """Publish ``error`` unless it is a consequence of a failure on another rank, and print its cause if it has one."""
     if is_consequence(error):
         cause = _cause(context)
     else:
-        cause = _stopped(context) if collective_timed_out(error) else ""
+        cause = _stopped_ranks(context) if collective_timed_out(error) else ""
         uncaught = Uncaught(f"On rank {context.rank}:\n\n{format_traceback(error)}\n{cause}")
         context.connection.swap(UNCAUGHT_KEY, "", encode(uncaught))
     if cause:
@@ -58,9 +61,11 @@ def _tell_or_show(context: RankContext, error: BaseException) -> None:
 
 
 def _cause(context: RankContext) -> str:
-    """Return why the first rank has ended: as it has told, or who has died; if neither is soon known, who has left.
+    """Return the reason for which this rank has lost a connection; empty if none is found in time.
 
-    All ranks agree on it.
+    It is the published exception of the first rank that failed, or else the ranks that have died. If there is neither
+    for a while, it is the ranks that have left the world. The first rank that finds dead ranks, or ranks that have
+    left, publishes them, so that all ranks show the same reason.
     """
     connection = context.connection
     try:
@@ -78,13 +83,13 @@ def _cause(context: RankContext) -> str:
                         uncaught = decode(Uncaught, UNCAUGHT_KEY, first)
                 if uncaught is not None or waited > times.DIES_WITHIN_S:
                     return "" if uncaught is None else uncaught.description
-    except RankError as lost:  # the store, with its host
+    except RankError as lost:  # the store is lost, and so is the rank that hosts it
         return "\n".join(map(str, lost.exceptions))
     return ""
 
 
-def _stopped(context: RankContext) -> str:
-    """Name the ranks on this node that are stopped, for which a collective has waited in vain."""
+def _stopped_ranks(context: RankContext) -> str:
+    """Return lines that name the ranks on this node that are stopped by a signal: a collective waited for them."""
     with contextlib.closing(Liveness(context, context.connection)) as liveness:
         stopped = [rank for rank in _others(context) if liveness.is_stopped(rank)]
     return "\n".join(f"Rank {rank} is stopped by a signal." for rank in stopped)

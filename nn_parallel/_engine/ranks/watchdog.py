@@ -1,7 +1,27 @@
-"""A thread that frees this rank from a block, or a collective, that cannot come to its end any more.
+"""The watchdog: a thread that frees this rank from a block or a collective that cannot come to its end.
 
-It asks: has the block failed on another rank, has a rank died, is the time over, is this rank stuck for ever? It also
-tells the others where this rank stands.
+When a block fails on one rank, the main threads of the other ranks run user code: a collective, a sleep, a loop. That
+code learns nothing of the failure. Gloo waits until its timeout is over, and NCCL's kernel waits on the GPU without
+raising anything. If the failing rank closed its connections, only the ranks that are in a collective with it would be
+freed, and their error would be a lost connection, not the cause.
+
+So each rank has this thread, which looks again and again while the rank is in a block. The rank must leave the block if
+
+- another rank has ended the generation (`blocks`), and so the block has failed,
+- the next rank has died,
+- the time of the block is over,
+- a collective has failed on the accelerator, or
+- the rank is in a deadlock: it waits in a collective for a rank that waits for it.
+
+The watchdog then frees its own rank. First it interrupts the main thread, by a signal that raises `Interrupted` in the
+body of the block and only there. Then it aborts the process groups, so that a collective returns (`group`). The
+interrupt comes first because an aborted collective of an accelerator returns normally, with wrong numbers. Both are
+repeated at each look until the rank has left the block: a signal that arrives just before the main thread begins to
+wait in C is lost, and a group that is being made may not have its connections yet.
+
+About twice a second the watchdog also publishes the `Whereabouts` of its rank, if they have changed. Other ranks show
+them in the errors of timeouts, and find deadlocks by them. Outside of all blocks the watchdog does only this, and ends
+collectives that cannot end.
 """
 
 from __future__ import annotations
@@ -40,45 +60,52 @@ from .store import LOST_KEY, Lost, StoreClient, ended_key, status_key, whereabou
 
 logger = logging.getLogger("nn_parallel")
 
-UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
+UNINTERRUPTED = True  # read by `interrupts`: its signal handler raises nothing in the lines of this module
 
 
 @dataclass(eq=False)
 class BlockState:
-    """A block that this rank is in; or a barrier alone, as a block that never begins."""
+    """A block that this rank is in. A barrier without a block also has a state: it never begins, and only ends."""
 
     call: Call
-    around: BlockState | None = None  # the block that this one is in
+    outer: BlockState | None = None  # the block around this one
     timeout_s: float | None = None
-    begin: float = math.inf  # the number of the barrier at which it begins, once this rank has come there
-    end: float = math.inf  # and of that at which it ends
-    deadline: float = math.inf  # when its time is over
-    body: CancelScope = field(default_factory=CancelScope)
-    is_active: bool = False  # its body runs
-    has_passed: bool = False  # of a barrier alone: all ranks have come
-    is_mixed: bool = False  # another rank was at another barrier
-    must_leave: bool = False  # see `make_leave`
+    begin: float = math.inf  # the number of the barrier at which the block begins; infinite until this rank comes there
+    end: float = math.inf  # the number of the barrier at which the block ends; infinite until this rank comes there
+    deadline: float = math.inf  # of the block, as a value of `time.monotonic`
+    body: CancelScope = field(default_factory=CancelScope)  # the code of the block, which the watchdog can interrupt
+    is_active: bool = False  # this rank runs the body
+    has_passed: bool = False  # all ranks have come; set only for a barrier without a block
+    is_mixed: bool = False  # another rank was at another barrier, see `Blocks._check_neighbor`
+    must_leave: bool = False  # see `make_leave`, as for `reason`
     reason: Exception | None = None
 
     def make_leave(self, reason: Exception | None = None) -> None:
-        """Note that this rank has to leave it, by `Interrupted`.
+        """Note that this rank must leave the block, by `Interrupted`.
 
-        Without a ``reason``, which is for all ranks to raise, another rank has told already why.
+        Args:
+            reason: the error that all ranks shall raise. None: another rank has written the cause into the store.
         """
         self.must_leave = True
         self.reason = self.reason or reason
 
     def first_due(self) -> BlockState:
-        """Return that of this block and those around it whose time is over first."""
-        around = self.around.first_due() if self.around is not None else self
-        return around if around.deadline < self.deadline else self
+        """Return the block whose deadline is the earliest, among this block and those around it."""
+        outer = self.outer.first_due() if self.outer is not None else self
+        return outer if outer.deadline < self.deadline else self
 
 
 class Watchdog:
-    """Looks for what ends the innermost block, while this rank may be stuck in it."""
+    """The watchdog thread of this rank, see the docstring of this module."""
 
     def __init__(self, context: RankContext, board: StatusBoard, entered: list[BlockState]) -> None:
-        """Watch the blocks ``entered``, the innermost last, of a rank whose position ``board`` tells."""
+        """Start the thread.
+
+        Args:
+            context: of this rank.
+            board: has the position of this rank, and its present wait.
+            entered: the blocks that this rank is in, the innermost last; `entered` appends to this list.
+        """
         self._context = context
         self._board = board
         self._others = [rank for rank in range(context.world_size) if rank != context.rank]
@@ -88,21 +115,25 @@ class Watchdog:
         self._blocks = entered
         self._changed = Condition()
         self._stopped = False
-        self._next_look = 0.0  # when to look next, where this rank stands
-        self._told: Whereabouts | None = None
-        self._state: Any = None  # as it was at the last look, see `_last_collectives`,
-        self._last: list[Collective] = []  # and what it found then
-        self._nccl = ""  # how far its collectives were
-        self._raised_in = -1  # the group in which a failure on the accelerator was raised, see `Group.times_closed`
+        self._next_look = 0.0  # the time of the next `_look`
+        self._published: Whereabouts | None = None
+        self._seen_state: Any = None  # at the last look, see `_last_collectives`
+        self._seen_collectives: list[Collective] = []  # the collectives that belong to `_seen_state`; empty: not read
+        self._seen_nccl_state = ""  # at the last look, see `Group.state_of_nccl`
+        # The group in which a failure on the accelerator has been raised, as its value of `Group.times_closed`.
+        self._raised_in = -1
         self._reason: Exception | None = None  # see `reason`
         on_cpu = context.world.device.type == "cpu"
-        self._can_raise = not on_cpu and stay_ready(context.on_leave)  # outside all blocks
+        self._can_raise = not on_cpu and stay_ready(context.on_leave)  # in the main thread, outside of all blocks
         self._thread = threading.Thread(target=self._loop, name="nn_parallel watchdog", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
     def entered(self, block: BlockState) -> Iterator[None]:
-        """From entering a block until its end, the handling of its failure included: the one around is not watched."""
+        """Make ``block`` the innermost one until it has ended and its failure, if there is one, has been handled.
+
+        Only the innermost block is watched. So nothing interrupts this rank on behalf of a block around it meanwhile.
+        """
         with self._changed:
             self._blocks.append(block)
         try:
@@ -111,37 +142,41 @@ class Watchdog:
             with self._changed:
                 self._blocks.remove(block)
                 if self._blocks:
-                    self._changed.notify()  # what is around it is watched again
+                    self._changed.notify()  # the block around this one is watched again
 
     @contextlib.contextmanager
     def watching(self, block: BlockState) -> Iterator[None]:
-        """Raise `Interrupted` in the body of the block, or at its end, when this rank has to leave it."""
+        """Watch the body of ``block``. If this rank must leave the block, `Interrupted` is raised in the body."""
         with self._changed:
             block.is_active = True
             self._changed.notify()
         try:
             with block.body:
                 yield
-                synchronize(self._context.world.device)  # the block is through when all that it has queued is
+                synchronize(self._context.world.device)  # errors of the work that the body has queued belong to it
         finally:
-            with self._changed:  # the thread frees this rank only while it holds this: no more from here on
+            # The watchdog holds this lock while it frees the rank from an active block. So after these lines it does
+            # nothing more for this block.
+            with self._changed:
                 block.is_active = False
-        if block.must_leave:  # too late for the signal
+        if block.must_leave:  # the signal came too late to raise in the body
             raise Interrupted
 
     @property
     def reason(self) -> Exception | None:
-        """Why a collective outside all blocks was ended, as long as its group is there."""
+        """Why the watchdog has ended a collective outside of all blocks; None if it has not, or the group is closed."""
         return self._reason if self._context.group.interrupted else None
 
     def stop(self) -> None:
+        """Stop the thread. A thread that does not end in time goes on as a daemon thread."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
-        self._thread.join(times.WATCHDOG_ENDS_WITHIN_S)  # else it stays, as a daemon
+        self._thread.join(times.WATCHDOG_ENDS_WITHIN_S)
         self._liveness.close()
 
     def _loop(self) -> None:
+        """Look again and again, until `stop` is called: at growing intervals in a block, and twice a second outside."""
         share, least_s, most_s = times.POLL
         pause = least_s
         seen: BlockState | None = None
@@ -154,7 +189,7 @@ class Watchdog:
                 if block is not seen:
                     pause = least_s
                     seen = block
-                    if block is not None:  # most are over in a moment, and this thread would hold them up
+                    if block is not None:  # most blocks end within this time; a look would only slow them down
                         self._changed.wait(times.FIRST_LOOK_AFTER_S)
                         continue
                 if block is None and (left := self._next_look - time.monotonic()) > 0:
@@ -165,13 +200,13 @@ class Watchdog:
             reason: Exception | None = None
             try:
                 self._check_links()
-                if block is not None:  # first: what is found below may only follow from that
+                if block is not None:  # checked first, because a death or error below may be a consequence of this end
                     must_leave = block.must_leave or self._has_ended(generation)
                 if not must_leave and block is not None:
                     reason = self._death(block) or self._timeout(block) or self._context.group.error()
                 if not must_leave and reason is None and time.monotonic() >= self._next_look:
                     reason = self._look(block)
-            except Exception as error:  # the store is gone, or worse: what it should tell of would never be heard
+            except Exception as error:  # for instance the store is gone: this rank would never learn of a failure
                 reason = _as_reason(error)
                 self._next_look = time.monotonic() + times.STAND_EVERY_S
                 if block is None and self._is_host_out_of_reach() and location().may_wait:
@@ -186,9 +221,10 @@ class Watchdog:
                     pause = min(pause * (1 + share), most_s)
 
     def _check_links(self) -> None:
-        """Let all know of the ranks on other nodes that rank 0 has lost; it leaves its own collective after them.
+        """Check the connections to other nodes. Rank 0 publishes which ranks it has lost.
 
-        Else its launcher, which may end the ranks beside one that fails, would end them before they can tell.
+        Rank 0 then delays its own look, so that the other ranks leave their collectives first. If rank 0 failed first,
+        a launcher that ends the ranks beside a failed one would end them before they can report the loss.
         """
         links = self._context.links
         if links is not None and links.look() and self._context.rank == 0:
@@ -196,49 +232,50 @@ class Watchdog:
             self._next_look = time.monotonic() + 2 * times.STAND_EVERY_S
 
     def _is_host_out_of_reach(self) -> bool:
-        """Return whether the node of the store is, so that gloo's connections do not end by themselves."""
+        """Return whether the node of the store is out of reach, and this rank's connections have not been ended yet.
+
+        The network ends no connection then, so a collective with that node would go on waiting.
+        """
         host = self._context.host
         return host is not None and host.is_out_of_reach and not self._context.group.interrupted
 
     def _free(self, block: BlockState, generation: int, reason: Exception | None) -> None:
-        """Have this rank leave ``block``. Called at every look, as the first may miss a group that is just being made.
-
-        First comes the interrupt, and then the abort, after which a collective of an accelerator returns wrong numbers.
-        """
+        """Make this rank leave ``block``. This is repeated at each look until the rank has left."""
         self._end_body(block, generation, reason)
         if self._find_connections():
             self._end_body(block, generation, reason)
 
     def _end_body(self, block: BlockState, generation: int, reason: Exception | None) -> None:
+        """Interrupt the body of ``block`` and abort the process groups, unless the body has ended meanwhile."""
         with self._changed:
-            if block is self._innermost() and generation == self._context.generation:  # else another one has ended
+            if block is self._innermost() and generation == self._context.generation:
                 block.make_leave(reason)
-                block.body.interrupt()
+                block.body.interrupt()  # before the abort, see the docstring of this module
                 self._context.group.abort()
 
     def _find_connections(self) -> bool:
-        """Find the connections of groups that the user has made; return whether `Group.abort` now knows more."""
-        with contextlib.suppress(Exception):  # the watchdog must go on, to free this rank again
+        """Find the connections of groups that the user has made. Return whether `Group.abort` can now end more."""
+        with contextlib.suppress(Exception):  # an error must not end the watchdog, which has to free this rank again
             return self._context.group.find_connections(self._connection.store)
         return False
 
     def _innermost(self) -> BlockState | None:
-        """Return the innermost block, if its body runs: what is around it fails with it, if nobody catches."""
+        """Return the innermost block if its body runs. Blocks around it are watched again when it has ended."""
         return self._blocks[-1] if self._blocks and self._blocks[-1].is_active else None
 
     def _has_ended(self, generation: int) -> bool:
-        """Return whether another rank has ended it, so that the innermost block has failed."""
+        """Return whether another rank has ended the generation, which means that the innermost block has failed."""
         return self._connection.get(ended_key(generation)) is not None
 
     def _death(self, block: BlockState) -> RankError | None:
-        """Return the error of all ranks, if one has died. Each rank watches the next one, and tells of its death."""
+        """Return the error of all ranks if the next rank has died. Each rank watches only the rank after it."""
         if not self._liveness.is_dead(self._next_rank):
             return None
         deaths = self._liveness.deaths(self._others, block.call)
         return rank_error(block.call.function, self._context.world_size, deaths)
 
     def _timeout(self, block: BlockState) -> RankTimeoutError | None:
-        """Return the error of all ranks, if the time of ``block`` is over, or of one around it."""
+        """Return the error that all ranks raise if the time of ``block``, or of a block around it, is over."""
         due = block.first_due()
         if block.must_leave or time.monotonic() <= due.deadline:
             return None
@@ -249,26 +286,31 @@ class Watchdog:
         return timeout_error(f"{due.call} did not end within timeout={due.timeout_s:g} s", silent, whereabouts)
 
     def _look(self, block: BlockState | None) -> ParallelError | None:
-        """Tell where this rank stands; why it must leave ``block``, if it is stuck for ever.
+        """Publish the whereabouts of this rank, and check whether the rank is in a collective that can never end.
 
-        Outside of all blocks its collective is ended here, also if it waits for a rank that is lost.
+        Outside of all blocks (``block`` is None), such a collective is ended here.
+
+        Returns:
+            The reason for which this rank must leave ``block``; None if there is no reason, or no block.
         """
         self._next_look = time.monotonic() + times.STAND_EVERY_S
         if block is None and self._can_raise and (failure := self._failure_on_accelerator()):
             self._end_collective(failure)
             return None
-        # Before the collectives: what is entered meanwhile makes their counts too high, which hides a standstill until
-        # the next look. Too low they would make one up.
+        # The position and the wait are read before the collectives are counted. If the rank enters a collective in
+        # between, the count is too high, and a deadlock is found only at the next look. In the other order the count
+        # could be too low, and other ranks would find a deadlock that does not exist.
         position = self._board.position()
         place = location()
         waits = self._board.waits
         last = self._last_collectives(waits, place)
-        self._tell(Whereabouts(waits.where if waits else f"is {place}", stack(), self._entered(last), waits))
+        self._publish(Whereabouts(waits.where if waits else f"is {place}", stack(), self._entered_at_most(last), waits))
         stuck_in = next((each for each in reversed(last) if each.by_main_thread and not each.is_over), None)
         if waits is not None or stuck_in is None:
             return None
         others = sorted(set(stuck_in.members) - {self._context.rank})
-        reason = self._loss(place, others) if block is None else None  # a block fails by itself if a rank is lost
+        # In a block the loss of a rank is found by `_death`, here or on another rank.
+        reason = self._loss_error(place, others) if block is None else None
         reason = reason or self._deadlock(position, place, stuck_in, others)
         if block is not None:
             return reason
@@ -276,49 +318,55 @@ class Watchdog:
             self._end_collective(reason)
         return None
 
-    def _tell(self, whereabouts: Whereabouts) -> None:
-        """Let the others know where this rank stands."""
-        if whereabouts != self._told:
-            self._told = whereabouts
+    def _publish(self, whereabouts: Whereabouts) -> None:
+        """Write the whereabouts of this rank into the store if they have changed."""
+        if whereabouts != self._published:
+            self._published = whereabouts
             self._connection.write(whereabouts_key(self._context.rank), whereabouts)
 
-    def _entered(self, last: list[Collective]) -> dict[str, int]:
-        """By process group, how many collectives this rank can have entered at most."""
+    def _entered_at_most(self, last: list[Collective]) -> dict[str, int]:
+        """Return, by process group, the most collectives that this rank can have entered."""
         return {self._key_of(group): number for group, number in flight_recorder.entered(last).items()}
 
     def _key_of(self, group: str) -> str:
-        """Return a name of a process group that no later one gets; torch's begin at 0 when all are made again."""
+        """Return a name of a process group that no later group gets. Torch uses its own names again for new groups."""
         generation, made = self._context.group.begun
         return f"{generation}.{made}/{group}"
 
     def _failure_on_accelerator(self) -> Exception | None:
-        """Return why a collective on the accelerator cannot end. That a rank has died, NCCL need not see."""
+        """Return the failure for which a collective on the accelerator cannot end; None if there is none.
+
+        NCCL does not always notice that a rank has died. So if NCCL's collectives have made no progress since the last
+        look, this looks for a death itself.
+        """
         group = self._context.group
         if self._raised_in == group.times_closed:
             return None
-        before = self._nccl
-        self._nccl = group.state_of_nccl()
-        stands_still = self._nccl != "" and self._nccl == before
+        before = self._seen_nccl_state
+        self._seen_nccl_state = group.state_of_nccl()
+        stands_still = self._seen_nccl_state != "" and self._seen_nccl_state == before
         next_rank = self._next_rank
         try:
             failure = group.error()
-            if failure is not None and (collective_timed_out(failure) or not self._has_one_left()):
+            # A rank that leaves the world closes its connections. To NCCL this looks like a failure, but is none.
+            if failure is not None and (collective_timed_out(failure) or not self._has_any_left()):
                 return failure
             is_dead = stands_still and self._liveness.is_dead(next_rank)
             if not is_dead or has_left(self._context, self._connection, next_rank) or group.has_ended_on_accelerator():
                 return None
             return dist.DistBackendError(f"NCCL: Connection closed by peer. {self._liveness.death(next_rank)}")
-        except ParallelError as lost:  # the store, with its host
+        except ParallelError as lost:  # the store is lost, and so is the process that holds it
             return lost if stands_still and not group.has_ended_on_accelerator() else None
 
-    def _has_one_left(self) -> bool:
-        """Return whether a rank has left the others as it should, which closes its connections."""
+    def _has_any_left(self) -> bool:
+        """Return whether another rank has left the world properly."""
         return any(has_left(self._context, self._connection, rank) for rank in self._others)
 
     def _end_collective(self, reason: Exception) -> None:
-        """Outside all blocks: gloo's collective raises, in torch's words, so the cause is told before.
+        """End the collective of this rank, outside of all blocks.
 
-        One on an accelerator returns, with wrong numbers: so ``reason`` itself is raised there, before that.
+        A collective of gloo then raises torch's error of a lost connection, so ``reason`` is logged before. A
+        collective on an accelerator would return wrong numbers, so ``reason`` is raised in the main thread before.
         """
         times_closed = self._context.group.times_closed
         self._find_connections()
@@ -337,22 +385,30 @@ class Watchdog:
             if self._context.group.is_gloo_alone():
                 self._context.group.abort(times_closed)
 
-    def _loss(self, place: CodeLocation, others: list[int]) -> ParallelError | None:
-        """Return the error of this rank, if one of ``others``, with which it is stuck, is on a silent node."""
+    def _loss_error(self, place: CodeLocation, others: list[int]) -> ParallelError | None:
+        """Return the error of this rank if it waits for ``others`` and the node of one of them is out of reach."""
         if lost := self._liveness.out_of_reach(others):
-            return self._never(place, self._liveness.death(lost[0]))
+            return self._never_ends(place, self._liveness.death(lost[0]))
         return None
 
     def _deadlock(
         self, position: Position, place: CodeLocation, stuck_in: Collective, others: list[int]
     ) -> ParallelError | None:
-        """Return the error of this rank, if one of ``others`` waits for it before the collective it is ``stuck_in``.
+        """Return the error of this rank if it is in a deadlock with another rank; None if it is not.
 
-        All ranks make the same calls and collectives in the same order. So a rank that waits in a call for this one,
-        and has not entered the collective yet, never enters it. It may be late for hours and still come in any other
-        case, of which nothing is said.
+        In a deadlock this rank waits in a collective for the other rank, which has not entered the collective, but
+        waits in a call of this package for this rank. Nothing else counts as a deadlock, because a rank that is late
+        may still come, even after hours.
+
+        Args:
+            position: of this rank in its calls.
+            place: of this rank in its code, for the error.
+            stuck_in: the collective that this rank waits in.
+            others: the other ranks of that collective.
         """
-        self._next_look += (len(others) + 1) * self._context.world_size / times.STANDINGS_PER_S
+        # Each stuck rank reads the whereabouts of the other ranks. The next look is delayed in proportion to the reads
+        # of all ranks together, so that they do not overload the store.
+        self._next_look += (len(others) + 1) * self._context.world_size / times.WHEREABOUTS_READ_PER_S
         key = self._key_of(stuck_in.group)
         number = stuck_in.number
         for rank in others:
@@ -361,48 +417,61 @@ class Watchdog:
                 continue
             if self._context.rank in other.waits.ranks and position < other.waits.until:
                 why = f"rank {rank} {other.where} without it."
-                return self._never(
+                return self._never_ends(
                     place, f"{why} Every rank must make the same calls and collectives in the same order."
                 )
         return None
 
-    def _never(self, place: CodeLocation, why: object) -> ParallelError:
+    def _never_ends(self, place: CodeLocation, why: object) -> ParallelError:
         return ParallelError(f"Rank {self._context.rank} is {place}, which can never end: {why}")
 
     def _last_collectives(self, waits: Waits | None, place: CodeLocation) -> list[Collective]:
-        """Return the last collectives of this rank, if it has not moved since the last look; none if it goes on."""
+        """Return the last collectives of this rank if it has waited since the last look; an empty list if it goes on.
+
+        Whether the rank goes on is seen from a state that is quick to read. The collectives themselves are read only if
+        that state has not changed, because this takes much longer.
+        """
         first_id = self._context.group.first_id
         state = under_way, _ = flight_recorder.running_collectives(first_id), waits
-        if state != self._state:
-            self._state = state
-            self._last = []
+        if state != self._seen_state:
+            self._seen_state = state
+            self._seen_collectives = []
         elif waits or (under_way and place.may_wait):
-            self._last = self._last or flight_recorder.collectives(first_id)
-            return self._last
+            self._seen_collectives = self._seen_collectives or flight_recorder.collectives(first_id)
+            return self._seen_collectives
         return []
 
 
 def has_left(context: RankContext, connection: StoreClient, rank: int) -> bool:
-    """Return whether ``rank`` has left the others as it should: it has no part in a failure."""
+    """Return whether ``rank`` has left the world properly in the present generation, so that it has not failed."""
     status = connection.read(status_key(rank), RankStatus)
-    if status is None or status.position.generation < context.generation:  # in an earlier `run`
+    if status is None or status.position.generation < context.generation:  # the status is of an earlier `run`
         return False
     return status.position.phase == HAS_LEFT
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether ``error`` is what a rank gets when another one has failed."""
+    """Return whether ``error`` may only be a consequence of a failure on another rank."""
     return isinstance(error, Interrupted) or lost_connection(error)
 
 
 def cause_of(error: BaseException, reason: Exception | None) -> BaseException:
-    """Return the exception to raise for ``error``: why this rank was freed, if ``error`` follows from that."""
+    """Return the exception to raise for ``error``.
+
+    Args:
+        error: the exception that this rank has raised.
+        reason: why the watchdog has freed this rank; None if it has not.
+
+    Returns:
+        ``reason`` if ``error`` is only a consequence of being freed, otherwise ``error``.
+    """
     if reason is None or not is_consequence(error):
         return error
     frames = error.__traceback__
-    error.__traceback__ = None  # it would live in a cycle with its frames
+    error.__traceback__ = None  # the frames refer to the error: this would be a reference cycle
     return reason.with_traceback(frames)
 
 
 def _as_reason(error: Exception) -> ParallelError:
-    return error if isinstance(error, ParallelError) else ParallelError(f"Nobody watches this rank any more: {error!r}")
+    """Return ``error`` as an error that all ranks raise."""
+    return error if isinstance(error, ParallelError) else ParallelError(f"The watchdog of this rank failed: {error!r}")

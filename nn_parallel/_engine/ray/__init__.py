@@ -1,12 +1,13 @@
-"""The workers of a pool on a Ray cluster. Importing a module of this room needs Ray."""
+"""The workers of a pool on a Ray cluster. The modules of this package can be imported only if Ray is installed."""
 
 import os
 
-_PREFIX = r"\[rank \d+\] "  # as `ParallelExecutor(prefix_output=True)` writes it
+_PREFIX = r"\[rank \d+\] "  # the prefix of lines that `ParallelExecutor(prefix_output=True)` makes workers print
 _OPTION = "RAY_DEDUP_LOGS_ALLOW_REGEX"
 
-# Ray shows a line that several processes print once, and takes lines that differ in digits for the same. Then those of
-# most ranks would be missing. It reads the option when it is imported; afterwards the environment is as it was.
+# If several processes print the same line, Ray shows it once. Lines that differ only in digits count as the same, so
+# most lines with a rank as prefix would be missing. The option exempts lines that match an expression. Ray reads the
+# option when it is imported, so the environment is restored afterwards.
 _is_ours = _OPTION not in os.environ
 os.environ.setdefault(_OPTION, _PREFIX)
 try:

@@ -1,10 +1,11 @@
-"""A Ray cluster, as the place where the workers of a pool run: connected to, and asked for room.
+"""A Ray cluster as the place where the workers of a pool run.
 
-The room is a placement group of Ray with a bundle of resources for each worker: Ray reserves all of them at once, and
-finds room for a bundle elsewhere when its node is gone. The workers of a node have successive ranks.
+This module connects to the cluster and asks for the room for all workers. The room is a placement group of Ray, which
+has a bundle of resources for each worker. Ray reserves all bundles at once. If a node is lost, Ray searches for other
+nodes that have room for its bundles. The workers of one node have successive ranks.
 
-Ray's own calls that are made here, in the thread of the pool, ask its head node for something and return within
-milliseconds. What takes longer, such as to find room, is looked at now and again.
+The thread of the pool must not wait. So it makes only calls to Ray's head node that return within milliseconds. Actions
+that take longer, such as the search for room, go on in Ray, and the thread asks at intervals whether they have ended.
 """
 
 from __future__ import annotations
@@ -40,52 +41,54 @@ from .worker import ActorSetup, Orders, RayWorker, Sent, WorkerActor, raise_if_s
 if TYPE_CHECKING:
     from ..pool.protocols import WorkerEvents
 
-REACHED_WITHIN_S = 10.0  # the address of a cluster
-WARN_AFTER_S = 5.0  # of waiting for room
-STARTED_WITHIN_S = 60.0  # once there is room: torch may come from afar
-LOOKS_EACH_S = 0.5
-FIRST_LOOK_S = 0.01  # for the room of a resized pool; each further look comes after twice as long
-OTHER_CALLS = 100  # that the actor of the orders serves beside those of the workers
+REACHED_WITHIN_S = 10.0  # how long to try to connect to a cluster
+WARN_AFTER_S = 5.0  # how long to wait for room before a warning
+STARTED_WITHIN_S = 60.0  # how long workers may take to start in their room, at least: they must import torch
+LOOKS_EACH_S = 0.5  # how often to ask Ray whether it has found room, and whether it still runs
+FIRST_LOOK_S = 0.01  # when to ask for the room of a resized pool first; the interval then doubles up to LOOKS_EACH_S
+OTHER_CALLS = 100  # how many calls the actor `Orders` serves at once beside those of the workers
 logger = logging.getLogger("nn_parallel")
 
 
 class Wanted(NamedTuple):
-    """The resources that workers are to have."""
+    """The options of the workers on a cluster."""
 
-    resources: Mapping[str, float]  # each, of Ray's
+    resources: Mapping[str, float]  # Ray's resources of each worker
     placement: str  # "pack" or "spread"
-    within_s: float  # how long to wait for that
-    prefix_output: bool
+    within_s: float  # how long to wait for room
+    prefix_output: bool  # each line that a worker prints begins with its rank
 
     def describe(self, workers: int) -> str:
-        """Return so many workers and their resources, for a person to read."""
+        """Return the number of workers and their resources, for messages."""
         each_has = " and ".join(f"{amount:g} {name}" for name, amount in self.resources.items())
         return f"{workers} worker{'s' * (workers > 1)} with {each_has}"
 
 
 def connect() -> None:
-    """Connect to the cluster at ``RAY_ADDRESS``, to one that runs on this machine, or else to one that starts here.
+    """Connect to the cluster at ``RAY_ADDRESS``, or otherwise to a cluster on this machine.
+
+    If no cluster runs on this machine, Ray starts one.
 
     Raises:
-        LaunchError: it cannot be reached, or is of another version.
+        LaunchError: the cluster cannot be reached, or has another version of Ray.
     """
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS", "")
     try:
-        where = urlsplit(address if "//" in address else f"//{address}")
-        if where.hostname and where.port:  # Ray itself tries for some minutes
-            socket.create_connection((where.hostname, where.port), REACHED_WITHIN_S).close()
+        parts = urlsplit(address if "//" in address else f"//{address}")
+        if parts.hostname and parts.port:  # tried first, because Ray itself would try for some minutes
+            socket.create_connection((parts.hostname, parts.port), REACHED_WITHIN_S).close()
         with _own_handlers():
             ray.init()
     except (OSError, RuntimeError, ValueError) as error:
         at = f" at RAY_ADDRESS={address}" if address else ""
-        raise LaunchError(f"There is no Ray cluster to be used{at}: {error}") from error
+        raise LaunchError(f"There is no Ray cluster that can be used{at}: {error}") from error
 
 
 @contextlib.contextmanager
 def _own_handlers() -> Iterator[None]:
-    """Keep the handlers of signals that the script has set: Ray puts its own in their place."""
+    """Restore the script's handlers of signals at the end of the block, because Ray replaces them."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -98,43 +101,54 @@ def _own_handlers() -> Iterator[None]:
 def resources_for(
     num_gpus: int | None, devices: Any, num_workers: int | None, resources_per_worker: Mapping[str, float] | None
 ) -> tuple[dict[str, float], int]:
-    """Return what each worker is to have, and how many there are, on the cluster that this connects to.
+    """Connect to the cluster, and return the resources of each worker and the number of workers.
 
     Raises:
-        ValueError: ``devices`` names others than the CPU. TypeError: a count is no integer. LaunchError: as `connect`.
+        ValueError: ``devices`` names another device than the CPU, or a number is below one.
+        TypeError: a number is no integer.
+        LaunchError: as `connect`.
     """
     if devices is not None and str(devices) != "cpu":
-        raise ValueError(f'devices={devices!r}: with engine="ray" Ray chooses them. Leave it out, or say "cpu".')
+        raise ValueError(
+            f'devices={devices!r} cannot be chosen with engine="ray", because Ray chooses the devices. '
+            'Leave devices out, or set devices="cpu".'
+        )
     num_gpus = None if num_gpus is None else count("num_gpus", num_gpus)
     num_workers = None if num_workers is None else count("num_workers", num_workers)
     connect()
-    there = ray.cluster_resources()
-    on_gpus = devices is None and (num_gpus is not None or there.get("GPU", 0) > 0)
+    cluster = ray.cluster_resources()
+    on_gpus = devices is None and (num_gpus is not None or cluster.get("GPU", 0) > 0)
     wanted = ({"CPU": 1, "GPU": 1} if on_gpus else {"CPU": 1}) | dict(resources_per_worker or {})
     resources = {name: amount for name, amount in wanted.items() if amount}
-    return resources, num_workers or num_gpus or int(there.get("GPU" if on_gpus else "CPU", 1))
+    return resources, num_workers or num_gpus or int(cluster.get("GPU" if on_gpus else "CPU", 1))
 
 
 class Room:
-    """The placement group that Ray reserves for so many workers, with a bundle for each."""
+    """The room for a number of workers: a placement group of Ray, with a bundle of resources for each worker."""
 
     def __init__(self, workers: int, wanted: Wanted) -> None:
-        """Ask for it."""
-        self.workers: set[RayWorker] = set()  # that are in the room, or wait for it
-        self.orders: Any = None  # the actor, once there is room
+        """Ask Ray for the room, which it then searches for.
+
+        Args:
+            workers: the number of workers.
+            wanted: their resources and other options.
+        """
+        self.workers: set[RayWorker] = set()  # in the room, or waiting for it
+        self.orders: Any = None  # the actor `Orders`; None before the first worker starts
         self._size = workers
         self._wanted = wanted
         self._group = placement_group([dict(wanted.resources)] * workers, strategy=wanted.placement.upper())
-        self._bundles: list[int] = []  # by rank, those of a node together
-        self._has_warned = False
+        # By rank, the number of its bundle. The bundles of a node follow each other. Empty until there is room.
+        self._bundles: list[int] = []
+        self._has_warned = False  # of a long wait
 
     @property
     def is_there(self) -> bool:
-        """True once Ray has found the room."""
+        """True after `look` has seen for the first time that Ray has found the room."""
         return bool(self._bundles)
 
     def look(self) -> bool:
-        """Return whether Ray has found the room, and does not search for a part of it again."""
+        """Ask Ray whether it has reserved the whole room. After the loss of a node it searches for a part again."""
         table = placement_group_table(self._group)
         is_whole: bool = table["state"] == "CREATED"
         if is_whole and not self._bundles:
@@ -147,47 +161,57 @@ class Room:
         """Wait until Ray has found the room.
 
         Raises:
-            LaunchError: it has not in time.
+            LaunchError: Ray has not found it in time.
         """
         began = time.monotonic()
         while not (self._group.wait(LOOKS_EACH_S) and self.look()):
             self.raise_if_late(began)
 
     def raise_if_late(self, began: float) -> None:
-        """Raise `LaunchError` if room has been waited for since then for too long; warn once, some time before that."""
+        """Raise `LaunchError` if the wait for room takes too long; warn once, some time before that.
+
+        Args:
+            began: when the wait began, by `time.monotonic`.
+        """
         waited_s = time.monotonic() - began
         wanted = self._wanted.describe(self._size)
         if waited_s > self._wanted.within_s:
             state = placement_group_table(self._group)["stats"]["scheduling_state"]
             raise LaunchError(
-                f"Ray found no room for {wanted} within {self._wanted.within_s:g} s ({state}): {_what_there_is()}."
+                f"Ray found no room for {wanted} within {self._wanted.within_s:g} s ({state}): {_describe_cluster()}. "
+                f"Ask for less, or raise wait_for_resources."
             )
         if waited_s > WARN_AFTER_S and not self._has_warned:
             self._has_warned = True
-            logger.warning("Waiting for Ray to find room for %s: %s.", wanted, _what_there_is())
+            logger.warning("Waiting for Ray to find room for %s: %s.", wanted, _describe_cluster())
 
     def raise_if_silent(self, began: float) -> None:
-        """Raise `ParallelError` if workers have been starting in the room since then for too long."""
+        """Raise `ParallelError` if the start of workers in the room takes too long.
+
+        Args:
+            began: when the first of them was asked for, by `time.monotonic`.
+        """
         within_s = max(self._wanted.within_s, STARTED_WITHIN_S)
         if time.monotonic() > began + within_s:
             wanted = self._wanted.describe(self._size)
             raise ParallelError(
-                f"Ray has not started {wanted}: nothing was heard of them for {within_s:g} s; {_what_there_is()}."
+                f"Ray found room for {wanted}, but has not started all of them within {within_s:g} s: "
+                f"{_describe_cluster()}. The logs of Ray on the nodes may say why."
             )
 
     def start_orders(self) -> None:
-        """Start the actor that passes on orders, beside rank 0. Ray starts it again if it is lost."""
+        """Start the actor `Orders` on the node of rank 0. Ray starts it again if it is lost."""
         options = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": self._size + OTHER_CALLS}
         self.orders = ray.remote(Orders).options(**options, scheduling_strategy=self._place(0)).remote()
 
     def actor_class(self, rank: int) -> Any:
-        """Return the class of actors that have the resources of a worker of this rank."""
+        """Return the class of the actor for the worker of this rank, with its resources and its place."""
         resources = dict(self._wanted.resources)
         options = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0), "resources": resources}
         return ray.remote(WorkerActor).options(**options, scheduling_strategy=self._place(rank))
 
     def give_back(self) -> None:
-        """Have Ray end what runs in the room, or the search for it."""
+        """Give the room back to Ray. Ray ends all actors in the room, or the search for the room."""
         if ray.is_initialized():
             if self.orders is not None:
                 ray.kill(self.orders)
@@ -201,17 +225,22 @@ class RaySite:
     """Workers on a Ray cluster; implements `Site`."""
 
     def __init__(self, workers: int, wanted: Wanted) -> None:
-        """Wait until there is room for so many workers.
+        """Wait until there is room.
+
+        Args:
+            workers: the number of workers.
+            wanted: their resources and other options.
 
         Raises:
-            LaunchError: there is none in time.
+            LaunchError: Ray has not found room in time.
         """
         self._size = workers
         self._wanted = wanted
-        self._workers: dict[int, RayWorker] = {}  # by rank, those that were started last
-        self._looks_again_s = LOOKS_EACH_S  # for room
-        self._room: Room | None = Room(workers, wanted)  # None: it was given back, as it was not found
-        self._former_rooms: set[Room] = set()  # whose workers are leaving
+        self._workers: dict[int, RayWorker] = {}  # by rank, the worker that was started last
+        self._looks_again_s = LOOKS_EACH_S  # the interval at which to ask whether Ray has found room
+        # None after `resize`, until the next worker is started; also if Ray did not find the room in time.
+        self._room: Room | None = Room(workers, wanted)
+        self._former_rooms: set[Room] = set()  # rooms of other sizes, whose workers are leaving
         self._is_open = False
         try:
             self._room.wait()
@@ -220,7 +249,7 @@ class RaySite:
             raise
 
     def devices_for(self, workers: int | None) -> list[torch.device]:
-        """Return the devices of so many workers. Each worker calls the accelerator the first that Ray lets it see."""
+        """Return the devices of this number of workers. Ray shows each worker only its own accelerator, as number 0."""
         device = torch.device("cuda", 0) if "GPU" in self._wanted.resources else torch.device("cpu")
         return [device] * count("num_workers", self._size if workers is None else workers)
 
@@ -251,7 +280,7 @@ class RaySite:
         return worker
 
     def resize(self, workers: int) -> bool:
-        """As `Site.resize`: another number of workers has another room, and the workers in this one leave it."""
+        """As `Site.resize`. Another number of workers needs another room, so the workers in the present one leave."""
         if workers == self._size:
             return True
         self._size = workers
@@ -267,7 +296,7 @@ class RaySite:
         return max(1, int(self._wanted.resources.get("CPU", 1)))
 
     def ranks(self, world_size: int, group: int) -> Ranks:
-        """As `Site.ranks`; the ranks ask the actor `Orders` for the address of the store."""
+        """As `Site.ranks`. The ranks ask the actor `Orders` for the address of the store."""
         names = [self._workers[rank].node for rank in range(world_size)]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return Ranks(world_size, group=group, nodes=[numbers[name] for name in names])
@@ -282,7 +311,7 @@ class RaySite:
         self._workers.clear()
 
     def ask_to_stop(self) -> None:
-        """Have `stop_requested` return true to the ranks. Called by the handler of a signal, too."""
+        """Make `stop_requested` return true on the ranks. The handler of a signal may call this."""
         self._loop.post(self._pass_on_stop)
 
     def _pass_on_stop(self) -> None:
@@ -290,7 +319,7 @@ class RaySite:
             self._room.orders.ask_to_stop.remote()
 
     def _look_at_times(self) -> None:
-        """See now and again whether Ray still is there, and whether workers have started in time."""
+        """Check at intervals that Ray still runs, and that workers have started in time."""
         if not self._is_open:
             return
         try:
@@ -302,6 +331,7 @@ class RaySite:
         self._loop.call_later(LOOKS_EACH_S, self._look_at_times)
 
     def _look_at_starts(self, room: Room) -> None:
+        """Give up the workers that have not started in time."""
         starting = [worker for worker in room.workers if not worker.pid]
         if not starting:
             return
@@ -319,7 +349,7 @@ class RaySite:
             self._events.no_room(starting, error)
 
     def _fill(self) -> None:
-        """Start the workers that wait for room, if there is some now."""
+        """Start the workers that wait for room if Ray has found it, and otherwise look again later."""
         room = self._room
         self._looks_again_s = min(2 * self._looks_again_s, LOOKS_EACH_S)
         if room is None or not self._is_open or not ray.is_initialized():
@@ -333,7 +363,7 @@ class RaySite:
             self._loop.call_later(self._looks_again_s, self._fill)
 
     def _begin(self, room: Room, worker: RayWorker) -> None:
-        """Start the actor of a worker, in the room that there is."""
+        """Start the actor of a worker in a room that Ray has found."""
         if room.orders is None:
             room.start_orders()
             pass_on_to(self)
@@ -357,19 +387,24 @@ class RaySite:
         self._give_back_unused()
 
     def _give_back_unused(self) -> None:
+        """Give back the former rooms that all workers have left."""
         for room in [room for room in self._former_rooms if not room.workers]:
             self._former_rooms.remove(room)
             room.give_back()
 
 
-def _what_there_is() -> str:
-    def described(resources: Mapping[str, float]) -> str:
+def _describe_cluster() -> str:
+    """Return a clause for messages that says which resources the cluster has, and which of them are free."""
+
+    def describe(resources: Mapping[str, float]) -> str:
         names = sorted(name for name in resources if ":" not in name and "_group_" not in name and "memory" not in name)
         return ", ".join(f"{resources[name]:g} {name}" for name in names) or "nothing"
 
     return (
-        f"the cluster has {described(ray.cluster_resources())}, of which {described(ray.available_resources())} is free"
+        f"the cluster has {describe(ray.cluster_resources())}, of which {describe(ray.available_resources())} is free"
     )
 
 
-atexit.register(close_pools)  # which is called before what Ray has registered as it was imported
+# Ray has registered a function when it was imported. A function that is registered later is called earlier. So pools
+# are closed while Ray still runs.
+atexit.register(close_pools)

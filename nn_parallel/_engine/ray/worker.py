@@ -1,9 +1,13 @@
-"""A worker of a pool as an actor of Ray: what runs in its process, and the worker as its pool sees it.
+"""A worker of a pool that is an actor of Ray.
 
-Ray calls the methods of an actor with one thread in the main thread of its process. So a task is cancelled there as in
-a process of the fork server. But such an actor takes no other call meanwhile, and one with more threads, or with
-concurrency groups, runs no method in its main thread. Hence orders beside the tasks (cancel one, tell the stack) go
-through one more actor, `Orders`: a thread of each worker waits there for the next one.
+`WorkerActor` runs in the process of the worker, and `RayWorker` is the worker as its pool sees it, in the script.
+
+The problem. A task must run in the main thread, because only there it can be interrupted (`interrupts`). Ray runs the
+methods of an actor in the main thread only if the actor has a single thread and no concurrency groups. But while such
+an actor runs a task, it takes no other call, so it cannot be asked to cancel the task or to tell its stack.
+
+The solution. Such orders go through another actor, `Orders`, which all workers of the pool share. A second thread of
+each worker asks `Orders` for the next order for this worker, and waits until there is one.
 """
 
 from __future__ import annotations
@@ -47,56 +51,65 @@ from ..stack_dump import main_stack
 if TYPE_CHECKING:
     from ..pool.protocols import WorkerEvents
 
-EXIT_TOLD_WITHIN_S = 3.0  # if all processes of a node end at once; measured: 1.5 s
-ASK_AGAIN_AFTER_S = 0.5  # the actor `Orders`, while Ray starts it again
-ORDERS_WITHIN_S = 60.0  # for it to start again
+# How long it may take until Ray reports the exit of a worker. If all processes of a node end at once: 1.5 s, measured.
+EXIT_TOLD_WITHIN_S = 3.0
+ASK_AGAIN_AFTER_S = 0.5  # the interval at which to call the actor `Orders` again, while Ray restarts it
+ORDERS_WITHIN_S = 60.0  # how long Ray may take to restart it
 
 
 class Parcel(NamedTuple):
     """A packed object in a message of Ray."""
 
-    parts: Sequence[bytes] | None  # the pickle, the buffers, the shared memory; None: they are beside the message
-    shared: int  # how many of the last parts were shared memory, which arrives as a copy
+    # The pickle, the buffers and the shared memory. None: they are large, and a separate argument of the call of Ray.
+    parts: Sequence[bytes] | None
+    shared: int  # the number of the last parts that are shared memory in the sender; the receiver gets a copy
 
 
 class Sent:
-    """A packed object as the script sends it. What is large goes into Ray's object store once, for all workers."""
+    """A packed object as the script sends it to workers. A large object is put into Ray's object store once for all."""
 
     def __init__(self, packed: Packed) -> None:
-        """Copy what is large, since its owner may change it.
+        """Copy the memory of the object, because its owner may change it later.
 
         Raises:
             TransferError: Ray's object store is full.
             ParallelError: Ray has been shut down.
         """
         self.parcel, large = _parcel_of(packed)
-        self.reference = None
+        self.reference = None  # to the parts of a large object in Ray's object store
         if large:
             raise_if_shut_down()
             try:
                 self.reference = ray.put(large)
             except RayError as error:
-                raise TransferError(f"Cannot put a large object into Ray's object store: {error}") from error
+                raise TransferError(f"A large object cannot be put into Ray's object store: {error}") from error
 
 
 def raise_if_shut_down() -> None:
-    """Raise `ParallelError` if Ray has been shut down: the next call of Ray would start it again."""
+    """Raise `ParallelError` if Ray has been shut down. Otherwise the next call of Ray would start it again."""
     if not ray.is_initialized():
         raise ParallelError("Ray has been shut down.")
 
 
 def _parcel_of(packed: Packed) -> tuple[Parcel, list[pickle.PickleBuffer]]:
-    """Return the parcel of an object; and its parts, if they are large and so go beside the message."""
+    """Return the parcel of an object, and the parts that are not in the parcel, because they are large."""
     views = [memoryview(part) for part in (packed.pickle, *packed.buffers, *map(memory_of, packed.shared))]
     if sum(view.nbytes for view in views) <= SMALL_BYTES:
         return Parcel([bytes(view) for view in views], len(packed.shared)), []
-    # Ray crashes at memory that is not of bytes.
+    # Ray crashes if a buffer consists of other items than bytes. An empty buffer cannot be cast.
     parts = [view.cast("B") if view.nbytes else memoryview(b"") for view in views]
     return Parcel(None, len(packed.shared)), [pickle.PickleBuffer(part) for part in parts]
 
 
 def _received(parcel: Parcel, beside: Iterable[Any]) -> Received:
-    """Return the packed object of a parcel. Its memory is its own: what Ray has brought is read-only, and shared."""
+    """Return the packed object of a parcel.
+
+    Its memory is copied, because the memory in which Ray delivers it is read-only and shared with other processes.
+
+    Args:
+        parcel: the parcel.
+        beside: an iterator of the large objects beside the message. It is advanced if the parcel has no parts.
+    """
     parts = next(iter(beside)) if parcel.parts is None else parcel.parts
     first, *buffers = parts
     copies = list(map(bytearray, buffers))
@@ -110,37 +123,42 @@ def _received(parcel: Parcel, beside: Iterable[Any]) -> Received:
 class Orders:
     """The actor that passes orders on to the workers, and holds the store of their ranks.
 
-    It is one actor, beside rank 0. If its node dies, Ray starts it anew on another one. The ranks then have failed, and
-    those of the next run meet in its new store.
+    A pool has one such actor, on the node of rank 0. If the node is lost, Ray starts the actor again on another node.
+    The ranks have then lost their store and have failed. The ranks of the next run use the store of the new actor.
     """
 
     def __init__(self) -> None:
-        end_with(os.getppid())  # the node, which the process of an actor outlives otherwise
+        end_with(os.getppid())  # otherwise the process of an actor may outlive Ray's process of this node
         self._store = PoolStore(ray.util.get_node_ip_address())
         self._mailboxes: dict[int, _Mailbox] = {}  # by the key of the worker
 
     def __repr__(self) -> str:
-        return "nn_parallel"  # in Ray's prefix of what is printed here
+        return "nn_parallel"  # Ray prints this before each line that the actor prints
 
     async def order(self, key: int, number: int) -> Any:
-        """Have a worker do something, by the number of an `Order`; return what it answers."""
+        """Give a worker an order, and return the worker's reply.
+
+        Args:
+            key: the key of the worker.
+            number: the order, as in `messages.Order`.
+        """
         return await self._mailbox(key).order(number)
 
     async def next(self, key: int, reply: Any) -> int:
-        """Return the next order for a worker, whose answer to the one before is ``reply``."""
+        """Return the next order for a worker, once there is one. ``reply`` is its reply to the order before."""
         return await self._mailbox(key).next(reply)
 
     async def forget(self, key: int) -> None:
-        """Forget a worker, which has exited."""
+        """Delete the orders for a worker that has exited."""
         self._mailboxes.pop(key, None)
 
     async def store_address(self, group: int) -> tuple[str, int]:
-        """Return host and port of the store, for the ranks of this group."""
+        """Return host and port of the store for the ranks with this group number."""
         return self._store.address(group)
 
     async def ask_to_stop(self) -> None:
-        """Have `stop_requested` return true to the ranks."""
-        ask_to_stop("what the script has received")
+        """Make `stop_requested` return true on the ranks."""
+        ask_to_stop("a signal to the script")
 
     def _mailbox(self, key: int) -> _Mailbox:
         if key not in self._mailboxes:
@@ -149,18 +167,20 @@ class Orders:
 
 
 class _Mailbox:
-    """The orders for one worker, which it follows one after another."""
+    """The orders for one worker, which follows them one after another."""
 
     def __init__(self) -> None:
         self._waiting = asyncio.Queue[tuple[int, asyncio.Future[Any]]]()
-        self._followed: asyncio.Future[Any] | None = None  # of the order that the worker follows
+        self._followed: asyncio.Future[Any] | None = None  # of the worker's reply to the order that it follows now
 
     async def order(self, number: int) -> Any:
+        """As `Orders.order`."""
         answered = asyncio.get_running_loop().create_future()
         self._waiting.put_nowait((number, answered))
         return await answered
 
     async def next(self, reply: Any) -> int:
+        """As `Orders.next`."""
         if self._followed is not None and not self._followed.done():
             self._followed.set_result(reply)
         number, self._followed = await self._waiting.get()
@@ -171,7 +191,7 @@ class ActorSetup(NamedTuple):
     """The first message to a worker."""
 
     rank: int
-    key: int  # at `Orders`
+    key: int  # by which `Orders` knows the worker
     has_accelerator: bool
     directory: str
     path: list[str]
@@ -185,7 +205,7 @@ class Place(NamedTuple):
 
     pid: int
     host: str
-    node: str  # as Ray calls it
+    node: str  # Ray's id of the node
     device: str
 
 
@@ -193,33 +213,44 @@ class WorkerActor:
     """The process of a worker. Ray calls its methods in the main thread, one after another."""
 
     def __repr__(self) -> str:
-        return "nn_parallel"  # in Ray's prefix of what is printed here
+        return "nn_parallel"  # Ray prints this before each line that the actor prints
 
     def start(self, version: str, setup: bytes, orders: Any) -> Place:
-        """Become what a new process of the script would be, but for what belongs to this machine.
+        """Prepare this process to run code of the script.
+
+        Args:
+            version: the version of this package in the script.
+            setup: a pickled `ActorSetup`.
+            orders: the actor `Orders`.
 
         Raises:
-            LaunchError: this node has another version of the package, or not the accelerator that Ray has granted.
+            LaunchError: this node has another version of the package, or torch does not have the accelerator that Ray
+                has granted.
         """
         if version != __version__:
             versions = f"the script has {version}, {socket.gethostname()} has {__version__}"
             raise LaunchError(f"All nodes need the same version of nn_parallel: {versions}.")
-        end_with(os.getppid())  # the node, which the process of an actor outlives otherwise
+        end_with(os.getppid())  # otherwise the process of an actor may outlive Ray's process of this node
         keep_handler()
-        mine: ActorSetup = pickle.loads(setup)
-        device = _device(mine.has_accelerator)
-        adopt({}, mine.directory, mine.path, is_elsewhere=True)
-        become_script(mine.argv, mine.main_file, device)
-        if mine.prefix_output:
-            prefix = f"[rank {mine.rank}] "
+        own_setup: ActorSetup = pickle.loads(setup)
+        device = _device(own_setup.has_accelerator)
+        adopt({}, own_setup.directory, own_setup.path, is_elsewhere=True)
+        become_script(own_setup.argv, own_setup.main_file, device)
+        if own_setup.prefix_output:
+            prefix = f"[rank {own_setup.rank}] "
             sys.stdout = _PrefixedStream(sys.stdout, prefix)
             sys.stderr = _PrefixedStream(sys.stderr, prefix)
-        self._runner = _Runner(mine.rank, device, mine.key, orders)
+        self._runner = _Runner(own_setup.rank, device, own_setup.key, orders)
         threading.Thread(target=self._runner.follow_orders_of_actor, name="nn_parallel orders", daemon=True).start()
         return Place(os.getpid(), socket.gethostname(), ray.get_runtime_context().get_node_id(), str(device))
 
     def perform(self, message: bytes, *beside: Any) -> Any:
-        """Keep the objects that come with a task, and do the task; return the answer and its parcel."""
+        """Store the objects that come with a task, and do the task. Return the pickled answer and its parcel.
+
+        Args:
+            message: the pickled header, stored objects and call.
+            beside: large objects that are not in the message. If the answer is large, it is returned in the same way.
+        """
         header, kept, parcel = pickle.loads(message)
         arrived = iter(beside)
         for number, of_object in kept:
@@ -233,7 +264,7 @@ class WorkerActor:
         return (message_back, large) if large else message_back
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Let go of objects whose handles are gone."""
+        """Delete stored objects whose handles are gone."""
         for number in numbers:
             forget(number)
 
@@ -244,7 +275,7 @@ class WorkerActor:
 
 
 class _Runner(TaskRunner):
-    """Does tasks, and follows the orders that come through `Orders`."""
+    """The runner of the tasks of an actor, which also follows the orders that come through `Orders`."""
 
     def __init__(self, rank: int, device: torch.device, key: int, orders: Any) -> None:
         super().__init__(rank, device, dict(os.environ), self._reply_with)
@@ -253,10 +284,10 @@ class _Runner(TaskRunner):
         self._reply: Any = None  # to the last order
 
     def store_address(self, ranks: Ranks) -> tuple[str, int]:
-        """As `TaskRunner.store_address`: the store can have moved with the actor that holds it.
+        """As `TaskRunner.store_address`. `Orders` is asked each time, because the store moves with that actor.
 
         Raises:
-            ParallelError: that actor has been lost, and Ray has not started it again in time.
+            ParallelError: `Orders` was lost, and Ray has not started it again in time.
         """
         deadline = time.monotonic() + ORDERS_WITHIN_S
         while True:
@@ -264,19 +295,22 @@ class _Runner(TaskRunner):
                 address: tuple[str, int] = self._orders.store_address.remote(ranks.group).future().result()
             except RayError as error:
                 if time.monotonic() > deadline:
-                    raise ParallelError(f"The store through which the ranks talk is gone: {summary(error)}") from error
+                    raise ParallelError(
+                        f"The actor with the store through which the ranks talk was lost, and Ray has not started it "
+                        f"again within {ORDERS_WITHIN_S:g} s: {summary(error)}"
+                    ) from error
                 time.sleep(ASK_AGAIN_AFTER_S)
             else:
                 return address
 
     def follow_orders_of_actor(self) -> None:
         """Follow one order after another until this process ends."""
-        interrupting = False
+        must_repeat = False  # the cancelled task has not ended
         while True:
-            # Not by `ray.get`: it tells Ray that this process waits, and does not use its cores.
+            # Not by `ray.get`, because Ray would assume that this process waits and does not use its cores.
             order = self._orders.next.remote(self._key, self._reply).future()
-            while interrupting and not _is_done(order, INTERRUPT_EVERY_S):
-                interrupting = self.interrupt_cancelled()
+            while must_repeat and not _is_done(order, INTERRUPT_EVERY_S):
+                must_repeat = self.interrupt_cancelled()
             try:
                 number = order.result()
             except RayError:
@@ -288,7 +322,7 @@ class _Runner(TaskRunner):
             elif number == HAND_BACK:
                 self.hand_back()
             else:
-                interrupting = self.cancel(number)
+                must_repeat = self.cancel(number)
 
     def _reply_with(self, answer: Answer) -> None:
         self._reply = answer
@@ -303,13 +337,16 @@ def _is_done(future: Future[Any], within_s: float) -> bool:
 
 
 def _device(has_accelerator: bool) -> torch.device:
-    """Return the device of this worker: of the accelerators that Ray lets it see, the first."""
+    """Return the device of this worker: the first accelerator that Ray shows it, or the CPU."""
     if not has_accelerator:
         return torch.device("cpu")
     available = accelerators()
     if not available:
         granted = ", ".join(map(str, ray.get_gpu_ids()))
-        raise LaunchError(f"Ray grants GPU {granted} of {socket.gethostname()}, but torch finds no accelerator there.")
+        raise LaunchError(
+            f"Ray grants GPU {granted} of {socket.gethostname()}, but torch finds no accelerator there. "
+            "Check the driver and the installation of torch on that node."
+        )
     return available[0]
 
 
@@ -344,9 +381,9 @@ class _PrefixedStream:
 
 
 class RayWorker:
-    """An actor as its pool sees it; implements `Worker`. It lives in the thread of the pool."""
+    """An actor as its pool sees it; implements `Worker`. All methods are called in the thread of the pool."""
 
-    is_stopped = False  # not known from here
+    is_stopped = False  # not known, because the process may be on another machine
     exit_told_within_s = EXIT_TOLD_WITHIN_S
 
     def __init__(
@@ -357,12 +394,20 @@ class RayWorker:
         events: WorkerEvents,
         on_exit: Callable[[RayWorker], None],
     ) -> None:
-        """Begin to wait for room; `begin` then starts the actor."""
+        """Make a worker that waits for room. `begin` starts its actor.
+
+        Args:
+            rank: the rank of the worker.
+            device: the device that the worker will probably have.
+            loop: the event loop of the pool.
+            events: receives the answers and the exit of the worker.
+            on_exit: called when the worker has exited or was withdrawn.
+        """
         self.rank = rank
         self.device = device
-        self.pid = 0  # until it has started
+        self.pid = 0  # until the actor has started
         self.node = ""
-        self.key = next(_keys)  # at `Orders`
+        self.key = next(_keys)  # by which `Orders` knows the worker
         self.asked_at = time.monotonic()
         self._host = ""
         self._loop = loop
@@ -372,22 +417,29 @@ class RayWorker:
         self._orders: Any = None
         self._is_over = False
         self._kept: set[int] = set()  # the numbers of the handles whose objects the worker keeps
-        self._hands_back = False  # it has been told to, and has not replied
-        self._held: Future[Any] | None = None  # the answer to its task, which must not outrun that reply
+        self._hands_back = False  # the worker was asked to hand back calls, and has not replied yet
+        # The answer to the worker's task, if it has arrived before that reply. It must be handled after the reply.
+        self._held: Future[Any] | None = None
 
     @property
     def description(self) -> str:
-        """As errors name the worker."""
+        """The name of the worker in error messages."""
         where = f"pid {self.pid} on {self._host}, " if self.pid else ""
         return f"Worker {self.rank} ({where}{self.device})"
 
     @property
     def has_begun(self) -> bool:
-        """True once there was room for the actor."""
+        """True if the actor was started, because there was room for it."""
         return self._actor is not None
 
     def begin(self, actor_class: Any, orders: Any, setup: ActorSetup) -> None:
-        """Start the actor."""
+        """Start the actor.
+
+        Args:
+            actor_class: the class of the actor, with its resources.
+            orders: the actor `Orders`.
+            setup: the first message to the worker.
+        """
         self._orders = orders
         self._actor = actor_class.remote()
         self._then(self._hear_start, self._actor.start.remote(__version__, pickle.dumps(setup), orders))
@@ -440,7 +492,8 @@ class RayWorker:
     def kill(self) -> None:
         """As `Worker.kill`."""
         self.end_actor()
-        self._loop.post(self._exit, -signal.SIGKILL, "")  # not here: the pool is in the middle of something
+        # Posted, because the pool calls this method at times when it cannot handle the exit of a worker.
+        self._loop.post(self._exit, -signal.SIGKILL, "")
 
     def end_actor(self) -> None:
         """Kill the actor, if there is one."""
@@ -448,13 +501,18 @@ class RayWorker:
             ray.kill(self._actor)
 
     def withdraw(self) -> None:
-        """Have nothing come of this worker any more: it has not started in time."""
+        """Give the worker up, because it has not started in time. It causes no more events."""
         self._is_over = True
         self.end_actor()
         self._on_exit(self)
 
     def _then(self, hear: Callable[[Future[Any]], object], reference: Any) -> None:
-        """Have ``hear`` called with what comes of a call, unless the worker has exited."""
+        """Call ``hear`` with the future of a call of Ray, when that is done, unless the worker has exited by then.
+
+        Args:
+            hear: the function. It runs in the thread of the pool.
+            reference: Ray's reference to the result of the call.
+        """
         reference.future().add_done_callback(functools.partial(self._loop.post, self._hear, hear))
 
     def _hear(self, hear: Callable[[Future[Any]], object], future: Future[Any]) -> None:
@@ -484,7 +542,7 @@ class RayWorker:
             self._held_number = number
             return
         error = future.exception()
-        if isinstance(error, RayTaskError):  # there is no room for the answer in Ray's object store
+        if isinstance(error, RayTaskError):  # Ray's object store has no room for the answer
             reason = OSError(" ".join(str(error).split()))
             self._events.answered(self, Answer(number, outcome=Outcome.SUCCEEDED), Received(b"", error=reason))
         elif error is not None:
@@ -509,7 +567,10 @@ class RayWorker:
             self._hear_answer(self._held_number, held)
 
     def _hear_exit(self, future: Future[Any]) -> None:
-        """Note that the actor is gone. If Ray cannot reach it, it is killed, since another one takes its place."""
+        """Note that the actor has exited.
+
+        If Ray only cannot reach the actor, the actor is killed, because another one takes its place.
+        """
         error = future.exception()
         self.end_actor()
         self._exit(None, f"Ray reports: {' '.join(str(error).split())}")

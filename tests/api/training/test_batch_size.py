@@ -135,7 +135,7 @@ def test_any_other_error_is_raised(any_ranks: AnyRanks) -> None:
 
 def test_alone() -> None:
     """As with one rank: a plain loop, and plain errors."""
-    with pytest.raises(ValueError, match="start=0 must be a whole number, at least 1"):
+    with pytest.raises(ValueError, match="start=0 must be a whole number of at least 1"):
         find_batch_size(print, 0)
 
     def needs(size: int) -> None:

@@ -241,13 +241,13 @@ def other_optimizer(path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (truncated, "is damaged or no checkpoint"),
-        (emptied, "is damaged or no checkpoint"),
-        (with_code, "holds more than data, which could run code: "),
+        (truncated, "is damaged or is not a checkpoint"),
+        (emptied, "is damaged or is not a checkpoint"),
+        (with_code, "holds objects that could run code when they are loaded: "),
         (unreadable, "Is a directory"),
         (lambda path: path.unlink() or {"model": Net()}, "No such file or directory"),
-        (lambda path: path.write_text("epoch 3") and {"model": Net()}, "is damaged or no checkpoint"),
-        (lambda path: torch.save([1], path) or {"model": Net()}, "holds a list, and a checkpoint is a dict"),
+        (lambda path: path.write_text("epoch 3") and {"model": Net()}, "is damaged or is not a checkpoint"),
+        (lambda path: torch.save([1], path) or {"model": Net()}, "holds a list, but a checkpoint is a dict"),
         (
             lambda path: {"model": Net(16)},
             "model cannot be loaded: RuntimeError: Error(s) in loading",
@@ -257,7 +257,7 @@ def other_optimizer(path: Path) -> dict[str, Any]:
             lambda path: {"epoch": nn.Linear(2, 2)},
             "epoch cannot be loaded: TypeError: Expected",
         ),
-        (lambda path: {"model": Net(), "ema": Net()}, "it has no 'ema', only 'model', 'optimizer'"),
+        (lambda path: {"model": Net(), "ema": Net()}, "the file has no 'ema', only 'model', 'optimizer'"),
         (other_optimizer, "optimizer cannot be loaded: ValueError: loaded state dict has a different number of"),
         (lambda path: {"model": Net(), "epoch": 3}, "epoch is a int without load_state_dict"),
         (lambda path: {"epoch": torch.optim.SGD(Net().parameters())}, "epoch cannot be loaded: "),
@@ -313,7 +313,7 @@ def test_what_could_not_be_loaded_is_not_saved(executor2: ParallelExecutor, tmp_
     for folder, lock, reserved, epoch in executor2.run(scenario) if ranks == 2 else [scenario()]:
         assert folder.startswith("folder is a PosixPath: a checkpoint holds numbers, strings, tensors")
         assert lock.startswith("lock is a lock: a checkpoint holds numbers, strings, tensors")
-        assert "'random_states' is the name of what save_checkpoint adds itself" in reserved
+        assert "The name 'random_states' is reserved" in reserved
         assert epoch == 1
     assert os.listdir(tmp_path) == ["a.pt"]
 

@@ -39,7 +39,7 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
 def test_only_a_file_is_replaced(tmp_path: Path, make: Callable[[Path], None]) -> None:
     """What is there otherwise stays."""
     make(tmp_path / "a.pt")
-    with pytest.raises(OSError, match="a.pt is there, and is no file"):
+    with pytest.raises(OSError, match="a.pt exists and is not a regular file"):
         save_checkpoint(tmp_path / "a.pt", epoch=3)
     assert os.listdir(tmp_path) == ["a.pt"]
 
@@ -111,7 +111,7 @@ def test_those_before_are_kept(tmp_path: Path) -> None:
     assert other.read_text() == "not ours"
     save_checkpoint(tmp_path / "last.pt", step=5)
     assert [torch.load(tmp_path / name)["step"] for name in ("last.pt", "last.1.pt")] == [5, 3]
-    with pytest.raises(ValueError, match="keep=0 must be a whole number, at least 1"):
+    with pytest.raises(ValueError, match="keep=0 must be a whole number of at least 1"):
         save_checkpoint(tmp_path / "last.pt", keep=0)
 
 

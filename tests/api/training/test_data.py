@@ -178,8 +178,8 @@ def test_an_epoch_that_begins_again_is_told_once(caplog: pytest.LogCaptureFixtur
         look(loader, batches)
     told = [record.getMessage() for record in caplog.records]
     assert told == [
-        "Epoch 0 of a loader begins again, in the same order, because it was left after 3 of 5 batches. If it is over, "
-        "call loader.set_epoch(1) before the next iteration."
+        "Epoch 0 of a loader begins again, in the same order, because its last iteration ended after 3 of 5 batches. "
+        "To go on to the next epoch instead, call loader.set_epoch(1) before the next iteration."
     ]
     caplog.clear()
     in_order = prepare_dataloader(DataLoader(numbers(10), batch_size=2))
@@ -383,10 +383,10 @@ def test_a_loader_goes_on_in_the_middle_of_an_epoch(any_ranks: AnyRanks, batchin
     [
         (
             {"length": 9, "position": 4},
-            "of the middle of an epoch in which the loader drew 9 times, and this one draws 10 times",
+            "of the middle of an epoch in which the loader drew 9 times, but this loader draws 10 times",
         ),
-        ({"position": 11}, "it begins at 11 of an epoch of 10"),
-        ({"position": -1}, "it begins at -1 of an epoch of 10"),
+        ({"position": 11}, "the state begins at 11 of an epoch of 10"),
+        ({"position": -1}, "the state begins at -1 of an epoch of 10"),
     ],
 )
 def test_a_state_of_another_loader(state: dict[str, int], words: str) -> None:
@@ -634,13 +634,16 @@ def test_what_cannot_be_shared_out_is_rejected_by_name(any_ranks: AnyRanks) -> N
         return told
 
     for stream, sharded, twice, dropping in any_ranks.run(scenario):
-        assert stream == twice == "ValueError: The loader is prepared already: its samples are shared out."
+        assert stream == twice
+        assert twice == (
+            "ValueError: The loader is prepared already: pass the loader from before prepare_dataloader()."
+        )
         assert sharded == (
-            "ValueError: The loader shares its samples out already: its DistributedSampler takes the part of rank 0 of "
-            "2. Use the loader without prepare_dataloader(), or give it a sampler that draws for all ranks."
+            "ValueError: The loader already shares its samples out: its DistributedSampler takes the part of rank 0 of "
+            "2. Use the loader without prepare_dataloader(), or give it a sampler that draws the samples of all ranks."
         )
         assert dropping == (
-            "ValueError: drop_last=True leaves samples out, and pad=False none: give the loader drop_last=False."
+            "ValueError: drop_last=True leaves samples out, but pad=False must not: give the loader drop_last=False."
         )
 
 
@@ -792,8 +795,8 @@ def test_a_worker_init_fn_finds_its_dataset() -> None:
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ({"together": 8}, "of a loader with 8 samples in the batches of all ranks together, and this one has 4"),
-        ({"num_workers": 2}, "of a loader with 2 workers, and this one has 0"),
+        ({"together": 8}, "of a loader with 8 samples in the batches of all ranks together, but this one has 4"),
+        ({"num_workers": 2}, "of a loader with 2 workers, but this one has 0"),
         ({"together": None}, "of a loader with None samples"),
     ],
 )

@@ -184,7 +184,7 @@ def test_ranks_that_draw_other_samples_are_told(any_ranks: AnyRanks, name: str) 
         return ""
 
     for told in any_ranks.run(scenario):
-        assert told.startswith(f"{name} is not drawn alike: in epoch 0 rank ")
+        assert told.startswith(f"{name} does not draw alike on all ranks: in epoch 0 rank ")
         assert ("draws 4" in told) is (name in ("Shorter", "SequentialSampler"))
         assert "use the loader without prepare_dataloader()" in told
 

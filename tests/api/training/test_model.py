@@ -304,12 +304,10 @@ def test_a_model_is_prepared_once(executor2: ParallelExecutor) -> None:
         return told
 
     for told in executor2.run(scenario):
-        wrapped = "The model is prepared already, there is a DistributedDataParallel in it: pass unwrap_model(model)."
+        wrapped = "The model is prepared already, as a DistributedDataParallel in it shows: pass unwrap_model(model)."
         assert told[:6] == [wrapped] * 6
-        assert (
-            told[6:]
-            == ["The model is prepared already, it is sharded, and stays so: make another and load its state."] * 2
-        )
+        sharded = "The model is prepared already, and stays sharded: make a new model and load its state."
+        assert told[6:] == [sharded] * 2
 
 
 def test_a_model_with_nothing_to_train_is_that_of_rank_0(any_ranks: AnyRanks) -> None:
@@ -329,17 +327,17 @@ def test_a_model_with_nothing_to_train_is_that_of_rank_0(any_ranks: AnyRanks) ->
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"strategy": "zero"}, "strategy='zero' is none of ddp, fsdp, dp, none"),
-        ({"compression": "zip"}, "compression='zip' is none of fp16, bf16, powersgd"),
+        ({"strategy": "zero"}, "strategy='zero' must be one of ddp, fsdp, dp, none"),
+        ({"compression": "zip"}, "compression='zip' must be one of fp16, bf16, powersgd"),
         (
             {"strategy": "fsdp", "compression": "fp16"},
             "compression='fp16' is for strategy='ddp', not for strategy='fsdp'",
         ),
         (
             {"strategy": "none", "bucket_cap_mb": 1},
-            "bucket_cap_mb: for strategy='ddp' or 'fsdp', not for strategy='none'",
+            "bucket_cap_mb: only for strategy='ddp' or 'fsdp', not for strategy='none'",
         ),
-        ({"strategy": "dp"}, "strategy='dp' is for one process, and there are 2 ranks"),
+        ({"strategy": "dp"}, "strategy='dp' is for one process, but there are 2 ranks"),
     ],
 )
 def test_what_does_not_go_together_is_an_error(executor2: ParallelExecutor, options: Any, words: str) -> None:
@@ -506,8 +504,8 @@ def test_a_group_averages_by_itself(any_ranks: AnyRanks) -> None:
     [
         (lambda rank: 2 + rank, lambda rank: 1, "The calls of the ranks do not match"),
         (lambda rank: 2, lambda rank: 0, "the weights of all ranks are 0"),
-        (lambda rank: 2, lambda rank: -1.0 if rank else 1, "weight=-1.0 is not a number from 0 up on rank 1"),
-        (lambda rank: 2, lambda rank: None if rank else 1, "weight=None is not a number from 0 up on rank 1"),
+        (lambda rank: 2, lambda rank: -1.0 if rank else 1, "weight=-1.0 is not a number of at least 0 on rank 1"),
+        (lambda rank: 2, lambda rank: None if rank else 1, "weight=None is not a number of at least 0 on rank 1"),
     ],
 )
 def test_models_that_cannot_be_averaged_are_an_error_on_every_rank(
@@ -540,7 +538,7 @@ def test_a_sharded_model_has_no_average(executor2: ParallelExecutor) -> None:
         return str(raised.value)
 
     for told in executor2.run(scenario):
-        assert "the model is sharded: the ranks hold parts of one, and not one each on rank 0" in told
+        assert "the model is sharded, so there is no whole model on rank 0" in told
 
 
 def test_alone_the_average_is_the_model() -> None:
@@ -549,7 +547,7 @@ def test_alone_the_average_is_the_model() -> None:
     before = model.weight.clone()
     average_parameters(model, weight=5)
     assert torch.equal(model.weight, before)
-    with pytest.raises(ValueError, match="weight=-1 is not a number from 0 up"):
+    with pytest.raises(ValueError, match="weight=-1 is not a number of at least 0"):
         average_parameters(model, weight=-1)
 
 

@@ -522,7 +522,7 @@ def test_the_ranks_go_on_without_one_that_died(tmp_path: Path, caplog: pytest.Lo
         with pytest.raises(RankError, match="SIGKILL"):
             pool.run(begin)
         first, second = pool.run(go_on)
-    assert first == ({1.0}, ["The checkpoint before is not saved: ranks have failed while it was written."])
+    assert first == ({1.0}, ["The previous checkpoint was not saved, because ranks failed while it was being written."])
     assert second == ({1.0}, [])
 
 

@@ -223,9 +223,9 @@ def test_what_cannot_be_saved_is_named_by_its_path(tmp_path: Path) -> None:
     """With what to do about it; and a folder that is not there, instead of a file that nobody knows."""
     with pytest.raises(ValueError, match=r"models\['net'\] is a Linear: .* Save it under a name of its own"):
         save_checkpoint(tmp_path / "a.pt", models={"net": nn.Linear(1, 1)})
-    with pytest.raises(ValueError, match=r"history\[1\] is a PosixPath: .* Save what it is made of"):
+    with pytest.raises(ValueError, match=r"history\[1\] is a PosixPath: .* Save the data that it consists of"):
         save_checkpoint(tmp_path / "a.pt", history=[1, tmp_path])
-    with pytest.raises(FileNotFoundError, match="no such folder to save a checkpoint in: '.*missing'$"):
+    with pytest.raises(FileNotFoundError, match="folder for a checkpoint does not exist, create it: '.*missing'$"):
         save_checkpoint(tmp_path / "missing" / "a.pt", epoch=1)
 
 
@@ -234,7 +234,7 @@ def test_a_bare_state_dict_is_named_as_such(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(50)))
     torch.save(model.state_dict(), tmp_path / "a.pt")
     with pytest.raises(
-        ValueError, match=r"'2.weight' and 95 more. It looks like the bare state_dict of one model"
+        ValueError, match=r"'2.weight' and 95 more. The file looks like the bare state_dict of one model"
     ) as raised:
         load_checkpoint(tmp_path / "a.pt", model=model)
     assert len(str(raised.value)) < 400

@@ -208,7 +208,7 @@ def test_bad_input(ray_cluster: Any) -> None:
     for wrong in ({"engine": "dask"}, {"engine": "ray", "placement": "x"}, {"resources_per_worker": {"CPU": 1}}):
         with pytest.raises(ValueError, match=next(reversed(wrong))):
             ParallelExecutor(**wrong)
-    with pytest.raises(ValueError, match="Ray chooses them"):
+    with pytest.raises(ValueError, match="Ray chooses the devices"):
         ParallelExecutor(engine="ray", devices="0,1")
     with pytest.raises(LaunchError, match="no room for 2 workers with 1 CPU and 1 GPU within 1 s.*has 8 CPU"):
         ParallelExecutor(engine="ray", num_gpus=2, wait_for_resources=1)
