@@ -1,8 +1,17 @@
-"""Messages between the pool and a worker, over a Unix socket that keeps their bounds.
+"""Messages between the pool and a worker, over a Unix socket of packets (``SOCK_SEQPACKET``).
 
-A message is a header, a tuple of its kind, and the payload: an object as a pickle and buffers. What is small lies in
-the packet itself; anything else in a memory file whose descriptor comes along. So a message fits into the buffer of
-the socket.
+A message consists of a header, which is a tuple of a type in `messages`, and of a payload, which is a packed object: a
+pickle and buffers. A small payload is part of the packet. A large one is copied into a memory file, and the packet
+carries the descriptor of the file. So every packet fits into the buffer of the socket, and the sender need not wait
+until a large message has been read.
+
+Descriptors cause three problems:
+
+- One packet takes at most 253 of them. If a message has more, they are sent before it, in packets of descriptors only.
+- They are scarce: a process has a limit of open files. So only `FILES_AT_ONCE` memory files wait to be sent. Further
+  large payloads wait as copies in memory, and are copied into a file when they are sent.
+- The kernel also limits the descriptors that were sent and not received, for all processes of the user together, and
+  then refuses to send more (ETOOMANYREFS). So the sender tries again, and gives up after `ROOM_WITHIN_S`.
 """
 
 from __future__ import annotations
@@ -28,23 +37,23 @@ from ..pickling import Buffer, Packed, loads
 from ..polling import Spin
 from .memory_files import Descriptor, fill, map_private, map_shared, shared_descriptor
 
-ROOM_WITHIN_S = 5.0
-SMALL_BYTES = 1 << 16  # of the payload in a packet
-FILES_AT_ONCE = 64  # that wait to be sent: descriptors are scarce
-_PACKET_BYTES = 1 << 17  # at most
-_FDS_AT_ONCE = 250  # the kernel takes 253 with one packet
+ROOM_WITHIN_S = 5.0  # how long to try to send descriptors that the kernel refuses
+SMALL_BYTES = 1 << 16  # the largest payload that is part of a packet
+FILES_AT_ONCE = 64  # the most memory files that wait to be sent
+_PACKET_BYTES = 1 << 17  # the largest packet
+_FDS_AT_ONCE = 250  # the most descriptors in one packet; the kernel takes 253
 _ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)
 _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
 class Payload:
-    """A packed object as messages carry it. What is large is copied, since its owner may change it."""
+    """A packed object as messages carry it. It is a copy, because the user may change the object before it is sent."""
 
     def __init__(self, packed: Packed) -> None:
-        """Copy what is large.
+        """Copy a packed object.
 
         Raises:
-            TransferError: there is no memory file to be had.
+            TransferError: no memory file can be made.
         """
         buffers = [memoryview(packed.pickle), *packed.buffers]
         self.sizes = [buffer.nbytes for buffer in buffers]
@@ -55,67 +64,69 @@ class Payload:
         if sum(self.sizes) <= SMALL_BYTES:
             self.inline = [bytes(buffer) for buffer in buffers]
         elif len(_files) < FILES_AT_ONCE:
-            self._file = _filled(buffers)
+            self._file = _fill_file(buffers)
             _files.add(self._file)
         else:
             self._copies = [memoryview(bytes(buffer)) for buffer in buffers]
 
     def file(self) -> Descriptor | None:
-        """Return the memory file, or None if the object is small. Raises as the constructor."""
-        return _filled(self._copies) if self._copies else self._file
+        """Return the memory file with the object, or None if the object is small. Raises as the constructor."""
+        return _fill_file(self._copies) if self._copies else self._file
 
 
 @dataclass(slots=True)
 class Received:
-    """The payload of a message as it has arrived."""
+    """The payload of a message that has arrived, still pickled."""
 
     pickle: Buffer | bytes
     buffers: Sequence[Buffer] = ()
-    shared: Sequence[Buffer] = ()
-    error: OSError | None = None  # why it could not be received
+    shared: Sequence[Buffer] = ()  # memory that stays shared with the sender
+    error: OSError | None = None  # the reason, if the payload could not be received
 
     def load(self, device: torch.device | None = None) -> Any:
         """Unpickle the object; accelerator tensors land on ``device``. Raises whatever unpickling raises."""
         if self.error is not None:
-            raise OSError(*self.error.args)  # a new one: with its traceback it would refer to whoever catches it
+            # A new exception, because the traceback of a raised one refers to the frames that catch it.
+            raise OSError(*self.error.args)
         return loads(self.pickle, self.buffers, device, self.shared)
 
 
 class _Packet(NamedTuple):
     data: bytes
     fds: Sequence[int] = ()
-    owners: Sequence[object] = ()  # of the descriptors, which stay open until the packet is sent
+    owners: Sequence[object] = ()  # keep the descriptors open until the packet is sent
 
 
 @dataclass
 class Channel:
-    """One end of a connection."""
+    """One end of the connection between a pool and a worker."""
 
     sock: socket.socket
     _outbox: deque[_Packet] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _PACKET_BYTES)  # a larger packet is refused
-        self._packet = memoryview(mmap.mmap(-1, _PACKET_BYTES, mmap.MAP_PRIVATE))  # takes memory as it is used
-        self._fds: list[int] = []  # of the message that arrives; some come before it
-        self._has_all_fds = True  # fewer arrive where this process may not open more
+        # The buffer for received packets. The kernel provides the memory of a map only where it is used.
+        self._packet = memoryview(mmap.mmap(-1, _PACKET_BYTES, mmap.MAP_PRIVATE))
+        self._fds: list[int] = []  # descriptors of the next message, from packets before it
+        self._has_all_fds = True  # False: some of them are missing, because this process may not open more files
         self._spin = Spin()
         self._poll = select.poll()
         self._poll.register(self.sock, select.POLLIN)
 
     def enqueue(self, header: Any, payload: Payload | None = None) -> None:
-        """Have a message sent by `flush`.
+        """Put a message into the outbox, which `flush` sends.
 
         Raises:
-            TransferError: there is no memory file, or no descriptor, to be had.
+            TransferError: no memory file can be made, or no descriptor is free.
         """
-        self._outbox += _packets(header, payload)
+        self._outbox += _make_packets(header, payload)
 
     def flush(self) -> bool:
-        """Send what is enqueued, as far as there is room without waiting; return whether that was all.
+        """Send packets from the outbox until it is empty or the socket is full. Return whether the outbox is empty.
 
         Raises:
-            OSError: the other side is gone, or the kernel takes no more descriptors (ETOOMANYREFS).
+            OSError: the other side has closed its end, or the kernel takes no more descriptors (ETOOMANYREFS).
         """
         while self._outbox:
             packet = self._outbox[0]
@@ -131,11 +142,12 @@ class Channel:
         return True
 
     def send(self, header: Any, payload: Payload | None = None) -> None:
-        """Send a message; wait for room if there is none.
+        """Send a message. If the socket is full, wait.
 
         Raises:
-            OSError: the other side is gone.
-            TransferError: it could not be sent in time; others can.
+            OSError: the other side has closed its end.
+            TransferError: the kernel has refused the descriptors of this message for too long. Other messages can
+                still be sent.
         """
         self.enqueue(header, payload)
         deadline = time.monotonic() + ROOM_WITHIN_S
@@ -149,43 +161,44 @@ class Channel:
                     raise
                 if time.monotonic() > deadline:
                     self._outbox.clear()
-                    raise no_room(error) from error
-                time.sleep(0.001)  # nobody tells when there is room
+                    raise no_room_error(error) from error
+                time.sleep(0.001)  # the kernel does not report when it takes descriptors again
 
     def receive(self, *, wait: bool = True) -> tuple[Any, Received] | None:
-        """Return the next message; None if there is none yet and this need not ``wait`` for it.
+        """Return the next message. If it has not arrived completely: with ``wait``, wait for it, else return None.
 
         Raises:
-            EOFError: the other side has closed.
-            ConnectionResetError: the other side has closed, and had not read what it was sent last.
+            EOFError: the other side has closed its end.
+            ConnectionResetError: the other side has closed its end without reading the last message. This is raised
+                once; then `receive` returns the messages that have arrived before.
         """
         flags = _CLOEXEC if wait else _CLOEXEC | socket.MSG_DONTWAIT
         while True:
             try:
-                size, fds, is_whole = receive_fds(self.sock, self._packet, flags)
+                size, fds, has_all_fds = receive_fds(self.sock, self._packet, flags)
             except BlockingIOError:
                 return None
             if not size:
                 raise EOFError
             self._fds += fds
-            self._has_all_fds &= is_whole
+            self._has_all_fds &= has_all_fds
             if size == len(_ONLY_FDS):
                 continue
             header, sizes, descriptor_count, inline = pickle.loads(self._packet[:size])
             if not (self._fds or descriptor_count):
                 return header, Received(inline[0] if inline else b"", list(map(bytearray, inline[1:])))
             fds = self._fds
-            is_whole = self._has_all_fds
+            has_all_fds = self._has_all_fds
             self._fds = []
             self._has_all_fds = True
-            return header, _mapped(fds, is_whole, descriptor_count, sizes, inline)
+            return header, _map_payload(fds, has_all_fds, descriptor_count, sizes, inline)
 
     def wait_for_more(self) -> None:
-        """Look for a message for a moment, which is sooner than to be put to sleep and woken."""
+        """Wait a moment for a message without sleeping, because the next task often comes at once: see `Spin`."""
         self._spin.until(self.has_more)
 
     def has_more(self) -> bool:
-        """Return whether there is something to read, be it the end."""
+        """Return whether there is something to read: a packet, an error, or the end of the connection."""
         return bool(self._poll.poll(0))
 
     def close(self) -> None:
@@ -197,11 +210,11 @@ class Channel:
 
 
 def send_fds(sock: socket.socket, message: bytes, fds: Sequence[int]) -> None:
-    """Send a packet with descriptors; if the kernel takes no more of these, wait until others have received theirs.
+    """Send a packet with descriptors. While the kernel refuses descriptors, try again, but for `ROOM_WITHIN_S` at most.
 
     Raises:
-        OSError: the other side is gone.
-        TransferError: there was no room in time.
+        OSError: the other side has closed its end.
+        TransferError: the kernel has refused the descriptors all this time.
     """
     deadline = time.monotonic() + ROOM_WITHIN_S
     while True:
@@ -211,8 +224,8 @@ def send_fds(sock: socket.socket, message: bytes, fds: Sequence[int]) -> None:
             if error.errno != errno.ETOOMANYREFS:
                 raise
             if time.monotonic() > deadline:
-                raise no_room(error) from error
-            time.sleep(0.001)  # nobody tells when there is room
+                raise no_room_error(error) from error
+            time.sleep(0.001)  # the kernel does not report when it takes descriptors again
         else:
             return
 
@@ -220,25 +233,31 @@ def send_fds(sock: socket.socket, message: bytes, fds: Sequence[int]) -> None:
 def receive_fds(
     sock: socket.socket, packet: bytearray | memoryview, flags: int = _CLOEXEC
 ) -> tuple[int, list[int], bool]:
-    """Receive into ``packet``: its size, its descriptors, and whether this process could open as many as were sent.
+    """Receive a packet into the buffer ``packet``.
 
-    No child inherits them, while those of `socket.recv_fds` are inherited by whatever a worker starts.
+    `socket.recv_fds` will not do: programs that a worker starts would inherit the descriptors that it returns.
+
+    Returns:
+        The size of the packet, its descriptors, and True if none is missing because this process may not open more.
     """
-    size, ancillary, received, _ = sock.recvmsg_into([packet], _ANCILLARY, flags)
-    fds = [fd for _, _, some in ancillary for fd in array.array("i", some)] if ancillary else []
-    return size, fds, not received & socket.MSG_CTRUNC
+    size, ancillary, flags_received, _ = sock.recvmsg_into([packet], _ANCILLARY, flags)
+    fds = [fd for _, _, data in ancillary for fd in array.array("i", data)] if ancillary else []
+    return size, fds, not flags_received & socket.MSG_CTRUNC
 
 
-def no_room(error: OSError) -> TransferError:
-    """Return the error of a message whose descriptors the kernel does not take.
+def no_room_error(error: OSError) -> TransferError:
+    """Return the error of a message whose descriptors the kernel has refused for too long.
 
     The kernel limits the descriptors in flight per user to RLIMIT_NOFILE, and then fails with ETOOMANYREFS (unix(7)).
     """
-    why = f"for {ROOM_WITHIN_S:g} s too many have been on their way to processes that do not receive them"
-    return TransferError(f"No room for the descriptors of shared tensors: {why} ({error}).")
+    return TransferError(
+        f"No room for the descriptors of shared memory: the kernel has refused them for {ROOM_WITHIN_S:g} s ({error}), "
+        "because other processes have not received earlier ones. Raise `ulimit -n`, or send fewer objects at a time."
+    )
 
 
-def _packets(header: Any, payload: Payload | None) -> list[_Packet]:
+def _make_packets(header: Any, payload: Payload | None) -> list[_Packet]:
+    """Return the packets of a message: perhaps some of descriptors only, then one with everything else."""
     if payload is None:
         return [_Packet(pickle.dumps((header, (), 0, ())))]
     fds: list[int] = []
@@ -255,39 +274,55 @@ def _packets(header: Any, payload: Payload | None) -> list[_Packet]:
         raise TransferError(f"Cannot open shared memory: {error}. Raise `ulimit -n`.") from error
     sizes = payload.sizes if file is not None else ()
     packets = []
-    rest = fds[:]
-    while len(rest) > _FDS_AT_ONCE:
-        packets.append(_Packet(_ONLY_FDS, rest[:_FDS_AT_ONCE], owners))
-        del rest[:_FDS_AT_ONCE]
+    remaining = fds[:]
+    while len(remaining) > _FDS_AT_ONCE:
+        packets.append(_Packet(_ONLY_FDS, remaining[:_FDS_AT_ONCE], owners))
+        del remaining[:_FDS_AT_ONCE]
     data = pickle.dumps((header, sizes, len(fds), payload.inline))
-    return [*packets, _Packet(data, rest, owners)]
+    return [*packets, _Packet(data, remaining, owners)]
 
 
-def _mapped(fds: list[int], is_whole: bool, count: int, sizes: Sequence[int], inline: Sequence[bytes]) -> Received:
-    """Map the memory that came with a message. Descriptors before the last ``count`` belong to an unsent message."""
+def _map_payload(
+    fds: list[int], has_all_fds: bool, count: int, sizes: Sequence[int], inline: Sequence[bytes]
+) -> Received:
+    """Map the memory of a message that has arrived, and return its payload.
+
+    Args:
+        fds: the descriptors that have arrived since the last message, which this function closes. Only the last
+            ``count`` belong to this message: if the sender gave up an earlier message, some of its descriptors may have
+            arrived before.
+        has_all_fds: all descriptors that were sent could be opened.
+        count: the number of descriptors of the message.
+        sizes: the sizes of pickle and buffers in the memory file, which is the last descriptor; empty: there is none.
+        inline: in this case, pickle and buffers themselves.
+    """
     owned = [Descriptor(fd) for fd in fds]
     del owned[: max(0, len(fds) - count)]
-    if count and not (is_whole and len(owned) == count):
-        return Received(b"", error=OSError(errno.EMFILE, "no free file descriptor for what came with the message"))
+    if count and not (has_all_fds and len(owned) == count):
+        reason = "no file descriptor is free for the shared memory of a message: raise `ulimit -n`"
+        return Received(b"", error=OSError(errno.EMFILE, reason))
     try:
         if sizes:
             file = owned.pop()
-            first, *buffers = map_private(file.fd, sizes)
+            pickled, *buffers = map_private(file.fd, sizes)
         else:
-            first = memoryview(inline[0])
+            pickled = memoryview(inline[0])
             buffers = [memoryview(bytearray(buffer)) for buffer in inline[1:]]
-        return Received(first, buffers, [map_shared(descriptor.fd) for descriptor in owned])
+        return Received(pickled, buffers, [map_shared(descriptor.fd) for descriptor in owned])
     except OSError as error:
         return Received(b"", error=OSError(*error.args))
 
 
-def _filled(buffers: Sequence[memoryview]) -> Descriptor:
+def _fill_file(buffers: Sequence[memoryview]) -> Descriptor:
+    """Return a memory file with a copy of these buffers."""
     try:
         return fill(buffers)
     except OSError as error:
-        why = str(error)  # and no more of it: its traceback would keep the file
-    raise TransferError(f"Cannot allocate shared memory for a large object: {why}.")
+        reason = str(error)  # only the text, because the traceback of the error would keep the file open
+    raise TransferError(
+        f"Cannot allocate shared memory for a large object: {reason}. Check the free memory, `ulimit -n`, `ulimit -f`."
+    )
 
 
-_ONLY_FDS = b" "  # a packet of descriptors that belong to the message after it
-_files = weakref.WeakSet[Descriptor]()  # filled and waiting to be sent, or kept to be sent again
+_ONLY_FDS = b" "  # the data of a packet with descriptors of the message after it, and nothing else
+_files = weakref.WeakSet[Descriptor]()  # the memory files of all payloads of this process

@@ -1,4 +1,4 @@
-"""The event loop of a pool's thread: descriptors, functions that other threads post, and a deadline."""
+"""The event loop of the supervisor: it waits for descriptors, for functions that other threads post, and for timers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 
 from ..polling import Spin
 
-MAX_WAIT_S = 1e6  # of one wait: `epoll` takes no more than some 24 days
+MAX_WAIT_S = 1e6  # the longest single wait; `epoll` takes at most about 24 days
 
 
 class EventLoop:
-    """Calls functions in one thread: those that other threads post, and those that watch descriptors."""
+    """Calls functions in one thread: functions that other threads post, and handlers of descriptors and timers."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -27,55 +27,57 @@ class EventLoop:
         self._spin = Spin()
         self._readers: dict[int, Callable[[], object]] = {}
         self._writers: dict[int, Callable[[], object]] = {}
+        # A `SimpleQueue`, because a signal handler or a finalizer may call `put` in the middle of another `put`.
         self._posted = SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]]]()
         self._timers: list[tuple[float, int, Callable[[], object]]] = []
-        self._timer_numbers = itertools.count()  # of two with the same time the first goes first
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._timer_numbers = itertools.count()  # so that of two timers with the same time the earlier one goes first
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable after `post`, which ends a wait
         self.watch(self._wakeup, self._read_wakeup)
 
     def post(self, call: Callable[..., object], *args: Any) -> None:
-        """Have ``call(*args)`` called in the thread of the loop. Signal handlers and finalizers may do so, too."""
+        """Let the thread of the loop call ``call(*args)``. Signal handlers and finalizers may use this method, too."""
         try:
             self._posted.put((call, args))
-        finally:  # also after Ctrl-C in between
+        finally:  # if Ctrl-C comes just after `put`, the loop must still wake up
             with contextlib.suppress(ValueError):  # the loop is closed
                 os.eventfd_write(self._wakeup, 1)
 
     def call_later(self, seconds: float, call: Callable[[], object]) -> None:
-        """Have ``call()`` called after so many seconds. Only for the thread of the loop."""
+        """Call ``call()`` after this time. Only the thread of the loop may use this method."""
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._timer_numbers), call))
 
     def watch(self, fd: int, on_readable: Callable[[], object]) -> None:
-        """Call ``on_readable`` whenever ``fd`` is readable, the end of its stream included."""
+        """Call ``on_readable`` whenever ``fd`` is readable, or its other end is closed."""
         self._readers[fd] = on_readable
         self._epoll.register(fd, select.EPOLLIN)
 
     def watch_for_room(self, fd: int, on_writable: Callable[[], object] | None) -> None:
-        """Also call ``on_writable`` whenever a watched descriptor is writable; None: no longer."""
-        had_one = self._writers.pop(fd, None) is not None
+        """Also call ``on_writable`` whenever a watched descriptor is writable. If it is None, end this."""
+        had_writer = self._writers.pop(fd, None) is not None
         if on_writable is not None:
             self._writers[fd] = on_writable
-        if fd in self._readers and had_one != (on_writable is not None):
-            self._epoll.modify(fd, select.EPOLLIN | (0 if had_one else select.EPOLLOUT))
+        if fd in self._readers and had_writer != (on_writable is not None):
+            self._epoll.modify(fd, select.EPOLLIN | (0 if had_writer else select.EPOLLOUT))
 
     def unwatch(self, fd: int) -> None:
-        """Forget a descriptor, before it is closed."""
+        """Stop watching a descriptor. This must happen before the descriptor is closed."""
         self._writers.pop(fd, None)
         if self._readers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
     def run_once(self, deadline: float) -> float:
-        """Wait for something to do, at most until ``deadline`` of `time.monotonic`, and do it.
+        """Wait for events, at most until ``deadline`` on the clock of `time.monotonic`, and handle them.
 
         Returns:
-            A time at which all that had happened by then has been heard of, however late this thread was.
+            A time such that all events before it have been handled. It is earlier than the present time if this thread
+            got no core for a while.
         """
         now = time.monotonic()
         if self._timers:
             deadline = min(deadline, self._timers[0][0])
         timeout_s = min(max(0.0, deadline - now), MAX_WAIT_S)
         for fd, events in self._spin.until(self._poll_at_once) or self._epoll.poll(timeout_s):
-            # A call before this one may have forgotten the descriptor.
+            # The handler of an earlier descriptor may have stopped the watch of this one, so it is looked up again.
             if events & ~select.EPOLLOUT and (read := self._readers.get(fd)):
                 read()
             if events & select.EPOLLOUT and (write := self._writers.get(fd)):
@@ -85,23 +87,24 @@ class EventLoop:
         return now
 
     def run_posted(self) -> None:
-        """Call what has been posted by now."""
+        """Call the functions that have been posted by now."""
         for _ in range(self._posted.qsize()):
             try:
                 call, args = self._posted.get_nowait()
-            except Empty:  # once the loop is closed, more than one thread may do this
+            except Empty:  # after the end of the loop, several threads may be in this method
                 return
             call(*args)
 
     def close(self) -> None:
-        """Watch nothing any more. What is posted from now on is not called, but by `run_posted`."""
+        """Stop watching descriptors. A function that is posted from now on is called only if `run_posted` is called."""
         self._epoll.close()
-        self._readers.clear()  # they hold this object
+        self._readers.clear()  # the handlers refer to this object, and the cycle would keep it alive
         wakeup = self._wakeup
-        self._wakeup = -1  # before: the number may soon be that of another file
+        self._wakeup = -1  # first, because a `post` after `os.close` could write to another file with the same number
         os.close(wakeup)
 
     def _read_wakeup(self) -> None:
+        """Call the posted functions, after the counter of the eventfd was set back to zero."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wakeup)
         self.run_posted()

@@ -1,16 +1,29 @@
-"""The fork server: a process that has imported torch and forks workers in milliseconds; it also reaps them.
+"""The fork server: a process that has imported torch, forks workers in milliseconds, and cleans up after them.
 
-One per program, started for the first pool and kept for the next ones. It runs no tensor operation (a forked OpenMP
-pool hangs) and never looks for a GPU, so a fork of it is as good as a fresh process.
+A new Python process needs seconds to import torch. A fork of the script would not need them, but it could hang: it has
+none of the script's threads, but the locks that they held. So the script starts the fork server for its first pool, and
+keeps it for the next ones. The fork server imports torch and then only waits. It computes nothing with tensors, because
+a fork of a process with OpenMP threads hangs, and it does not look for GPUs. So a fork of it works like a new process.
 
-Whatever a worker has started ends with it, daemons in other sessions too. The kernel gives an orphan to its nearest
-ancestor that is a *subreaper*. Each worker is one, so what it has started stays below it; the fork server is one, so it
-inherits this when the worker ends. The rule is: a child of the fork server that is no worker is killed.
+When a worker ends, all processes that it has started must end, too: they hold memory, GPUs, ports and files. There may
+be generations of them, and some may be daemons, whose parents have ended and which are in sessions of their own. So a
+signal to a process group does not reach them all. The death of the worker makes its children orphans, and if they
+became children of process 1, nobody could tell to which worker they belonged.
 
-The fork server watches the script through a pidfd. A pipe would not do: anyone who has forked keeps its other end open.
-It stays in the session of the script. Linux shares the cores between sessions first (autogroup): with workers in
-another one, a supervisor that had something to do was left without a core for more than a second beside two busy
-programs.
+The solution is a setting of the kernel: an orphan becomes a child of its nearest ancestor that is a *subreaper*.
+
+- Each worker is a subreaper. As long as it lives, the orphans among its descendants become its own children.
+- The fork server is a subreaper. When a worker ends, all its children become children of the fork server.
+
+So a child of the fork server is either a worker, or an orphan that a worker has left. The fork server kills all orphans
+whenever a child has ended. The children of an orphan become orphans themselves, and are killed after its end.
+
+If the script ends, the fork server kills all workers and orphans and ends, too. It watches the script through a pidfd.
+The end of a pipe to the script would not show this, because every process that the script has forked keeps the pipe
+open. If the fork server itself is killed, the kernel kills the workers (`end_with`).
+
+The fork server stays in the session of the script. Linux distributes processor time first between sessions (autogroup).
+With workers in a session of their own, beside two busy programs, the supervisor once got no core for over a second.
 """
 
 from __future__ import annotations
@@ -34,8 +47,15 @@ from .worker import blas_libraries, flush_output, work
 
 
 def serve(control_fd: int, parent_pid: int) -> None:
-    """Fork workers for the pools whose connections arrive on ``control_fd``, until that or the parent ends."""
-    for number in (signal.SIGINT, signal.SIGTTIN, signal.SIGTTOU):  # in the background, a terminal would stop workers
+    """Fork workers for the pools of a script, until the script ends or closes the connection.
+
+    Args:
+        control_fd: the socket on which the connections of the pools arrive, as descriptors.
+        parent_pid: the process of the script.
+    """
+    # Ctrl-C is for the script only. The workers are background processes, and inherit that the other two signals are
+    # ignored: by these signals, a terminal would stop a worker that reads from it or writes to it.
+    for number in (signal.SIGINT, signal.SIGTTIN, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the script may have blocked SIGCHLD
     prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -43,13 +63,13 @@ def serve(control_fd: int, parent_pid: int) -> None:
         parent = os.pidfd_open(parent_pid)
     except ProcessLookupError:
         return
-    if os.getppid() != parent_pid:  # it has ended, and another process has got its number
+    if os.getppid() != parent_pid:  # the script has ended, and the pidfd is that of another process with its number
         return
     blas_libraries()
     gc.collect()
-    gc.freeze()  # a collection in a worker would touch, and so copy, the pages that all share
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # of torch's libraries
-        finalizer.atexit = False  # a worker finalizes what is its own
+    gc.freeze()  # otherwise a collection in a worker would write to all objects, and so copy the shared memory pages
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # of libraries that torch imports
+        finalizer.atexit = False  # a worker must not run the finalizers of objects of this process at its own end
     with socket.socket(fileno=control_fd) as control:
         server = _Server(control, parent)
         try:
@@ -59,12 +79,19 @@ def serve(control_fd: int, parent_pid: int) -> None:
 
 
 class _Server:
+    """The loop of the fork server, and its workers.
+
+    A pool asks for a worker by the message ``fork KEY`` with the descriptors for the worker, and for a signal to the
+    worker by ``NUMBER KEY``. The pool has chosen the key. The answers are JSON objects, see `_report`.
+    """
+
     def __init__(self, control: socket.socket, parent: int) -> None:
         self._control = control
-        self._parent = parent
-        self._packet = bytearray(64)
-        self._pools: dict[int, socket.socket] = {}
-        self._workers: dict[int, tuple[socket.socket, int]] = {}  # by pid: its pool's connection, its key there
+        self._parent = parent  # a pidfd
+        self._packet = bytearray(64)  # the buffer for messages
+        self._pools: dict[int, socket.socket] = {}  # by descriptor: the connection of a pool
+        self._workers: dict[int, tuple[socket.socket, int]] = {}  # by pid: the connection of its pool, and its key
+        # Python writes a byte into this pipe for each signal, so that SIGCHLD ends the wait of `poll`.
         self._child_ended, self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(self._wakeup)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -73,6 +100,7 @@ class _Server:
             self._poll.register(fd, select.POLLIN)
 
     def loop(self) -> None:
+        """Fork and reap workers, until the script ends or closes the connection."""
         while True:
             ready = {fd for fd, _ in self._poll.poll()}
             if self._parent in ready:
@@ -87,54 +115,61 @@ class _Server:
                 size, fds, _ = receive_fds(self._control, self._packet)
                 if not size:
                     return
-                for fd in fds:  # one, or none where no more can be opened: then the pool finds its connection closed
+                # If this process may not open more files, ``fds`` is empty, and the pool sees its connection closed.
+                for fd in fds:
                     self._pools[fd] = socket.socket(fileno=fd)
                     self._poll.register(fd, select.POLLIN)
 
     def end(self) -> None:
-        """Kill all workers, and what they have started."""
-        self._workers.clear()
-        while self._kill_strangers():
+        """Kill all workers and orphans, until there are no children left."""
+        self._workers.clear()  # from now on the workers count as orphans
+        while self._kill_orphans():
             with contextlib.suppress(ChildProcessError):
                 pid, _ = os.waitpid(-1, 0)
                 _remove_shared_memory(pid)
 
     def _serve_pool(self, pool: socket.socket) -> None:
+        """Do what a pool asks for in its next message. If the pool has closed its connection, kill its workers."""
         try:
             size, fds, _ = receive_fds(pool, self._packet)
-        except ConnectionError:  # closed with something of ours unread
+        except ConnectionError:  # the pool has closed the connection without reading the last report
             size = 0
             fds = []
-        if not size:  # the pool is closed: nobody waits for its workers
+        if not size:
             self._workers = {pid: worker for pid, worker in self._workers.items() if worker[0] is not pool}
-            self._kill_strangers()
+            self._kill_orphans()  # the workers that were just removed count as orphans
             self._poll.unregister(pool)
             del self._pools[pool.fileno()]
             pool.close()
             return
-        what, _, key = self._packet[:size].decode().partition(" ")
+        request, _, key = self._packet[:size].decode().partition(" ")
         worker = pool, int(key)
-        if what == "fork":
+        if request == "fork":
             try:
                 pid = self._fork(fds)
-            except OSError as error:  # there are as many processes as there may be
-                self._tell(worker, errno=error.errno or 0)
+            except OSError as error:  # for example, the user may not have more processes
+                self._report(worker, errno=error.errno or 0)
             else:
                 self._workers[pid] = worker
-                self._tell(worker, pid=pid)
+                self._report(worker, pid=pid)
             for fd in fds:
                 os.close(fd)
-        else:  # a signal
+        else:
             for pid, known in self._workers.items():
-                if known == worker:  # so it has not been reaped, and the number is still its own
-                    os.kill(pid, int(what))
+                if known == worker:  # it is listed, so it has not been reaped, and no other process can have its pid
+                    os.kill(pid, int(request))
 
     def _fork(self, fds: list[int]) -> int:
+        """Fork a worker, and return its pid. The worker itself does not return from this function.
+
+        ``fds`` are the ends of the worker of its connections: for tasks, for orders, standard output, standard error.
+        """
         server = os.getpid()
         pid = os.fork()
         if pid:
+            # Both processes do this, so that it is done before either of them goes on.
             with contextlib.suppress(PermissionError, ProcessLookupError):
-                os.setpgid(pid, pid)  # in both: whoever comes first
+                os.setpgid(pid, pid)
             return pid
         code = 1
         try:
@@ -155,30 +190,31 @@ class _Server:
             os.close(stdout)
             os.close(stderr)
             code = work(sock, control)
-            atexit._run_exitfuncs()  # what user code has registered, and modules that the server has imported
+            atexit._run_exitfuncs()  # functions of user code and imported modules, which `os._exit` does not call
             flush_output()
             tracker = vars(resource_tracker)["_resource_tracker"]
-            if tracker._pid is not None:  # the worker's own, and not that of the script
-                tracker._stop()  # it removes what is left, and ends
+            if tracker._pid is not None:  # the worker has started a tracker, and does not use that of the script
+                tracker._stop()  # the tracker removes leaked resources, such as shared memory, and ends
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(code)
 
     def _reap(self) -> None:
+        """Reap the children that have ended, kill orphans, and then report to the pools which workers have ended."""
         exited = []
-        with contextlib.suppress(ChildProcessError):  # there is none left
+        with contextlib.suppress(ChildProcessError):  # there are no children
             while (ended := os.wait4(-1, os.WNOHANG))[0]:
                 pid, status, usage = ended
                 _remove_shared_memory(pid)
                 if pid in self._workers:
                     exited.append((self._workers.pop(pid), os.waitstatus_to_exitcode(status), usage.ru_maxrss))
-        self._kill_strangers()  # first: the worker that takes the place may need what they hold
+        self._kill_orphans()  # before the reports: the replacement of a worker may need the memory or ports of orphans
         for worker, exitcode, max_rss_kib in exited:
-            self._tell(worker, exitcode=exitcode, max_rss_kib=max_rss_kib)
+            self._report(worker, exitcode=exitcode, max_rss_kib=max_rss_kib)
 
-    def _kill_strangers(self) -> bool:
-        """Kill the children that are no workers; return whether there was one that this process may kill."""
+    def _kill_orphans(self) -> bool:
+        """Kill the children that are no workers. Return whether there was one that this process was allowed to kill."""
         has_killed = False
         for pid in set(children_of(os.getpid())) - self._workers.keys():
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -186,15 +222,23 @@ class _Server:
                 has_killed = True
         return has_killed
 
-    def _tell(self, worker: tuple[socket.socket, int], **what: int) -> None:
-        """Tell a pool of its worker: its ``pid``, or ``errno`` if it was not forked; or how it has ended."""
+    def _report(self, worker: tuple[socket.socket, int], **facts: int) -> None:
+        """Report to a pool on its worker.
+
+        ``facts`` are its ``pid``, when it was forked; ``errno``, if it could not be forked; or ``exitcode`` and
+        ``max_rss_kib``, the peak of its memory, when it has ended.
+        """
         pool, key = worker
-        with contextlib.suppress(OSError):  # the pool is gone
-            pool.send(json.dumps({"key": key, **what}).encode())
+        with contextlib.suppress(OSError):  # the pool has closed the connection
+            pool.send(json.dumps({"key": key, **facts}).encode())
 
 
 def _remove_shared_memory(pid: int) -> None:
-    """Remove what a process left that was killed as it sent a tensor: torch makes a named file and unlinks it soon."""
+    """Remove the shared memory files that torch has left in ``/dev/shm`` because this process was killed.
+
+    To send a tensor, torch makes a file with a name, and removes the name a moment later. A process that is killed in
+    this moment leaves the file.
+    """
     for path in glob.glob(f"/dev/shm/torch_{pid}_*"):
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -1,4 +1,4 @@
-"""The fork server as the parent sees it: one process per program, and one connection to it per pool."""
+"""The fork server, as the script sees it: one process for all pools of the script, and one connection for each pool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from .channel import send_fds
 
-STOP_WITHIN_S = 10.0
+STOP_WITHIN_S = 10.0  # a fork server that has not ended after this time is killed
 
 
 _SERVE = """
@@ -29,22 +29,22 @@ serve(int(control), int(parent))
 
 
 class Forked(NamedTuple):
-    """A worker process is there."""
+    """The report that a worker process has been forked."""
 
-    key: int  # of the worker, as `ServerConnection.fork` returned it
+    key: int  # the number of the worker, which `ServerConnection.fork` has returned
     pid: int
 
 
 class Exited(NamedTuple):
-    """A worker process is gone, or could not be forked."""
+    """The report that a worker process has ended, or could not be forked."""
 
     key: int
     exitcode: int
-    evidence: str  # what is known beside the exit code
+    evidence: str  # further facts about the end of the process, as sentences
 
 
 class ServerConnection:
-    """The connection of one pool to the fork server, which ends the pool's workers when it is closed."""
+    """The connection of one pool to the fork server. When it is closed, the fork server kills the pool's workers."""
 
     def __init__(self) -> None:
         self._sock = _connect()
@@ -52,26 +52,26 @@ class ServerConnection:
         self._oom_kills = _OomKills()
 
     def fileno(self) -> int:
-        """Is readable when there is something for `receive`."""
+        """Return the descriptor of the connection, which is readable when there is a report for `receive`."""
         return self._sock.fileno()
 
     def fork(self, fds: list[int]) -> int:
-        """Ask for a worker process with these descriptors; return the key by which it is known here."""
+        """Ask for a worker process with these descriptors. Return the key of the worker in all later messages."""
         key = next(self._keys)
-        with contextlib.suppress(ConnectionError):  # the server has ended: `receive` tells
+        with contextlib.suppress(ConnectionError):  # the server has ended, which `receive` reports
             send_fds(self._sock, f"fork {key}".encode(), fds)
         return key
 
     def signal(self, key: int, number: int) -> None:
-        """Send a signal to a worker, SIGKILL also to all that it has started; none if it is gone."""
+        """Send a signal to a worker, if it has not ended. After SIGKILL, the processes that it has started end, too."""
         with contextlib.suppress(OSError):
             self._sock.send(f"{int(number)} {key}".encode())
 
     def receive(self) -> Forked | Exited:
-        """Return what the server tells next.
+        """Return the next report of the fork server.
 
         Raises:
-            EOFError: it has ended.
+            EOFError: the fork server has ended.
         """
         try:
             text = self._sock.recv(4096)
@@ -86,13 +86,15 @@ class ServerConnection:
         if "pid" in message:
             return Forked(key, message["pid"])
         evidence = f"Its memory use peaked at {message['max_rss_kib'] // 1024} MiB."
-        if kills := self._oom_kills.since_last_asked():
+        if kills := self._oom_kills.since_last_call():
             evidence += f" The kernel's out-of-memory killer counted {kills} kill{'s' * (kills > 1)} in this cgroup."
         return Exited(key, message["exitcode"], evidence)
 
     def close(self) -> None:
+        """End the connection, and thereby the workers of the pool."""
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold it too: closing is not enough
+            # A fork of this process may have the socket open, too, so `close` alone would not end the connection.
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
 
@@ -100,7 +102,7 @@ class _ForkServer:
     """The process of the fork server."""
 
     def __init__(self) -> None:
-        self.owner = os.getpid()
+        self.owner = os.getpid()  # the process that has started the server: its forks must not use or stop the server
         self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [entry for entry in sys.path if isinstance(entry, str)]
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -109,14 +111,15 @@ class _ForkServer:
             [sys.executable, *flags, "-c", _SERVE, *arguments],
             pass_fds=[server_end.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # it prints nothing, and each worker has a pipe of its own
+            stdout=subprocess.DEVNULL,  # the server prints nothing, and each worker has a pipe of its own
             stderr=subprocess.DEVNULL if sys.__stderr__ is None else 2,
-            process_group=0,  # so that Ctrl-C is the parent's alone
+            process_group=0,  # a terminal sends Ctrl-C to the process group of the script, and not to the workers
         )
         server_end.close()
 
     @property
     def pid(self) -> int:
+        """The process id of the server."""
         return self._process.pid
 
     def connect(self) -> socket.socket:
@@ -124,7 +127,7 @@ class _ForkServer:
 
         Raises:
             ConnectionError: the server has ended.
-            TransferError: too many descriptors are on their way.
+            TransferError: too many descriptors are in flight, see `channel.no_room_error`.
         """
         pool_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end:
@@ -136,12 +139,13 @@ class _ForkServer:
         return pool_end
 
     def stop(self) -> None:
-        """End the server and all that it started; in a fork of its owner, only let go of it."""
+        """End the server, and with it all workers. A fork of the owner only closes its copy of the connection."""
         if self.owner != os.getpid():
             self._control.close()
             return
         with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold it too: closing is not enough
+            # A fork of this process may have the socket open, too, so `close` alone would not end the connection.
+            self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         try:
             self._process.wait(STOP_WITHIN_S)
@@ -151,9 +155,10 @@ class _ForkServer:
 
 
 def take_standard_descriptors() -> None:
-    """Open the null device where standard input, output or error is closed, before anything of ours is opened there.
+    """Open the null device as standard input, output or error, if one of them is closed.
 
-    As in a script started with ``>&-``: what C code prints would go into a connection to a worker.
+    A script that is started with ``>&-`` has no standard output. The next file that this process opens would get the
+    number 1. If this were a connection to a worker, C code that prints would write into the connection.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -161,7 +166,7 @@ def take_standard_descriptors() -> None:
 
 
 def stop_fork_server() -> None:
-    """End the fork server of this program, if there is one; the next pool starts another. Runs at exit by itself."""
+    """End the fork server of this script, if there is one. The next pool starts another one. Called at exit."""
     global _fork_server
     with _fork_server_lock:
         if _fork_server is not None:
@@ -170,37 +175,41 @@ def stop_fork_server() -> None:
 
 
 def _connect() -> socket.socket:
-    """Open a connection for one pool to the fork server, which is started now if it does not run."""
+    """Open a connection to the fork server for one pool. If the fork server does not run, start it."""
     global _fork_server
     with _fork_server_lock:
         if _fork_server is not None and _fork_server.owner == os.getpid():
             try:
                 return _fork_server.connect()
-            except ConnectionError:  # it has ended
+            except ConnectionError:  # the fork server has ended, for example because somebody has killed it
                 _fork_server.stop()
         _fork_server = _ForkServer()
         return _fork_server.connect()
 
 
 def fork_server_pid() -> int | None:
-    """Return the process id of this program's fork server; None if it does not run."""
+    """Return the process id of this script's fork server; None if it was not started."""
     return _fork_server.pid if _fork_server is not None else None
 
 
 class _OomKills:
-    """Counts what the kernel's out-of-memory killer does in the cgroup of this process, which its workers share."""
+    """A counter of the kills by the kernel's out-of-memory killer in the cgroup of this process and its workers.
+
+    An increase at the death of a worker suggests that the worker was killed for lack of memory.
+    """
 
     def __init__(self) -> None:
         self._events = _events_file()
-        self._seen = self._count()
+        self._last_count = self._count()
 
-    def since_last_asked(self) -> int:
-        """Return the number of its kills since the last call; 0 where the kernel does not tell."""
-        before = self._seen
-        self._seen = self._count()
-        return self._seen - before
+    def since_last_call(self) -> int:
+        """Return the number of kills since the last call of this method; 0 if the kernel does not publish it."""
+        before = self._last_count
+        self._last_count = self._count()
+        return self._last_count - before
 
     def _count(self) -> int:
+        """Return the number of kills in the life of the cgroup."""
         with contextlib.suppress(OSError, ValueError):
             for line in self._events.read_text().splitlines():
                 name, _, count = line.partition(" ")
@@ -210,7 +219,10 @@ class _OomKills:
 
 
 def _events_file() -> Path:
-    """Return where the cgroup counts: ``memory.events`` of version 2, ``memory.oom_control`` of version 1."""
+    """Return the file in which the kernel counts the kills in the cgroup of this process.
+
+    It is ``memory.events`` in version 2 of cgroups, and ``memory.oom_control`` in version 1.
+    """
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -220,7 +232,7 @@ def _events_file() -> Path:
                     return unified
             elif "memory" in controllers.split(","):
                 return Path("/sys/fs/cgroup/memory", path.lstrip("/"), "memory.oom_control")
-    return Path("/sys/fs/cgroup/memory.events")  # in a container that sees its own cgroup as the root
+    return Path("/sys/fs/cgroup/memory.events")  # a container may see its own cgroup as the root of all
 
 
 _fork_server: _ForkServer | None = None
@@ -228,16 +240,17 @@ _fork_server_lock = threading.Lock()
 
 
 def close_pools() -> None:
-    """At the end of the script."""
+    """Close all pools, at the end of the script."""
     for pool in list(close_at_exit):
         pool.close()
 
 
 @atexit.register
-def _end_everything() -> None:
+def _close_all() -> None:
+    """Close all pools and the fork server, at the end of the script."""
     close_pools()
     stop_fork_server()
 
 
-close_at_exit = weakref.WeakSet[Any]()  # the pools
-os.register_at_fork(after_in_child=close_at_exit.clear)  # a child has not got their threads
+close_at_exit = weakref.WeakSet[Any]()  # the supervisors of all pools
+os.register_at_fork(after_in_child=close_at_exit.clear)  # a fork has no threads of the pools, so it cannot close them

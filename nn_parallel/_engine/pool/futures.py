@@ -1,4 +1,4 @@
-"""How those who wait for a pool hear of its tasks: users by a future, calls of the pool itself by a reply."""
+"""The results for which threads wait: a `Future` for users, and a faster `Reply` for the pool's own methods."""
 
 from __future__ import annotations
 
@@ -13,53 +13,60 @@ from typing import Any, NoReturn
 
 from ...errors import ParallelError
 
-logger = logging.getLogger("concurrent.futures")  # where the standard library tells of callbacks that raise
-TAKEN_OVER_AFTER_S = 1.0
+logger = logging.getLogger("concurrent.futures")  # the standard library logs exceptions of callbacks with this logger
+TAKEN_OVER_AFTER_S = 1.0  # see `_Lock`
 
 
 class _Lock:
-    """The lock of a future, which is taken over if its owner does not release it within a second.
+    """The lock of a future, which another thread takes over if the owner does not release it within a second.
 
-    Ctrl-C is raised in the main thread between any two instructions of Python code. Between taking a lock and entering
-    the block of ``with``, or in `concurrent.futures.wait` before it, it leaves the lock taken for ever, and the pool's
-    thread would wait for it when it completes the future. Python code cannot close that gap. But the standard library
-    holds the lock for a few lines, in which it waits for nothing. Should the owner be in them after all, as in the
-    handler of a signal that takes long, its release is that of the lock which it had.
+    Python raises Ctrl-C in the main thread between any two instructions. If Ctrl-C comes between the taking of a lock
+    and the ``try`` or ``with`` that releases it, as it can in `concurrent.futures.wait`, the lock stays taken for ever.
+    The supervisor would wait for the lock when it completes the future, and the whole pool would hang. Python code
+    cannot close this gap.
+
+    But the standard library holds the lock of a future only for a few lines that do not wait. So if the lock is taken
+    for a second, the owner has almost certainly been interrupted, and a waiting thread replaces the inner lock by a new
+    one. The owner may be in these lines nevertheless, if a signal handler that takes long runs there. Its release then
+    does not touch the new inner lock.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: tuple[int, threading.Lock, float] | None = None  # by whom, which of the locks, since when
+        # The thread that has the lock, its inner lock, and the time at which it got the lock.
+        self._held: tuple[int, threading.Lock, float] | None = None
 
     def acquire(self) -> bool:
-        """Wait until the lock is free."""
+        """Take the lock, perhaps over from a thread that has not released it in time."""
         began = time.monotonic()
         while True:
             lock = self._lock
-            if lock.acquire(timeout=max(0.0, self._patience_s(began))):
+            if lock.acquire(timeout=max(0.0, self._time_left_s(began))):
                 break
-            if self._lock is lock and self._patience_s(began) <= 0:
+            if self._lock is lock and self._time_left_s(began) <= 0:
                 self._lock = threading.Lock()
         self._held = threading.get_ident(), lock, time.monotonic()
         return True
 
-    def _patience_s(self, began: float) -> float:
-        """Return how much longer its owner may have the lock, for which this thread has waited since ``began``.
+    def _time_left_s(self, began: float) -> float:
+        """Return for how much longer the owner may have the lock.
 
-        Ctrl-C in `concurrent.futures.wait` leaves the locks of many futures taken, all since the same time.
+        The time counts from the moment at which the owner got the lock. Ctrl-C in `concurrent.futures.wait` leaves the
+        locks of many futures taken, so one thread does not wait a second for each of them. If Ctrl-C came before the
+        owner was noted, the time counts from ``began``, when the present thread began to wait.
         """
         held = self._held
         return (began if held is None else held[2]) + TAKEN_OVER_AFTER_S - time.monotonic()
 
     def release(self) -> None:
-        """Let others have the lock, if it is still this thread's."""
+        """Release the lock, if the present thread still has it."""
         held = self._held
         if held is not None and held[0] == threading.get_ident():
             self._held = None
             held[1].release()
 
     def _is_owned(self) -> bool:
-        """Return whether this thread holds the lock. For `threading.Condition`."""
+        """Return whether the present thread has the lock. `threading.Condition` calls this."""
         return self._held is not None and self._held[0] == threading.get_ident()
 
     def __enter__(self) -> bool:
@@ -70,23 +77,23 @@ class _Lock:
 
 
 class Reply:
-    """The result of a task for the one call that waits for it, which takes a tenth of the time of a future."""
+    """The result of a task, for one thread that waits for it once. It takes a tenth of the time of a future."""
 
     def __init__(self, thread: threading.Thread) -> None:
-        """``thread`` completes the reply."""
+        """Make a reply that ``thread`` completes."""
         self._thread = thread
         self._value: Any = None
         self._error: BaseException | None = None
         self._is_complete = False
-        self._incomplete = threading.Lock()
+        self._incomplete = threading.Lock()  # taken until the reply is complete
         self._incomplete.acquire()
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Wait for the result, and return it or raise the exception. It is given once.
+        """Wait for the reply, and return its value or raise its exception. This may be done only once.
 
         Raises:
-            TimeoutError: there is none after so many seconds.
-            ParallelError: called in the thread that completes it.
+            TimeoutError: the reply is not complete after ``timeout_s`` seconds.
+            ParallelError: the present thread is the one that must complete the reply.
         """
         refuse_to_wait_in(self._thread)
         if not self._incomplete.acquire(timeout=-1 if timeout_s is None else timeout_s):
@@ -96,10 +103,10 @@ class Reply:
         try:
             raise self._error
         finally:
-            del self  # it would live in a cycle with the traceback
+            del self  # otherwise the error would refer to itself: by its traceback, this frame and `self`
 
     def complete(self, value: Any, error: BaseException | None = None) -> None:
-        """Set the result or the exception, unless there is one."""
+        """Set the value or the exception, unless the reply is complete already."""
         if not self._is_complete:
             self._value = value
             self._error = error
@@ -108,37 +115,41 @@ class Reply:
 
 
 class Future(concurrent.futures.Future[Any]):
-    """The standard library's future, which Ctrl-C cannot leave locked. A pool's thread completes it."""
+    """A future of the standard library that Ctrl-C cannot leave locked."""
 
     def __init__(self, thread: threading.Thread | None) -> None:
-        """``thread`` completes the future; None: any."""
+        """Make a future that ``thread``, the supervisor of a pool, completes. None: any thread may complete it."""
         super().__init__()
         self._condition = threading.Condition(_Lock())  # type: ignore[arg-type]
         self._thread = thread
 
     def result(self, timeout: float | None = None) -> Any:
-        """As `concurrent.futures.Future.result`."""
+        """Return the result, as `concurrent.futures.Future.result`. A done-callback must not wait for it."""
         if not self.done():
             refuse_to_wait_in(self._thread)
         try:
             return super().result(timeout)
         finally:
-            del self  # it would live in a cycle with the traceback
+            del self  # otherwise the error would refer to itself: by its traceback, this frame and `self`
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """As `concurrent.futures.Future.exception`."""
+        """Return the exception, as `concurrent.futures.Future.exception`. A done-callback must not wait for it."""
         if not self.done():
             refuse_to_wait_in(self._thread)
         return super().exception(timeout)
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[Any]], object]) -> None:
-        """As `concurrent.futures.Future.add_done_callback`; in the pool's thread all that ``fn`` raises is logged."""
+        """Add a callback, as `concurrent.futures.Future.add_done_callback`.
+
+        If the callback raises any exception in the supervisor, even `SystemExit`, the exception is only logged, because
+        it must not end the pool.
+        """
 
         def call(future: concurrent.futures.Future[Any]) -> None:
             try:
                 fn(future)
             except Exception:
-                raise  # the standard library logs it
+                raise  # the standard library logs an `Exception` itself
             except BaseException:
                 if threading.current_thread() is not self._thread:
                     raise
@@ -147,32 +158,36 @@ class Future(concurrent.futures.Future[Any]):
         super().add_done_callback(call)
 
     def begin(self) -> bool:
-        """Say that the call begins; return whether it is wanted: not cancelled, nor completed by the user."""
+        """Note that the call begins. Return False if it must not, because the future was cancelled or completed."""
         if self.done() and not self.cancelled():
             return False
         try:
             return self.set_running_or_notify_cancel()
-        except RuntimeError:  # the user has just completed it
+        except RuntimeError:  # the user has completed the future since the check above
             return False
 
     def complete(self, value: Any, error: BaseException | None = None) -> None:
-        """Set the result or the exception, unless there is one."""
+        """Set the result or the exception, unless the future is complete already."""
         if not self.running() and (self.cancelled() or not self.done()):
-            self.begin()  # tells those who wait for a cancelled one
-        with contextlib.suppress(InvalidStateError):  # it has run out of time, or the user has completed it
+            self.begin()  # wakes threads in `concurrent.futures.wait` if the future was cancelled
+        with contextlib.suppress(InvalidStateError):  # the call has timed out before, or the user has set a result
             if error is None:
                 self.set_result(value)
             else:
                 self.set_exception(error)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a future belongs to the process that made it: send its result() instead")
+        raise TypeError("a future works only in the process that made it: send its result() instead")
 
 
 def refuse_to_wait_in(thread: threading.Thread | None) -> None:
-    """Raise if this is ``thread``, which has to complete what is waited for, and calls callbacks."""
+    """Raise `ParallelError` if the present thread is ``thread``, which would wait for a result that it must set itself.
+
+    ``thread`` calls the done-callbacks of futures, so such a wait happens in a callback.
+    """
     if threading.current_thread() is thread:
         raise ParallelError(
-            "A done-callback cannot wait for another call of its executor, whose answers arrive in the thread that "
-            "runs the callback. Let the callback submit the call, and add a callback to that."
+            "A done-callback cannot wait for another call of its executor, because the thread that runs the callback "
+            "also receives the results of all calls. Let the callback submit the call, and add a callback to its "
+            "future."
         )

@@ -1,4 +1,8 @@
-"""The calls of `ParallelExecutor` under a launcher: its workers are the ranks that are there, which all make them."""
+"""The backend of a `ParallelExecutor` under a launcher: no workers are started, because the ranks run already.
+
+Every rank makes the same executor and the same calls. So a call needs no transport of functions and arguments: each
+rank calls the function itself, and the ranks then exchange the results.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +28,19 @@ from ..tracebacks import user_frames
 from .progress import Progress
 from .worker import in_this_process
 
-UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
+UNINTERRUPTED = True  # read by `interrupts`: its signal handler raises nothing in the lines of this module
 R = TypeVar("R")
 
 
 class LaunchedRanks:
-    """The ranks of a launched world, this process among them."""
+    """The ranks of a world that a launcher has started; implements `Backend`. This process is one of the ranks."""
 
     def __init__(self, context: RankContext, timeout_s: float | None) -> None:
-        """``timeout_s`` is how long the ranks wait for each other at the end of the ``with`` block."""
+        """Use the ranks of ``context``. ``timeout_s`` limits their wait for each other at the end of ``with``."""
         self._context = context
         self._timeout_s = timeout_s
         self._closed = False
-        self._block: contextlib.AbstractContextManager[None] | None = None
+        self._block: contextlib.AbstractContextManager[None] | None = None  # around the body of the ``with`` statement
 
     def __str__(self) -> str:
         world = self._context.world
@@ -48,40 +52,43 @@ class LaunchedRanks:
 
     @property
     def has_ended(self) -> bool:
-        """True once this backend takes no more calls."""
+        """True if this backend takes no more calls."""
         return self._closed
 
     def check_choice(self, num_gpus: int | None, devices: Any, num_workers: int | None, engine: str) -> None:
-        """Nothing is chosen here: what is asked for must be what is there, so that one file runs both ways.
+        """Check that arguments which choose workers describe the ranks that exist.
+
+        Then the same script runs with and without a launcher.
 
         Raises:
-            ValueError: it is not.
+            ValueError: an argument describes other workers.
         """
         world = self._context.world
         wrong = [
             f"{name}={value!r}"
-            for name, value, is_there in (
+            for name, value, is_right in (
                 ("num_gpus", num_gpus, num_gpus and count("num_gpus", num_gpus) == world.world_size),
                 ("num_workers", num_workers, num_workers and count("num_workers", num_workers) == world.world_size),
                 ("devices", devices, devices is not None and world.device in parse_devices(devices)),
                 ("engine", engine, engine == "local"),
             )
-            if value is not None and not is_there
+            if value is not None and not is_right
         ]
         if wrong:
             raise ValueError(
                 f"{wrong[0]} does not apply here: the workers are the {world.world_size} ranks that run already, this "
-                f"one on {world.device}. Leave it out, or start as many ranks."
+                f"one on {world.device}. Leave the argument out, or let the launcher start such ranks."
             )
 
     def run(self, fn: Callable[..., R], args: Any, kwargs: Any, options: CallOptions) -> list[R]:
-        """As `ParallelExecutor.run`, which calls this."""
+        """Implement `ParallelExecutor.run`."""
         return self._run(fn, args, kwargs, options, call_name(fn))
 
     def submit(self, *_: Any) -> Future[Any]:
-        """As `ParallelExecutor.submit`."""
+        """Refuse `ParallelExecutor.submit`, which has no meaning for ranks."""
         raise ParallelError(
-            "submit() hands a task to one free worker, but here every rank makes every call: use run() or map()."
+            "submit() gives a call to one free worker, but under a launcher every rank makes every call: use run() or "
+            "map()."
         )
 
     def map(
@@ -93,29 +100,32 @@ class LaunchedRanks:
         chunksize: int | None,
         progress: Progress,
     ) -> Iterator[R]:
-        """As `ParallelExecutor.map`."""
+        """Implement `ParallelExecutor.map`: each rank computes a share of the items, and all ranks get all results."""
         items = list(zip(*iterables, strict=False))
         rank = self._context.rank
         size = self._context.world_size
-        mine = items[rank::size]
-        counted = progress._replace(total=len(mine)).counted(mine) if rank == 0 else mine
+        own_items = items[rank::size]
+        counted = progress._replace(total=len(own_items)).counted(own_items) if rank == 0 else own_items
         shares = self._run(functools.partial(_call_each, fn, counted), (), {}, options, progress.name)
         return iter([shares[index % size][index // size] for index in range(len(items))])
 
     def put(self, obj: Any) -> Any:
-        """As `ParallelExecutor.put`."""
+        """Implement `ParallelExecutor.put`: the handle is the object itself, because calls are made in this process."""
         return obj
 
     def resize(self, num_workers: int) -> None:
-        """As `ParallelExecutor.resize`."""
-        raise ValueError(f"resize() does not apply here: the workers are the {self._context.world_size} ranks.")
+        """Refuse `ParallelExecutor.resize`."""
+        raise ValueError(
+            f"resize() does not apply here: the workers are the {self._context.world_size} ranks that the launcher has "
+            "started. Leave the call out, or let the launcher start another number of ranks."
+        )
 
     def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
-        """As `ParallelExecutor.shutdown`."""
+        """Implement `ParallelExecutor.shutdown`."""
         self._closed = True
 
     def __enter__(self) -> None:
-        """Begin a block whose failure on one rank is raised on all; called by `ParallelExecutor.__enter__`."""
+        """Begin a block, so that an exception in the body of ``with`` on one rank is raised on all ranks."""
         self._raise_if_closed()
         self._block = block("with ParallelExecutor()", self._timeout_s, from_end=True)
         self._block.__enter__()
@@ -125,13 +135,15 @@ class LaunchedRanks:
     ) -> None:
         self._closed = True
         if self._block is not None:
-            self._block.__exit__(kind, error, traceback)  # an error that comes out of the body is never swallowed
+            self._block.__exit__(kind, error, traceback)  # this never suppresses an exception of the body
 
     def _raise_if_closed(self) -> None:
+        """Raise `ExecutorClosedError` if the executor was shut down."""
         if self._closed:
             raise ExecutorClosedError
 
     def _run(self, fn: Callable[..., R], args: Any, kwargs: Any, options: CallOptions, name: str) -> list[R]:
+        """Call ``fn`` on this rank, and return the results of all ranks. ``name`` is the name of the call in errors."""
         self._raise_if_closed()
         device = self._context.world.device if options.pass_device else None
         if self._context.world_size == 1:
@@ -142,9 +154,11 @@ class LaunchedRanks:
         with block(name, options.timeout_s):
             result = in_this_process(call_on_device, fn, args, kwargs, device)
             packed = dumps(result, lambda: {"the result": result})
-        with block(name, options.timeout_s):  # only now are all outcomes known to be good
+        # A second block, which begins only if the first one has succeeded on all ranks, so that all have a result.
+        with block(name, options.timeout_s):
             return all_gather_packed(packed)
 
 
 def _call_each(fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: torch.device | None = None) -> list[R]:
+    """Return the results of ``fn`` for the items of a rank."""
     return [call_on_device(fn, item, {}, device) for item in items]

@@ -1,8 +1,14 @@
-"""Memory for what is large: anonymous files that a message carries by their descriptors, and maps of them.
+"""Memory files: anonymous files (memfd) through which large objects reach other processes.
 
-Each receiver maps a file privately, so that it may write to what it got. Such a map shows what the sender writes later,
-in pages that the receiver has not written to itself. So the sender fills a file again only when nobody else has it: it
-asks the kernel, by a lease. To fill one again takes a fifth of the time, as the kernel clears the memory of a new one.
+The sender copies the object into a file and sends the descriptor of the file with a message. Each receiver maps the
+file privately (``MAP_PRIVATE``), so that it may write to the object, and nobody else sees that. So one copy serves any
+number of receivers.
+
+The sender uses its files again, which takes a fifth of the time, because the kernel must clear the memory of a new
+file. But if the sender overwrote a file that a receiver still maps, the receiver would see the new content in all pages
+to which it has not written. So the sender must know that no other process has the file. Messages about this would cost
+time, and a receiver may die or fork. The kernel knows: it grants a write lease (``fcntl(2)``) only on a file that
+nobody else has open, and a file counts as open while its descriptor is in flight or a map of it exists.
 """
 
 from __future__ import annotations
@@ -22,11 +28,11 @@ import torch
 
 from ..pickling import Buffer
 
-KEPT_BYTES = 128 << 20  # of files to be filled again
+KEPT_BYTES = 128 << 20  # the most memory in files that are kept to be filled again
 
 
 class Descriptor:
-    """A file descriptor that is closed with the last reference to this."""
+    """A file descriptor that is closed when this object is deleted."""
 
     __slots__ = ("__weakref__", "fd")
 
@@ -38,24 +44,26 @@ class Descriptor:
 
 
 class _KeptFile:
-    """A memory file that is filled again once nobody else has it, as the kernel has cleared its memory already."""
+    """A memory file of the sender, which is filled again when nobody else has it open."""
 
     def __init__(self, size: int) -> None:
-        made = Descriptor(os.memfd_create("nn_parallel", os.MFD_CLOEXEC))
-        os.ftruncate(made.fd, size)
-        # A lease is refused while others have the file open. The kernel does not count the open of `memfd_create`.
-        self._own = self.open_again(made)
-        # The kernel signals that somebody opens a leased file. By default it does so by SIGIO, which ends the process.
+        first = Descriptor(os.memfd_create("nn_parallel", os.MFD_CLOEXEC))
+        os.ftruncate(first.fd, size)
+        # The kernel grants a lease only if nobody else has the file open, for which it counts the calls of `open`. It
+        # does not count `memfd_create`, so the file is opened once more.
+        self._own = self.open_again(first)
+        # If somebody opens the file during a lease, the kernel sends a signal: by default SIGIO, which would end this
+        # process. SIGURG is ignored by default.
         fcntl.fcntl(self._own.fd, fcntl.F_SETSIG, signal.SIGURG)
         self.view = _map(self._own.fd, size, mmap.MAP_SHARED)
 
     def open_again(self, descriptor: Descriptor | None = None) -> Descriptor:
-        """Return another descriptor of the file, for a receiver."""
+        """Open the file once more, by a descriptor of it. The new descriptor is for a receiver."""
         number = (descriptor or self._own).fd
         return Descriptor(os.open(f"/proc/self/fd/{number}", os.O_RDWR | os.O_CLOEXEC))
 
     def is_free(self) -> bool:
-        """Return whether nobody else has the file open, on its way or mapped: then the kernel grants a lease."""
+        """Return whether nobody else has the file open or mapped, and no descriptor of it is in flight."""
         try:
             fcntl.fcntl(self._own.fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             fcntl.fcntl(self._own.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
@@ -65,27 +73,27 @@ class _KeptFile:
 
 
 def fill(buffers: Sequence[Buffer]) -> Descriptor:
-    """Copy buffers into a memory file, each at the next multiple of 64 bytes.
+    """Copy buffers into a memory file, and return a descriptor of it. Each buffer begins at a multiple of 64 bytes.
 
     Raises:
-        OSError: there is no descriptor, or no memory, left.
+        OSError: no descriptor is free, or there is not enough memory.
     """
     parts = [memoryview(buffer).cast("B") for buffer in buffers]
     spans = _spans([part.nbytes for part in parts])
-    file = _take(spans[-1].stop) or _KeptFile(spans[-1].stop)
+    file = _take_free_file(spans[-1].stop) or _KeptFile(spans[-1].stop)
     for span, part in zip(spans, parts, strict=True):
         _copy(part, file.view[span])
     descriptor = file.open_again()
     _kept.append(file)
-    with contextlib.suppress(IndexError):  # another thread has taken the last one
+    with contextlib.suppress(IndexError):  # another thread may take the last file meanwhile
         while sum(kept.view.nbytes for kept in list(_kept)) > KEPT_BYTES:
             _kept.popleft()
     return descriptor
 
 
-def _take(size: int) -> _KeptFile | None:
-    """Take a kept file of about this size out, if one is free."""
-    with contextlib.suppress(IndexError):  # another thread has taken the last one
+def _take_free_file(size: int) -> _KeptFile | None:
+    """Take a free file of this size, or up to twice as large, out of the kept files. Return None if there is none."""
+    with contextlib.suppress(IndexError):  # another thread may take the last file meanwhile
         for _ in range(len(_kept)):
             file = _kept.popleft()
             if size <= file.view.nbytes <= 2 * size and file.is_free():
@@ -95,40 +103,51 @@ def _take(size: int) -> _KeptFile | None:
 
 
 def map_private(fd: int, sizes: Sequence[int]) -> list[memoryview]:
-    """Return the buffers of these sizes in a file that `fill` has made: as this process's own, to be written to."""
+    """Return the buffers of a file that `fill` has filled. Writing to them changes them in this process only.
+
+    ``sizes`` are the sizes of the buffers.
+    """
     spans = _spans(sizes)
     view = _map(fd, spans[-1].stop, mmap.MAP_PRIVATE)
     return [view[span] for span in spans]
 
 
 def map_shared(fd: int) -> memoryview:
-    """Return all of a file, as memory that is shared with whoever else has it."""
+    """Return the content of a file, as memory that is shared with all processes that map the file."""
     return _map(fd, os.fstat(fd).st_size, mmap.MAP_SHARED)
 
 
 def shared_descriptor(storage: torch.UntypedStorage) -> tuple[int, Descriptor | None]:
-    """Return a descriptor of shared memory, and its owner if it is not the storage itself."""
+    """Return a descriptor of the shared memory of a storage, and the object that closes the descriptor.
+
+    The object is None if the storage itself closes the descriptor.
+    """
     if torch.multiprocessing.get_sharing_strategy() == "file_descriptor":  # type: ignore[no-untyped-call]
         return int(storage._share_fd_cpu_()[0]), None
-    name: bytes = storage._share_filename_cpu_()[1]  # as `torch.multiprocessing` does
+    name: bytes = storage._share_filename_cpu_()[1]  # `torch.multiprocessing` uses this function, too
     opened = Descriptor(os.open(f"/dev/shm{name.decode()}", os.O_RDWR | os.O_CLOEXEC))
     return opened.fd, opened
 
 
 def _spans(sizes: Sequence[int]) -> list[slice]:
+    """Return the places of buffers of these sizes in a memory file."""
     starts = itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
     return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 
 
 def _copy(part: memoryview, target: memoryview) -> None:
-    if part.readonly or not part.nbytes:
+    """Copy the memory of ``part`` to ``target``, with the threads of torch and without the GIL if possible."""
+    if part.readonly or not part.nbytes:  # `torch.frombuffer` takes no such memory
         target[:] = part
-    else:  # by several threads, and without the interpreter's lock
+    else:
         torch.frombuffer(target, dtype=torch.uint8).copy_(torch.frombuffer(part, dtype=torch.uint8))
 
 
 def _map(fd: int, size: int, kind: int) -> memoryview:
-    """Return a map that ends with the last view of it. One of `mmap.mmap` would keep a descriptor open."""
+    """Map a file, and return a view of its memory. The map ends when the last view of it is deleted.
+
+    `mmap.mmap` will not do, because it keeps a descriptor of the file open.
+    """
     address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, kind, fd, 0)
     if address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -137,9 +156,9 @@ def _map(fd: int, size: int, kind: int) -> memoryview:
     return memoryview(whole).cast("B")
 
 
-_ALIGNMENT = 64  # what torch gives a storage
-_kept = deque[_KeptFile]()  # the least recently filled first
-os.register_at_fork(after_in_child=_kept.clear)  # or parent and child would fill the same memory
+_ALIGNMENT = 64  # the alignment of the storages that torch allocates
+_kept = deque[_KeptFile]()  # the files to be filled again, the least recently filled first
+os.register_at_fork(after_in_child=_kept.clear)  # otherwise parent and child would fill the same file
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]

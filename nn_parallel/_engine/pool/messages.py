@@ -1,4 +1,9 @@
-"""The headers of the messages between a pool and its workers."""
+"""The headers of the messages between a pool and its workers. `channel` describes the format of a message.
+
+The pool sends one `WorkerSetup` first, then `KeepObject`, `ForgetObjects` and `TaskHeader`. The worker sends only
+`Answer`. Orders (cancel, tell the stack, hand back) go through a socket of their own, because the worker reads no
+message while it does a task.
+"""
 
 from __future__ import annotations
 
@@ -9,67 +14,75 @@ from typing import NamedTuple
 
 from ..process_environment import ProcessAttributes
 
-STARTED = 0  # the number of the answer that says a worker takes tasks
-Order = struct.Struct("=Q")  # beside the tasks: the number of the task to cancel, or one of these
-TELL_STACK = 0
-HAND_BACK = 1  # answer the calls of the batch that are over, and begin no more of them
-FIRST_TASK = 2
-BATCH_S = 0.01  # how long a worker goes on to begin the calls of a batch
+STARTED = 0  # the number of the first answer of a worker, which says that the worker takes tasks
+Order = struct.Struct("=Q")  # an order: the number of the task to cancel, or one of the next two numbers
+TELL_STACK = 0  # send the stack of the main thread
+HAND_BACK = 1  # send the results of the batch so far, and begin no further call of it
+FIRST_TASK = 2  # the lowest number of a task
+BATCH_S = 0.01  # a worker begins no further call of a batch after this time
 
 
 class WorkerSetup(NamedTuple):
-    """The payload of the first message to a worker: what no fork can know."""
+    """The payload of the first message to a worker: the attributes of the script that a new fork does not have."""
 
     rank: int
     device: str
     environ: dict[str, str]
     directory: str
-    path: list[str]
-    argv: list[str]
-    main_file: str | None
-    authkey: bytes  # of `multiprocessing`: for its managers, listeners and queues
+    path: list[str]  # `sys.path`
+    argv: list[str]  # `sys.argv`
+    main_file: str | None  # the file of the script
+    authkey: bytes  # of `multiprocessing`, by which its managers, listeners and queues accept connections
     attributes: ProcessAttributes
 
 
 class KeepObject(NamedTuple):
-    """Keep the payload for later tasks."""
+    """A request to keep the payload for later tasks."""
 
-    number: int
+    number: int  # of the handle
 
 
 class ForgetObjects(NamedTuple):
-    """The objects of these numbers need not be kept any more."""
+    """A request to delete kept objects."""
 
-    numbers: Sequence[int]
+    numbers: Sequence[int]  # of the handles
 
 
 class Ranks(NamedTuple):
-    """The ranks of which a task is one, as all of them are told."""
+    """The ranks of a `run`, as each of them is told."""
 
-    world_size: int = 0  # 0: it is none, and runs alone
+    world_size: int = 0  # 0: the task is no `run`, and its worker is alone
     store_host: str = ""
     store_port: int = 0
-    group: int = 0  # the number of their process group and counters: after a failure they are not used again
-    nodes: Sequence[int] = ()  # by rank; empty: all are on one node
+    group: int = 0  # the number of their process group. After a failure the ranks get a new number, and a new group
+    nodes: Sequence[int] = ()  # by rank: the number of its node; empty: all ranks are on one node
 
 
 ALONE = Ranks()
 
 
 class TaskHeader(NamedTuple):
-    """A task. The payload is ``(fn, args, kwargs)``, or there is none and ``calls`` holds arguments."""
+    """A task: one call, or a batch of calls of a function that the worker keeps.
+
+    For one call, the payload is ``(fn, args, kwargs)``. There is no payload if ``calls`` holds the arguments.
+    """
 
     number: int  # greater than that of any earlier task
-    function: int = 0  # the number under which the worker keeps the function; 0: it comes with the payload
-    calls: Sequence[bytes] = ()  # the pickled arguments of calls of that function, one after another
-    seconds: float = 0.0  # after which no more of the calls are begun
+    function: int = 0  # the number under which the worker keeps the function; 0: the function is in the payload
+    calls: Sequence[bytes] = ()  # the pickled arguments of each call of that function
+    seconds: float = 0.0  # no further call is begun after this time
     pass_device: bool = False
-    cores: int = 0  # for this worker: the threads of torch; 0: it shares one, and leaves it to the others as it waits
+    # The cores for this worker, and so the number of torch's threads. 0: several workers share a core, so that this one
+    # has one thread, and must sleep when it waits.
+    cores: int = 0
     ranks: Ranks = ALONE
 
     @property
     def generation(self) -> int:
-        """The ranks of each run count their calls anew; blocks that fail in it begin further generations."""
+        """The number of the first generation (calls and barriers until a block fails) of the ranks of this task.
+
+        Each failure of a block in the task begins the generation with the next number.
+        """
         return self.number << 32
 
 
@@ -86,7 +99,8 @@ class Answer(NamedTuple):
 
     number: int  # of the task
     results: Sequence[bytes] = ()  # the pickled results of the calls before the last one
-    outcome: Outcome | None = None  # of the last call; None: its result is the last of ``results``
-    goes_on: bool = False  # the call after these results still runs; those after that are not begun
-    failed_inside: bool = False  # a block failed and the run went on: its group is closed, perhaps not on all ranks
-    is_spent: bool = False  # the worker can do no more: its accelerator fails whatever is asked of it
+    outcome: Outcome | None = None  # of the last call; None: there is no payload, and ``results`` holds all results
+    goes_on: bool = False  # the batch was handed back: its next call runs and is answered later, others are not begun
+    # A block failed, but the function caught the error and went on. The group is closed, perhaps not on all ranks.
+    failed_inside: bool = False
+    is_spent: bool = False  # the worker can do no further task, because its accelerator fails at every call

@@ -1,4 +1,4 @@
-"""What workers print, copied to the streams of this process."""
+"""The output of workers, copied to the standard streams of this process."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ from typing import Any
 
 from .bars import Bars, Screen, is_drawn
 
-CHUNKS_AT_A_TIME = 16
+CHUNKS_AT_A_TIME = 16  # how often `Output.copy` reads at most
 LINE_BYTES = 1 << 16  # a longer line is copied in parts
 
 
 class Output:
-    """Copies what a worker prints to this process's stream of the same name, a whole line at a time.
+    """Copies one of the output streams of a worker to the stream of the same name of this process.
 
-    On a terminal and in a notebook it is text, with the bars of all workers below. Any other stream gets the bytes as
-    they are.
+    Whole lines are copied, so that lines of several workers are not mixed. On a terminal and in a notebook, progress
+    bars are drawn below the lines. Any other stream gets the bytes as they are.
     """
 
     def __init__(self, fd: int, name: str, rank: int, *, has_prefix: bool) -> None:
+        """Copy from a pipe, and close it in the end.
+
+        Args:
+            fd: the pipe.
+            name: ``"stdout"`` or ``"stderr"``.
+            rank: the rank of the worker.
+            has_prefix: each line begins with the rank.
+        """
         self.fd = fd
         self._name = name
         self._rank = rank
@@ -30,56 +38,63 @@ class Output:
         self._prefix = prefix.encode() if has_prefix else b""
         self._screen = Screen(prefix if has_prefix else "", bar_prefix=prefix)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._line = b""  # that has not ended
-        self._begins_line = True
-        self.holds_some = False  # it has read what it has not copied
+        self._line = b""  # the line that has been read but has not ended
+        self._begins_line = True  # the next byte to be written is the first one of a line
+        self.holds_some = False  # there is text that has been read but not copied
         os.set_blocking(fd, False)
 
     def copy(self, flush: bool = False) -> bool:
-        """Copy what is there now, with ``flush`` an unfinished line too; False at the end of the stream."""
-        more = self._copy(flush)
+        """Copy the lines that have arrived. Return False at the end of the stream.
+
+        With ``flush``, copy a line that has not ended, too.
+        """
+        has_more = self._copy(flush)
         self.holds_some = bool(self._line) or not self._screen.is_empty
-        return more
+        return has_more
 
     def close(self) -> None:
-        """Copy the rest; a bar stays as it is."""
+        """Copy the rest of the stream, and close the pipe. A bar remains as it was drawn last."""
         self.copy(flush=True)
         with contextlib.suppress(Exception):
             self._draw(self._stream, self._screen.end())
         os.close(self.fd)
 
     def _copy(self, flush: bool) -> bool:
-        more = True
+        """Implement `copy`, without setting `holds_some`."""
+        has_more = True
         read = bytearray()
         with contextlib.suppress(BlockingIOError):
-            for _ in range(CHUNKS_AT_A_TIME):  # the rest next time: others must not wait for an endless writer
+            for _ in range(CHUNKS_AT_A_TIME):  # a limit, so that a worker that prints without end does not block others
                 if not (chunk := os.read(self.fd, 1 << 16)):
-                    more = False
+                    has_more = False
                     break
                 read += chunk
-        flush = flush or not more
+        flush = flush or not has_more
         stream = self._stream
-        with contextlib.suppress(Exception):  # closed by the user: nobody to tell
+        with contextlib.suppress(Exception):  # the user may have closed the stream, and then no error can be shown
             if is_drawn(stream):
                 self._draw(stream, self._screen.print(self._decoder.decode(self._line + read, final=flush), flush))
                 self._line = b""
             else:
                 self._write(stream, bytes(read), flush)
-        return more
+        return has_more
 
     @property
     def _stream(self) -> Any:
-        return getattr(sys, self._name)  # as it is now: a notebook's cell, a redirected stream
+        """The present stream of this process: a notebook replaces it for each cell, and users redirect it."""
+        return getattr(sys, self._name)
 
     def _draw(self, stream: Any, text: str) -> None:
+        """Print text on a terminal or in a notebook, with the bars of all workers below it."""
         _bars.print(stream, text, self._rank, self, self._screen.bars)
 
     def _write(self, stream: Any, read: bytes, flush: bool) -> None:
-        """Write what has been read, but for a line that has not ended."""
-        whole = self._line + read
-        end = len(whole) if flush or len(whole) > LINE_BYTES else max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
-        done = whole[:end]
-        self._line = whole[end:]
+        """Write the bytes that have been read to a stream without bars, except a line that has not ended."""
+        unwritten = self._line + read
+        line_end = max(unwritten.rfind(b"\n"), unwritten.rfind(b"\r")) + 1
+        end = len(unwritten) if flush or len(unwritten) > LINE_BYTES else line_end
+        done = unwritten[:end]
+        self._line = unwritten[end:]
         if not done:
             return
         if self._prefix:

@@ -1,4 +1,4 @@
-"""A pool as its callers see it: they pack calls, post tasks to the thread of the pool, and wait on futures."""
+"""A pool, as the threads of the user see it: they pack calls, post tasks to the supervisor, and wait for futures."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .supervisor import Supervisor
 from .tasks import MapItem, Mapping, ResizeTask, RunTask, SingleTask, Task
 from .worker import call_each
 
-BLOCK_ITEMS = 256  # of a map, that are packed before they are handed over
+BLOCK_ITEMS = 256  # the most items of a `map` that are packed before they are posted to the supervisor
 
 
 class Pool:
-    """Workers that this program has started; implements `Backend`. They end when nobody refers to this any more."""
+    """Workers that this script has started; implements `Backend`. They end after this object was deleted."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class Pool:
         """Start workers.
 
         Args:
-            site: where they run.
-            devices_for: gives the devices of so many workers.
-            num_workers: how many; None: as many as `devices_for` gives.
-            pack_initializer: packs the initializer, if there is one.
-            idle_limit_s: after how many seconds without a task the pool ends; None: never.
+            site: the place where the workers run.
+            devices_for: returns the devices for a number of workers. For None, it chooses the number.
+            num_workers: the number of workers, or None.
+            pack_initializer: packs the call of the initializer; None if there is none.
+            idle_limit_s: the pool ends after this time without a task; None: it never does.
         """
-        self._pid = os.getpid()
+        self._pid = os.getpid()  # a fork of this process has neither the supervisor thread nor the workers
         self._devices_for = devices_for
         self._supervisor = Supervisor(site, devices_for(num_workers), pack_initializer, idle_limit_s)
         self._supervisor.start()
@@ -62,17 +62,17 @@ class Pool:
 
     @property
     def has_ended(self) -> bool:
-        """As `Backend.has_ended`; true also in a fork of the process, which has no thread and no right to workers."""
+        """True if the pool takes no more calls, or if this process is a fork of the one that has started it."""
         return self._supervisor.is_closing or self._pid != os.getpid()
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions) -> list[Any]:
-        """As `Backend.run`."""
+        """Implement `Backend.run`."""
         call = self._open_packer().pack(fn, args, kwargs, options)
         results: list[Any] = self._wait(RunTask(call, self._make_reply()))
         return results
 
     def submit(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions) -> AnyFuture[Any]:
-        """As `Backend.submit`."""
+        """Implement `Backend.submit`."""
         future = Future(self._supervisor)
         try:
             call = self._open_packer().pack(fn, args, kwargs, options)
@@ -82,7 +82,7 @@ class Pool:
         task = SingleTask(call, future)
         try:
             self._add(task)
-        except BaseException:  # Ctrl-C: nobody gets the future
+        except BaseException:  # after Ctrl-C, the caller does not get the future
             self._abandon(task)
             raise
         return future
@@ -96,46 +96,48 @@ class Pool:
         chunksize: int | None,
         progress: Progress,
     ) -> Iterator[Any]:
-        """As `Backend.map`."""
+        """Implement `Backend.map`. All items are packed and posted now; the results are awaited one by one later."""
         items = zip(*iterables, strict=False)
         if chunksize is None:
-            # To draw an item of these runs no code of the user's, which could bind anew what the function refers to.
+            # Several items are packed as one block only if taking them from the iterables runs no user code. User code
+            # could bind a global of `fn` to another object, and then `fn` must be packed again.
             is_plain = all(type(each) in (list, tuple, range) for each in iterables)
             blocks = _growing_blocks(items) if is_plain else ([args] for args in items)
             return progress.counted(self._map(fn, blocks, options, timeout_s, progress.name))
         chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
-        call_chunk = functools.partial(call_each, fn)  # no more than that, so that the workers can keep it
+        call_chunk = functools.partial(call_each, fn)  # this refers to `fn` only, so that the workers can keep it
         results = self._map(call_chunk, ([(chunk,)] for chunk in chunks), options, timeout_s, progress.name)
-        return progress.counted(_joined(results))
+        return progress.counted(_results_of_chunks(results))
 
     def put(self, obj: Any) -> Any:
-        """As `Backend.put`."""
+        """Implement `Backend.put`."""
         return self._open_packer().put(obj)
 
     def resize(self, num_workers: int) -> None:
-        """As `Backend.resize`."""
+        """Implement `Backend.resize`."""
         self._wait(ResizeTask(self._devices_for(num_workers), self._make_reply()))
 
     def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
-        """As `Backend.shutdown`."""
+        """Implement `Backend.shutdown`. A fork of the process leaves the pool alone."""
         if self._pid == os.getpid():
             self._supervisor.close(wait=wait, cancel_waiting=cancel_futures)
 
     def __enter__(self) -> None:
-        """Nothing has to begin: the workers are there."""
+        """Do nothing, because the constructor has started the workers."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """After an exception nobody waits for what still runs."""
+        """Close the pool. After an exception, kill the workers, because nobody waits for their results."""
         if self._pid == os.getpid():
             self._supervisor.close(kill=error is not None)
 
     def _make_reply(self) -> Reply:
+        """Return a reply that the supervisor will complete."""
         return Reply(self._supervisor)
 
     def _open_packer(self) -> Packer:
-        """Return the packer, if the pool takes tasks."""
+        """Return the packer. Raise an error if the pool takes no tasks."""
         self._raise_if_inherited()
         if self._supervisor.broken is not None:
             raise self._supervisor.broken
@@ -144,29 +146,35 @@ class Pool:
         return self._supervisor.packer
 
     def _raise_if_inherited(self) -> None:
+        """Raise `ExecutorClosedError` if this process is a fork of the one that has started the pool."""
         if self._pid != os.getpid():
-            raise ExecutorClosedError(f"This executor belongs to process {self._pid}; a fork of it makes its own.")
+            raise ExecutorClosedError(
+                f"This executor belongs to process {self._pid}, and process {os.getpid()} is a fork of it. Make a new "
+                "executor in the fork."
+            )
 
     def _wait(self, task: RunTask | ResizeTask) -> Any:
-        """Have a task done, and return its result."""
+        """Post a task, wait until it has ended, and return its result."""
         self._open_packer()
-        refuse_to_wait_in(self._supervisor)  # before it begins
+        refuse_to_wait_in(self._supervisor)  # now, because the task must not begin if nobody can wait for it
         try:
             self._add(task)
             return task.reply.result()
         except ParallelError:
             raise
-        except BaseException:  # Ctrl-C: nobody will take the result
+        except BaseException:  # after Ctrl-C, nobody takes the result
             self._abandon(task)
             raise
         finally:
-            del task  # it would live in a cycle with the traceback
+            del task  # otherwise the error would refer to itself: by its traceback, this frame and `task`
 
     def _add(self, *tasks: Task | ResizeTask) -> None:
+        """Post tasks to the supervisor. If its thread has ended, they end here, with an error."""
         self._supervisor.post(self._supervisor.add, tasks)
         self._supervisor.do_if_over()
 
     def _abandon(self, task: Task | ResizeTask) -> None:
+        """Let the supervisor end a task for whose result nobody waits."""
         self._supervisor.post(self._supervisor.abandon, task)
 
     def _map(
@@ -177,7 +185,15 @@ class Pool:
         timeout_s: float | None,
         name: str,
     ) -> Generator[Any, None, None]:
-        """Map the items of ``blocks``. Between two items of a block no code of the user's runs."""
+        """Pack and post all items of a `map`, and return an iterator over the results.
+
+        Args:
+            fn: the function.
+            blocks: the arguments of the items. No user code may run between two items of a block.
+            options: the options of the calls.
+            timeout_s: the time, from now on, after which a result is not awaited any longer; None: no limit.
+            name: the name of the call in errors.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         mapping = Mapping()
         count = 0
@@ -192,21 +208,23 @@ class Pool:
                         mapping.end_item(count, None, error)
                     count += 1
                 self._add(*waiting)
-        except BaseException:  # of the iterables, or Ctrl-C: nobody will take the results
+        except BaseException:  # an iterable has failed, or Ctrl-C has come: the caller gets no iterator
             mapping.is_wanted = False
             raise
         return self._results(mapping, count, deadline)
 
     def _results(self, mapping: Mapping, count: int, deadline: float | None) -> Generator[Any, None, None]:
+        """Yield the results of a `map` in the order of its items. When the generator ends, no further item begins."""
         try:
             for index in range(count):
                 if index not in mapping.outcomes:
                     self._wait_for_item(mapping, index, deadline)
-                yield _taken(mapping, index)  # not from a variable, in which the result would live on
+                yield _take_result(mapping, index)  # without a variable, which would keep the result alive
         finally:
-            mapping.is_wanted = False  # what has not begun then never does
+            mapping.is_wanted = False
 
     def _wait_for_item(self, mapping: Mapping, index: int, deadline: float | None) -> None:
+        """Wait until an item of a `map` has ended. Raise TimeoutError at the deadline."""
         self._raise_if_inherited()
         reply = self._make_reply()
         self._supervisor.post(mapping.await_item, index, reply)
@@ -217,28 +235,28 @@ class Pool:
             reply.result(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
 
 
-def _taken(mapping: Mapping, index: int) -> Any:
-    """Take the result of an item, or raise its exception."""
+def _take_result(mapping: Mapping, index: int) -> Any:
+    """Remove the outcome of an item from the `map`. Return its result, or raise its exception."""
     value, error = mapping.outcomes.pop(index)
     if error is None:
         return value
     try:
         raise error
     finally:
-        del error  # it would live in a cycle with its traceback
+        del error  # otherwise the error would refer to itself: by its traceback, this frame and `error`
 
 
 def _growing_blocks(items: Iterator[tuple[Any, ...]]) -> Iterator[Iterable[tuple[Any, ...]]]:
-    """Yield the items in blocks, small ones first, so that the workers have something to do at once."""
+    """Yield the items in blocks. The first ones are small, so that the workers have something to do at once."""
     size = 1
     for first in items:
         yield itertools.chain([first], itertools.islice(items, size - 1))
         size = min(2 * size, BLOCK_ITEMS)
 
 
-def _joined(chunks: Generator[Any, None, None]) -> Iterator[Any]:
-    """Yield the results that `call_each` gives for these chunks, or raise the first exception."""
-    with contextlib.closing(chunks):  # what has not begun then never does
+def _results_of_chunks(chunks: Generator[Any, None, None]) -> Iterator[Any]:
+    """Yield the single results from results of `call_each`, and raise the first exception among them."""
+    with contextlib.closing(chunks):  # so that no further chunk begins if this generator is closed early
         for results, failed in chunks:
             yield from results
             if failed is not None:
@@ -247,4 +265,4 @@ def _joined(chunks: Generator[Any, None, None]) -> Iterator[Any]:
                 try:
                     raise error
                 finally:
-                    del results, failed, error  # they would live in a cycle with the traceback
+                    del results, failed, error  # otherwise the error would refer to itself, by its traceback

@@ -1,4 +1,8 @@
-"""The store through which the ranks of a pool talk."""
+"""The store through which the workers of a pool exchange data during a `run`, in which they are ranks.
+
+The store is in the process of the script, or in an actor on a Ray cluster. It is not in a worker, because it would end
+when this worker dies.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,25 @@ from ..ranks.sockets import listen_at, loopback
 from ..ranks.stop_signals import ASKED, pass_on_to
 from ..ranks.store import STOP_KEY
 
-LOOPBACK = "::1"  # see `loopback`
-ranks_prefix = "group{}".format  # of the keys in the store, by the number of the ranks' group
+LOOPBACK = "::1"  # see `loopback` for the reason
+ranks_prefix = "group{}".format  # returns the prefix of the keys in the store, for the number of the ranks' group
 
 
 class PoolStore:
-    """The store through which the ranks of a pool talk, in this process; made for the first `run`."""
+    """The store of the ranks of a pool, in this process. It is opened for the first `run`."""
 
     def __init__(self, host: str | None = None) -> None:
-        """``host``: the address where other nodes reach it; None: no other node does."""
+        """Open nothing yet.
+
+        ``host`` is the address of this machine for other nodes. If it is None, only this machine can reach the store.
+        """
         self._host = host or loopback(LOOPBACK)
         self._store: dist.TCPStore | None = None
         self._port = 0
-        self._group = 0
+        self._group = 0  # the number of the present group of ranks, see `Ranks`
 
     def address(self, group: int) -> tuple[str, int]:
-        """Return host and port of the store; what groups before this one have left there is deleted."""
+        """Return host and port of the store for the ranks with this group number. Delete the keys of earlier groups."""
         if self._group < group:
             if self._store is None:
                 self._store = self._open()
@@ -36,18 +43,22 @@ class PoolStore:
         return self._host, self._port
 
     def ask_to_stop(self) -> None:
-        """Have `stop_requested` return true to the ranks."""
+        """Ask the ranks to stop: `stop_requested` soon returns True on all of them. See `stop_signals`."""
         if self._store is not None:
             ranks = dist.PrefixStore(ranks_prefix(self._group), self._store)
-            ranks.compare_set(STOP_KEY, "", ASKED)  # they may have fixed already when they stop
+            # Only if the key has no value: otherwise the ranks may have agreed already on the step at which they stop.
+            ranks.compare_set(STOP_KEY, "", ASKED)
 
     def close(self) -> None:
+        """Delete the store, which closes its connections."""
         self._store = None
 
     def _open(self) -> dist.TCPStore:
+        """Open the store at a free port."""
         listener = listen_at(self._host)
         self._port = listener.getsockname()[1]
-        # A socket of our own: TCPStore would listen on every interface, and a port chosen first can be taken.
+        # The store gets a socket that listens already. If it opened the socket itself, it would listen on every network
+        # interface, and the port would have to be chosen before, so that another process could take it meanwhile.
         return dist.TCPStore(
             self._host, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )

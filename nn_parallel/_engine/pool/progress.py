@@ -1,4 +1,4 @@
-"""How far a map has got: a bar of tqdm counts its items."""
+"""The progress bar of a `map`: a bar of tqdm that counts the items."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ T = TypeVar("T")
 
 
 class Progress(NamedTuple):
-    """The bar of a map, if one is wanted."""
+    """The wish of the user for a progress bar."""
 
-    bar: Any  # of tqdm, which stays open; True: one is made; False or None: there is none
-    total: int | None  # how many items there are, if that is known
-    name: str  # of the call: stands before a bar that is made
+    bar: Any  # a bar of tqdm, which the user closes; True: make a bar; False or None: show none
+    total: int | None  # the number of items, if it is known
+    name: str  # the name of the call, the title of a bar that is made
 
     def counted(self, items: Iterable[T]) -> Iterator[T]:
-        """Return the items, each of which is counted as it is taken.
+        """Return an iterator over ``items`` that counts each item on the bar when it is taken.
 
         Raises:
-            ImportError: tqdm is not installed.
-            TypeError: ``bar`` is nothing of this.
+            ImportError: a bar must be made, and tqdm is not installed.
+            TypeError: ``bar`` is none of the values above.
         """
         if self.bar is False or self.bar is None:
             return iter(items)
         if self.bar is not True and not hasattr(self.bar, "update"):
             raise TypeError(f"progress={self.bar!r} must be True, False or a bar of tqdm.")
-        return _counted(items, self._made() if self.bar is True else self.bar, closes=self.bar is True)
+        return _count_on_bar(items, self._make_bar() if self.bar is True else self.bar, closes=self.bar is True)
 
-    def _made(self) -> Any:
-        """Return a bar for a notebook or a terminal; where there is neither, one that shows nothing."""
+    def _make_bar(self) -> Any:
+        """Return a new bar for a notebook or a terminal. Without a notebook or a terminal, the bar shows nothing."""
         try:
             from tqdm.auto import tqdm
         except ImportError as error:
@@ -39,7 +39,8 @@ class Progress(NamedTuple):
         return tqdm(total=self.total, desc=self.name, disable=not is_seen)
 
 
-def _counted(items: Iterable[T], bar: Any, closes: bool) -> Iterator[T]:
+def _count_on_bar(items: Iterable[T], bar: Any, closes: bool) -> Iterator[T]:
+    """Yield the items, and count them on the bar. ``closes``: close the bar at the end."""
     try:
         for item in items:
             bar.update()

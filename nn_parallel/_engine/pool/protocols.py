@@ -1,4 +1,8 @@
-"""The interfaces between a `ParallelExecutor`, a pool, its workers, and the place where they run."""
+"""The interfaces inside a `ParallelExecutor`, for workers on this machine and on a Ray cluster alike.
+
+An executor makes its calls on a `Backend`. One backend is a pool. The pool starts its `Worker`s on a `Site`, which is
+this machine or a Ray cluster, and the workers report `WorkerEvents` to the pool.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +22,17 @@ from .progress import Progress
 
 
 class Backend(Protocol):
-    """The calls of a `ParallelExecutor` on workers or ranks. The methods do what those of the executor do."""
+    """The workers or ranks on which a `ParallelExecutor` makes its calls. Its methods do what the executor's do."""
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the backend takes no more calls, at least from this process."""
+        """Return whether the backend takes no more calls from this process."""
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions) -> list[Any]:
-        """As `ParallelExecutor.run`."""
+        """Call ``fn`` on all workers or ranks, as `ParallelExecutor.run`."""
 
     def submit(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions) -> Future[Any]:
-        """As `ParallelExecutor.submit`."""
+        """Call ``fn`` on one worker, as `ParallelExecutor.submit`."""
 
     def map(
         self,
@@ -39,125 +43,129 @@ class Backend(Protocol):
         chunksize: int | None,
         progress: Progress,
     ) -> Iterator[Any]:
-        """As `ParallelExecutor.map`."""
+        """Call ``fn`` on every item, as `ParallelExecutor.map`."""
 
     def put(self, obj: Any) -> Any:
-        """As `ParallelExecutor.put`."""
+        """Return a handle of ``obj``, as `ParallelExecutor.put`."""
 
     def resize(self, num_workers: int) -> None:
-        """As `ParallelExecutor.resize`."""
+        """Change the number of workers, as `ParallelExecutor.resize`."""
 
     def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
-        """As `ParallelExecutor.shutdown`."""
+        """Accept no further calls and end the workers, as `ParallelExecutor.shutdown`."""
 
     def __enter__(self) -> None:
-        """As `ParallelExecutor.__enter__`."""
+        """Begin the ``with`` block of the executor."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """As `ParallelExecutor.__exit__`."""
+        """End the ``with`` block of the executor, and shut it down."""
 
 
 class Worker(Protocol):
-    """A worker as its pool sees it. The pool's thread calls it. No method waits; a worker answers by `WorkerEvents`."""
+    """A worker, as its pool sees it.
+
+    Only the supervisor, the thread of the pool, calls the methods. No method waits for the worker: its answers and all
+    other news of it arrive as `WorkerEvents`.
+    """
 
     rank: int
     device: torch.device
-    pid: int
-    exit_told_within_s: float  # how long it can take the pool to hear that the process is gone
+    pid: int  # 0 until the process has started
+    exit_told_within_s: float  # how long after the death of the process the pool may still not know of it
 
     @property
     def description(self) -> str:
-        """As errors name the worker."""
+        """The worker in words, for errors."""
 
     @property
     def is_stopped(self) -> bool:
         """Return whether the process is stopped by a signal."""
 
     def send(self, task: TaskHeader, call: PackedCall) -> None:
-        """Send a task, and before it the objects that it needs and this worker has not got.
+        """Send a task. Before it, send the kept objects that the task needs and the worker does not have.
 
         Raises:
-            TransferError: it cannot be sent; the worker knows nothing of the task.
+            TransferError: the task cannot be sent. The worker gets no part of it.
         """
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Tell the worker that the handles of these numbers are gone: it need not keep their objects."""
+        """Tell the worker to delete the objects of the handles with these numbers."""
 
     def cancel(self, number: int) -> None:
-        """Interrupt the task of this number."""
+        """Tell the worker to interrupt the task with this number."""
 
     def ask_for_stack(self) -> None:
-        """Have the worker tell where its main thread stands."""
+        """Ask the worker for the stack of its main thread, which arrives by `WorkerEvents.told_stack`."""
 
     def hand_back(self) -> None:
-        """Have the worker answer the calls of its batch that are over, and begin no more of them."""
+        """Tell the worker to send the results of its batch so far, and to begin no further call of the batch."""
 
     def leave(self) -> None:
-        """Have the worker exit once it has done what it was sent."""
+        """Tell the worker to exit after the tasks that it was sent."""
 
     def kill(self) -> None:
-        """Kill the worker and what it has started."""
+        """Kill the worker and all processes that it has started."""
 
 
 class WorkerEvents(Protocol):
-    """The events of workers. They are told to a pool in its thread."""
+    """The events of workers. The supervisor of a pool implements these methods, and they are called in its thread."""
 
     def forked(self, worker: Worker) -> None:
-        """Note that the process is there."""
+        """Note that the process of the worker has been started."""
 
     def answered(self, worker: Worker, answer: Answer, payload: Received) -> None:
-        """Take an answer: the worker has done a task, or takes tasks from now on."""
+        """Take an answer of the worker: to a task, or the first one, which says that the worker takes tasks."""
 
     def told_stack(self, worker: Worker, text: str) -> None:
-        """Take a part of the stack of the worker."""
+        """Take a part of the stack of the worker's main thread."""
 
     def unread(self, worker: Worker) -> None:
-        """Note that the worker has exited without reading its task."""
+        """Note that the worker has closed its connection without reading its task. It will exit, or has exited."""
 
     def unsent(self, worker: Worker, error: TransferError) -> None:
-        """Fail the task that could not be sent."""
+        """Fail the task of the worker, because the rest of its messages cannot be sent."""
 
     def exited(
         self, worker: Worker, exitcode: int | None, evidence: str, last: Sequence[tuple[Answer, Received]] = ()
     ) -> None:
-        """Note that the process is gone.
+        """Note that the process of the worker has ended.
 
         Args:
-            worker: whose process it was.
-            exitcode: None if it is unknown.
-            evidence: what is known beside the exit code.
-            last: what it had answered before.
+            worker: the worker.
+            exitcode: its exit code, or None if it is unknown.
+            evidence: further facts about the end of the process, as sentences.
+            last: answers that the worker sent before its end and that were not passed to `answered`.
         """
 
     def no_room(self, workers: Sequence[Worker], error: ParallelError) -> None:
-        """There has been no room for these workers in time, and they will never start."""
+        """Note that these workers will never start, because Ray has found no room for them in time."""
 
     def fail(self, error: ParallelError) -> None:
-        """End everything: the pool cannot go on."""
+        """End the pool, because it cannot go on."""
 
 
 class Site(Protocol):
-    """The place of the workers of one pool: this machine, or a Ray cluster."""
+    """The place where the workers of one pool run: this machine, or a Ray cluster."""
 
     def make_packer(self, on_forgotten: Callable[[int], None]) -> Packer:
-        """Return the packer of calls for these workers."""
+        """Return the packer of calls for these workers. ``on_forgotten`` takes the numbers of deleted handles."""
 
     def open(self, loop: EventLoop, events: WorkerEvents) -> None:
-        """Have workers tell their events, in the thread of ``loop``."""
+        """Prepare to start workers, whose events are reported to ``events`` in the thread of ``loop``."""
 
     def start(self, rank: int, device: torch.device) -> Worker:
-        """Start a worker; it need not be there yet."""
+        """Ask for a worker, and return it. Its process may start later."""
 
     def resize(self, workers: int) -> bool:
-        """Prepare for another number of workers; return whether those that there are can stay."""
+        """Prepare for another number of workers. Return whether the present workers can stay."""
 
     def cores_for(self, workers: int) -> int:
-        """Return how many cores each of so many workers may use; 0: they share one."""
+        """Return the number of cores for each worker, if there are ``workers`` of them; 0 if several share a core."""
 
     def ranks(self, world_size: int, group: int) -> Ranks:
-        """Return what all ranks of a run are told, their store among it."""
+        """Return the description of the ranks of a `run`, with the address of their store, for all of these ranks."""
 
     def close(self) -> None:
-        """End the workers that are left, and let go of everything."""
+        """End the workers that are left, and close all connections."""

@@ -25,54 +25,55 @@ class LocalSite:
     """Workers on this machine, forked by the fork server; implements `Site`."""
 
     def __init__(self, prefix_output: bool) -> None:
+        """Connect to the fork server. ``prefix_output``: each line that a worker prints begins with its rank."""
         self._prefix_output = prefix_output
-        take_standard_descriptors()
+        take_standard_descriptors()  # before this pool opens its connections
         self._directory = os.getcwd()
         self._server = ServerConnection()
         self._workers: dict[int, WorkerProcess] = {}  # by their key at the fork server
         self._store = PoolStore()
 
     def make_packer(self, on_forgotten: Callable[[int], None]) -> Packer:
-        """As `Site.make_packer`."""
+        """Implement `Site.make_packer`."""
         return Packer(Payload, on_forgotten)
 
     def open(self, loop: EventLoop, events: WorkerEvents) -> None:
-        """As `Site.open`."""
+        """Implement `Site.open`."""
         self._loop = loop
         self._events = events
         loop.watch(self._server.fileno(), self._hear)
 
     def start(self, rank: int, device: torch.device) -> WorkerProcess:
-        """As `Site.start`."""
+        """Implement `Site.start`."""
         worker = WorkerProcess(rank, device, self._server, self._loop, self._events, self._prefix_output)
         self._workers[worker.key] = worker
         worker.set_up(self._directory)
         return worker
 
     def resize(self, workers: int) -> bool:
-        """As `Site.resize`."""
+        """Implement `Site.resize`: all workers can stay."""
         return True
 
     def cores_for(self, workers: int) -> int:
-        """As `Site.cores_for`."""
+        """Implement `Site.cores_for`: the workers share the cores of this machine."""
         return cpu_count() // workers
 
     def ranks(self, world_size: int, group: int) -> Ranks:
-        """As `Site.ranks`."""
+        """Implement `Site.ranks`."""
         return Ranks(world_size, *self._store.address(group), group)
 
     def close(self) -> None:
-        """As `Site.close`."""
+        """Implement `Site.close`."""
         self._loop.unwatch(self._server.fileno())
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
         self._server.close()
         self._store.close()
-        del self._events  # it holds this object
+        del self._events  # the supervisor refers to this object, and the cycle would keep both alive
 
     def _hear(self) -> None:
-        """Follow what the fork server tells."""
+        """Read a report of the fork server, and pass it to the pool."""
         try:
             message = self._server.receive()
         except EOFError:
@@ -86,16 +87,20 @@ class LocalSite:
             self._worker_exited(worker, message)
 
     def _worker_exited(self, worker: WorkerProcess, exited: Exited) -> None:
+        """Report to the pool that a worker has exited, with the answers that it sent before."""
         del self._workers[worker.key]
         last = worker.finish()
         self._events.exited(worker, exited.exitcode, exited.evidence, last)
 
     def _server_ended(self) -> None:
-        """Note that the fork server has ended, and its workers with it; kill what they have started."""
+        """End the pool, because the fork server has ended, and the kernel has killed its workers.
+
+        Nobody kills the processes that the workers have started, so this method kills their process groups.
+        """
         self._loop.unwatch(self._server.fileno())
         self._events.fail(ParallelError("The fork server has ended, and its workers with it. Make a new executor."))
         for worker in list(self._workers.values()):
-            if worker.pid:
+            if worker.pid:  # the process group of a worker has the same number
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.pid, signal.SIGKILL)
             self._worker_exited(worker, Exited(worker.key, -signal.SIGKILL, "The fork server has ended."))

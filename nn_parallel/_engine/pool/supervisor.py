@@ -1,15 +1,31 @@
-"""The thread of a pool: the tasks that wait, the workers, and what each of them does.
+"""The supervisor: the thread of a pool, which gives tasks to workers and takes their answers.
 
-All state belongs to this thread. Other threads post to it, and wait on futures. It never waits for a worker: what
-cannot be sent at once is sent when there is room. So there is no lock, and Ctrl-C, which Python raises in the main
-thread, finds nothing half done.
+One thread owns all state. If several threads changed the queue and the records of the workers, they would need
+locks. Python raises Ctrl-C in the main thread between any two instructions, so Ctrl-C could leave a lock taken for
+ever, or a record half changed. So only the supervisor reads and changes this state. Other threads post functions to the
+supervisor, and wait for futures and replies that it completes. The supervisor itself never waits for a worker: a
+message for which there is no room in the socket stays in an outbox until there is room.
 
 A worker goes through these states::
 
-    STARTING -> IDLE <-> BUSY -> CANCELLING -> IDLE     it has ended its task as it was told
-    any of these -> LEAVING                             it is not needed any more, was killed by the pool, or has died
+    STARTING -> IDLE <-> BUSY -> CANCELLING -> IDLE     a cancelled task has ended in time
+    any of these -> LEAVING                             the worker was asked to exit or was killed, or it has died
 
-A worker that has exited is replaced, unless the pool ends (`Supervisor.exited`).
+The death of a worker: A future must get the result of its task if the worker has sent the result, and an error if
+the worker died before. The end of the connection to the worker does not tell which: a worker may close its end and
+live, its last answer may still be in the socket, and the cause of the death is unknown. So the supervisor waits until
+the parent process of the worker, the fork server, reports that the worker has exited, and how. (For a worker on a Ray
+cluster, Ray reports the exit.) Then:
+
+1. The site, which is the place of the workers, reads the answers that are left in the socket, and calls
+   `Supervisor.exited` with them. `exited` first treats these answers as any others.
+2. If the task is not among the answers, `exited` reports its loss to the task, by `Task.lose`. A single task completes
+   its future with a `WorkerDiedError`. Each unfinished item of a `map` that the worker had received gets this error.
+   A `run` notes the failure of this rank; all its other ranks are cancelled, and it ends when each of them has answered
+   or exited, too.
+3. `exited` starts another worker in the same place, on the same device, unless the pool is closed. No other task is
+   affected. But if workers keep dying during their start, as by a segmentation fault in the initializer, replacement
+   would go on for ever: after `MAX_FAILED_STARTS` replacements in a row the pool fails with the last error.
 """
 
 from __future__ import annotations
@@ -37,35 +53,35 @@ from .messages import BATCH_S, FIRST_TASK, STARTED, Answer, Outcome, TaskHeader
 from .protocols import Site, Worker
 from .tasks import Batch, InitializerTask, MapItem, Mapping, ResizeTask, RunTask, Task
 
-START_WITHIN_S = 300.0  # for a process to take tasks: longer than any machine is busy, so that no start hangs for ever
-STACK_WITHIN_S = 0.5  # for a worker to tell its stack, which takes a millisecond where it gets a core
-CANCEL_GRACE_S = 0.5  # for a cancelled task to end, then its process is killed
-# The same for a rank on an accelerator. NCCL's abort takes half a second. And when a collective has failed for the
-# first time in a process, torch imports its compiler, to print where that was called; the group closes after that.
+START_WITHIN_S = 300.0  # the time limit of a start, so that none hangs for ever; a busy machine may need minutes
+STACK_WITHIN_S = 0.5  # how long to wait for the stack of a worker, which takes 1 ms if the worker gets a core
+CANCEL_GRACE_S = 0.5  # a cancelled task must end within this time, or its worker is killed
+# The same for a rank of a `run` on an accelerator. NCCL's abort takes half a second. When a collective fails for the
+# first time in a process, torch also imports its compiler, to print the line of the call. Only then the group closes.
 CANCEL_GRACE_ON_ACCELERATORS_S = 20.0
-HAND_BACK_AFTER_S = 2 * BATCH_S
-LEAVE_WITHIN_S = 2.0  # for an idle worker to exit
-MAX_FAILED_STARTS = 3  # in a row, in the place of one worker
-BATCH_BYTES = 1 << 15  # of the arguments in a batch
+HAND_BACK_AFTER_S = 2 * BATCH_S  # a batch that takes longer than this is in a long call, see `Due.HAND_BACK`
+LEAVE_WITHIN_S = 2.0  # an idle worker that was asked to exit is killed after this time
+MAX_FAILED_STARTS = 3  # how often in a row a worker that dies during its start is replaced, in each place of the pool
+BATCH_BYTES = 1 << 15  # no item is added to a batch whose pickled arguments are this large
 
 
 class State(enum.Enum):
     """The state of a worker. Only an idle worker is given a task."""
 
-    STARTING = enum.auto()  # until its initializer, if there is one, has returned
+    STARTING = enum.auto()  # from the request for a process until the initializer, if there is one, has returned
     IDLE = enum.auto()
     BUSY = enum.auto()
-    CANCELLING = enum.auto()  # the worker was told to end its task
+    CANCELLING = enum.auto()  # the worker has a task, and was told to end it
     LEAVING = enum.auto()  # the worker was told to exit, was killed by the pool, or has exited
 
 
 class Due(enum.Enum):
-    """The action at the deadline of a worker."""
+    """The action to take when the deadline of a worker has passed."""
 
-    TIME_OUT = enum.auto()  # its task, or its start, has run out of time: ask for its stack
-    STACK = enum.auto()  # the worker has told its stack, or had the time to do so: its task fails now
-    HAND_BACK = enum.auto()  # it is in a call of a batch that takes long: others can do the calls behind it
-    KILL = enum.auto()  # the worker has neither ended its task nor exited, as it was told
+    TIME_OUT = enum.auto()  # the task, or the start, has run out of time: ask the worker for its stack
+    STACK = enum.auto()  # the stack has arrived, or will not arrive any more: fail the task, or the start
+    HAND_BACK = enum.auto()  # a call of a batch takes long: ask for the later calls, so that other workers can do them
+    KILL = enum.auto()  # the worker was told to end its task or to exit, and has not done so: kill it
 
 
 class Deadline(NamedTuple):
@@ -77,29 +93,29 @@ class Deadline(NamedTuple):
 
 @dataclass(eq=False)
 class WorkerRecord:
-    """A worker, and what the pool knows of it."""
+    """A worker, its state, and the task that it has."""
 
-    index: int  # its place in the pool
+    index: int  # the place of the worker in the pool, and its rank during a `run`; a replacement takes over the place
     worker: Worker
     state: State = State.STARTING
-    has_started: bool = False  # it takes tasks, the initializer first
+    has_started: bool = False  # the process takes tasks, the first of which is the initializer
     task: Task | None = None
-    number: int = 0  # of the task
-    is_unread: bool = False  # the worker has exited without reading the task
+    task_number: int = 0  # the worker answers and is cancelled by this number
+    is_task_unread: bool = False  # the worker has closed its connection without reading the task
     deadline: Deadline | None = None
-    stack: str = ""
+    stack: str = ""  # the part of the worker's stack that has arrived
 
     def begin(self, task: Task, number: int, deadline: Deadline | None) -> None:
-        """Note the task that the worker gets."""
+        """Note that the worker is given a task."""
         if self.state is State.IDLE:
             self.state = State.BUSY
         self.task = task
-        self.number = number
+        self.task_number = number
         self.deadline = deadline
-        self.is_unread = False
+        self.is_task_unread = False
 
     def end_task(self) -> Task | None:
-        """Note that the task of the worker, or its start, is over; return the task."""
+        """Note that the task of the worker, or its start, is over; return the task, if it had one."""
         task = self.task
         self.task = None
         if self.state is not State.LEAVING:
@@ -108,19 +124,20 @@ class WorkerRecord:
         return task
 
     def cancel(self) -> None:
-        """Have the worker end its task; if that does not help soon, it is killed."""
+        """Tell the worker to end its task. If the task has not ended after a grace period, the worker is killed."""
         if self.state is State.BUSY:
             may_abort = self.worker.device.type != "cpu" and isinstance(self.task, RunTask)
             grace_s = CANCEL_GRACE_ON_ACCELERATORS_S if may_abort else CANCEL_GRACE_S
-            # A worker that is killed counts as cancelled. If it has died instead, and made the others fail, it is the
-            # cause that they must hear of.
+            # This worker may have died already, and its death may be the reason why other ranks have failed and this
+            # one is cancelled. If the pool killed it before its death is reported, it would count as cancelled, and the
+            # error of the run would lack the cause.
             grace_s = max(grace_s, self.worker.exit_told_within_s)
             self.state = State.CANCELLING
             self.deadline = Deadline(time.monotonic() + grace_s, Due.KILL)
-            self.worker.cancel(self.number)
+            self.worker.cancel(self.task_number)
 
     def leave(self) -> None:
-        """Have an idle worker exit."""
+        """Tell an idle worker to exit."""
         self.state = State.LEAVING
         self.deadline = Deadline(time.monotonic() + LEAVE_WITHIN_S, Due.KILL)
         self.worker.leave()
@@ -131,28 +148,28 @@ class WorkerRecord:
         self.deadline = None
         self.worker.kill()
 
-    def death(self, exitcode: int | None, evidence: str) -> WorkerDiedError:
-        """Return the error of what the worker was doing when it exited."""
+    def make_death_error(self, exitcode: int | None, evidence: str) -> WorkerDiedError:
+        """Return the error that says how the worker has exited, and in which task."""
         if not self.has_started:
-            doing = "starting"
-        elif self.task is None or self.is_unread:
-            doing = "idle"
+            activity = "starting"
+        elif self.task is None or self.is_task_unread:
+            activity = "idle"
         else:
-            doing = f"running {self.task.call.name}"
-        message = f"{self.worker.description} {exit_reason(exitcode)} while {doing}. {evidence}"
+            activity = f"running {self.task.call.name}"
+        message = f"{self.worker.description} {exit_reason(exitcode)} while {activity}. {evidence}"
         return WorkerDiedError(
             message, rank=self.worker.rank, pid=self.worker.pid, exitcode=exitcode, evidence=evidence
         )
 
-    def where_it_stands(self) -> str:
-        """Return the Python stack of the worker down to its task, or why there is none."""
+    def describe_stack(self) -> str:
+        """Return the part of the worker's stack that belongs to its task, or the reason why there is none."""
         if self.stack:
-            user = users_part(self.stack)
+            stack_of_task = users_part(self.stack)
             name = self.task.call.name if self.task else "its start"
-            return user if "File" in user else f"  In C code of {name}, with no Python frame."
+            return stack_of_task if "File" in stack_of_task else f"  In C code of {name}, with no Python frame."
         if self.worker.is_stopped:
-            return "  It is stopped (SIGSTOP)."
-        return "  It did not tell its stack: C code holds the GIL, or the process gets no processor time."
+            return "  The process is stopped (SIGSTOP)."
+        return "  The worker did not tell its stack: C code holds the GIL, or the process gets no processor time."
 
 
 class Supervisor(threading.Thread):
@@ -165,28 +182,39 @@ class Supervisor(threading.Thread):
         pack_initializer: Callable[[Packer], PackedCall] | None,
         idle_limit_s: float | None,
     ) -> None:
-        """Start the workers; `start` then starts the thread."""
+        """Start the workers. The caller then calls `start`, which starts the thread.
+
+        Args:
+            site: the place where the workers run.
+            devices: the device of each worker.
+            pack_initializer: packs the call of the initializer; None if there is none.
+            idle_limit_s: the pool closes after this time without a task; None: it never does.
+        """
         super().__init__(name="nn_parallel supervisor", daemon=True)
-        self.is_closing = False  # as callers see it: no more tasks are taken
-        self._is_closed = False  # as the thread sees it, once it has queued the tasks that came before
-        self._begins_none = False  # what waits is cancelled
-        self.is_over = False  # what is posted from now on may never be called
-        self.broken: ParallelError | None = None  # why the pool cannot go on
-        self.packer = site.make_packer(lambda number: self.post(self._add_forgotten, number))
-        self._forgotten: list[int] = []  # numbers of handles that are gone: workers need not keep their objects
-        self._ended = Future(None)
+        # A closed pool takes no more tasks. Callers read `is_closing`, which is set first. The supervisor reads
+        # `_is_closed`, which is set once all tasks are queued that were posted before the pool was closed.
+        self.is_closing = False
+        self._is_closed = False
+        self._discards_waiting = False  # tasks that have not begun are cancelled
+        self.is_over = False  # the thread is ending: a function that is posted from now on may never be called
+        self.broken: ParallelError | None = None  # the reason why the pool has failed
+        self.packer = site.make_packer(lambda number: self.post(self._add_deleted_handle, number))
+        self._deleted_handles: list[int] = []  # numbers of deleted handles; the workers still keep their objects
+        self._ended = Future(None)  # complete when the thread has released everything
         self._site = site
         self._initializer = InitializerTask(pack_initializer(self.packer), self.fail) if pack_initializer else None
         self._idle_limit_s = math.inf if idle_limit_s is None else idle_limit_s
         self._loop = EventLoop()
         self._queue: deque[Task | ResizeTask] = deque()
-        self._records: dict[Worker, WorkerRecord] = {}  # of all workers that have not exited
-        self._workers: list[WorkerRecord] = []  # by rank
-        self._failed_starts: Counter[int] = Counter()  # by the place in the pool, since a worker there did a task
-        self._numbers = itertools.count(FIRST_TASK)  # of tasks
-        self._group = 1  # the number of the ranks' process group: see `Ranks`
-        self._devices: list[torch.device] = []
-        self._used_at = 0.0
+        self._records: dict[Worker, WorkerRecord] = {}  # the records of all workers that have not exited
+        self._workers: list[WorkerRecord] = []  # by place: the workers, without those that a resize has removed
+        self._failed_starts: Counter[int] = Counter()  # by place: starts that have failed since the last success there
+        self._numbers = itertools.count(FIRST_TASK)  # the numbers of tasks
+        # The number of the ranks' process group, see `Ranks`. It is increased when a rank has failed, has exited or is
+        # removed, so that the group cannot be used again. The next `run` then makes a new group.
+        self._group = 1
+        self._devices: list[torch.device] = []  # the devices of the workers, by place
+        self._used_at = 0.0  # the time at which the pool last had a task
         site.open(self._loop, self)
         try:
             self._set_devices(devices)
@@ -202,39 +230,49 @@ class Supervisor(threading.Thread):
     # In any thread
 
     def post(self, call: Callable[..., object], *args: Any) -> None:
-        """Have ``call(*args)`` called in the thread of the pool, unless the pool is over."""
+        """Let the supervisor call ``call(*args)``. If its thread has ended, see `do_if_over`."""
         self._loop.post(call, *args)
 
     def close(self, *, wait: bool = True, cancel_waiting: bool = False, kill: bool = False) -> None:
-        """Take no more tasks, finish those there are (or cancel the waiting, or kill the running), end the workers."""
+        """Take no more tasks, finish the tasks of the pool, and then end the workers.
+
+        Args:
+            wait: return only when the workers have exited.
+            cancel_waiting: cancel the tasks that have not begun.
+            kill: cancel the tasks that have not begun, and kill the workers at once.
+        """
         self.is_closing = True
         self.post(self._close, cancel_waiting or kill, kill)
         if wait:
             self.wait_for_end()
 
     def do_if_over(self) -> None:
-        """Call what has been posted too late for the thread, if it is over."""
+        """If the thread has ended, call the functions that it has not called, so that their tasks fail."""
         if self.is_over:
             self.wait_for_end()
             self._loop.run_posted()
 
     def wait_for_end(self) -> None:
-        """Return when the thread has ended; at once in the thread itself.
+        """Return when the thread has ended. In the thread itself, return at once.
 
-        Not by `join`: before Python 3.13, Ctrl-C in it has later calls return while the thread still runs.
+        `threading.Thread.join` will not do: before Python 3.13, if Ctrl-C interrupts it, later calls of it return while
+        the thread still runs.
         """
         if threading.current_thread() is not self:
             self._ended.result()
 
     def orphan(self) -> None:
-        """Take no more tasks, as nobody can add any. Called by the collector, so perhaps in the middle of anything."""
+        """Close the pool, because its `Pool` object was deleted, and so nobody can add a task.
+
+        The garbage collector calls this in any thread and between any two instructions, so this only posts a function.
+        """
         if not self.is_over:
             self.post(self._set_closed)
 
     # Posted by other threads
 
     def add(self, tasks: Sequence[Task | ResizeTask]) -> None:
-        """Queue tasks. They begin in this order."""
+        """Queue tasks, which begin in this order. If the pool has failed or is closed, end them instead."""
         was_empty = not self._queue
         for task in tasks:
             if self.broken is not None:
@@ -245,18 +283,18 @@ class Supervisor(threading.Thread):
                 if isinstance(task, MapItem):
                     task.mapping.waiting += 1
                 self._queue.append(task)
-        if was_empty:  # else what makes room for the first one hands out these, too
+        if was_empty:  # otherwise these tasks wait behind an earlier one, and are handed out after it
             self._hand_out()
 
-    def _add_forgotten(self, number: int) -> None:
-        self._forgotten.append(number)
+    def _add_deleted_handle(self, number: int) -> None:
+        self._deleted_handles.append(number)
 
     def abandon(self, task: Task | ResizeTask) -> None:
-        """End a task that nobody waits for any more."""
+        """End a task for whose result nobody waits any more."""
         if task in self._queue:
             self._queue.remove(task)
             task.discard()
-            self._hand_out()  # what waited behind it
+            self._hand_out()  # the tasks behind it may need fewer workers
         elif isinstance(task, Task):
             self._cancel(task)
 
@@ -267,23 +305,23 @@ class Supervisor(threading.Thread):
     def _close(self, cancels_waiting: bool, kills: bool) -> None:
         self._set_closed()
         if cancels_waiting:
-            self._begins_none = True
+            self._discards_waiting = True
             while self._queue:
                 self._queue.popleft().discard()
         if kills:
             for record in self._records.values():
                 record.kill()
 
-    # What workers tell
+    # Events of workers
 
     def forked(self, worker: Worker) -> None:
-        """As `WorkerEvents.forked`: the time in which the worker must start begins."""
+        """Implement `WorkerEvents.forked`: from now on, the time of the worker's start is limited."""
         record = self._records[worker]
         if record.state is State.STARTING and not record.has_started:
             record.deadline = Deadline(time.monotonic() + START_WITHIN_S, Due.TIME_OUT)
 
     def answered(self, worker: Worker, answer: Answer, payload: Received) -> None:
-        """As `WorkerEvents.answered`."""
+        """Implement `WorkerEvents.answered`: complete the task of the worker, and give it the next one."""
         record = self._records[worker]
         if answer.number == STARTED:
             record.has_started = True
@@ -291,9 +329,12 @@ class Supervisor(threading.Thread):
             if self._initializer is not None and record.state is State.STARTING:
                 self._begin(self._initializer, [record])
                 return
-        elif answer.number != record.number:
-            raise RuntimeError(f"{worker.description} answers {answer.number} where {record.number} was asked.")
-        if answer.goes_on:
+        elif answer.number != record.task_number:
+            raise RuntimeError(
+                f"{worker.description} has answered task {answer.number}, but has task {record.task_number}. This is a "
+                "bug of nn_parallel."
+            )
+        if answer.goes_on:  # the worker hands back a batch, except the call that it is in
             if isinstance(record.task, Batch):
                 record.task.complete(worker.rank, answer, payload)
                 self._return_to_queue(record.task.mapping, record.task.split(1))
@@ -301,49 +342,57 @@ class Supervisor(threading.Thread):
             return
         self._failed_starts[record.index] = 0
         task = record.end_task()
-        if task is not None:  # else it has failed already
+        if task is not None:  # it is None if the worker has only started, or if the pool has failed meanwhile
             self._task_answered(task, worker, answer, payload)
         if answer.is_spent and record.state is State.IDLE:
-            record.leave()  # another one takes its place
+            record.leave()  # once it has exited, another worker takes its place
         self._hand_out()
 
     def told_stack(self, worker: Worker, text: str) -> None:
-        """As `WorkerEvents.told_stack`."""
+        """Implement `WorkerEvents.told_stack`: once the stack is complete, its task need not wait any longer."""
         record = self._records[worker]
         record.stack += text
         if record.deadline is not None and record.deadline.due is Due.STACK and is_whole(record.stack):
             record.deadline = Deadline(0.0, Due.STACK)
 
     def unread(self, worker: Worker) -> None:
-        """As `WorkerEvents.unread`."""
-        if worker in self._records:  # else it has ended while it was being started
-            self._records[worker].is_unread = True
+        """Implement `WorkerEvents.unread`: the error of the task then says that the worker died while idle."""
+        if worker in self._records:  # a process can end while `_start` still sends its first message
+            self._records[worker].is_task_unread = True
 
     def unsent(self, worker: Worker, error: TransferError) -> None:
-        """As `WorkerEvents.unsent`. The worker has perhaps stopped, and others need the room of these descriptors."""
+        """Implement `WorkerEvents.unsent`: fail the task and kill the worker.
+
+        The worker has not received its descriptors for a long time, so it may be stopped. The kernel limits the number
+        of descriptors in flight, so the death of this worker makes room for the descriptors of others.
+        """
         record = self._records.get(worker)
-        if record is None:  # it is being started
+        if record is None:  # `_start` still sends the first message of this worker
             worker.kill()
             return
         record.kill()
-        self._not_sent(record, error)
+        self._fail_unsent(record, error)
 
     def exited(
         self, worker: Worker, exitcode: int | None, evidence: str, last: Sequence[tuple[Answer, Received]] = ()
     ) -> None:
-        """As `WorkerEvents.exited`: fail what the worker was doing, and replace it."""
+        """Implement `WorkerEvents.exited`: fail the task of the worker, and replace the worker.
+
+        The beginning of this module describes the steps.
+        """
         record = self._records[worker]
-        before = record.state
-        record.state = State.LEAVING  # whatever it has answered, it is given no more tasks
+        state_before = record.state
+        record.state = State.LEAVING  # first, so that `answered` gives no more tasks to the dead worker
         for answer, payload in last:
             self.answered(worker, answer, payload)
         del self._records[worker]
-        death = record.death(exitcode, evidence)
+        death = record.make_death_error(exitcode, evidence)
         task = record.end_task()
         if task is not None:
+            # A worker that was in the state LEAVING with a task was killed by the pool.
             cut_off = ExecutorClosedError(f"The executor was shut down while {task.call.name} ran.")
-            self._task_lost(task, worker, cut_off if before is State.LEAVING else death)
-        if before is State.STARTING:
+            self._report_loss(task, worker, cut_off if state_before is State.LEAVING else death)
+        if state_before is State.STARTING:
             self._failed_starts[record.index] += 1
             if self._failed_starts[record.index] > MAX_FAILED_STARTS:
                 self.fail(death)
@@ -355,9 +404,10 @@ class Supervisor(threading.Thread):
         self._hand_out()
 
     def no_room(self, workers: Sequence[Worker], error: ParallelError) -> None:
-        """As `WorkerEvents.no_room`: the first task that waits fails, and the next one has the workers asked for anew.
+        """Implement `WorkerEvents.no_room`: fail the first task that waits for workers.
 
-        While other workers are busy, it fails no task: they may do those that wait.
+        While other workers are busy, no task fails, because these workers may do the waiting tasks. The workers without
+        room are asked for again as soon as there is a next task.
         """
         for worker in workers:
             record = self._records.pop(worker)
@@ -369,7 +419,7 @@ class Supervisor(threading.Thread):
         self._hand_out()
 
     def fail(self, error: ParallelError) -> None:
-        """End everything with ``error``: the pool cannot go on."""
+        """Close the pool because it cannot go on: kill the workers, and fail all tasks with ``error``."""
         self.broken = self.broken or error
         self._set_closed()
         waiting = list(self._queue)
@@ -380,25 +430,28 @@ class Supervisor(threading.Thread):
             running = record.end_task()
             record.kill()
             if running is not None and running is not self._initializer:
-                running.fail(self.broken)
+                running.fail(self.broken)  # a batch only notes the error here
                 running.lose(record.worker.rank, self.broken)
 
     # The thread
 
     def run(self) -> None:
-        """As `threading.Thread.run`."""
+        """Run the pool until it is closed and all its workers have exited."""
         try:
             while not self._is_done():
                 heard_until = self._loop.run_once(self._next_deadline())
-                self._forget()
+                self._forget_deleted_handles()
                 self._keep_deadlines(heard_until)
-        except BaseException as error:  # a bug, or no descriptors left: whoever waits must hear of it
-            self.fail(ParallelError(f"The pool cannot go on: {error!r}"))
+        except BaseException as error:  # a bug, or no descriptors are left: callers would wait for their tasks for ever
+            self.fail(ParallelError(f"The pool cannot go on: {error!r}. Make a new executor."))
         finally:
             self._release()
 
     def _is_done(self) -> bool:
-        """Return whether all is done and everybody gone; end the workers when nothing is left to do."""
+        """Return whether the pool is closed and all workers have exited. If it has no task, end the workers first.
+
+        A pool without a task for its idle limit is closed here.
+        """
         now = time.monotonic()
         if self._has_work():
             self._used_at = now
@@ -413,41 +466,44 @@ class Supervisor(threading.Thread):
         return not self._records
 
     def _has_work(self) -> bool:
+        """Return whether a task waits or runs, the initializer included."""
         at_work = [State.BUSY, State.CANCELLING]
         if self._initializer is not None:
             at_work.append(State.STARTING)
         return bool(self._queue) or any(record.state in at_work for record in self._records.values())
 
     def _next_deadline(self) -> float:
+        """Return the time at which this thread must act, even if it hears nothing until then."""
         times = [record.deadline.at for record in self._records.values() if record.deadline is not None]
         if not self._is_closed:
             times.append(self._used_at + self._idle_limit_s)
         return min(times, default=math.inf)
 
-    def _forget(self) -> None:
-        """Have workers let go of the objects whose handles are gone."""
-        if self._forgotten:
-            numbers = self._forgotten
-            self._forgotten = []
+    def _forget_deleted_handles(self) -> None:
+        """Tell the workers to delete the objects whose handles were deleted."""
+        if self._deleted_handles:
+            numbers = self._deleted_handles
+            self._deleted_handles = []
             for worker in self._records:
                 worker.forget(numbers)
 
     def _release(self) -> None:
+        """Close everything that the pool has opened, at the end of the thread."""
         self.is_over = True
         self._set_closed()
         self._site.close()
-        self._loop.run_posted()  # fails what has come too late
+        self._loop.run_posted()  # ends the tasks that were posted after the last turn of the loop
         self._loop.close()
         self.packer.close()
-        self._initializer = None  # it holds this thread
+        self._initializer = None  # it refers to this object, and the cycle would keep both alive
         self._workers.clear()
         self._records.clear()
         self._ended.complete(None)
 
-    # Tasks begin and end
+    # The beginning and the end of tasks
 
     def _hand_out(self) -> None:
-        """Give waiting tasks to workers, in their order, as long as there are workers for the first one."""
+        """Give the waiting tasks to workers, in their order, until there are too few idle workers for the next task."""
         while self._queue:
             task = self._queue[0]
             if isinstance(task, ResizeTask) and not task.has_begun:
@@ -459,9 +515,8 @@ class Supervisor(threading.Thread):
             needed = len(self._devices) if isinstance(task, (RunTask, ResizeTask)) else 1
             if len(idle) < needed:
                 return
-            if isinstance(
-                task, RunTask
-            ):  # while it is in the queue, as this can fail: there may be no descriptors left
+            # The task is still in the queue, so that it fails with the pool if `ranks` finds no free descriptor.
+            if isinstance(task, RunTask):
                 task.begin_on(self._site.ranks(len(idle), self._group))
             self._queue.popleft()
             if isinstance(task, ResizeTask):
@@ -474,9 +529,10 @@ class Supervisor(threading.Thread):
                 self._begin(task, idle[:needed])
 
     def _batch(self, first: MapItem) -> Batch:
-        """Return a batch of the first item and those behind it in the queue that a worker can do with it.
+        """Return a batch of an item and of further items of its `map`, which are taken from the queue.
 
-        A batch has no more than its share of the items that wait, so that all workers are busy to the end.
+        A batch holds at most a part of the waiting items (half of an equal share for each worker). If one worker took
+        all the last items, the other workers would be idle.
         """
         mapping = first.mapping
         limit = min(mapping.batch_size, mapping.waiting // (2 * len(self._workers)) + 1)
@@ -493,7 +549,7 @@ class Supervisor(threading.Thread):
         return Batch(items)
 
     def _begin(self, task: Task, records: Sequence[WorkerRecord]) -> None:
-        """Send a task to workers."""
+        """Send a task to these workers."""
         number = next(self._numbers)
         call = task.call
         seconds = BATCH_S if isinstance(task, Batch) else 0.0
@@ -512,28 +568,28 @@ class Supervisor(threading.Thread):
         if isinstance(task, Batch) and len(task.left) > 1:
             task.time_out = deadline
             deadline = Deadline(time.monotonic() + HAND_BACK_AFTER_S, Due.HAND_BACK)
-        for record in records:
+        for record in records:  # all of them before the first is sent: a failure to send cancels the task on all
             record.begin(task, number, deadline)
         for record in records:
             try:
                 record.worker.send(header, call)
             except TransferError as error:
-                self._not_sent(record, error)
+                self._fail_unsent(record, error)
 
-    def _not_sent(self, record: WorkerRecord, cause: TransferError) -> None:
-        """End the task of a worker, if it has one, which could not be sent."""
+    def _fail_unsent(self, record: WorkerRecord, cause: TransferError) -> None:
+        """Fail the task of a worker, if it has one, because the task could not be sent."""
         task = record.end_task()
         if task is None:
             return
         error = TransferError(f"{task.call.name} could not be sent to {record.worker.description}: {cause}")
         error.__cause__ = cause
-        if task is self._initializer:  # without it no worker takes tasks
+        if task is self._initializer:  # no worker can take tasks without its initializer
             self.fail(error)
         else:
-            self._task_lost(task, record.worker, error)
+            self._report_loss(task, record.worker, error)
 
     def _task_answered(self, task: Task, worker: Worker, answer: Answer, payload: Received) -> None:
-        """Hand the answer of a worker to its task."""
+        """Pass the answer of a worker to its task, and return the items of a batch that the worker has not begun."""
         if isinstance(task, RunTask):
             has_failed = answer.outcome in (Outcome.FAILED, Outcome.CANCELLED)
             if has_failed or answer.failed_inside:
@@ -548,32 +604,41 @@ class Supervisor(threading.Thread):
             self._return_to_queue(mapping, task.split(0))
 
     def _return_to_queue(self, mapping: Mapping, items: Sequence[MapItem]) -> None:
-        """Put items back to the front of the queue that a worker has not begun."""
-        if self._begins_none:
+        """Put items that a worker has not begun back to the front of the queue."""
+        if self._discards_waiting:
             for item in items:
                 item.discard()
             return
         mapping.waiting += len(items)
         self._queue.extendleft(reversed(items))
 
-    def _task_lost(self, task: Task, worker: Worker, error: Exception) -> None:
-        """Tell a task that a worker will not answer it."""
+    def _report_loss(self, task: Task, worker: Worker, error: Exception) -> None:
+        """Report to a task that a worker will not answer it. A `run` is cancelled on its other workers."""
         if isinstance(task, RunTask):
             self._group += 1
             self._cancel(task)
         task.lose(worker.rank, error)
 
     def _cancel(self, task: Task) -> None:
+        """Tell all workers that have this task to end it."""
         for record in self._records.values():
             if record.task is task:
                 record.cancel()
 
-    # Time
+    # Deadlines
 
     def _keep_deadlines(self, now: float) -> None:
-        """Do what is due."""
-        late: dict[Task | None, list[WorkerRecord]] = {}
-        awaited: list[Task | None] = []  # tasks of which a worker may still tell its stack
+        """Take the action of each deadline that has passed.
+
+        A task that has run out of time fails only after each of its workers has told its stack or has had the time to
+        do so, because its error contains all these stacks.
+
+        Args:
+            now: a time until which all events have been handled. An answer that arrived before its deadline therefore
+                counts, even if this thread was late.
+        """
+        late: dict[Task | None, list[WorkerRecord]] = {}  # by task: the workers that have run out of time
+        awaited: list[Task | None] = []  # the tasks for which a stack may still arrive
         for record in list(self._records.values()):
             if record.deadline is None:
                 continue
@@ -600,7 +665,7 @@ class Supervisor(threading.Thread):
                 self._time_out(task, records)
 
     def _time_out(self, task: Task | None, late: list[WorkerRecord]) -> None:
-        """Fail a task, or the start of workers, that has run out of time on these workers."""
+        """Fail a task, or the start of workers, because these workers have not ended it in time."""
         error = _timeout_error(task, late)
         if task is None or task is self._initializer:
             self.fail(error)
@@ -609,22 +674,23 @@ class Supervisor(threading.Thread):
             self._group += 1
         task.fail(error)
         for record in late:
-            if not record.stack:  # it will not hear of a cancellation either
+            if not record.stack:  # the worker follows no orders, so it would not follow the order to cancel either
                 record.kill()
         self._cancel(task)
 
     # Workers
 
     def _start(self, index: int) -> WorkerRecord:
+        """Start a worker in this place of the pool."""
         worker = self._site.start(index, self._devices[index])
         record = self._records[worker] = WorkerRecord(index, worker)
         return record
 
     def _start_missing(self) -> None:
-        """Start the workers that the pool has not got: the places of those that are gone, or for which was no room."""
+        """Start a worker in each empty place of the pool."""
         if len(self._workers) < len(self._devices):
-            there = {record.index: record for record in self._workers}
-            self._workers = [there.get(index) or self._start(index) for index in range(len(self._devices))]
+            present = {record.index: record for record in self._workers}
+            self._workers = [present.get(index) or self._start(index) for index in range(len(self._devices))]
 
     def _set_devices(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
@@ -632,7 +698,11 @@ class Supervisor(threading.Thread):
         self._used_at = time.monotonic()
 
     def _resize(self, task: ResizeTask) -> None:
-        """End workers, or all if they cannot stay, while none has a task. Then the missing ones are started."""
+        """Adapt the pool to another number of workers, while no worker has a task.
+
+        Workers beyond the new number exit; all workers exit if the site needs new ones. The caller starts the missing
+        workers.
+        """
         task.has_begun = True
         self._group += 1
         can_stay = self._site.resize(len(task.devices))
@@ -645,19 +715,19 @@ class Supervisor(threading.Thread):
 
 
 def _timeout_error(task: Task | None, late: Iterable[WorkerRecord]) -> RankTimeoutError:
-    """Return the error of a task, or of the start, during which these workers ran out of time."""
+    """Return the error of a task that these workers have not ended in time; without a task, of their start."""
     if task is None:
-        what = "The start of workers"
+        name = "The start of workers"
         limit = f"{START_WITHIN_S:g} s"
     else:
-        what = task.call.name
+        name = task.call.name
         limit = f"timeout={task.call.options.timeout_s:g} s"
     late = sorted(late, key=lambda record: record.worker.rank)
-    stacks = {record.worker.rank: record.where_it_stands() for record in late}
+    stacks = {record.worker.rank: record.describe_stack() for record in late}
     sites = by_call_site({f"rank {record.worker.rank}": record.stack for record in late})
     details = "\n".join(f"{record.worker.description}:\n{stacks[record.worker.rank]}" for record in late)
     return RankTimeoutError(
-        f"{what} did not end within {limit}. Where its workers stand:\n{sites}\n\n{details}",
+        f"{name} did not end within {limit}. Where its workers stand:\n{sites}\n\n{details}",
         ranks=list(stacks),
         stacks=stacks,
     )

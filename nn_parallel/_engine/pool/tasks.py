@@ -1,6 +1,8 @@
-"""The tasks of a pool: a call on one worker, on all of them, or on each item; another number of workers.
+"""The tasks of a pool: `submit`, `run`, the items of a `map`, the initializer, and a change of the number of workers.
 
-A task belongs to the pool's thread, which begins and ends it. Whoever has asked for it waits on its future or reply.
+A task belongs to the supervisor, the thread of the pool. The supervisor begins the task, passes the answers of the
+workers to it by `Task.complete`, and reports by `Task.lose` that a worker will not answer. The task then completes the
+future or reply for which the caller waits.
 """
 
 from __future__ import annotations
@@ -21,77 +23,77 @@ from .messages import ALONE, Answer, Outcome, Ranks
 
 
 class Task:
-    """Something that is done by workers. It is over when each has answered it, or has exited."""
+    """Something that workers do. A task is over when each of its workers has answered it or has exited."""
 
-    ranks = ALONE  # of which the workers are
+    ranks = ALONE  # a `run` replaces this by the ranks that its workers are
 
     def __init__(self, call: PackedCall) -> None:
         self.call = call
 
     @property
     def calls(self) -> Sequence[bytes]:
-        """The arguments of the calls, where the workers keep the function."""
+        """The pickled arguments of each call, if the workers keep the function; otherwise empty."""
         return () if self.call.arguments is None else (self.call.arguments,)
 
     def begin(self) -> bool:
-        """Return whether the task is still wanted."""
+        """Note that the task begins. Return False if nobody wants it any more, so that it must not begin."""
         return True
 
     def complete(self, rank: int, answer: Answer, payload: Received) -> None:
-        """Take the answer of the worker of ``rank``."""
+        """Take the answer of the worker with this rank."""
         raise NotImplementedError
 
     def lose(self, rank: int, error: Exception) -> None:
-        """Note that the worker of ``rank`` will not answer."""
+        """Note that the worker with this rank will not answer, because of ``error``."""
         raise NotImplementedError
 
     def fail(self, error: Exception) -> None:
-        """End with ``error``, whatever the workers still answer."""
+        """Give ``error`` to the caller now. Answers of workers that still arrive are ignored."""
         raise NotImplementedError
 
     def discard(self) -> None:
-        """End a task that has not begun, as the pool is shut down."""
+        """End a task that has not begun, because the pool is shut down."""
         self.fail(ExecutorClosedError("The executor was shut down before the call began."))
 
 
 class SingleTask(Task):
-    """A call on whichever worker is free first."""
+    """A call on one worker, the first one that is free (`submit`)."""
 
     def __init__(self, call: PackedCall, future: Future) -> None:
         super().__init__(call)
         self.future = future
 
     def begin(self) -> bool:
-        """As `Task.begin`."""
+        """Implement `Task.begin`: the task does not begin if the future was cancelled."""
         return self.future.begin()
 
     def complete(self, rank: int, answer: Answer, payload: Received) -> None:
-        """As `Task.complete`."""
+        """Implement `Task.complete`: the future gets the result or the exception."""
         self.future.complete(*rebuild(self.call, answer, payload))
 
     def lose(self, rank: int, error: Exception) -> None:
-        """As `Task.lose`."""
+        """Implement `Task.lose`: the future gets the error, such as a `WorkerDiedError`."""
         self.future.complete(None, error)
 
     def fail(self, error: Exception) -> None:
-        """As `Task.fail`."""
+        """Implement `Task.fail`."""
         self.future.complete(None, error)
 
     def discard(self) -> None:
-        """As `Task.discard`: the future is cancelled."""
+        """Implement `Task.discard`: the future is cancelled."""
         if self.future.cancel():
-            self.future.begin()  # tells those who wait for it
+            self.future.begin()  # wakes threads in `concurrent.futures.wait`, which `cancel` does not
 
 
 class InitializerTask(Task):
-    """The initializer: the first task of each worker. Its failure is that of the pool."""
+    """The initializer, the first task of each worker. If it raises an exception, the whole pool fails."""
 
     def __init__(self, call: PackedCall, fail_pool: Callable[[ParallelError], None]) -> None:
         super().__init__(call)
         self._fail_pool = fail_pool
 
     def complete(self, rank: int, answer: Answer, payload: Received) -> None:
-        """As `Task.complete`."""
+        """Implement `Task.complete`: an exception of the initializer ends the pool."""
         _, error = rebuild(self.call, answer, payload)
         if error is not None and answer.outcome is not Outcome.CANCELLED:
             broken = ParallelError(f"The initializer failed in worker {rank}: {error!r}")
@@ -99,41 +101,41 @@ class InitializerTask(Task):
             self._fail_pool(broken)
 
     def lose(self, rank: int, error: Exception) -> None:
-        """As `Task.lose`: the worker that takes the place of this one runs the initializer again."""
+        """Implement `Task.lose`: there is nothing to do, because the worker's replacement runs the initializer."""
 
     def fail(self, error: Exception) -> None:
-        """As `Task.fail`."""
+        """Implement `Task.fail`: the pool fails."""
         self._fail_pool(error if isinstance(error, ParallelError) else ParallelError(str(error)))
 
 
 class RunTask(Task):
-    """A call on every worker at once."""
+    """A call on all workers at the same time, as the ranks of one world (`run`)."""
 
     def __init__(self, call: PackedCall, reply: Reply) -> None:
         super().__init__(call)
         self.reply = reply
-        self._results: dict[int, Any] = {}  # by rank
-        self._failures: dict[int, Exception] = {}  # by rank, the first one first
-        self._cut_off: Exception | None = None  # the error of a rank that was cancelled
+        self._results: dict[int, Any] = {}  # by rank, for each rank that has answered or was lost
+        self._failures: dict[int, Exception] = {}  # by rank, in the order of arrival, so that the cause is first
+        self._cut_off: Exception | None = None  # the error if a rank was cancelled or killed, and none has failed
 
     def begin_on(self, ranks: Ranks) -> None:
-        """Begin on the workers that are these ranks."""
+        """Set the ranks that the workers are in this `run`."""
         self.ranks = ranks
 
     def complete(self, rank: int, answer: Answer, payload: Received) -> None:
-        """As `Task.complete`."""
+        """Implement `Task.complete`: note the result or the failure of a rank. The last rank ends the task."""
         self._results[rank], error = rebuild(self.call, answer, payload)
         if answer.outcome is Outcome.CANCELLED:
             self._cut_off = error
-        elif isinstance(error, RankError):  # what a rank knows of the failures of others is theirs
+        elif isinstance(error, RankError):  # this rank has learned the failures of other ranks: they are not its own
             for other, failure in error.failures.items():
                 self._failures.setdefault(other, failure)
         elif error is not None and (rank not in self._failures or lost_connection(self._failures[rank])):
-            self._failures[rank] = error
+            self._failures[rank] = error  # a lost connection only follows from another failure, so it is replaced
         self._end_if_all_answered()
 
     def lose(self, rank: int, error: Exception) -> None:
-        """As `Task.lose`."""
+        """Implement `Task.lose`: the rank has failed, or was cut off if the pool has killed its worker."""
         self._results[rank] = None
         if isinstance(error, ExecutorClosedError):
             self._cut_off = error
@@ -142,10 +144,11 @@ class RunTask(Task):
         self._end_if_all_answered()
 
     def fail(self, error: Exception) -> None:
-        """As `Task.fail`."""
+        """Implement `Task.fail`."""
         self.reply.complete(None, error)
 
     def _end_if_all_answered(self) -> None:
+        """Complete the reply, if each rank has answered or was lost: with a `RankError` if one has failed."""
         if len(self._results) < self.ranks.world_size:
             return
         results = [self._results[rank] for rank in range(len(self._results))]
@@ -157,24 +160,27 @@ class RunTask(Task):
 
 
 class Mapping:
-    """The items of one `map`, and what has come of them. Its iterator takes results in another thread."""
+    """The state of one `map`: the outcomes of its items, and the size of its batches.
+
+    The supervisor adds outcomes. The iterator of the `map` takes them out, in the thread of the user.
+    """
 
     def __init__(self) -> None:
-        self.batch_size = 1  # of the next batch
-        self.is_wanted = True
-        self.waiting = 0  # items in the queue
+        self.batch_size = 1  # the most items in the next batch
+        self.is_wanted = True  # False: the iterator is closed, so no further item begins
+        self.waiting = 0  # the number of items in the queue of the supervisor
         self.outcomes: dict[int, tuple[Any, Exception | None]] = {}  # by item: its result, or its exception
-        self._awaited: tuple[int, Reply] | None = None
+        self._awaited: tuple[int, Reply] | None = None  # the item for which the iterator waits
 
     def await_item(self, index: int, reply: Reply) -> None:
-        """Complete the reply once the item is over. Called in the pool's thread."""
+        """Complete the reply when the item has ended. Only the supervisor calls this."""
         if index in self.outcomes:
             reply.complete(None)
         else:
             self._awaited = index, reply
 
     def end_item(self, index: int, value: Any, error: Exception | None) -> None:
-        """Set the result or the exception of an item, which is over."""
+        """Set the result or the exception of an item that has ended."""
         self.outcomes[index] = value, error
         if self._awaited is not None and self._awaited[0] == index:
             self._awaited[1].complete(None)
@@ -182,19 +188,26 @@ class Mapping:
 
 
 class MapItem(Task):
-    """One call of a `map`, as it waits in the queue."""
+    """One call of a `map` in the queue. The supervisor joins items into a `Batch` before it gives them to a worker."""
 
     __slots__ = ("arguments", "call", "index", "mapping")
 
     def __init__(self, call: PackedCall, arguments: bytes | None, mapping: Mapping, index: int) -> None:
-        """``arguments``: the pickled ones, if ``call`` is without any, as one for many items."""
+        """Make an item.
+
+        Args:
+            call: the packed call. If the workers keep the function, it can lack the arguments, and many items share it.
+            arguments: in this case the pickled arguments, otherwise None.
+            mapping: the `map`.
+            index: the number of the item in its `map`.
+        """
         self.call = call
         self.arguments = arguments
         self.mapping = mapping
         self.index = index
 
     def begin(self) -> bool:
-        """As `Task.begin`."""
+        """Implement `Task.begin`."""
         return self.mapping.is_wanted
 
     def can_be_joined_by(self, other: MapItem) -> bool:
@@ -203,31 +216,35 @@ class MapItem(Task):
         return has_small_arguments and other.call.function == self.call.function
 
     def fail(self, error: Exception) -> None:
-        """As `Task.fail`."""
+        """Implement `Task.fail`."""
         self.mapping.end_item(self.index, None, error)
 
     def discard(self) -> None:
-        """As `Task.discard`."""
+        """Implement `Task.discard`."""
         self.fail(CancelledError())
 
 
 class Batch(Task):
-    """Items of a `map` that a worker does one after another. Some may be left, which go back to the queue."""
+    """Items of a `map` that one worker does one after another.
+
+    The worker begins no further item after `BATCH_S`. If one item takes long, the supervisor asks for the items behind
+    it. Items that the worker has not begun go back to the queue.
+    """
 
     def __init__(self, items: Sequence[MapItem]) -> None:
         super().__init__(items[0].call)
         self.mapping = items[0].mapping
-        self.left = list(items)
-        self.time_out: Any = None  # the deadline of the call that has not ended when the batch is handed back
-        self._error: Exception | None = None
+        self.left = list(items)  # the items that have not ended, as far as the worker has answered
+        self.time_out: Any = None  # the deadline of the whole batch, which applies after `Due.HAND_BACK`
+        self._error: Exception | None = None  # see `fail`
 
     @property
     def calls(self) -> Sequence[bytes]:
-        """As `Task.calls`."""
+        """Implement `Task.calls`: the pickled arguments of each item. Empty for a single item with a payload."""
         return [item.arguments for item in self.left if item.arguments is not None]
 
     def complete(self, rank: int, answer: Answer, payload: Received) -> None:
-        """As `Task.complete`; `left` are then the items that the worker has not begun."""
+        """Implement `Task.complete`: end the answered items, and leave the others in `left`."""
         for item, result in zip(self.left, answer.results, strict=False):
             self.mapping.end_item(item.index, pickle.loads(result), None)
         del self.left[: len(answer.results)]
@@ -239,46 +256,54 @@ class Batch(Task):
             self.mapping.end_item(last.index, value, error)
 
     def split(self, begun: int) -> list[MapItem]:
-        """Take the items out that the worker has not begun, all but so many; return them."""
+        """Take the items that the worker has not begun out of `left`, and return them.
+
+        ``begun`` is the number of items in `left` that the worker has begun: 1 while it goes on, 0 when it has ended.
+        """
         items = self.left[begun:]
         del self.left[begun:]
         return items
 
     def lose(self, rank: int, error: Exception) -> None:
-        """As `Task.lose`."""
+        """Implement `Task.lose`: all items that the worker has not answered fail."""
         for item in self.left:
             item.fail(self._error or error)
         self.left.clear()
 
     def fail(self, error: Exception) -> None:
-        """Have ``error`` be that of the item which is cancelled now, or of all if the worker exits."""
+        """Implement `Task.fail`, but only note the error.
+
+        The supervisor cancels the worker next. If the worker answers, its present item gets the error. If the worker
+        exits, all items that are left get it.
+        """
         self._error = error
 
 
 class ResizeTask(Task):
-    """Another number of workers, from when all tasks before it are over."""
+    """A change of the number of workers, which begins when all earlier tasks have ended."""
 
     def __init__(self, devices: list[torch.device], reply: Reply) -> None:
+        """Give each worker one of ``devices``."""
         self.devices = devices
         self.reply = reply
-        self.has_begun = False
+        self.has_begun = False  # superfluous workers have been told to leave; the task waits for new ones to start
 
     def fail(self, error: Exception) -> None:
-        """As `Task.fail`."""
+        """Implement `Task.fail`."""
         self.reply.complete(None, error)
 
     def discard(self) -> None:
-        """As `Task.discard`."""
+        """Implement `Task.discard`."""
         self.fail(ExecutorClosedError("The executor was shut down before it was resized."))
 
 
 def rebuild(call: PackedCall, answer: Answer, payload: Received) -> tuple[Any, Exception | None]:
-    """Return the result of the last call of a task, or None and its exception."""
+    """Return the result of the last call of a task and None, or None and the exception."""
     if answer.outcome is Outcome.CANCELLED:
         return None, ExecutorClosedError(f"The executor was shut down while {call.name} ran.")
     try:
         value = pickle.loads(answer.results[-1]) if answer.outcome is None else payload.load()
-    except BaseException as cause:  # of user code that rebuilds an object
+    except BaseException as cause:  # raised by user code that rebuilds an object
         error = TransferError(f"The result of {call.name} cannot be rebuilt in the parent process: {summary(cause)}")
         error.__cause__ = cause
         return None, error

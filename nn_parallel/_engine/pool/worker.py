@@ -1,4 +1,27 @@
-"""A worker process: sets itself up as the parent's script would be, then answers one task after another."""
+"""The main loop of a worker: the process becomes like that of the script, and then does one task after another.
+
+A worker has two threads. The main thread does the tasks. While it is in user code, it reads no messages. So the orders
+of the pool (cancel a task, tell your stack, hand back a batch) arrive on a socket of their own, which a second thread
+reads.
+
+To cancel a task, the second thread sends a signal to the main thread, and the handler of the signal raises
+`Interrupted` there (`CancelScope`). Three things can go wrong:
+
+- The order can arrive before the task has begun, or after it has ended. So the order contains the number of the task.
+  The second thread notes this number, and interrupts only the task with this number. The lock `_task_lock` is held
+  while it does so, and while the main thread begins or ends a task. If the order comes first, the task is interrupted
+  as it begins.
+- The signal can be without effect: a wait in C code begins just after it, or user code catches the exception. So the
+  second thread repeats the interrupt until the task has ended.
+- A signal does not end a collective, which waits in C code. So the second thread also aborts the process group. The
+  interrupt comes first, because an aborted collective on an accelerator returns wrong numbers, with which the task
+  would go on.
+
+When a rank of a `run` fails, it closes its process group, so that the other ranks do not wait for it in a collective.
+Their collectives then fail, too. If the pool received one of these errors before the error of this rank, it would
+cancel this rank, and the cause of the failure would be lost. So a rank closes its group only at a time at which its
+task can no longer be cancelled.
+"""
 
 from __future__ import annotations
 
@@ -58,22 +81,22 @@ from .messages import (
 )
 from .pool_store import ranks_prefix
 
-UNINTERRUPTED = True  # read by interrupts: nothing is raised in lines of this module
+UNINTERRUPTED = True  # read by `interrupts`: its signal handler raises nothing in the lines of this module
 R = TypeVar("R")
-NO_TASK = -1  # less than the number of any task
-INTERRUPT_EVERY_S = 0.02
-RECOVERS_WITHIN_S = 10.0
-RESULTS_BYTES = SMALL_BYTES // 2  # of the results that one answer holds, beside the last
+NO_TASK = -1  # in place of the number of a task, if there is none
+INTERRUPT_EVERY_S = 0.02  # how often a cancelled task is interrupted until it has ended
+RECOVERS_WITHIN_S = 10.0  # after a failed call: how long an accelerator may take to finish the work queued on it
+RESULTS_BYTES = SMALL_BYTES // 2  # a batch ends when its results are larger than this, so that one packet holds them
 
 
 def work(sock: socket.socket, control: socket.socket) -> int:
-    """Answer the tasks that arrive on ``sock`` until it is closed; returns the exit code.
+    """Do the tasks that arrive on ``sock``, until the pool closes it; return the exit code of the process.
 
-    Meanwhile a thread follows the orders that arrive on ``control``, where also the stacks go that are asked for.
+    A second thread follows the orders that arrive on ``control``. It also sends the stacks there for which it is asked.
     """
     channel = Channel(sock)
-    with contextlib.suppress(EOFError, ConnectionError):  # the script is gone, or lets this worker go
-        _, payload = channel.receive()  # type: ignore[misc]  # it waits
+    with contextlib.suppress(EOFError, ConnectionError):  # the script has ended, or the pool does not need this worker
+        _, payload = channel.receive()  # type: ignore[misc]  # it is not None, because `receive` waits
         setup: WorkerSetup = payload.load()
         _become_like_the_parent(setup)
         keep_handler()
@@ -87,8 +110,12 @@ def work(sock: socket.socket, control: socket.socket) -> int:
 
 
 def _serve(channel: Channel, worker: TaskRunner) -> None:
-    """Do what the next message says. A function of its own, so that nothing of the message lives on in a variable."""
-    header, payload = channel.receive()  # type: ignore[misc]  # it waits
+    """Receive a message, and do what it demands.
+
+    This is a function, not the body of a loop, so that no variable keeps the objects of the message alive until the
+    next message.
+    """
+    header, payload = channel.receive()  # type: ignore[misc]  # it is not None, because `receive` waits
     if isinstance(header, KeepObject):
         store_object(header.number, functools.partial(payload.load, worker.device))
         return
@@ -97,7 +124,7 @@ def _serve(channel: Channel, worker: TaskRunner) -> None:
             forget(number)
         return
     answer, packed = worker.perform(header, payload)
-    del payload  # a tensor that the result does not need must not outlive its task
+    del payload  # the tensors of the arguments must not outlive the task, unless the result contains them
     flush_output()
     try:
         message = packed and Payload(packed)
@@ -105,53 +132,53 @@ def _serve(channel: Channel, worker: TaskRunner) -> None:
         channel.send(answer, message)
     except TransferError as error:
         answer = answer._replace(outcome=Outcome.FAILED)
-        channel.send(answer, Payload(_pack_exception(error, worker.where(header))))
-    if header.cores:
+        channel.send(answer, Payload(_pack_exception(error, worker.describe_place(header))))
+    if header.cores:  # 0 means that workers share a core: then this one must leave the core to the others
         channel.wait_for_more()
 
 
 class TaskRunner:
-    """Does the tasks of one worker, in the main thread of its process; other threads cancel them."""
+    """Does the tasks of one worker, in the main thread of its process. Another thread cancels tasks."""
 
     def __init__(
         self, rank: int, device: torch.device, environ: Mapping[str, str], send: Callable[[Answer], object]
     ) -> None:
-        """Do nothing yet.
+        """Prepare to do tasks.
 
         Args:
-            rank: that of the worker.
-            device: that of its tasks.
+            rank: the rank of the worker.
+            device: the device of its tasks.
             environ: the environment of the script.
-            send: called with answers that come before the last one to a task.
+            send: sends an answer that precedes the last answer to a task.
         """
         self._send = send
-        self._calls = deque[bytes | Received]()  # of the task, that have not begun
-        self._results: list[bytes] = []  # of those that are over
-        self._function: Callable[..., Any] | None = None  # of the task, if this worker keeps it
-        self._index = rank
+        self._calls = deque[bytes | Received]()  # the calls of the present task that have not begun
+        self._results: list[bytes] = []  # the pickled results of the calls of the present task that have ended
+        self._function: Callable[..., Any] | None = None  # of the present task, if this worker keeps the function
+        self._rank = rank
         self.device = device
-        self._alone = RankContext(World(False, 0, 0, 1, self.device, launcher="executor"))
-        self._rank: RankContext | None = None  # as a rank, with the group of this number
-        self._group = 0
+        self._alone = RankContext(World(False, 0, 0, 1, self.device, launcher="executor"))  # for single tasks
+        self._rank_context: RankContext | None = None  # for `run`; kept as long as the group has the same number
+        self._group = 0  # the number of that group, see `Ranks`
         self._store: dist.Store | None = None
         self._store_address = "", 0
-        self._cores = -1  # not known yet
+        self._cores = -1  # as the last task has set them; -1 before the first task
         self._environ = environ
-        self._switching = threading.Lock()  # between the main thread, which changes tasks, and the one that cancels
-        self._task = NO_TASK
-        self._cancelled = NO_TASK
-        self._is_batch = False  # the task is one
-        self._block = CancelScope()  # what the main thread does for the task
-        self._board: StatusBoard | None = None  # of the last run that left a process group
-        self._deadlock: Exception | None = None  # why it was interrupted, if it was not cancelled
+        self._task_lock = threading.Lock()  # held to begin or end a task, to interrupt it, and to hand back a batch
+        self._task = NO_TASK  # the number of the task that runs and can be cancelled
+        self._cancelled = NO_TASK  # the number of the last task that the pool has cancelled
+        self._is_batch = False  # the present task is a batch of a `map`
+        self._scope = CancelScope()  # around the calls of a task; the second thread interrupts it
+        self._board: StatusBoard | None = None  # of the last `run`, if its function returned with a process group
+        self._deadlock: Exception | None = None  # the reason, if the watchdog has interrupted the present task
 
     def follow_orders(self, control: socket.socket) -> None:
-        """Cancel tasks and tell the stack as the pool says, until it is gone."""
-        interrupting = False
+        """Follow the orders of the pool that arrive on ``control``, until the pool closes the connection."""
+        must_repeat = False  # the cancelled task has not ended
         with contextlib.suppress(ConnectionError):
             while True:
-                if interrupting and not select.select([control], [], [], INTERRUPT_EVERY_S)[0]:
-                    interrupting = self.interrupt_cancelled()
+                if must_repeat and not select.select([control], [], [], INTERRUPT_EVERY_S)[0]:
+                    must_repeat = self.interrupt_cancelled()
                     continue
                 order = control.recv(Order.size, socket.MSG_WAITALL)
                 if not order:
@@ -162,68 +189,68 @@ class TaskRunner:
                 elif number == HAND_BACK:
                     self.hand_back()
                 else:
-                    interrupting = self.cancel(number)
+                    must_repeat = self.cancel(number)
 
     def cancel(self, number: int) -> bool:
-        """Interrupt the task of this number, also if it begins later; as `interrupt_cancelled`."""
+        """Interrupt the task with this number, even if it begins later. Return as `interrupt_cancelled`."""
         self._cancelled = number
         return self.interrupt_cancelled()
 
     def interrupt_cancelled(self) -> bool:
-        """Interrupt the cancelled task; return whether it runs, so that this is to be called again."""
-        with self._switching:
+        """Interrupt the cancelled task, if it runs. Return whether it runs: then call this again until it has ended."""
+        with self._task_lock:
             if self._task != self._cancelled:
                 return False
             context = rank_context()
-            self._block.interrupt()  # before the abort, after which collectives on accelerators return wrong numbers
+            self._scope.interrupt()  # before the abort, after which collectives on accelerators return wrong numbers
             if context is not None and context.open_store is not None:
                 context.group.abort()
             return True
 
     def hand_back(self) -> None:
-        """Answer the calls of the batch that are over, and begin none but the one that runs."""
-        with self._switching:
-            # An order that comes late may find a task which is no batch.
+        """Send the results of the batch so far, and drop its calls that have not begun. The call that runs goes on."""
+        with self._task_lock:
+            # The order may arrive after its batch has ended, and during a task that is no batch.
             if self._task != NO_TASK and self._is_batch and (self._results or self._calls):
                 self._send(Answer(self._task, self._results, goes_on=True))
                 self._results = []
                 self._calls.clear()
 
     def _end_deadlock(self, reason: Exception) -> None:
-        """Interrupt the task, which waits in a collective that cannot end, or has failed."""
-        with self._switching:
-            if self._task != NO_TASK and self._rank is not None:
+        """Interrupt the task because its collective has failed or can never end. The watchdog calls this."""
+        with self._task_lock:
+            if self._task != NO_TASK and self._rank_context is not None:
                 self._deadlock = reason
-                self._block.interrupt()
-                self._rank.group.abort()
+                self._scope.interrupt()
+                self._rank_context.group.abort()
 
     def perform(self, task: TaskHeader, payload: Received) -> tuple[Answer, Packed | None]:
-        """Do a task; return the answer to it, and what goes with that."""
+        """Do a task. Return the answer and its payload: a result, or an exception with its `Failure`, or None."""
         if task.cores != self._cores:
             if self._cores >= 0:
-                blas_libraries.cache_clear()  # tasks may have loaded some
+                blas_libraries.cache_clear()  # a task may have loaded a library since the last search
             self._cores = task.cores
             _use_threads(max(1, task.cores), self._environ)
         generation = task.generation
         if self._board is not None:
-            self._board.waits = None
+            self._board.waits = None  # this rank has waited for this task, see `_post_return`
         context = self._enter(task, generation) if task.ranks.world_size else self._alone
         join(context)
-        with self._switching:
+        with self._task_lock:
             self._task = task.number
             self._is_batch = task.seconds > 0
-            self._block.interrupted = self._cancelled == task.number
+            self._scope.interrupted = self._cancelled == task.number
             self._deadlock = None
             self._calls.extend(task.calls or [payload])
         outcome: Outcome | None = None
         packed: Packed | None = None
         try:
             try:
-                with self._block:
+                with self._scope:
                     packed = self._do_calls(task)
                 outcome = packed and Outcome.SUCCEEDED
             finally:
-                with self._switching:  # from here on nothing interrupts it
+                with self._task_lock:  # from here on, the task cannot be cancelled
                     self._task = NO_TASK
                     results = self._results
                     self._results = []
@@ -235,45 +262,47 @@ class TaskRunner:
                 outcome = Outcome.CANCELLED
             else:
                 outcome = Outcome.FAILED
-                packed = _pack_exception(error, self.where(task))
+                packed = _pack_exception(error, self.describe_place(task))
         has_failed = outcome in (Outcome.FAILED, Outcome.CANCELLED)
         if task.ranks.world_size and has_failed:
-            # It frees the ranks that wait for this one in a collective: only once this cannot be cancelled any more,
-            # or what they then raise could outrun the cause.
-            context.group.close()
+            context.group.close()  # not before the task can no longer be cancelled: see the beginning of this module
         if has_failed:
             _recover(self.device)
         join(self._alone)
         failed_inside = task.ranks.world_size > 0 and context.generation != generation
         return Answer(task.number, results, outcome, failed_inside=failed_inside, is_spent=_is_spent), packed
 
-    def where(self, task: TaskHeader) -> str:
-        """Return where a task runs, for the description of its failure."""
+    def describe_place(self, task: TaskHeader) -> str:
+        """Return the rank and device on which a task runs, in words, for the description of its failure."""
         size = task.ranks.world_size
-        where = f"rank {self._index} of {size}" if size else "a single task"
-        return f"{where} on {self.device}"
+        place = f"rank {self._rank} of {size}" if size else "a single task"
+        return f"{place} on {self.device}"
 
     def _do_calls(self, task: TaskHeader) -> Packed | None:
-        """Do the calls of a task, and keep results that are numbers, texts and the like.
+        """Do the calls of a task until its time is over. Add simple results (numbers, short texts) to `_results`.
 
         Returns:
-            The first result that is none of these, after which no call is begun.
+            The first result that is not simple, packed. No call is begun after it. None if all results are simple.
         """
         begun = time.monotonic()
         size = 0
-        while self._calls:
-            result = in_this_process(self._call, task, self._calls.popleft())
+        while True:
+            try:
+                call = self._calls.popleft()
+            except IndexError:  # all are done, or `hand_back` has dropped the others at this moment
+                return None
+            result = in_this_process(self._call, task, call)
             atoms = dump_atoms(result)
             if atoms is None:
                 return AnswerReducer().pack(result, functools.partial(dict, {"the result": result}))
-            with self._switching:  # not while the calls are handed back
+            with self._task_lock:  # `hand_back` must not send the results at the same time
                 self._results.append(atoms)
             size += len(atoms)
             if size > RESULTS_BYTES or time.monotonic() - begun > task.seconds:
-                break
-        return None
+                return None
 
     def _call(self, task: TaskHeader, arguments: bytes | Received) -> Any:
+        """Unpickle a call, make it, and return its result."""
         try:
             if isinstance(arguments, Received):
                 fn, args, kwargs = arguments.load(self.device)
@@ -290,46 +319,51 @@ class TaskRunner:
         except BaseException as error:
             raise TransferError(f"The call cannot be rebuilt in the worker: {error!r}") from error
         result = call_on_device(fn, args, kwargs, self.device if task.pass_device else None)
-        background.finish()  # the process may end with its pool
+        background.finish()  # a pool that is closed ends this process, and unfinished work would be lost
         if not _is_spent:
-            synchronize(self.device)  # what fails there is the failure of this call, and not that of the next one
-        if self._rank is not None and task.ranks.world_size > 1 and self._rank.has_store:
-            self._say_returned(task, call_name(fn))
+            synchronize(self.device)  # a failure of queued work is raised here, and not in the next call
+        if self._rank_context is not None and task.ranks.world_size > 1 and self._rank_context.has_store:
+            self._post_return(task, call_name(fn))
         return result
 
-    def _say_returned(self, task: TaskHeader, name: str) -> None:
-        """For the ranks that are still in the run: this one makes no call or collective before all have ended it."""
-        blocks = blocks_of(self._rank)
+    def _post_return(self, task: TaskHeader, name: str) -> None:
+        """Publish that the function of a `run` has returned on this rank, for the ranks on which it still runs.
+
+        This rank makes no further call or collective in this `run`. A rank that waits for one can never go on, and its
+        watchdog or its call then raises an error.
+        """
+        blocks = blocks_of(self._rank_context)
         assert blocks is not None
-        blocks.board.post(HAS_LEFT)  # makes no more calls in this generation
+        blocks.board.post(HAS_LEFT)
         if not dist.is_initialized():
-            return
-        others = [rank for rank in range(task.ranks.world_size) if rank != self._index]
-        next_run = Position(task.generation + (1 << 32), 0, WAITING)
-        blocks.watch()  # tells the others
+            return  # without a process group there are no collectives
+        others = [rank for rank in range(task.ranks.world_size) if rank != self._rank]
+        next_run = Position(task.generation + (1 << 32), 0, WAITING)  # later than all positions in this `run`
+        blocks.watch()  # starts the watchdog, which publishes `waits`
         self._board = blocks.board
         self._board.waits = Waits(f"has returned from {name}", tuple(others), next_run)
 
     def _enter(self, task: TaskHeader, generation: int) -> RankContext:
-        """Make this worker a rank of a run."""
+        """Return the context of this worker as a rank of a `run`, made anew if the ranks have a new group number."""
         ranks = task.ranks
-        if self._rank is None or self._group != ranks.group:
+        if self._rank_context is None or self._group != ranks.group:
             self._leave()
             self._group = ranks.group
             nodes = ranks.nodes or [0] * ranks.world_size
-            self._rank = RankContext(
-                self._world_of(nodes), lambda: self._open_store(ranks), one_node=len(set(nodes)) == 1
+            self._rank_context = RankContext(
+                self._make_world(nodes), lambda: self._open_store(ranks), one_node=len(set(nodes)) == 1
             )
-            self._rank.on_deadlock = self._end_deadlock
-        self._rank.begin_generation(generation)
-        return self._rank
+            self._rank_context.on_deadlock = self._end_deadlock
+        self._rank_context.begin_generation(generation)
+        return self._rank_context
 
-    def _world_of(self, nodes: Sequence[int]) -> World:
-        node = nodes[self._index]
-        local_rank = nodes[: self._index].count(node)
+    def _make_world(self, nodes: Sequence[int]) -> World:
+        """Return the world of the ranks of a `run`. ``nodes`` are the numbers of their nodes, by rank."""
+        node = nodes[self._rank]
+        local_rank = nodes[: self._rank].count(node)
         local_world_size = nodes.count(node)
         return World(
-            False, self._index, local_rank, len(nodes), self.device, node, local_world_size, launcher="executor"
+            False, self._rank, local_rank, len(nodes), self.device, node, local_world_size, launcher="executor"
         )
 
     def store_address(self, ranks: Ranks) -> tuple[str, int]:
@@ -337,6 +371,7 @@ class TaskRunner:
         return ranks.store_host, ranks.store_port
 
     def _open_store(self, ranks: Ranks) -> dist.Store:
+        """Return the part of the pool's store for these ranks. The connection is kept for later groups."""
         address = self.store_address(ranks)
         if self._store is None or self._store_address != address:
             self._store_address = address
@@ -346,15 +381,17 @@ class TaskRunner:
         return dist.PrefixStore(ranks_prefix(ranks.group), self._store)
 
     def _leave(self) -> None:
-        if self._rank is not None:
-            self._rank.leave(abort=True)
+        """Close the group of the last `run`, if there is one."""
+        if self._rank_context is not None:
+            self._rank_context.leave(abort=True)
             self._board = None
 
 
 def in_this_process(call: Callable[..., R], /, *args: Any) -> R:
-    """Call ``call(*args)``, and return its result; a process that the call forks ends where the call returns in it.
+    """Return the result of ``call(*args)``. In a process that ``call`` forks, end that process instead of returning.
 
-    The child would answer in the place of this process, or wait for a lock that another thread held as it was forked.
+    A forked process has a copy of this stack. If it returned, it would send a second answer on the worker's connection,
+    or wait for ever for a lock that another thread held at the time of the fork.
     """
     pid = os.getpid()
     try:
@@ -371,7 +408,11 @@ def in_this_process(call: Callable[..., R], /, *args: Any) -> R:
 def call_each(
     fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: torch.device | None = None
 ) -> tuple[list[R], tuple[Exception, Failure] | None]:
-    """Return the results of a chunk of a map, up to the first call that fails; and how that one has failed."""
+    """Call ``fn`` for each item of a chunk of a `map`, until a call fails.
+
+    Returns:
+        The results, and the exception and `Failure` of the call that failed; None if none did.
+    """
     results: list[R] = []
     own_device = current_world().device
     for item in items:
@@ -389,22 +430,23 @@ def call_each(
 
 
 def _recover(device: torch.device) -> None:
-    """Give back what failed work has left on an accelerator; find out if that can still be used.
+    """Free the memory of failed work on an accelerator. Find out whether this process can still use the accelerator.
 
-    After an assertion or an illegal access in a kernel each call of CUDA fails, until the process ends.
+    After a failed assertion or an illegal memory access in a kernel, every CUDA call of the process fails.
     """
     global _is_spent
     if device.type == "cpu":
         return
     try:
         synchronize_in_thread(device).result(RECOVERS_WITHIN_S)
-        gc.collect()  # the tensors in the frames of a traceback
+        gc.collect()  # frees the tensors in the frames of the traceback
         torch.accelerator.memory.empty_cache()
-    except Exception:  # of many types, by driver and version; or a kernel that does not end
+    except Exception:  # the type depends on driver and version; it is a TimeoutError if a kernel does not end
         _is_spent = True
 
 
 def _end_as_a_script(error: BaseException | None = None) -> NoReturn:
+    """End this process as Python ends a script that has finished, or that has raised ``error``."""
     code = 1
     try:
         match error:
@@ -422,24 +464,25 @@ def _end_as_a_script(error: BaseException | None = None) -> NoReturn:
 
 
 def flush_output() -> None:
-    """Write what this process has printed and still holds."""
+    """Write the buffered output of this process."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except Exception:  # user code may have closed or replaced it
+        except Exception:  # user code may have closed or replaced the stream
             continue
 
 
 def _become_like_the_parent(setup: WorkerSetup) -> None:
+    """Give this process, a fork of the fork server, the attributes and the environment of the script's process."""
     server = os.getppid()
     setup.attributes.adopt()
-    end_with(server)  # again, as the user may have changed
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGURG])  # by which the pool reaches it
-    if dict(os.environ) != setup.environ:  # or it would take half a MiB of memory of its own
+    end_with(server)  # again: the kernel drops this setting when a process changes its user, as `adopt` may do
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGURG])  # this signal interrupts tasks
+    if dict(os.environ) != setup.environ:  # setting equal values would copy half a MiB that forks share
         os.environ.clear()
         os.environ.update(setup.environ)
         time.tzset()
-    with contextlib.suppress(OSError):  # it was removed meanwhile
+    with contextlib.suppress(OSError):  # the directory may have been removed meanwhile
         os.chdir(setup.directory)
     sys.path[:] = setup.path
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -448,7 +491,15 @@ def _become_like_the_parent(setup: WorkerSetup) -> None:
 
 
 def become_script(argv: Sequence[str], main_file: str | None, device: torch.device) -> None:
-    """Have a ``__main__`` of this process's own, the arguments of the script, other random numbers, and a device."""
+    """Prepare this process to run code of the script.
+
+    The process gets an empty ``__main__`` module, new random states and a current device.
+
+    Args:
+        argv: the arguments of the script.
+        main_file: the file of the script, or None.
+        device: the device of the worker.
+    """
     sys.argv[:] = argv
     main = types.ModuleType("__main__")
     if main_file:
@@ -456,21 +507,26 @@ def become_script(argv: Sequence[str], main_file: str | None, device: torch.devi
     sys.modules["__main__"] = main
     _reseed()
     if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index or 0)  # before anything can open a context on device 0
+        # Now, because the first use of the accelerator opens a context on the current device, by default device 0.
+        torch.accelerator.set_device_index(device.index or 0)
 
 
 @functools.cache
 def blas_libraries() -> Any:
-    """Return those that are loaded, as numpy's. To find them takes milliseconds, so the fork server does it once."""
+    """Return the loaded libraries for linear algebra, such as numpy's.
+
+    The search takes milliseconds. The fork server calls this once, so that its workers inherit the result.
+    """
     import threadpoolctl
 
     return threadpoolctl.ThreadpoolController().select(user_api="blas")
 
 
 def _use_threads(n: int, environ: Mapping[str, str]) -> None:
-    """Have libraries compute with ``n`` threads: by a call where they are loaded, else by variables that they read.
+    """Set the number of threads with which torch and libraries for linear algebra compute.
 
-    A variable that the script has set stays, ``environ`` being its environment.
+    A call sets it for a loaded library. A library that is loaded later reads it from an environment variable. A
+    variable in ``environ``, the environment of the script, is not changed.
     """
     torch.set_num_threads(n)
     blas_libraries().limit(limits=n)
@@ -478,25 +534,32 @@ def _use_threads(n: int, environ: Mapping[str, str]) -> None:
 
 
 def _reseed() -> None:
-    """Every fork of the server inherits the same random state. Accelerators' does not exist before they are used."""
+    """Set new random seeds, because all forks of the fork server inherit the same random state.
+
+    The random state of an accelerator does not exist before the accelerator is used.
+    """
     random.seed()
     torch.default_generator.seed()  # `torch.seed` takes 7 ms and 1.5 MiB
-    if numpy_random := sys.modules.get("numpy.random"):  # numpy loads it when it is first used
+    if numpy_random := sys.modules.get("numpy.random"):  # numpy imports this module when it is first used
         numpy_random.seed()
 
 
 def _pack_exception(error: BaseException, where: str) -> Packed:
-    """Pack an exception with its description; a stand-in for one that cannot be rebuilt in the parent process."""
+    """Pack an exception with its `Failure`. If the parent process could not rebuild it, pack a `RemoteError` instead.
+
+    ``where`` describes the rank and device of the task.
+    """
     failure = Failure.from_exception(error, where)
     if isinstance(error, Exception):
-        with contextlib.suppress(Exception, SystemExit):  # of its own `__reduce__`, or as it is rebuilt
+        # This is a trial: the methods of the exception that pickle and rebuild it may raise any exception.
+        with contextlib.suppress(Exception, SystemExit):
             packed = AnswerReducer().pack((error, failure))
             rebuilt, _ = loads(packed.pickle, [bytearray(buffer) for buffer in packed.buffers])
             if type(rebuilt) is type(error):
-                str(rebuilt)  # it may need what has not come along
+                str(rebuilt)  # raises if `__str__` needs an attribute that was not pickled
                 return packed
     return dumps((RemoteError(f"{qualified_name(type(error))}: {failure.message}"), failure))
 
 
 _THREAD_VARIABLES = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "BLIS_NUM_THREADS"
-_is_spent = False  # no task can succeed in this process any more
+_is_spent = False  # no task can succeed in this process any more, because its accelerator fails at every call

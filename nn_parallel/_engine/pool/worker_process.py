@@ -1,7 +1,12 @@
-"""A worker process of this machine, as its pool sees it: the connections to it.
+"""A worker process on this machine, as its pool sees it: the connections to the process, and the messages on them.
 
-That the process has ended is told by the fork server alone, which reaps it. The end of a connection says less: the
-worker may have closed it, and what it has answered or printed may still be on its way.
+Four connections lead to a worker: a `Channel` for tasks and answers, a socket for orders and stacks, and one pipe each
+for its standard output and standard error.
+
+The end of a connection does not show that the process has ended, because the worker may have closed the connection.
+Nor does it show what the worker has done, because its last answer or output may still be unread. So only the fork
+server, which is the parent of the process, reports that the process has ended. Then `WorkerProcess.finish` reads the
+rest from the connections.
 """
 
 from __future__ import annotations
@@ -26,22 +31,22 @@ from ..descendants import is_stopped
 from ..pickling import dumps
 from ..process_environment import ProcessAttributes
 from . import channel
-from .channel import Channel, Payload, Received, no_room
+from .channel import Channel, Payload, Received, no_room_error
 from .event_loop import EventLoop
 from .forkserver_client import ServerConnection
 from .messages import HAND_BACK, TELL_STACK, Answer, ForgetObjects, KeepObject, Order, TaskHeader, WorkerSetup
 from .output import Output
 from .protocols import WorkerEvents
 
-NUMBERS_AT_ONCE = 1000  # of objects to forget, in one message
-CLOSED = errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN  # how the kernel says that a worker has closed its end
-ROOM_EVERY_S = 0.01  # how often a message is tried again for which the kernel has no room
+NUMBERS_AT_ONCE = 1000  # the most numbers of objects in one message, which must fit into a packet
+CLOSED = errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN  # the errors of sending if the worker has closed its end
+ROOM_EVERY_S = 0.01  # how often to try again to send a message whose descriptors the kernel has refused
 
 
 class WorkerProcess:
-    """A process that the fork server has forked; implements `Worker`. It lives in the thread of the pool."""
+    """A process that the fork server forks for a pool; implements `Worker`. Only the pool's thread uses it."""
 
-    exit_told_within_s = 0.0
+    exit_told_within_s = 0.0  # the fork server reports a death at once
 
     def __init__(
         self,
@@ -52,27 +57,36 @@ class WorkerProcess:
         events: WorkerEvents,
         prefix_output: bool,
     ) -> None:
-        """Have it forked; it need not be there yet."""
+        """Ask the fork server for the process, and open the connections. The process may be forked later.
+
+        Args:
+            rank: the rank of the worker.
+            device: the device of its tasks.
+            server: the pool's connection to the fork server.
+            loop: the event loop of the pool, which reads the connections.
+            events: receives the events of the worker.
+            prefix_output: begin each line that the worker prints with its rank.
+        """
         self.rank = rank
         self.device = device
-        self.pid = 0  # until the fork server has told
+        self.pid = 0  # until the fork server has reported it
         self._server = server
         self._loop = loop
         self._events = events
         self._kept: set[int] = set()  # the numbers of the handles whose objects the worker keeps
-        self._has_task_last = False  # the last message to it was a task
-        self._room_by: float | None = None  # until when descriptors must have been sent
-        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as given_away:
+        self._is_task_last = False  # the last message for the worker is a task
+        self._room_deadline: float | None = None  # set while the kernel refuses descriptors: when to give up
+        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as worker_ends:
             pool_ends: list[socket.socket] = []
             worker_fds: list[int] = []
             for kind in (socket.SOCK_SEQPACKET, socket.SOCK_STREAM):
                 pool_end, worker_end = socket.socketpair(socket.AF_UNIX, kind)
                 pool_ends.append(on_failure.enter_context(pool_end))
-                worker_fds.append(given_away.enter_context(worker_end).fileno())
+                worker_fds.append(worker_ends.enter_context(worker_end).fileno())
             self._output: list[Output] = []
             for name in ("stdout", "stderr"):
                 read, write = os.pipe()
-                given_away.callback(os.close, write)
+                worker_ends.callback(os.close, write)
                 on_failure.callback(os.close, read)
                 self._output.append(Output(read, name, rank, has_prefix=prefix_output))
                 worker_fds.append(write)
@@ -89,7 +103,7 @@ class WorkerProcess:
 
     @property
     def description(self) -> str:
-        """As errors name the worker."""
+        """The worker in words, for errors."""
         return f"Worker {self.rank} (pid {self.pid}, {self.device})"
 
     @property
@@ -98,7 +112,10 @@ class WorkerProcess:
         return is_stopped(self.pid)
 
     def set_up(self, directory: str) -> None:
-        """Send what no fork can know."""
+        """Send the first message: the attributes of the script's process that the fork server does not have.
+
+        ``directory`` is the working directory of the worker.
+        """
         setup = WorkerSetup(
             rank=self.rank,
             device=str(self.device),
@@ -114,63 +131,63 @@ class WorkerProcess:
         self._flush()
 
     def send(self, task: TaskHeader, call: PackedCall) -> None:
-        """As `Worker.send`."""
+        """Implement `Worker.send`. The message goes out now, or when there is room for it."""
         for handle in call.handles:
             if handle.number not in self._kept:
                 self._channel.enqueue(KeepObject(handle.number), handle.payload)
                 self._kept.add(handle.number)
         self._channel.enqueue(task, call.payload)
-        self._has_task_last = True
+        self._is_task_last = True
         self._flush()
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """As `Worker.forget`."""
-        for gone in _chunks(self._kept.intersection(numbers)):
-            self._kept.difference_update(gone)
-            self._channel.enqueue(ForgetObjects(gone))
-            self._has_task_last = False
+        """Implement `Worker.forget`."""
+        for forgotten in _chunks(self._kept.intersection(numbers)):
+            self._kept.difference_update(forgotten)
+            self._channel.enqueue(ForgetObjects(forgotten))
+            self._is_task_last = False
         self._flush()
 
     def cancel(self, number: int) -> None:
-        """As `Worker.cancel`."""
+        """Implement `Worker.cancel`. The second thread of the worker reads the order, also while a task runs."""
         with contextlib.suppress(OSError):
             self._control.send(Order.pack(number), socket.MSG_DONTWAIT)
 
     def ask_for_stack(self) -> None:
-        """As `Worker.ask_for_stack`."""
-        self.cancel(TELL_STACK)
+        """Implement `Worker.ask_for_stack`."""
+        self.cancel(TELL_STACK)  # no task has this number
 
     def hand_back(self) -> None:
-        """As `Worker.hand_back`."""
-        self.cancel(HAND_BACK)
+        """Implement `Worker.hand_back`."""
+        self.cancel(HAND_BACK)  # no task has this number
 
     def leave(self) -> None:
-        """As `Worker.leave`."""
+        """Implement `Worker.leave`: the worker exits when it reads the end of its channel."""
         with contextlib.suppress(OSError):
             self._channel.sock.shutdown(socket.SHUT_WR)
 
     def kill(self) -> None:
-        """As `Worker.kill`."""
+        """Implement `Worker.kill`."""
         self._server.signal(self.key, signal.SIGKILL)
 
     def finish(self) -> list[tuple[Answer, Received]]:
-        """Return what the process, which is gone, had answered, and let go of it."""
-        last = []
+        """Return the answers that the process, which has ended, sent and that are unread; close the connections."""
+        answers = []
         while self._channel.has_more():
             try:
                 received = self._channel.receive(wait=False)
             except EOFError:
                 break
             except ConnectionResetError:
-                self._tell_unread()
+                self._report_unread()
                 continue
-            if received is not None:  # else it is the first part of a message
-                last.append(received)
+            if received is not None:  # it is None for the first part of a message
+                answers.append(received)
         self.close()
-        return last
+        return answers
 
     def close(self) -> None:
-        """Copy the last output of the process, which is gone, and close the connections to it."""
+        """Copy the rest of the output of the process, and close the connections to it."""
         for fd in (self._channel.sock.fileno(), self._control.fileno(), *(output.fd for output in self._output)):
             self._loop.unwatch(fd)
         for output in self._output:
@@ -179,31 +196,34 @@ class WorkerProcess:
         self._control.close()
 
     def _receive(self) -> None:
-        """Take the answer that has arrived."""
+        """Read a message from the worker, and pass it to the pool if it is a whole answer."""
         try:
             received = self._channel.receive(wait=False)
         except EOFError:
             self._loop.unwatch(self._channel.sock.fileno())
             return
         except ConnectionResetError:
-            # Its end was closed with a message of ours unread. The kernel tells this once, before it gives us the
-            # answers that the worker had sent.
-            self._tell_unread()
+            # The worker has closed its end without reading the last message. The kernel reports this once, before it
+            # delivers the answers that the worker had sent.
+            self._report_unread()
             return
-        if received is not None:  # else it is the first part of a message
-            self._copy_output()  # what was printed before the answer must be seen before it, too
+        if received is not None:  # it is None for the first part of a message
+            self._copy_output()  # output that was printed before the answer must also appear before the result
             self._events.answered(self, *received)
 
     def _copy(self, output: Output) -> None:
+        """Copy the output that has arrived on one of the pipes."""
         if not output.copy():
             self._loop.unwatch(output.fd)
 
     def _copy_output(self) -> None:
+        """Copy all output that has arrived, including unfinished lines."""
         if self._printed.poll(0) or any(output.holds_some for output in self._output):
             for output in self._output:
                 output.copy(flush=True)
 
     def _receive_stack(self) -> None:
+        """Read a part of the worker's stack, and pass it to the pool."""
         try:
             text = self._control.recv(1 << 16, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -216,37 +236,41 @@ class WorkerProcess:
             self._loop.unwatch(self._control.fileno())
 
     def _flush(self) -> None:
-        """Send what is enqueued, now or when there is room."""
+        """Send the messages in the outbox. Those for which there is no room are sent later, by the event loop."""
         fd = self._channel.sock.fileno()
         try:
             has_room = self._channel.flush()
         except OSError as error:
             if error.errno in CLOSED:
-                self._tell_unread()
+                self._report_unread()
                 return
             if error.errno != errno.ETOOMANYREFS:
                 self._events.unsent(self, TransferError(str(error)))
                 return
+            # Too many descriptors are in flight, see `no_room_error`. No event says when there is room, so try again.
             now = time.monotonic()
-            self._room_by = self._room_by or now + channel.ROOM_WITHIN_S
-            if now < self._room_by:
+            self._room_deadline = self._room_deadline or now + channel.ROOM_WITHIN_S
+            if now < self._room_deadline:
                 self._loop.call_later(ROOM_EVERY_S, self._flush_again)
             else:
-                self._events.unsent(self, no_room(error))
+                self._events.unsent(self, no_room_error(error))
             return
-        self._room_by = None
+        self._room_deadline = None
         self._loop.watch_for_room(fd, None if has_room else self._flush)
 
-    def _tell_unread(self) -> None:
-        if self._has_task_last:
+    def _report_unread(self) -> None:
+        """Report that the worker has closed its end with an unread message, if that message is a task."""
+        if self._is_task_last:
             self._events.unread(self)
 
     def _flush_again(self) -> None:
-        if self._channel.sock.fileno() >= 0:  # else it is closed
+        """Try again to send the messages in the outbox, unless the connection was closed meanwhile."""
+        if self._channel.sock.fileno() >= 0:
             self._flush()
 
 
 def _chunks(numbers: Iterable[int]) -> Iterator[list[int]]:
-    rest = list(numbers)
-    for start in range(0, len(rest), NUMBERS_AT_ONCE):
-        yield rest[start : start + NUMBERS_AT_ONCE]
+    """Yield the numbers in lists that one message can hold."""
+    remaining = list(numbers)
+    for start in range(0, len(remaining), NUMBERS_AT_ONCE):
+        yield remaining[start : start + NUMBERS_AT_ONCE]

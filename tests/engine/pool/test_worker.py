@@ -5,8 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import multiprocessing
 import os
+import pickle
 import sys
 import threading
+from collections import deque
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ from nn_parallel import (
     initialize_ddp,
     seed_everything,
 )
+from nn_parallel._engine.pool.channel import Received
+from nn_parallel._engine.pool.messages import Answer, TaskHeader
+from nn_parallel._engine.pool.worker import TaskRunner
 
 
 def _pids(executor: ParallelExecutor) -> list[int]:
@@ -197,3 +202,23 @@ def test_tasks_may_use_processes_of_multiprocessing(own_executor2: ParallelExecu
 
     assert own_executor2.run(body) == [([1, 2], 3, 4)] * 2
     assert own_executor2.run(int) == [0, 0]
+
+
+def test_a_batch_is_handed_back_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order arrives when the next call is about to begin: what has ended is answered, and nothing fails."""
+    answers = list[Answer]()
+    runner = TaskRunner(0, torch.device("cpu"), {}, answers.append)
+
+    class Calls(deque[bytes | Received]):
+        def popleft(self) -> bytes | Received:
+            if len(self) == 1:
+                runner.hand_back()  # as the other thread of a worker does
+            return super().popleft()
+
+    monkeypatch.setattr(runner, "_task", 1)
+    monkeypatch.setattr(runner, "_is_batch", True)
+    monkeypatch.setattr(runner, "_calls", Calls([b"1", b"2", b"3"]))
+    monkeypatch.setattr(runner, "_call", lambda task, arguments: int(arguments))
+    assert runner._do_calls(TaskHeader(1, seconds=60.0)) is None
+    assert [pickle.loads(result) for answer in answers for result in answer.results] == [1, 2]
+    assert runner._results == []
