@@ -180,6 +180,5 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LIBRARIES = PACKAGE_FOLDER, _TORCH, sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep
 _DISTRIBUTED = os.path.join(_TORCH, "distributed", "")
 _WRAPPERS = "wrapper", "_fn", "__enter__", "__exit__"  # functions that are not named, but the function that they call
-# The beginning of the line of the frame in `devices` that calls the function of a task. Other characters than ASCII are
-# escaped, as in the output of `faulthandler`.
-_TASK = f'  File "{devices.__file__}", line'.encode("ascii", "backslashreplace").decode()
+# The beginning of the line of the frame in `devices` that calls the function of a task.
+_TASK = f'  File "{devices.__file__}", line'
