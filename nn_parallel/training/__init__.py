@@ -1,1 +1,1 @@
-"""An existing training loop on every rank."""
+"""The model, the data, the checkpoints and the metrics of a training loop that runs on every rank."""

@@ -1,6 +1,15 @@
-"""The file of a checkpoint: its path has the old one or the new one, whole, whatever ends the process.
+"""The file of a checkpoint. A process that is killed while it saves never leaves a damaged checkpoint.
 
-Reading it executes no code.
+A process that wrote over the old checkpoint, and was killed meanwhile, would leave half of a file. So a new checkpoint
+is written into a second file, ``.last.pt.new`` beside ``last.pt``, and flushed to the disk. Then `os.replace` puts it
+in the place of the old one, in one step. Therefore the path always holds a complete checkpoint, the old or the new one.
+
+Two processes may save to the same path. Each locks the second file while it writes it, so that they do not write into
+one file at the same time. A killed process leaves its second file behind, without a lock: the next process that saves
+empties this file and uses it.
+
+A checkpoint holds only data that `torch.load` reads with ``weights_only=True``, because reading a checkpoint must not
+execute code. `dump` checks this when it saves, and names the value that could not be loaded.
 """
 
 from __future__ import annotations
@@ -25,24 +34,30 @@ import torch
 from .._engine.failures import summary
 from ._shards import sync_directory
 
-FileIdentity = tuple[int, int, int]
+FileIdentity = tuple[int, int, int]  # inode, size, and time of the last change
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], object], keep: int) -> None:
-    """Put a new file, with what ``write`` writes, in the place of the one at ``path``; keep ``keep`` with those before.
+    """Put a new file in the place of the file at ``path``.
+
+    Args:
+        path: the checkpoint. Its folder must exist.
+        write: writes the content into the open file that it is given.
+        keep: the number of checkpoints that are kept, including the new one.
 
     Raises:
-        OSError: it cannot be written; what was at ``path`` is still there.
+        OSError: the file cannot be written; the old file is still at ``path``.
     """
     if not path.parent.exists():
-        raise FileNotFoundError(errno.ENOENT, "There is no such folder to save a checkpoint in", str(path.parent))
+        raise FileNotFoundError(errno.ENOENT, "The folder for a checkpoint does not exist, create it", str(path.parent))
     if path.exists() and not path.is_file():
-        raise OSError(f"{path} is there, and is no file.")
+        raise OSError(f"{path} exists and is not a regular file: choose another path for the checkpoint.")
     new = path.with_name(f".{path.name}.new")
     with _locked(new) as file:
         try:
-            with contextlib.suppress(OSError):  # there is none to replace, or a file system without modes
-                new.chmod(path.stat().st_mode | stat.S_IWUSR)  # so that it can be taken over, if this process is killed
+            with contextlib.suppress(OSError):  # there is no old file, or the file system has no modes
+                # The owner may always write: if this process is killed, the next one has to open this file again.
+                new.chmod(path.stat().st_mode | stat.S_IWUSR)
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -58,10 +73,10 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object], keep: int) ->
 
 
 def dump(states: dict[str, Any], file: IO[bytes]) -> None:
-    """Write ``states`` into ``file``, and see that they can be read again.
+    """Write ``states`` into ``file``, and check that they can be loaded again.
 
     Raises:
-        ValueError: one of them holds more than data.
+        ValueError: a state holds an object that is more than data.
         OSError: the file cannot be written.
     """
     try:
@@ -75,13 +90,16 @@ def dump(states: dict[str, Any], file: IO[bytes]) -> None:
             torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
     except (TypeError, AttributeError, pickle.PickleError) as error:
         raise _unloadable(states, error) from error
-    except RuntimeError as error:  # torch raises again as it closes its archive, and hides why
+    except RuntimeError as error:  # when writing fails, torch closes its archive, which raises this second error
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 @contextlib.contextmanager
 def _read_on_the_cpu() -> Iterator[None]:
-    """Have `torch.save` note for tensors on accelerators that they are read on the CPU, as each machine has one."""
+    """Make `torch.save` note, for tensors on accelerators, that they are to be loaded on the CPU.
+
+    The machine that loads the checkpoint may have no accelerator.
+    """
     token = _reads_on_the_cpu.set(True)
     try:
         yield
@@ -90,16 +108,17 @@ def _read_on_the_cpu() -> Iterator[None]:
 
 
 def _location(storage: Any) -> str | None:
+    """Return the device that `torch.save` notes for ``storage``; None leaves the choice to torch."""
     return "cpu" if _reads_on_the_cpu.get() and storage.device.type not in ("cpu", "meta") else None
 
 
-# Torch asks in the order of these numbers, no two of which may be equal; its own begin with 10. None leaves it to them.
 _reads_on_the_cpu = contextvars.ContextVar("_reads_on_the_cpu", default=False)
+# Torch asks the registered functions in the order of their numbers, which must be unique. Torch's own begin with 10.
 torch.serialization.register_package(7, _location, lambda storage, location: None)
 
 
 def dumped(states: dict[str, Any]) -> IO[bytes]:
-    """Return ``states`` as such a file, in memory."""
+    """Return a file in memory with the content that `dump` writes for ``states``."""
     file = io.BytesIO()
     dump(states, file)
     file.seek(0)
@@ -107,18 +126,25 @@ def dumped(states: dict[str, Any]) -> IO[bytes]:
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], FileIdentity]:
-    """Return what is saved at ``path``, its tensors still on the disk, and the identity of the file."""
+    """Return the checkpoint at ``path``, and the identity of the file.
+
+    The tensors are mapped from the file: their numbers are read from the disk when they are used.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is damaged, is not a checkpoint, or holds objects that are more than data.
+    """
     while True:
         with open(path, "rb") as file:
             identity = _identity(file.fileno())
         try:
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        except Exception as error:  # torch, pickle, zip and seek have many words for it
+        except Exception as error:  # for a damaged file, torch, pickle and zipfile raise many types of errors
             raise ValueError(_why_unreadable(path, error)) from None
-        if identity == _identity(path):  # else another one has been put there meanwhile
+        if identity == _identity(path):  # otherwise another process has replaced the file meanwhile
             break
     if not isinstance(saved, dict):
-        raise ValueError(f"{path} holds a {type(saved).__name__}, and a checkpoint is a dict.")
+        raise ValueError(f"{path} holds a {type(saved).__name__}, but a checkpoint is a dict.")
     return saved, identity
 
 
@@ -128,17 +154,20 @@ def _identity(file: Path | int) -> FileIdentity:
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:
-    with contextlib.suppress(Exception):  # no file of torch's
+    with contextlib.suppress(Exception):  # torch did not write this file
         if kinds := torch.serialization.get_unsafe_globals_in_checkpoint(path):
             return (
-                f"{path} holds more than data, which could run code: {', '.join(kinds)}. Save what these are made of, "
-                "or, if you trust the file, allow them by torch.serialization.add_safe_globals."
+                f"{path} holds objects that could run code when they are loaded: {', '.join(kinds)}. Save the data "
+                "that they consist of, or, if you trust the file, allow them by torch.serialization.add_safe_globals."
             )
-    return f"{path} is damaged or no checkpoint ({summary(error)})."
+    return f"{path} is damaged or is not a checkpoint ({summary(error)})."
 
 
 def _rotate(path: Path, keep: int) -> None:
-    """Put what is at ``path`` aside, where it stays too until it is replaced."""
+    """Keep the file at ``path`` under the first number too, and give each older file the next number.
+
+    The file also stays at ``path``, so that the path is never without a checkpoint.
+    """
     before = [path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(1, keep)]
     for newer, older in reversed(list(itertools.pairwise(before))):
         with contextlib.suppress(FileNotFoundError):
@@ -148,22 +177,22 @@ def _rotate(path: Path, keep: int) -> None:
         new.unlink(missing_ok=True)
         try:
             os.link(path, new)
-        except OSError:  # a file system without links
+        except OSError:  # the file system has no hard links
             shutil.copyfile(path, new)
         os.replace(new, before[0])
 
 
 @contextlib.contextmanager
 def _locked(new: Path) -> Iterator[IO[bytes]]:
-    """Open the file ``new``, empty and locked in the block, once no other process writes it.
+    """Open the file ``new`` once no other process writes it. It is empty, and locked during the block.
 
-    One that a killed process has left is taken over.
+    A file that a killed process has left there is emptied and used.
     """
     while True:
         with open(new, "ab") as file:
-            with contextlib.suppress(OSError):  # a file system without locks
+            with contextlib.suppress(OSError):  # the file system has no locks
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_at(file, new):  # else another process has just put it in place
+            if _is_at(file, new):  # otherwise another process has just moved this file to the path of the checkpoint
                 file.truncate(0)
                 yield file
                 return
@@ -177,11 +206,11 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
 
 
 def _unloadable(states: dict[str, Any], error: Exception) -> ValueError:
-    """Return the error for ``states``, of which something cannot be loaded again, with the path to that part."""
+    """Return the error that names the part of ``states`` that cannot be loaded again, and its path."""
     for name, state in states.items():
         if not _is_loadable(state):
             path, part = _unloadable_part(name, state)
-            remedy = "Save what it is made of."
+            remedy = "Save the data that it consists of."
             if hasattr(part, "state_dict"):
                 remedy = f"Save it under a name of its own, or its state_dict() as {path}."
             return ValueError(

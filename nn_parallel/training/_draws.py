@@ -1,13 +1,23 @@
-"""Ranks that do not draw alike: each rank compares what it draws with what another one has drawn, and none waits.
+"""A check that all ranks draw the same samples in the same order.
 
-A prepared loader relies on it: every rank draws the same order and takes its part. A sampler that takes its rank's part
-already, an unseeded generator or the order of a set break that, and samples come twice or never, in silence.
+A prepared loader relies on this order: every rank draws all samples alike, and takes its part of them. If the order
+differs between the ranks, some samples come twice and others never, without any error. The order differs, for instance,
+if a sampler already takes the part of its rank, if a generator is not seeded, or if samples come in the order of a set.
 
-The first rank that begins an iteration of a loader writes down what it has drawn; the others, as they begin the same
-iteration of the same epoch, compare. A rank that looks at a batch alone is therefore no reason to wait, or to fail.
-Compared are the length and what identifies the first samples: integers and text in them. Other numbers may be
-augmented, by each rank in its own way. A stream may add integers of that kind too, as the number of a drawn negative
-example. So it counts as another order only if the samples agree at none of the places that tell them apart.
+The ranks compare their draws through the store, and no rank waits for another. The first rank that begins an iteration
+of a loader writes what it has drawn there. Each other rank compares its own draws with that record when it begins the
+same iteration of the same epoch. If the record belongs to another iteration, nothing is compared. So one rank alone may
+look at a batch: the others neither wait nor fail.
+
+The ranks compare the length of an epoch, and checksums of the first samples. The checksums cover only integers and
+text, such as an index, a label or a file name. All other numbers may differ, because each rank may augment its samples
+in its own way.
+
+An augmented stream may hold random integers as well, such as the index of a randomly chosen negative example. So each
+*place* in the samples has a checksum of its own: the first integer or text of all samples, the second one, and so on.
+Places at which all samples hold the same value are ignored. The order counts as different only if the checksums of the
+two ranks differ at every remaining place. If there are places at which all samples of a rank differ, as an index does,
+only those are compared.
 """
 
 from __future__ import annotations
@@ -27,40 +37,44 @@ from .._engine.ranks.context import rank_context
 from .._engine.ranks.store import decode, draws_key, encode
 from ..errors import ParallelError
 
-SAMPLES = 16  # that are compared of each iteration
-PLACES = 8  # in a sample: the first integers and texts in it
-SLOTS = 64  # for loaders, in the store: the number of keys does not grow with that of loaders
-LEADING = 256  # numbers of a tensor, and bytes of an array, that are compared
+SAMPLES = 16  # the number of samples that are compared in each iteration
+PLACES = 8  # the number of integers and texts of each sample that are compared
+SLOTS = 64  # the number of keys in the store. Loaders share them, so that many loaders do not fill the store.
+LEADING = 256  # the number of elements of a tensor, or of bytes of an array, that are compared
 
 
 class LoaderId(NamedTuple):
-    """A prepared loader, by the same name on every rank."""
+    """The identity of a prepared loader, the same on every rank."""
 
-    slot: int
-    name: str
+    slot: int  # the number of its key in the store
+    name: str  # tells it from other loaders with the same slot
 
 
 class Checksums(NamedTuple):
-    """Of the first samples: one for each of the first `PLACES` in them, 0 if it is not of that kind."""
+    """The checksums of the first samples.
 
-    samples: int = 0  # how many were compared; none have been drawn yet if it is 0
-    of_keys: list[int] = [0] * PLACES  # places at which all samples differ, as their numbers do
-    of_others: list[int] = [0] * PLACES  # places at which some differ, as labels do
+    Each list has one checksum for each of the first `PLACES` in a sample. A checksum is 0 if the place is not of the
+    kind that the list is for.
+    """
+
+    samples: int = 0  # the number of samples; 0: nothing has been drawn yet
+    of_keys: list[int] = [0] * PLACES  # for places at which all samples differ, such as an index
+    of_others: list[int] = [0] * PLACES  # for places at which only some samples differ, such as a label
 
 
 class Draws(NamedTuple):
-    """The first samples that a rank has drawn in an iteration, as checksums, and where that iteration is."""
+    """The record of what one rank has drawn at the beginning of an iteration."""
 
-    loader: str
-    iteration: int  # so many the rank has begun
+    loader: str  # see `LoaderId.name`
+    iteration: int  # the number of iterations of this loader that the rank has begun
     epoch: int
-    position: int
+    position: int  # in the epoch, at which the iteration began
     rank: int
-    length: int | None
-    first: Checksums
+    length: int | None  # of an epoch; None if it is not known
+    first: Checksums  # of the first samples
 
     def is_of_iteration(self, other: Draws) -> bool:
-        """Return whether both ranks began the same: then they should have drawn the same."""
+        """Return whether both records are of the same iteration, so that they should be alike."""
         return (self.loader, self.iteration, self.epoch, self.position) == (
             other.loader,
             other.iteration,
@@ -70,13 +84,13 @@ class Draws(NamedTuple):
 
 
 def new_loader_id() -> LoaderId:
-    """Return a name for a loader. One rank chooses it for all."""
+    """Return the identity of a new loader. One rank calls this function for all ranks."""
     return LoaderId(next(_count) % SLOTS, secrets.token_hex(8))
 
 
 def checksums(drawn: list[Any]) -> Checksums:
-    """Return the checksums of what identifies the first samples of ``drawn``."""
-    rows = [list(itertools.islice(_identifying(sample), PLACES)) for sample in drawn[:SAMPLES]]
+    """Return the checksums of the first samples in ``drawn``."""
+    rows = [list(itertools.islice(_identifying_parts(sample), PLACES)) for sample in drawn[:SAMPLES]]
     sums = Checksums(len(rows), [0] * PLACES, [0] * PLACES)
     for place, column in enumerate(itertools.zip_longest(*rows)):
         different = len(set(column))
@@ -87,16 +101,18 @@ def checksums(drawn: list[Any]) -> Checksums:
 
 
 def check_alike(loader: LoaderId | None, name: str, draws: Draws) -> None:
-    """Compare ``draws`` of this rank with those of another rank that was here before; else write them down for it.
+    """Compare the draws of this rank with the record in the store, or write this record if there is none yet.
+
+    Nothing is compared if the ranks are not expected to draw alike: in a world of one rank, inside a function that only
+    some ranks run, in a forked process, in a thread other than the main one, or after the store is gone.
 
     Args:
-        name: that of what is drawn from, for the error.
-
-    Nothing is compared where ranks are not expected to do alike: alone, in the function of some ranks, in a fork, in a
-    thread beside the main one, and when the store is gone.
+        loader: the identity of the loader; None if the ranks have not agreed on one.
+        name: the name of the sampler or dataset, for the error.
+        draws: what this rank has drawn.
 
     Raises:
-        ValueError: the ranks draw other samples, or another number of them.
+        ValueError: the ranks draw different samples, or a different number of them.
     """
     context = rank_context()
     blocks = blocks_of(context)
@@ -105,30 +121,32 @@ def check_alike(loader: LoaderId | None, name: str, draws: Draws) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     key = draws_key(loader.slot)
-    mine = encode(draws)
+    own_record = encode(draws)
     try:
         text = context.connection.get(key)
         while True:
             other = None if text is None else decode(Draws, key, text)
             if other is not None and other.loader == draws.loader and other.iteration >= draws.iteration:
                 break
-            present = context.connection.swap(key, text or "", mine)
-            if present == mine:
+            # The record is of another loader, or of an earlier iteration: this rank is the first in its iteration.
+            present = context.connection.swap(key, text or "", own_record)
+            if present == own_record:
                 return
-            text = present
-    except ParallelError:
+            text = present  # another rank has written a record meanwhile
+    except ParallelError:  # the store is gone
         return
     if draws.is_of_iteration(other) and (why := _difference(draws, other)):
         raise ValueError(
-            f"{name} is not drawn alike: in epoch {draws.epoch} {why}. prepare_dataloader() has every rank draw the "
-            f"same order, of which each takes its part. If {name} takes the part of a rank itself, use the loader "
-            "without prepare_dataloader(). If it has random numbers of its own, seed them alike on every rank; give "
-            "random_split() a generator. Sort what is in the order of a set or of a directory."
+            f"{name} does not draw alike on all ranks: in epoch {draws.epoch} {why}. All ranks must draw in the same "
+            "order, because prepare_dataloader() gives each rank a part of it. "
+            f"If {name} already takes the part of its rank, use the loader without prepare_dataloader(). If it has "
+            "random numbers of its own, seed them alike on every rank; give random_split() a generator. Sort samples "
+            "that come in the order of a set or of a directory."
         )
 
 
 def _difference(mine: Draws, other: Draws) -> str:
-    """Return how they differ, in words; empty if they are alike, or cannot be compared."""
+    """Return in words how the draws differ; an empty string if they are alike or cannot be compared."""
     if mine.length is not None and other.length is not None and mine.length != other.length:
         return f"rank {mine.rank} draws {mine.length} times and rank {other.rank} {other.length} times"
     if mine.first.samples != other.first.samples:
@@ -138,16 +156,16 @@ def _difference(mine: Draws, other: Draws) -> str:
         pairs = [pair for pair in zip(own, others, strict=True) if all(pair)]
         if pairs:
             differ = all(one != another for one, another in pairs)
-            return f"rank {mine.rank} draws other samples than rank {other.rank}" if differ else ""
+            return f"rank {mine.rank} does not draw the same samples as rank {other.rank}" if differ else ""
     return ""
 
 
-def _identifying(sample: Any) -> Iterator[Any]:
-    """Yield the parts of ``sample`` that say which one it is, and do not vary with how it is augmented."""
+def _identifying_parts(sample: Any) -> Iterator[Any]:
+    """Yield the integers and texts in ``sample``, which augmentation seldom changes."""
     for leaf in tree_leaves(sample):
         if isinstance(leaf, int | str | bytes):
             yield leaf
-        elif hasattr(leaf, "dtype") and hasattr(leaf, "tobytes") and leaf.dtype.kind in "iu":  # of NumPy
+        elif hasattr(leaf, "dtype") and hasattr(leaf, "tobytes") and leaf.dtype.kind in "iu":  # NumPy
             yield leaf.shape, leaf.tobytes()[:LEADING]
         elif isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
             yield tuple(leaf.shape), *leaf.flatten()[:LEADING].tolist()

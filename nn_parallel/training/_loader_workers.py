@@ -1,14 +1,19 @@
-"""Workers of a loader outlive the signals by which a rank is asked to stop, until the rank has saved its checkpoint.
+"""The worker processes of a prepared loader ignore the signals that ask a job to stop.
 
-SLURM sends SIGUSR1 or SIGTERM to every process of a job step. The rank handles it, by `stop_requested`, and goes on to
-the next step, for which it needs its workers. They must therefore ignore these signals.
+SLURM sends SIGUSR1 or SIGTERM to every process of a job step. The rank handles the signal by `stop_requested`, and goes
+on to its next step, where it may save a checkpoint. It needs its loader workers for that step, so the workers must
+ignore the signal.
 
-SIGTERM is difficult, because ``Process.terminate()`` sends it too: torch's loader ends workers by it that do not end
-by themselves, and `multiprocessing` all that are left when the rank ends. Python does not tell a handler who has sent
-a signal. So each worker and its rank share a flag. ``terminate()`` of these workers raises the flag first, and a
-worker that finds it raised ends. A worker that is stuck in C runs no handler; the rank kills it after a second.
+For SIGTERM this is difficult, because ``Process.terminate()`` sends SIGTERM too. Torch's loader calls it for workers
+that do not end by themselves, and `multiprocessing` calls it for all workers that are left when the rank ends. A worker
+that ignored every SIGTERM would never end, and a Python signal handler does not learn which process sent the signal.
 
-This is done in the worker, by a ``worker_init_fn``, since torch installs handlers of its own as a worker begins.
+So the rank and its workers share a flag. ``terminate()`` of these workers sets the flag before it sends SIGTERM, and
+the handler in the worker ends the process only if the flag is set. A worker that is stuck in C code runs no handler:
+the rank kills it after a second.
+
+The handlers are installed by a ``worker_init_fn`` in the worker, because torch installs its own handlers when a worker
+begins, just before it calls that function.
 """
 
 from __future__ import annotations
@@ -27,44 +32,48 @@ from torch.utils.data import get_worker_info
 from .._engine.ranks.stop_signals import SIGNALS, pass_over
 
 KILL_AFTER_S = 1.0
-SIGNALS_SENT = 20  # until then
+SIGNALS_SENT = 20  # before the worker is killed
 
 
 class WorkerInit:
-    """The ``worker_init_fn`` of a prepared loader: it calls the user's own."""
+    """The ``worker_init_fn`` of a prepared loader. It installs the signal handlers, then calls the user's function."""
 
     def __init__(self, initialize: Callable[[int], None] | None, *, is_stream: bool) -> None:
         self._initialize = initialize
         self._is_stream = is_stream
-        self._ends = torch.zeros(1, dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
+        self._is_ending = torch.zeros(1, dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
 
     def __call__(self, worker: int) -> None:
         for number in SIGNALS:
-            if number == signal.SIGTERM:  # torch has replaced what the user had for it
-                signal.signal(number, self._end_if_told)
+            if number == signal.SIGTERM:  # there is no handler of the user to keep: torch has replaced it
+                signal.signal(number, self._end_if_flag_is_set)
             elif not callable(signal.getsignal(number)):
                 signal.signal(number, pass_over)
         if self._initialize is not None:
             if self._is_stream:
                 info: Any = get_worker_info()
-                object.__setattr__(info, "dataset", info.dataset.source)  # the user's own, past the setter
+                # The user's function looks for the user's dataset there. `WorkerInfo` itself refuses to be changed.
+                object.__setattr__(info, "dataset", info.dataset.source)
             self._initialize(worker)
 
     def guard(self, workers: list[Any]) -> None:
-        """Have ``terminate()`` of ``workers``, processes of `multiprocessing`, end them."""
+        """Replace ``terminate()`` of ``workers``, processes of `multiprocessing`, by `_terminate`."""
         for worker in workers:
-            popen = worker._popen  # by which `multiprocessing` ends them, without ``worker.terminate()``
-            popen.terminate = functools.partial(_terminate, weakref.ref(popen), self._ends)
+            popen = worker._popen  # at the end of the rank, `multiprocessing` terminates this object, not ``worker``
+            popen.terminate = functools.partial(_terminate, weakref.ref(popen), self._is_ending)
 
-    def _end_if_told(self, number: int, frame: FrameType | None) -> None:
-        if self._ends.item():
-            os._exit(0)  # as torch's own handler does it; another code would be an error of the loader
+    def _end_if_flag_is_set(self, number: int, frame: FrameType | None) -> None:
+        """End the worker if its rank has sent the signal. This is its handler for SIGTERM."""
+        if self._is_ending.item():
+            os._exit(0)  # torch's own handler does the same; with another exit code, torch would report an error
 
 
-def _terminate(reference: Callable[[], Any], ends: torch.Tensor) -> None:
+def _terminate(reference: Callable[[], Any], is_ending: torch.Tensor) -> None:
+    """Set the flag ``is_ending`` and end the process: by SIGTERM, or by SIGKILL after `KILL_AFTER_S`."""
     popen = reference()
-    ends[0] = True
-    for _ in range(SIGNALS_SENT):  # one that comes just before the worker waits in C does not end that wait
+    is_ending[0] = True
+    # The signal is repeated: if it arrives just before a wait in C code, Python runs the handler only after that wait.
+    for _ in range(SIGNALS_SENT):
         type(popen).terminate(popen)
         if popen.wait(timeout=KILL_AFTER_S / SIGNALS_SENT) is not None:
             return

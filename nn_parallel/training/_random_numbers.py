@@ -1,4 +1,4 @@
-"""The random numbers of Python, NumPy and torch on the CPU: kept, put back, and drawn beside those of the program."""
+"""The random states of Python, NumPy and torch on the CPU: save, restore, seed them; exchange them for a block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Return where the random numbers of this process are, as tensors and plain numbers."""
+    """Return the random states of this process, as tensors and plain numbers, so that a checkpoint can hold them."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
         _, keys, *rest = numpy.random.get_state()
@@ -21,7 +21,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go on where `random_state` was."""
+    """Restore the random states that `random_state` has returned."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
@@ -32,6 +32,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def seed_random_numbers(seed: int) -> None:
+    """Seed Python, torch on the CPU, and NumPy if it has been imported."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if numpy := sys.modules.get("numpy"):
@@ -39,7 +40,11 @@ def seed_random_numbers(seed: int) -> None:
 
 
 class OwnRandomNumbers:
-    """Random numbers that begin with a seed, and go on each time they are used; those of the program stay as they are.
+    """A sequence of random numbers for a part of the program, separate from the random numbers of the rest.
+
+    Everything that draws random numbers inside the block `used` draws from this sequence. It begins with a seed, and
+    each block continues where the last one ended. After a block, the random numbers of the program go on as if nothing
+    had been drawn.
 
     Example::
 
@@ -49,33 +54,33 @@ class OwnRandomNumbers:
     """
 
     def __init__(self, seed: int, generators: Sequence[torch.Generator] = ()) -> None:
-        """Begin with ``seed``, in ``generators`` as well."""
+        """Begin with ``seed``. Inside the blocks, ``generators`` draw from a sequence with this seed too."""
         self._seed = seed
         self._generators = generators
-        self._state: tuple[Any, ...] | None = None  # where they stopped
+        self._states: tuple[Any, ...] | None = None  # at the end of the last block; None before the first one
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Have everything in this block draw from these numbers."""
-        before = self._states()
+        """Make everything in this block draw from this sequence."""
+        states_of_program = self._current_states()
         try:
-            if self._state is None:
+            if self._states is None:
                 seed_random_numbers(self._seed)
                 for generator in self._generators:
                     generator.manual_seed(self._seed)
             else:
-                self._go_on(self._state)
+                self._restore(self._states)
             yield
         finally:
-            self._state = self._states()
-            self._go_on(before)
+            self._states = self._current_states()
+            self._restore(states_of_program)
 
-    def _states(self) -> tuple[Any, ...]:
+    def _current_states(self) -> tuple[Any, ...]:
         numpy = sys.modules.get("numpy")
         own = [generator.get_state() for generator in self._generators]
         return random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy else None, own
 
-    def _go_on(self, states: tuple[Any, ...]) -> None:
+    def _restore(self, states: tuple[Any, ...]) -> None:
         of_python, of_torch, of_numpy, own = states
         random.setstate(of_python)
         torch.set_rng_state(of_torch)

@@ -1,6 +1,15 @@
-"""A checkpoint that is written while training goes on, by a thread of each rank.
+"""An asynchronous checkpoint: a thread of each rank writes it while training goes on.
 
-What goes wrong is raised where the ranks next save or load a checkpoint, on all of them.
+`save_checkpoint` copies the state first, so that training may change the original. Then each rank begins a thread. If
+the checkpoint is sharded, the threads write the shards of all ranks together, by collectives in a process group of
+their own. The thread of rank 0 puts the file of the checkpoint in place after that.
+
+An error in a thread cannot be raised at once, because the main thread is in the user's code. It is raised on all ranks
+by `finish_saving`, which the next `save_checkpoint` or `load_checkpoint` calls. If the program ends before, the error
+is logged.
+
+If the ranks fail together meanwhile, the process groups are closed, and the threads can no longer write the shards. The
+checkpoint is then given up: the previous one stays in place, and the next call only logs a warning.
 """
 
 from __future__ import annotations
@@ -30,28 +39,28 @@ logger = logging.getLogger("nn_parallel")
 class Saving(NamedTuple):
     """A checkpoint that is being written."""
 
-    end: Future[Exception | None]  # of this rank's thread, with what rank 0 has to tell of what went wrong
-    group: dist.ProcessGroup | None  # the default one, if the threads speak with each other
-    writes_file: bool  # as rank 0 does
+    end: Future[Exception | None]  # of the thread of this rank; the result is a failure that all ranks are to raise
+    group: dist.ProcessGroup | None  # the default group when saving began; None if there are no shards
+    writes_file: bool  # True on rank 0
 
     @property
     def is_given_up(self) -> bool:
-        """Return whether the process groups have been closed since, so that the shards cannot be written."""
+        """Return whether the process groups have been closed since saving began, so that shards cannot be written."""
         return self.group is not None and self.group is not dist.group.WORLD
 
 
 def save_in_background(
     shards: Shards, folder: Path | None, write_file: Callable[[], None] | None, until_written: contextlib.ExitStack
 ) -> None:
-    """Let a checkpoint be written until the next `finish_saving`, or until this rank leaves the others.
+    """Begin to write a checkpoint in a thread. All ranks call this function.
 
-    All ranks call it.
+    The thread runs until the next `finish_saving` at the latest, or until this rank leaves its world.
 
     Args:
-        shards: what the tensors hold now is written.
-        folder: where to; None if there are none.
-        write_file: on rank 0, puts the file in place, once the shards of all ranks are there.
-        until_written: closed at the end, if it can begin.
+        shards: the sharded tensors. Their present values are written.
+        folder: the folder for the shards; None if there are no shards.
+        write_file: puts the file of the checkpoint in place, after the shards of all ranks; None except on rank 0.
+        until_written: closed when the thread ends. If the thread cannot begin, it is closed too.
     """
     global _running
     group: dist.ProcessGroup | None = None
@@ -62,7 +71,8 @@ def save_in_background(
             failure: Exception | None = None
             if folder is not None:
                 failure = write_shards(shards, folder, group)
-                if default is not dist.group.WORLD:  # without a group, torch takes this rank for the only one
+                # If the group was closed meanwhile, torch has written the shards as if this rank were the only one.
+                if default is not dist.group.WORLD:
                     raise ParallelError("The process group has been closed.")
             if failure is None and write_file is not None:
                 try:
@@ -77,22 +87,25 @@ def save_in_background(
             context = rank_context()
             if context is not None and dist.get_world_size() > 1:
                 group = context.group.for_thread(context.store, context.timeout)
-        from_now_on = until_written.pop_all()
+        until_thread_ends = until_written.pop_all()
         try:
-            end = background.start(functools.partial(write, from_now_on), "nn_parallel save_checkpoint")
+            end = background.start(functools.partial(write, until_thread_ends), "nn_parallel save_checkpoint")
         except BaseException:
-            from_now_on.close()
+            until_thread_ends.close()
             raise
         _running = Saving(end, default, write_file is not None)
 
 
 def finish_saving(caller: str) -> None:
-    """Wait for the checkpoint that is being written, if there is one, once all ranks are in ``caller``.
+    """Wait until the checkpoint that is being written, if any, is complete. All ranks call this function.
+
+    Args:
+        caller: the name of the function that the user has called, for errors.
 
     Raises:
-        OSError: it could not be written.
-        RankError: that, on every rank, where there are several.
-        RankTimeoutError: a rank has not come.
+        OSError: the checkpoint could not be written, and this is the only rank.
+        RankError: the checkpoint could not be written; every rank of several raises it.
+        RankTimeoutError: a rank has not called this function.
     """
     global _running
     saving = _running
@@ -105,8 +118,10 @@ def finish_saving(caller: str) -> None:
             is_given_up = error is not None and saving.is_given_up
             if error is None:
                 failure = saving.end.result()
-            elif not is_given_up:  # of this rank alone, for whom the threads of the others wait
+            elif not is_given_up:
                 _running = None
+                # Only this rank has the error, and the threads of the others wait for its thread. The error therefore
+                # has to fail the block: that closes the groups, and so frees these threads.
                 raise error
     _running = None
 
@@ -114,13 +129,14 @@ def finish_saving(caller: str) -> None:
         if failure is not None:
             raise failure
         if is_given_up:
-            logger.warning("The checkpoint before is not saved: ranks have failed while it was written.")
+            logger.warning("The previous checkpoint was not saved, because ranks failed while it was being written.")
 
     on_rank(0)(save_checkpoint)()
 
 
 @atexit.register
-def _tell_at_exit() -> None:
+def _log_failure_at_exit() -> None:
+    """Log that the last checkpoint has failed, if nothing has raised that before the program ends."""
     if _running is None:
         return
     if _running.is_given_up and not _running.end.done():
@@ -137,4 +153,4 @@ def _forget_in_fork() -> None:
 
 
 _running: Saving | None = None
-os.register_at_fork(after_in_child=_forget_in_fork)  # which has no such thread
+os.register_at_fork(after_in_child=_forget_in_fork)  # the thread does not exist in a forked process

@@ -1,6 +1,15 @@
-"""The sharded tensors of a checkpoint: each rank writes and reads its part, by torch.distributed.checkpoint.
+"""The sharded tensors of a checkpoint.
 
-In the file of the checkpoint a tensor of no device, of the same shape, stands for each of them.
+No rank holds a whole sharded tensor, so rank 0 cannot write it into the file of the checkpoint. Instead each rank
+writes its part into a folder beside that file, by torch.distributed.checkpoint. In the file, a *stand-in* takes the
+place of the tensor: an empty tensor of the same shape on the device ``meta``.
+
+Each checkpoint has a folder of its own below ``last.pt.shards``, and its file names this folder. So the old file and
+the old shards stay together until the new file has replaced the old one. Folders to which no file refers are removed
+afterwards. A folder that is being written has no file yet; a lock keeps other processes from removing it.
+
+The index of such a folder is a pickle, which could run code when it is loaded. Therefore `DataUnpickler` allows only
+the types of which torch makes an index.
 """
 
 from __future__ import annotations
@@ -23,14 +32,14 @@ import torch.distributed as dist
 from .._engine.failures import Failure, rank_error, summary
 from ..errors import RemoteError
 
-LOCK = "lock"  # the name of a file that is locked while a folder is written
-# What the index of the folder is made of. It is a pickle, in which torch would allow anything.
+LOCK = "lock"  # the name of the file in a folder that is locked while the folder is written
+# The types in the index of a folder.
 METADATA = {"ChunkStorageMetadata", "TensorStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"}
 METADATA |= {"TensorProperties", "_MEM_FORMAT_ENCODING"}
 ALLOWED = {("torch.distributed.checkpoint.metadata", name) for name in METADATA}
 ALLOWED |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size")}
 ALLOWED |= {("torch.serialization", "_get_layout")}
-PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the latter of Python 3.13
+PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the second name is that of Python 3.13
 
 
 def is_sharded(value: Any) -> bool:
@@ -39,25 +48,29 @@ def is_sharded(value: Any) -> bool:
 
 
 class Shards:
-    """The sharded tensors of one checkpoint, by the path of each in its states."""
+    """The sharded tensors of one checkpoint, under the path that each has in the states.
+
+    To save, `add` each tensor, and pass this object to `write_shards`. To load, `find` the stand-ins in the file,
+    replace each by the tensor that `place` returns, and then `read` the values of these tensors.
+    """
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self.are_copies = False  # in the memory of the CPU
-        self._path_of: dict[int, str] = {}  # by the identity of what stands for the tensor
+        self.are_copies = False  # True: the tensors are copies in the memory of the CPU
+        self._path_of: dict[int, str] = {}  # by the id of the stand-in
 
     def add(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Have ``tensor`` written; returns what stands for it."""
+        """Add a tensor to be written, and return its stand-in."""
         self.tensors[path] = tensor.detach()
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     def copy(self) -> None:
-        """Have written what the tensors hold now, whatever becomes of them."""
+        """Copy the tensors, so that later changes to them are not saved."""
         self.tensors = {path: tensor.to("cpu", copy=True) for path, tensor in self.tensors.items()}
         self.are_copies = True
 
     def find(self, states: Any, path: str = "") -> None:
-        """Learn for which tensors those of no device stand in ``states``."""
+        """Note the path of each stand-in within ``states``. ``path`` is the path of ``states`` itself."""
         if isinstance(states, torch.Tensor) and states.is_meta:
             self._path_of[id(states)] = path
         elif isinstance(states, list | tuple):
@@ -66,24 +79,27 @@ class Shards:
             self.find(value, f"{path}/{key}")
 
     def place(self, stand_in: torch.Tensor, wanted: Any = None) -> torch.Tensor:
-        """Return an empty tensor for `read` to fill with what this stands for: sharded as ``wanted``, or on the CPU.
+        """Return an empty tensor that `read` will fill with the values that ``stand_in`` stands for.
 
-        The tensor itself, if it stands for none.
+        Args:
+            stand_in: a tensor of the file. If it is not a stand-in, it is returned unchanged.
+            wanted: a sharded tensor of the same shape, whose sharding the new tensor gets. For any other value, the new
+                tensor is a whole one on the CPU.
         """
         path = self._path_of.get(id(stand_in))
         if path is None:
             return stand_in
-        is_like_it = is_sharded(wanted) and wanted.shape == stand_in.shape
-        like, device = (wanted, None) if is_like_it else (stand_in, "cpu")
+        fits = is_sharded(wanted) and wanted.shape == stand_in.shape
+        like, device = (wanted, None) if fits else (stand_in, "cpu")
         empty = torch.empty_like(like, dtype=stand_in.dtype, device=device).detach()
         self.tensors[path] = empty
         return empty
 
     def read(self, folder: Path) -> None:
-        """Fill all tensors that were placed, each rank for itself.
+        """Fill the tensors that `place` has returned. Each rank reads for itself, without the others.
 
         Raises:
-            OSError, ValueError: the folder is not there, is damaged, or its index holds more than data.
+            OSError, ValueError: the folder does not exist, is damaged, or has an index that could run code.
         """
         if not self.tensors:
             return
@@ -100,7 +116,7 @@ class Shards:
 
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads for itself
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # torch warns of ``no_dist``
                 checkpoint.load(self.tensors, storage_reader=Reader(folder), no_dist=True)
         except checkpoint.CheckpointException as error:
             cause, *_ = error.failures.values()
@@ -108,32 +124,33 @@ class Shards:
 
 
 def write_shards(shards: Shards, folder: Path, group: dist.ProcessGroup | None = None) -> Exception | None:
-    """Write them into ``folder``, each rank its part. All ranks call it.
+    """Write the part of this rank into ``folder``. All ranks call this function.
 
     Args:
         shards: the tensors.
-        folder: a folder that all ranks reach.
-        group: by which the ranks speak with each other; None for the default one.
+        folder: a folder that all ranks can reach.
+        group: the process group for the collectives; None for the default group.
 
     Returns:
-        Why ranks could not, the same on all of them: it is no reason to close the process group.
+        The failure of one or more ranks, the same on all ranks; None if all ranks have written their parts. All ranks
+        have left their collectives by then, so the process group can stay open.
 
     Raises:
-        Exception: what the others do not know of, so that they wait for this rank.
+        Exception: this rank has failed without the others knowing it, so that they may wait in a collective.
     """
     from torch.distributed import checkpoint
 
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     writer = checkpoint.FileSystemWriter(folder)
-    if shards.are_copies:  # else torch waits for the first GPU, whichever one this rank has
+    if shards.are_copies:  # by default torch waits for the first GPU, even if this rank uses another one
         writer.per_thread_copy_ahead = 0
     try:
         checkpoint.save(shards.tensors, storage_writer=writer, process_group=group)
     except checkpoint.CheckpointException as error:
         failures = dict[int, Exception]()
         for failed, (failure, frames) in error.failures.items():
-            if not isinstance(failure, Exception):  # interrupted, as by Ctrl-C
+            if not isinstance(failure, Exception):  # an interrupt, such as Ctrl-C
                 if failed == rank:
                     raise failure from None
                 failure = RemoteError(summary(failure))
@@ -152,7 +169,7 @@ def _load_data(path: Path) -> Any:
 
 
 class DataUnpickler(pickle.Unpickler):
-    """Reads the index of a folder, and nothing that could run code."""
+    """An unpickler for the index of a folder. It refuses everything that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in PATHS:
@@ -164,36 +181,40 @@ class DataUnpickler(pickle.Unpickler):
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Make a folder for the shards of the checkpoint ``path``, locked in the block: nobody removes it."""
+    """Make a folder for the shards of the checkpoint ``path``. It is locked during the block.
+
+    While it is locked, `remove_folders` does not remove it.
+    """
     folder = folder_of_all(path) / secrets.token_hex(4)
     folder.mkdir(parents=True)
     with open(folder / LOCK, "wb") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks: there nothing is removed
+        with contextlib.suppress(OSError):  # the file system has no locks, so `remove_folders` removes nothing there
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             yield folder
         finally:
             with contextlib.suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
+                # Closing the file is not enough: a process that was forked meanwhile would still hold the lock.
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def remove_folders(path: Path, kept: set[Path]) -> None:
-    """Remove the shards beside the checkpoint ``path``, but for those ``kept``, and those that are being written."""
+    """Remove the folders with shards of the checkpoint ``path``, except those in ``kept`` and those being written."""
     for folder in folder_of_all(path).iterdir():
         if folder not in kept:
-            # A process that was killed as it made or removed the folder may have left no lock in it.
+            # Mode "ab" creates a missing lock file: a process may have been killed before it had made one.
             with contextlib.suppress(OSError), open(folder / LOCK, "ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder)
 
 
 def folder_of_all(path: Path) -> Path:
-    """Return the folder that holds the folders of shards of the checkpoint ``path``, and of those before it."""
+    """Return the folder in which all checkpoints that are saved at ``path`` have their folders with shards."""
     return path.with_name(f"{path.name}.shards")
 
 
 def sync_directory(path: Path) -> None:
-    """Have the names in it on the disk."""
+    """Flush the directory ``path`` to the disk, so that new names in it survive a crash of the machine."""
     directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)

@@ -1,4 +1,20 @@
-"""Which samples, or batches, are those of one rank: each rank draws all of them alike, and takes its part."""
+"""The share of one rank: the samples, or batches, that it takes of all that a loader draws.
+
+Every rank draws all samples, in the same order, and takes every ``world_size``-th one. So the ranks need not
+communicate, every sampler and every iterable dataset can be shared out, and the order does not depend on the number of
+ranks. The order is the same on all ranks because each draws it with random numbers of its own, which are seeded with
+the seed of the loader and the number of the epoch.
+
+The rank draws a *round* at a time: as many samples as the batches of all ranks hold together. `Share` takes the part of
+the rank out of each round.
+
+For a dataset with a length, `RankSampler` replaces the sampler of the loader, in the process of the rank. For an
+iterable dataset, `Stream` replaces the dataset, and runs in each worker process of the loader. A worker may live longer
+than an epoch and then holds an old copy of the `Stream`, so the worker reads the epoch and the seed from shared memory.
+
+Both are `Epochs`: they count epochs and the position within an epoch. Workers draw ahead, so a sampler cannot know how
+many batches the user has received. The prepared loader knows it, and calls `note_taken` for each batch.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +44,22 @@ from torch.utils.data import (
 from ._draws import PLACES, Checksums, checksums
 from ._random_numbers import OwnRandomNumbers
 
-State = dict[str, Any]  # numbers by their names; None for what is not known
+State = dict[str, Any]  # of a prepared loader: numbers under their names; None for a number that is not known
 logger = logging.getLogger("nn_parallel")
-# What these draw at random they draw as they begin. So the random numbers of the program need not be changed later.
+# These draw all their random numbers when an iteration begins, so random numbers are not exchanged for later draws.
 DRAW_AT_ONCE = {SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, range, list, tuple}
 
 
 @dataclass(frozen=True)
 class Share:
-    """The part that one rank takes of what all ranks draw alike.
+    """The part that one rank takes of what all ranks draw alike. See the top of this module.
 
     Attributes:
-        together: how much the batches of all ranks hold together: so much is drawn at a time.
-        pad: repeat the first samples at the end, so that each rank has as many as the others.
-        drop: leave the last ones out for that.
+        rank: the rank.
+        world_size: the number of ranks.
+        together: the number of samples in a round, that is, in the batches of all ranks together.
+        pad: repeat the first samples of the epoch at its end, so that all ranks have equally many.
+        drop: leave the last samples of the epoch out, so that all ranks have equally many.
     """
 
     rank: int
@@ -51,14 +69,15 @@ class Share:
     drop: bool
 
     def batches(self, draw: Callable[[], list[Any]], first: list[Any]) -> Iterator[list[Any]]:
-        """Yield this rank's part of each `draw`, which returns less than `together` at the end, and then nothing.
+        """Yield the part of this rank of each round.
 
-        Nothing is drawn before its batch is asked for. Only where each sample is to be on exactly one rank, the next
-        draw is looked at: if it is too small to give each rank a sample, it becomes part of the batch before it, so
-        that all ranks have equally many batches.
+        A round is drawn only when its batch is asked for. There is one exception: if every sample has to be on exactly
+        one rank, the next round is drawn too. If that round is too small to give each rank a sample, its samples are
+        added to the batches before it, so that all ranks have equally many batches.
 
         Args:
-            first: the first samples of the epoch, if it began before: what to pad with.
+            draw: returns the samples of the next round; fewer than `together` at the end, and then an empty list.
+            first: the first samples of the epoch, which pad its end, if this iteration begins later in the epoch.
         """
         looks_ahead = not self.pad and not self.drop and self.world_size > 1
         drawn = draw()
@@ -75,47 +94,51 @@ class Share:
                 drawn = drawn[: len(drawn) // self.world_size * self.world_size]
             elif self.pad and is_last:
                 drawn = [*drawn, *itertools.islice(itertools.cycle(first), -len(drawn) % self.world_size)]
-            if mine := drawn[self.rank :: self.world_size]:
-                yield mine
+            if own := drawn[self.rank :: self.world_size]:
+                yield own
             drawn = following if looks_ahead or is_last else draw()
 
 
 class Epochs:
-    """The epoch of a loader, and the position in it, alike on all ranks."""
+    """The epoch of a loader and the position in that epoch, counted alike on all ranks."""
 
     def __init__(self, source: Any, warns: bool) -> None:
-        """``warns`` where an epoch begins again that was left before.
+        """Begin with epoch 0.
 
-        A ``set_epoch`` of ``source`` is called when the epoch here changes, and not before each iteration. So where a
-        loop calls it as well, as many do, the loop has the last word.
+        If ``source`` has a ``set_epoch``, it is called only when the epoch changes here, not before each iteration. So
+        if the user's loop calls it as well, as many loops do, the epoch that the loop has set is used.
+
+        Args:
+            source: the sampler, batch sampler or dataset of the user.
+            warns: log a warning if an epoch begins again because its last iteration ended early.
         """
         self.source = source
-        self.iteration = 0  # so many have begun on this rank
-        self.epoch = 0  # of the next iteration, unless this one is complete
-        self.begin = 0  # where in the epoch that begins
-        self.left_after = 0  # so many batches of this epoch, by an iteration that may not have ended
-        self._is_complete = False  # the last batch of this epoch was handed out
+        self.iteration = 0  # the number of iterations that have begun on this rank
+        self.epoch = 0  # of the present iteration; the next one has the same epoch unless this epoch is complete
+        self.begin = 0  # the position in the epoch at which an iteration begins; not 0 after a state was loaded
+        self.left_after = 0  # the number of batches that the last iteration over this epoch has handed out so far
+        self._is_complete = False  # True: the last batch of this epoch was handed out
         self._has_warned = not warns
 
     @property
     def name(self) -> str:
-        """The kind of the source, for errors."""
+        """The type of the source, for errors."""
         return type(self.source).__name__
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next iteration be this epoch; when it has ended, the one after it be the next epoch.
+        """Make the next iteration draw this epoch.
 
-        If this epoch was loaded with its position, it goes on there.
+        If this is already the present epoch, and not complete, the iteration begins at the position that was loaded.
         """
         if epoch != self.epoch or self._is_complete:
             self.begin = 0
         self.epoch = epoch
         self.left_after = 0
         self._is_complete = False
-        tell_epoch(self.source, epoch)
+        set_epoch_of(self.source, epoch)
 
     def begin_iteration(self) -> None:
-        """Begin an iteration: of the next epoch, if this one is complete."""
+        """Count an iteration that begins, and go to the next epoch if the present one is complete."""
         self.iteration += 1
         if self._is_complete:
             self.set_epoch(self.epoch + 1)
@@ -124,8 +147,13 @@ class Epochs:
         raise NotImplementedError
 
     def _check_kind(self, state: State) -> None:
-        if state.keys() != self.state_dict().keys():
-            raise ValueError(f"it is not the state of a loader like this one: it has {', '.join(state) or 'nothing'}.")
+        """Raise ValueError if ``state`` has other keys than the states of this class."""
+        keys = self.state_dict().keys()
+        if state.keys() != keys:
+            raise ValueError(
+                f"this is not the state of a loader like this one: it has {', '.join(state) or 'nothing'}, and not "
+                f"{', '.join(keys)}."
+            )
 
     def note_taken(self, epoch: int, taken: int, count: float) -> None:
         """Note that an iteration over ``epoch`` has handed out ``taken`` of ``count`` batches."""
@@ -134,8 +162,8 @@ class Epochs:
         if taken == 1 and self.left_after > 1 and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "Epoch %d of a loader begins again, in the same order, because it was left after %d of %d batches. If "
-                "it is over, call loader.set_epoch(%d) before the next iteration.",
+                "Epoch %d of a loader begins again, in the same order, because its last iteration ended after %d of %d "
+                "batches. To go on to the next epoch instead, call loader.set_epoch(%d) before the next iteration.",
                 *(epoch, self.left_after, count, epoch + 1),
             )
         self.left_after = taken
@@ -147,16 +175,16 @@ class Epochs:
             self.set_epoch(epoch + 1)
 
 
-def tell_epoch(source: Any, epoch: int) -> None:
-    """Call ``source.set_epoch``, if it has that."""
+def set_epoch_of(source: Any, epoch: int) -> None:
+    """Call ``source.set_epoch`` if there is such a method."""
     if set_epoch := getattr(source, "set_epoch", None):
         set_epoch(epoch)
 
 
 class RankSampler(Epochs, Sampler[Any]):
-    """One rank's part of what another sampler, or a batch sampler, draws: each rank draws all of it alike.
+    """A sampler that draws the share of one rank of what another sampler, or a batch sampler, draws.
 
-    The attributes of that sampler can be read and set here.
+    The attributes of the other sampler can be read and set on this one.
     """
 
     def __init__(
@@ -169,22 +197,29 @@ class RankSampler(Epochs, Sampler[Any]):
         pad: bool,
         drop: bool,
         batch_size: int,
-        numbers: Sequence[int] | None = None,
+        subset_indices: Sequence[int] | None = None,
     ) -> None:
-        """Share out what ``source`` draws.
+        """Share out the indices, or batches of indices, that ``source`` draws.
 
         Args:
-            batch_size: how much of the source the batches of all ranks hold together.
-            numbers: those of the samples in the whole dataset, if they are a subset of one.
+            source: the other sampler or batch sampler.
+            rank: the rank whose share this is.
+            world_size: the number of ranks.
+            seed: the seed of the order.
+            pad: see `Share`.
+            drop: see `Share`.
+            batch_size: the number of items of ``source`` in the batches of all ranks together.
+            subset_indices: the indices of the samples in the whole dataset, if the dataset of the loader is a `Subset`.
         """
         self._seed = seed
         self._share = Share(rank, world_size, batch_size, pad, drop)
-        self._numbers = numbers
+        self._subset_indices = subset_indices
         self._checksums = Checksums()
         super().__init__(source, warns=type(source) is not SequentialSampler)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in OWN_ATTRIBUTES:  # while this is made, copied or unpickled
+        # While this object is made, copied or unpickled, it lacks its own attributes, perhaps even ``source``.
+        if name.startswith("_") or name in OWN_ATTRIBUTES:
             raise AttributeError(name)
         return getattr(self.source, name)
 
@@ -195,7 +230,7 @@ class RankSampler(Epochs, Sampler[Any]):
             setattr(self.source, name, value)
 
     def state_dict(self) -> State:
-        """Return what follows the last batch that was handed out: nothing of this epoch, if that is complete."""
+        """Return the state after the last batch that was handed out: the epoch, the seed and the position."""
         length = self.source_length
         position = self.begin + self.left_after * self._share.together
         if length is not None:
@@ -203,38 +238,38 @@ class RankSampler(Epochs, Sampler[Any]):
         return {"epoch": self.epoch, "seed": self._seed, "position": position, "length": length}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on there.
+        """Make the next iteration begin at the position of ``state``.
 
         Raises:
-            ValueError: that is a state of another loader.
+            ValueError: ``state`` is the state of a different loader.
         """
         self._check_kind(state)
         position = state["position"]
         length = state["length"]
         if not 0 <= position <= (math.inf if length is None else length):
-            raise ValueError(f"it begins at {position} of an epoch of {length}.")
+            raise ValueError(f"the state begins at {position} of an epoch of {length}, so it is damaged.")
         epoch_before = self.epoch
         begin_before = self.begin
-        self.set_epoch(state["epoch"])  # first: the length of the source may be that of its epoch
+        self.set_epoch(state["epoch"])  # before the length is asked for: epochs of the source may differ in length
         own = self.source_length
-        if position == length:  # that epoch is over, however long it would be now
+        if position == length:  # the epoch is complete, even if the source has another length now
             position = position if own is None else own
         elif position > 0 and length != own:
             self.set_epoch(epoch_before)
             self.begin = begin_before
             raise ValueError(
-                f"it is of the middle of an epoch in which the loader drew {length} times, and this one draws {own} "
-                "times."
+                f"the state is of the middle of an epoch in which the loader drew {length} times, but this loader "
+                f"draws {own} times. Give this loader the same dataset and the same sampler."
             )
         self.begin = position
         self._seed = state["seed"]
 
     def batches(self) -> Iterator[list[Any]]:
-        """Yield the samples of this rank, as many at a time as it takes of what the batches of all ranks hold."""
+        """Yield the samples of this rank, one list for each round."""
         source = self.source
         generator = generator_of(source)
-        numbers = OwnRandomNumbers(self._seed + self.epoch, [generator] if generator else [])
-        with numbers.used():
+        random_numbers = OwnRandomNumbers(self._seed + self.epoch, [generator] if generator else [])
+        with random_numbers.used():
             drawn = iter(source)
             first = list(itertools.islice(drawn, min(self.begin, self._share.world_size)))
             for _ in itertools.islice(drawn, self.begin - len(first)):
@@ -244,10 +279,10 @@ class RankSampler(Epochs, Sampler[Any]):
 
         def draw() -> list[Any]:
             nonlocal is_first
-            with numbers.used() if is_first or not draws_at_once else contextlib.nullcontext():
+            with random_numbers.used() if is_first or not draws_at_once else contextlib.nullcontext():
                 samples = list(itertools.islice(drawn, self._share.together))
             if is_first and self._share.world_size > 1:
-                self._checksums = checksums(samples if self._numbers is None else self._numbered(samples))
+                self._checksums = checksums(self._in_dataset(samples))
             is_first = False
             return samples
 
@@ -255,16 +290,19 @@ class RankSampler(Epochs, Sampler[Any]):
 
     @property
     def name(self) -> str:
-        """The kind of the source, for errors; with a subset, which may be what differs."""
-        return super().name if self._numbers is None else f"{super().name} over a Subset"
+        """The type of the source, for errors. It mentions a `Subset`, because the ranks may have different ones."""
+        return super().name if self._subset_indices is None else f"{super().name} over a Subset"
 
-    def _numbered(self, samples: list[Any]) -> list[Any]:
-        numbers: Any = self._numbers
-        whole: list[Any] = tree_map(lambda index: numbers[index] if isinstance(index, int) else index, samples)
+    def _in_dataset(self, samples: list[Any]) -> list[Any]:
+        """Return ``samples`` with each index into a `Subset` replaced by the index into the whole dataset."""
+        if self._subset_indices is None:
+            return samples
+        indices: Any = self._subset_indices
+        whole: list[Any] = tree_map(lambda index: indices[index] if isinstance(index, int) else index, samples)
         return whole
 
-    def drawn(self) -> Checksums:
-        """Return the checksums of what this iteration began with."""
+    def first_checksums(self) -> Checksums:
+        """Return the checksums of the first samples of this iteration."""
         return self._checksums
 
     def __iter__(self) -> Iterator[Any]:
@@ -273,7 +311,7 @@ class RankSampler(Epochs, Sampler[Any]):
 
     @property
     def source_length(self) -> int | None:
-        """The number of times that the source draws in an epoch; None if it does not say."""
+        """The number of times that the source draws in an epoch; None if the source has no length."""
         try:
             return len(self.source)
         except (TypeError, NotImplementedError):
@@ -281,7 +319,7 @@ class RankSampler(Epochs, Sampler[Any]):
 
     @property
     def fewest(self) -> int:
-        """Return the number of samples of the rank with the fewest, if nothing is repeated."""
+        """Return the number of samples of the rank that has the fewest, without padding."""
         return (len(self.source) - self.begin) // self._share.world_size
 
     def __len__(self) -> int:
@@ -292,13 +330,15 @@ class RankSampler(Epochs, Sampler[Any]):
         return count + (over > 0 if share.pad else share.rank < over)
 
 
-OWN_ATTRIBUTES = {"source", "iteration", "epoch", "begin", "left_after"}  # of `RankSampler`, by which it counts
+# Public attributes of a `RankSampler` itself. All other public attributes are those of its source.
+OWN_ATTRIBUTES = {"source", "iteration", "epoch", "begin", "left_after"}
 
 
 class EvenBatches(BatchSampler):
-    """As many batches as each other rank has, of samples that are not shared out evenly.
+    """A batch sampler for samples that are not padded: all ranks have equally many batches.
 
-    One sample too many goes into the last batch, instead of being a batch alone.
+    Some ranks have one sample more than others. That sample goes into their last batch, which may so hold one more than
+    ``batch_size``, instead of being a batch of its own.
     """
 
     sampler: RankSampler
@@ -314,15 +354,20 @@ class EvenBatches(BatchSampler):
 
 
 def even_batches(fewest: int, batch_size: int, has_any: bool) -> int:
-    """Return how many batches a rank has, where the rank with the ``fewest`` samples has so many; none without any."""
+    """Return the number of batches of a rank that shares samples out without padding.
+
+    Args:
+        fewest: the number of samples of the rank that has the fewest.
+        batch_size: the batch size of one rank.
+        has_any: this rank has at least one sample.
+    """
     return max(math.ceil(fewest / batch_size), int(has_any))
 
 
 class Stream(Epochs, IterableDataset[Any]):
-    """One rank's part of an iterable dataset, batch by batch: each rank draws all of it alike.
+    """An iterable dataset that yields the share of one rank of another iterable dataset, batch by batch.
 
-    Of what each worker of the loader draws, as many samples as the batches of all ranks hold together are shared out at
-    a time, to the end.
+    Each worker of the loader shares out the samples that it draws itself, round by round.
     """
 
     def __init__(
@@ -336,15 +381,27 @@ class Stream(Epochs, IterableDataset[Any]):
         drop: bool,
         **loader: Any,
     ) -> None:
-        """``loader``: its ``batch_size``, None where ``source`` makes the batches, and ``num_workers``."""
+        """Share out the samples of ``source``.
+
+        Args:
+            source: the other dataset.
+            rank: the rank whose share this is.
+            world_size: the number of ranks.
+            seed: the seed of the random numbers with which ``source`` draws.
+            pad: see `Share`.
+            drop: see `Share`.
+            loader: the options ``batch_size`` and ``num_workers`` of the loader. ``batch_size`` is None if ``source``
+                makes the batches itself.
+        """
         self._seed = seed
         self._batch_size = loader["batch_size"]
         self._num_workers = loader["num_workers"]
         self._share = Share(rank, world_size, (self._batch_size or 1) * world_size, pad, drop)
-        # The epoch and the seed for workers, which may live longer than an epoch; `Checksums`, from the first worker.
+        # Memory that this process shares with the workers. The epoch and the seed are for the workers; after them come
+        # the `Checksums`, which the first worker writes.
         numbers = [0, seed % 2**63, 0, *[0] * (2 * PLACES)]
         self._shared = torch.tensor(numbers).share_memory_()  # type: ignore[no-untyped-call]
-        super().__init__(source, warns=False)  # many a stream has no end
+        super().__init__(source, warns=False)  # many streams have no end, so leaving an epoch early is no mistake
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
@@ -354,29 +411,32 @@ class Stream(Epochs, IterableDataset[Any]):
         super().begin_iteration()
         self._shared[2:] = 0
 
-    def drawn(self) -> Checksums:
-        """Return the checksums of what this iteration began with; empty, as long as the first worker has not drawn."""
+    def first_checksums(self) -> Checksums:
+        """Return the checksums of the first samples of this iteration; empty until the first worker has drawn."""
         count, *sums = self._shared[2:].tolist()
         return Checksums(count, sums[:PLACES], sums[PLACES:])
 
     def state_dict(self) -> State:
-        """Return what follows the last batch that was handed out: nothing of this epoch, if that is complete."""
+        """Return the state after the last batch that was handed out: the epoch, the seed and the position."""
         position = self.begin + self.left_after
         loader = {"together": self._share.together, "num_workers": self._num_workers}
         return {"epoch": self.epoch, "seed": self._seed, "position": position} | loader
 
     def load_state_dict(self, state: State) -> None:
-        """Go on there.
+        """Make the next iteration begin at the position of ``state``.
 
         Raises:
-            ValueError: that is a state of another loader.
+            ValueError: ``state`` is the state of a different loader.
         """
         self._check_kind(state)
         own = self.state_dict()
         words = {"together": "samples in the batches of all ranks together", "num_workers": "workers"}
         for name, what in words.items():
             if state[name] != own[name]:
-                raise ValueError(f"it is of a loader with {state[name]} {what}, and this one has {own[name]}.")
+                raise ValueError(
+                    f"the state is of a loader with {state[name]} {what}, but this one has {own[name]}. Make this "
+                    "loader with the same number."
+                )
         self.set_epoch(state["epoch"])
         self.begin = state["position"]
         self._seed = state["seed"]
@@ -386,24 +446,25 @@ class Stream(Epochs, IterableDataset[Any]):
         worker = get_worker_info()
         number = worker.id if worker else 0
         epoch, seed, *_ = self._shared.tolist()
-        if epoch != self.epoch:  # in a worker that has outlived an epoch: here is a copy of before
+        if epoch != self.epoch:  # this is an old copy, in a worker that has lived longer than an epoch
             self.epoch = epoch
-            tell_epoch(self.source, epoch)
+            set_epoch_of(self.source, epoch)
         if isinstance(self.source, IterDataPipe):
             _prepare_pipe(self.source, seed + epoch)
-        numbers = OwnRandomNumbers(random.Random(f"{seed} {epoch} {number}").getrandbits(62))
-        with numbers.used():
+        random_numbers = OwnRandomNumbers(random.Random(f"{seed} {epoch} {number}").getrandbits(62))
+        with random_numbers.used():
             stream = iter(self.source)
         is_first = True
 
         def draw() -> list[Any]:
             nonlocal is_first
-            with numbers.used():
+            with random_numbers.used():
                 samples = list(itertools.islice(stream, self._share.together))
             if is_first and number == 0 and self._share.world_size > 1:
                 first = checksums(samples)
                 self._shared[3:] = torch.tensor(first.of_keys + first.of_others)
-                self._shared[2] = first.samples  # last: from here on they are read
+                # Written last, because the rank takes the checksums as complete once this number is not 0.
+                self._shared[2] = first.samples
             is_first = False
             return samples
 
@@ -415,7 +476,7 @@ class Stream(Epochs, IterableDataset[Any]):
 
     def __len__(self) -> int:
         """Return the number of batches, if the dataset knows its length."""
-        samples = len(self.source)  # Python says what has no length
+        samples = len(self.source)  # raises the usual TypeError if the dataset has no length
         share = self._share
         full, rest = divmod(samples, share.together)
         if share.pad or share.drop:
@@ -428,7 +489,10 @@ class Stream(Epochs, IterableDataset[Any]):
 
 
 def _prepare_pipe(pipe: IterDataPipe[Any], seed: int) -> None:
-    """Do what torch's loader does for a pipe: the workers shuffle alike and share out what a sharding filter marks."""
+    """Prepare a DataPipe in a worker, as torch's loader would: with the seed for shuffling, and the part of the worker.
+
+    Torch's loader does this only if its dataset is a DataPipe, but here its dataset is the `Stream`.
+    """
     from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
     worker = get_worker_info()
@@ -437,7 +501,7 @@ def _prepare_pipe(pipe: IterDataPipe[Any], seed: int) -> None:
 
 
 def _draws_at_once(source: Any) -> bool:
-    """Return whether ``source`` draws no more random numbers once it has given its first sample."""
+    """Return whether ``source`` draws all its random numbers before it yields its first sample."""
     if type(source) is RandomSampler:
         return not source.replacement and source.num_samples == len(source.data_source)
     return type(source) in DRAW_AT_ONCE

@@ -1,7 +1,12 @@
-"""The states of models, optimizers and others: how they are saved, and how they are loaded.
+"""The states of models, optimizers and other objects, made ready to be saved or to be loaded.
 
-A saved state is whole and without wrappers, whatever strategy a model is trained by. Each ``load_state_dict`` decides
-for itself what it takes: with its hooks, its migrations of old states, its options. Nothing is checked before it.
+A saved state does not depend on how the model was trained. It has no names of wrappers, such as the ``module.`` that
+DDP puts before each name. Unless the checkpoint is sharded, each tensor in it is whole. So a checkpoint can be loaded
+into a model that is wrapped or sharded in another way.
+
+When a state is loaded, its tensors are sharded and its names are changed as the target needs them. Nothing else is
+checked or changed here: the ``load_state_dict`` of the target decides what it accepts, with its own hooks and its own
+migrations of old states.
 """
 
 from __future__ import annotations
@@ -23,19 +28,24 @@ from ._shards import Shards, is_sharded
 from .model import unwrap_model
 
 TakeSharded = Callable[[str, Any], Any]
-WRAPPERS = {"module", "_orig_mod"}  # what DDP, DataParallel, AveragedModel and torch.compile put into names
-NAMED_KEYS = 5  # of a file, in an error
+WRAPPERS = {"module", "_orig_mod"}  # the names that DDP, DataParallel, AveragedModel and torch.compile add to keys
+NAMED_KEYS = 5  # the number of keys of a file that an error names
 
 
 def saved_state(name: str, value: Any, take: TakeSharded) -> Any:
-    """Return the state of ``value``, or ``value`` itself, as `torch.load` can read it. Every rank calls it.
+    """Return the state of ``value`` in a form that `torch.load` can read. Every rank calls this function.
 
-    NumPy's numbers become Python's. Each sharded tensor becomes what ``take`` returns for its path and itself.
+    NumPy's numbers are converted to Python's.
+
+    Args:
+        name: the name of the value in the checkpoint.
+        value: an object with a ``state_dict``, or a value that is its own state.
+        take: is called with the path and the value of each sharded tensor, and returns its replacement in the state.
     """
     if isinstance(value, nn.Module):
         value = unwrap_model(value)
     if _is_zero(value):
-        value.consolidate_state_dict(to=0)  # torch's own state_dict() raises on every rank that has not got the whole
+        value.consolidate_state_dict(to=0)  # afterwards only rank 0 has the whole state; on others state_dict() raises
         state = value.state_dict() if current_world().is_main else {}
     else:
         state = value.state_dict() if hasattr(value, "state_dict") else value
@@ -49,19 +59,21 @@ def saved_state(name: str, value: Any, take: TakeSharded) -> Any:
 
 
 def loadable(name: str, target: Any, saved: Mapping[str, Any], shards: Shards) -> Any:
-    """Return the saved state of that name as ``target.load_state_dict`` takes it, with tensors sharded as there.
+    """Return the saved state called ``name`` in the form that ``target.load_state_dict`` needs.
 
-    Tensors that were saved sharded are empty until ``shards`` has read them.
+    Its tensors are sharded as those of the target are. Tensors that were saved sharded are empty until ``shards`` has
+    read them.
 
     Raises:
         TypeError: ``target`` has no ``load_state_dict``.
-        ValueError: nothing was saved under that name.
+        ValueError: nothing was saved under this name.
     """
     if name not in saved:
         raise ValueError(_why_missing(name, target, saved))
     if not hasattr(target, "load_state_dict"):
         raise TypeError(
-            f"{name} is a {type(target).__name__} without load_state_dict: its value is in what is returned."
+            f"{name} is a {type(target).__name__} without load_state_dict: take its value from the dict that "
+            "load_checkpoint() returns."
         )
     state = saved[name]
     if isinstance(target, nn.Module) and isinstance(state, dict):
@@ -72,7 +84,7 @@ def loadable(name: str, target: Any, saved: Mapping[str, Any], shards: Shards) -
 
 
 def copied_state(state: Any, shards: Shards) -> Any:
-    """Return ``state`` with its tensors copied out of the file.
+    """Return ``state`` with its tensors copied, because the originals are mapped from the file.
 
     Tensors that were saved sharded are empty until ``shards`` has read them.
     """
@@ -80,10 +92,10 @@ def copied_state(state: Any, shards: Shards) -> Any:
 
 
 def load(name: str, target: Any, state: Any) -> None:
-    """Have ``target`` load ``state``.
+    """Call ``target.load_state_dict(state)``.
 
     Raises:
-        ValueError: its ``load_state_dict`` raised; what it raised is the cause.
+        ValueError: ``load_state_dict`` raised an exception, which is the cause of this error.
     """
     try:
         target.load_state_dict(state)
@@ -92,12 +104,13 @@ def load(name: str, target: Any, state: Any) -> None:
 
 
 def _why_missing(name: str, target: Any, saved: Mapping[str, Any]) -> str:
+    """Return the message of the error that nothing was saved under ``name``."""
     names = [repr(key) for key in saved]
     more = f" and {len(names) - NAMED_KEYS} more" if len(names) > NAMED_KEYS else ""
-    why = f"it has no {name!r}, only {', '.join(names[:NAMED_KEYS]) or 'random numbers'}{more}."
+    why = f"the file has no {name!r}, only {', '.join(names[:NAMED_KEYS]) or 'random numbers'}{more}."
     if saved and all(isinstance(value, torch.Tensor) for value in saved.values()):
         loads = f"{name}.load_state_dict(torch.load(path))" if isinstance(target, nn.Module) else "torch.load(path)"
-        why += f" It looks like the bare state_dict of one model, which {loads} reads."
+        why += f" The file looks like the bare state_dict of one model: load it by {loads}."
     return why
 
 
@@ -106,22 +119,29 @@ def _of_model(model: nn.Module, state: Mapping[str, Any], shards: Shards) -> dic
     renamed = _under_own_names(state, model, own)
     for key, value in list(renamed.items()):
         if isinstance(value, torch.Tensor):
-            renamed[key] = _placed(value, own.get(key), shards, copies=False)  # the model copies it
+            renamed[key] = _placed(value, own.get(key), shards, copies=False)  # load_state_dict copies the numbers
     return renamed
 
 
 def _under_own_names(state: Mapping[str, Any], model: nn.Module, own: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return a copy of ``state`` whose keys have the wrappers that the keys of ``model`` have.
+    """Return a copy of ``state`` in which the keys have the same names of wrappers as the keys of ``model``.
 
-    A key begins with the path of a module, and wrappers are modules. So it is enough to find the module: what stands
-    behind its path is for the hooks of ``model``, which may know it under an old name. The versions of the modules, by
-    which each of them sees how old its state is, go along.
+    A key consists of the path of a module and the name of a parameter in it. Wrappers are modules, so only the path
+    needs to be changed. The name behind it stays as it was saved, because it may be an old name that the hooks of
+    ``model`` still know. A state also holds the version of each module, by which the module recognises an old state.
+    The keys of these versions are changed too.
+
+    Args:
+        state: the saved state.
+        model: the model that is to load it.
+        own: the state of the model, for its keys.
     """
     renamed = OrderedDict(state)
     versions = getattr(state, "_metadata", None)
+    # If two keys differ only in names of wrappers, the user has modules of these names. Then the keys stay as they are.
     is_ambiguous = len(set(map(_bare, own))) < len(own) or len(set(map(_bare, state))) < len(state)
-    if not is_ambiguous and not state.keys() <= own.keys():  # ambiguous: a part of the user's own is called "module"
-        # Of several modules with the same bare path, as a wrapper and what it wraps, the innermost comes last.
+    if not is_ambiguous and not state.keys() <= own.keys():
+        # A wrapper and the module in it have the same bare path. The inner one comes later here, so it is the one kept.
         path_of = {_bare(path): path for path, _ in model.named_modules()}
         renamed = OrderedDict((key if key in own else _own_name(key, path_of), value) for key, value in state.items())
         if versions is not None:
@@ -132,7 +152,12 @@ def _under_own_names(state: Mapping[str, Any], model: nn.Module, own: Mapping[st
 
 
 def _own_name(key: str, path_of: Mapping[str, str]) -> str:
-    """Return ``key`` with the path of its module replaced by the one that ``path_of`` has for it."""
+    """Return ``key`` with the path of its module replaced by the path that the model has for this module.
+
+    Args:
+        key: a key of a saved state.
+        path_of: the paths of the model's modules, under the same paths without wrappers.
+    """
     parts = _bare(key).split(".")
     for length in range(len(parts), -1, -1):
         path = path_of.get(".".join(parts[:length]))
@@ -142,13 +167,14 @@ def _own_name(key: str, path_of: Mapping[str, str]) -> str:
 
 
 def _bare(key: str) -> str:
+    """Return ``key`` without the names of wrappers."""
     return ".".join(part for part in key.split(".") if part not in WRAPPERS)
 
 
 def _of_optimizer(optimizer: Optimizer, state: Mapping[str, Any], shards: Shards) -> dict[str, Any]:
     numbers = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
     parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    parameter_of = dict(zip(numbers, parameters, strict=False))  # torch refuses other groups itself
+    parameter_of = dict(zip(numbers, parameters, strict=False))  # if the lengths differ, load_state_dict raises
 
     def placed(number: Any, values: Any) -> Any:
         return _mapped(values, "", lambda _, leaf: _placed(leaf, parameter_of.get(number), shards))
@@ -164,10 +190,11 @@ def _is_zero(value: Any) -> bool:
 
 
 def _mapped(value: Any, path: str, change: Callable[[str, Any], Any]) -> Any:
-    """Return a nest of dicts, lists and tuples with each leaf replaced by what ``change`` makes of its path and itself.
+    """Return nested dicts, lists and tuples with each leaf replaced by the result of ``change(path, leaf)``.
 
-    A container in which nothing changes is used as it is. Another one is copied by its own type, and only the parts
-    that change are set in the copy: a Counter counts what it is updated with, and other dicts have rules of their own.
+    A container in which nothing changes is used as it is. If a part changes, the container is copied by `copy.copy`,
+    and only the changed parts are set in the copy. A new container must not be made from all parts, because subclasses
+    of dict have rules of their own: a Counter, for instance, counts the parts.
     """
     if isinstance(value, dict):
         items = list(value.items())
@@ -181,17 +208,20 @@ def _mapped(value: Any, path: str, change: Callable[[str, Any], Any]) -> Any:
         return value
     if isinstance(value, tuple):
         return tuple(changed.get(index, part) for index, part in items)
-    copied = copy.copy(value)  # a dict keeps its attributes, as the versions of modules are
+    copied = copy.copy(value)  # keeps the attributes of a dict, such as the versions of modules
     for key, part in changed.items():
         copied[key] = part
     return copied
 
 
 def _placed(value: Any, wanted: Any, shards: Shards, *, copies: bool = True) -> Any:
-    """Return ``value`` sharded as ``wanted`` is, if that is a sharded tensor of its shape.
+    """Return a value of the file, sharded as ``wanted``.
 
     Args:
-        copies: copy another tensor, which may still be in the file.
+        value: the value. Only tensors are changed.
+        wanted: the tensor of the target. If it is not sharded or has another shape, the value is not sharded.
+        shards: gives the empty tensor for a stand-in.
+        copies: copy a tensor that is not sharded, so that it does not depend on the file.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -201,5 +231,6 @@ def _placed(value: Any, wanted: Any, shards: Shards, *, copies: bool = True) -> 
         return value.clone() if copies else value
     from torch.distributed.tensor import distribute_tensor
 
-    part = distribute_tensor(value, wanted.device_mesh, wanted.placements, src_data_rank=None)  # cut here, not sent
-    return part.clone()  # older torch gives a view, which keeps all of ``value``
+    # With ``src_data_rank=None`` each rank cuts its part out of its own copy, and nothing is sent.
+    part = distribute_tensor(value, wanted.device_mesh, wanted.placements, src_data_rank=None)
+    return part.clone()  # older versions of torch return a view, which would keep all of ``value`` in memory

@@ -1,4 +1,4 @@
-"""A batch moved to a device, whatever it is made of."""
+"""Moving a batch to a device, including tensors inside containers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 def move_to_device(batch: T, device: torch.device) -> T:
-    """Return ``batch`` with its tensors on ``device``, without waiting for those in pinned memory.
+    """Return ``batch`` with its tensors on ``device``. Copies from pinned memory may still be under way on return.
 
-    Tensors are found where torch's own ``pin_memory`` finds them, in mappings and sequences of every type, and also in
-    dataclasses and namespaces. Anything else with a method ``to`` is moved by that.
+    The function finds the tensors that torch's own ``pin_memory`` finds: those in mappings and sequences of every type.
+    It also finds tensors in dataclasses and namespaces. Any other object with a method ``to`` is moved by this method.
     """
     if device.type == "cpu":
         return batch
@@ -45,37 +45,40 @@ def _moved(part: Any, device: torch.device) -> Any:
         return part
     moved = copy.copy(part)
     for name in names:
-        object.__setattr__(moved, name, _moved(getattr(part, name), device))  # it may be frozen
+        object.__setattr__(moved, name, _moved(getattr(part, name), device))  # works for frozen dataclasses too
     return moved
 
 
 def _moved_by_itself(part: Any, device: torch.device) -> Any:
+    """Return ``part`` moved by its own method ``to``, without waiting if the method has a ``non_blocking``."""
     try:
         parameters = inspect.signature(part.to).parameters.values()
-    except (TypeError, ValueError):  # written in C, without a signature
+    except (TypeError, ValueError):  # the method is written in C and has no signature
         parameters = {}.values()
-    waits = not any(each.name == "non_blocking" or each.kind is each.VAR_KEYWORD for each in parameters)
+    waits = not any(
+        parameter.name == "non_blocking" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters
+    )
     moved = part.to(device) if waits else part.to(device, non_blocking=True)
-    return part if moved is None else moved  # it moves in place
+    return part if moved is None else moved  # None: the method moves ``part`` in place
 
 
 def _mapping(part: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     if isinstance(part, dict):
-        moved = copy.copy(part)  # with the attributes of its own type, and its default
+        moved = copy.copy(part)  # keeps the attributes of its type, such as the default of a defaultdict
         for key, value in values.items():
             if value is not part[key]:
                 moved[key] = value
         return moved
     try:
         return type(part)(values)  # type: ignore[call-arg]
-    except TypeError:  # it cannot be made of a dict
+    except TypeError:  # this type cannot be made from a dict
         return values
 
 
 def _sequence(part: Sequence[Any], values: list[Any]) -> Any:
     if all(value is before for value, before in zip(values, part, strict=True)):
         return part
-    if hasattr(part, "_fields"):  # a named tuple
+    if hasattr(part, "_fields"):  # a NamedTuple
         return type(part)(*values)
     if isinstance(part, list):
         moved = copy.copy(part)

@@ -16,29 +16,33 @@ from .._engine.ranks.records import call_name
 from ..ddp import initialize_ddp
 from ..errors import RankError
 
-# Torch has an exception of its own only for accelerators, and not for what their libraries allocate.
+# Texts in a RuntimeError that says that memory is used up. Torch raises its own OutOfMemoryError only for accelerators,
+# and not for the memory that libraries such as cuDNN allocate there.
 MARKS = ("can't allocate memory", "not enough memory", "ALLOC_FAILED", "out of memory", "nable to find an engine")
 logger = logging.getLogger("nn_parallel")
 
 
 def find_batch_size(fn: Callable[[int], object], start: int) -> int:
-    """Return the first of ``start``, half of it, a quarter, ... with which no rank runs out of memory. All call it.
+    """Find a batch size with which no rank runs out of memory. Every rank calls this function.
 
-    Where one rank does, the others leave their collectives, what the failed try has allocated is given back, and all
-    ranks try the next size, in a new process group.
+    The function tries ``start``, then half of it, then a quarter, and so on. If one rank runs out of memory, the other
+    ranks are freed from their collectives, the memory of the failed try is released, and all ranks try the next size in
+    a new process group.
 
     Args:
-        fn: makes a training step on the batch size that it is given, that of one rank. What belongs to a process group
-            it makes itself, DDP models above all; what it keeps in variables outside stays allocated.
-        start: the first size.
+        fn: makes a training step. Its argument is the batch size of one rank. ``fn`` itself must make everything that
+            depends on a process group, above all DDP models, because each try may have a new group. Objects that it
+            stores in variables outside of it stay allocated.
+        start: the first size to try.
 
     Returns:
-        The size, the same on all ranks.
+        The batch size of one rank, the same on all ranks.
 
     Raises:
-        ValueError: ``start`` is no whole number, or below one.
-        MemoryError: on every rank: a batch of one sample does not fit; the message tells what could not be allocated.
-        RankError: on every rank, where there are several: ``fn`` raised something else on one. Alone: that itself.
+        ValueError: ``start`` is not a whole number, or is less than 1.
+        MemoryError: on every rank: a batch of one sample does not fit. The message says what could not be allocated.
+        RankError: on every rank, if there are several ranks: ``fn`` raised a different exception on one of them. In a
+            world of one rank, that exception itself is raised.
 
     Example::
 
@@ -49,7 +53,7 @@ def find_batch_size(fn: Callable[[int], object], start: int) -> int:
         loader = DataLoader(dataset, batch_size=find_batch_size(step, start=256))
     """
     if not isinstance(start, int) or start < 1:
-        raise ValueError(f"start={start!r} must be a whole number, at least 1.")
+        raise ValueError(f"start={start!r} must be a whole number of at least 1.")
     size = start
     while (reason := _why_too_large(fn, size)) is not None:
         if size == 1:
@@ -60,9 +64,10 @@ def find_batch_size(fn: Callable[[int], object], start: int) -> int:
 
 
 def _why_too_large(fn: Callable[[int], object], size: int) -> str | None:
-    """Return None, if it is not; what the try has allocated is given back.
+    """Try one step. Return the reason why ``size`` is too large, or None if the step fits into memory.
 
-    No more than text leaves this: an exception keeps what its frames have allocated.
+    The reason is a text and not an exception, because an exception keeps its frames, and these keep the memory of the
+    step. That memory is released before this function returns.
     """
     try:
         return _try(fn, size)
@@ -77,7 +82,7 @@ def _try(fn: Callable[[int], object], size: int) -> str | None:
     try:
         with block(f"find_batch_size() with {size}"):
             fn(size)
-            synchronize(world.device)  # of its kernels' failures some come only now
+            synchronize(world.device)  # some failures of kernels are raised only now
     except RankError as error:
         if not _is_out_of_memory(error.failures[error.rank]):
             raise

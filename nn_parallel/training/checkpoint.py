@@ -1,4 +1,8 @@
-"""Checkpoints that survive a kill at any moment, and load at any number of ranks, wrapped or not, sharded or whole."""
+"""`save_checkpoint` and `load_checkpoint`.
+
+A kill at any moment leaves a complete checkpoint. A checkpoint can be loaded with another number of ranks, and into a
+model that is wrapped or sharded in another way. `_checkpoint_file`, `_states`, `_shards` and `_saving` explain how.
+"""
 
 from __future__ import annotations
 
@@ -27,60 +31,62 @@ from ._states import copied_state, load, loadable, saved_state
 from .collectives import all_gather_object, all_ranks
 from .model import unwrap_model
 
-# Keys in the file: the random numbers of all ranks; the folder of the sharded tensors, beside the file.
-RANDOM_STATES = "random_states"
-FOLDER = "shards_folder"
+# Keys in the file that `save_checkpoint` adds.
+RANDOM_STATES = "random_states"  # of all ranks
+FOLDER = "shards_folder"  # the path of the folder with the shards, from the folder of the file
 logger = logging.getLogger("nn_parallel")
 
 
 def save_checkpoint(
     path: str | os.PathLike[str], *, keep: int = 1, sharded: bool = False, asynchronous: bool = False, **state: Any
 ) -> None:
-    """Save the state of models, optimizers and whatever else training needs to go on. Every rank calls it.
+    """Save everything that training needs to go on, such as models and optimizers. Every rank calls this function.
 
-    Rank 0 writes it beside ``path`` and then puts it there: whatever ends the process, at ``path`` is the old
-    checkpoint or the new one, whole. The states of the random numbers of all ranks are saved with it.
+    Rank 0 first writes the checkpoint into a second file and then puts that file at ``path``. So if the process is
+    killed at any moment, the old or the new checkpoint is at ``path``, complete. The states of the random numbers of
+    all ranks are saved too.
 
     Args:
-        path: one file, that `torch.load` reads with ``weights_only=True`` as a dict of what is given here.
-        keep: how many checkpoints to keep: the new one, and as ``last.1.pt``, ``last.2.pt``, ... those that were at
-            ``path`` before, the latest first.
-        sharded: have each rank write its part of sharded models and their optimizers, so that no rank ever holds a
-            whole one: with `torch.distributed.checkpoint`, into a folder ``last.pt.shards`` beside the file. All ranks
-            must reach it, by a common disk, also to load from it.
-        asynchronous: return once all is copied in the memory of the CPU, and write it in a thread while training goes
-            on. The next call of `save_checkpoint` or `load_checkpoint`, `cleanup_ddp` and the end of the process, or
-            of the call of a pool, wait for it; the first two raise what went wrong, on every rank, and at the end that
-            is logged. Until all of it is written, at ``path`` is the checkpoint before. What is sharded needs the
-            process group: if ranks fail together meanwhile, it is given up. Call `cleanup_ddp` before your own code
-            destroys a group.
-        state: anything with a ``state_dict`` (models, optimizers, schedulers, scalers, prepared loaders); numbers,
-            strings, tensors, and lists, tuples and dicts of them. Models are saved without their wrappers, and sharded
-            ones whole, with their optimizers; NumPy's numbers as Python's.
+        path: the file. `torch.load` can read it with ``weights_only=True``, as a dict with the names in ``state``.
+        keep: the number of checkpoints to keep. They are the new one, and the previous ones as ``last.1.pt`` (the
+            latest), ``last.2.pt``, and so on.
+        sharded: each rank writes its part of sharded models and of their optimizers, so that no rank ever holds a whole
+            model. The parts are written by `torch.distributed.checkpoint` into a folder ``last.pt.shards`` beside the
+            file. To save and to load, all ranks must reach this folder, on a common disk.
+        asynchronous: copy the state into the memory of the CPU and return. A thread then writes the checkpoint while
+            training goes on; until it has finished, the previous checkpoint stays at ``path``. The next
+            `save_checkpoint` or `load_checkpoint` waits for the thread, and raises its errors on every rank.
+            `cleanup_ddp`, the end of the process and the end of a call of a pool wait for it too; at the end of the
+            process, errors are logged. Sharded tensors need the process group: if ranks fail together meanwhile, the
+            checkpoint is given up. Call `cleanup_ddp` before your own code destroys a process group.
+        state: the values to save, under their names. A value may be an object with a ``state_dict`` (models,
+            optimizers, schedulers, scalers, prepared loaders), a number, a string, a tensor, or a list, tuple or dict
+            of these. Models are saved without their wrappers. Without ``sharded``, sharded models and their optimizers
+            are saved whole. NumPy's numbers are saved as Python's.
 
     Raises:
-        ValueError: a value is such that it could not be loaded.
-        OSError: it cannot be written, for instance because the disk is full or there is no such folder; what was at
-            ``path`` is still there.
-        RankError: one of these, where there are several ranks, on each of them.
-        RankTimeoutError: a rank has not called it within the timeout of the process group.
+        ValueError: a value could not be loaded again; the message names it.
+        OSError: the checkpoint cannot be written, for instance because the disk is full or the folder does not exist.
+            The previous checkpoint is still at ``path``.
+        RankError: on every rank, if there are several ranks: one of these errors.
+        RankTimeoutError: a rank has not called this function within the timeout of the process group.
 
     Example::
 
         save_checkpoint("last.pt", model=model, optimizer=optimizer, loader=loader, epoch=epoch)
     """
-    if own := {RANDOM_STATES, FOLDER} & state.keys():
-        raise ValueError(f"{own.pop()!r} is the name of what save_checkpoint adds itself.")
+    if reserved := {RANDOM_STATES, FOLDER} & state.keys():
+        raise ValueError(f"The name {reserved.pop()!r} is reserved, because save_checkpoint() uses it: choose another.")
     if not isinstance(keep, int) or keep < 1:
-        raise ValueError(f"keep={keep!r} must be a whole number, at least 1.")
+        raise ValueError(f"keep={keep!r} must be a whole number of at least 1.")
     world = initialize_ddp()
     file = Path(path).resolve()
     shards = Shards()
     finish_saving("save_checkpoint()")
 
     def take_whole(_: str, tensor: Any) -> torch.Tensor | None:
-        all_of_it: torch.Tensor = tensor.full_tensor()
-        return all_of_it.cpu() if world.is_main else None
+        whole: torch.Tensor = tensor.full_tensor()  # a collective
+        return whole.cpu() if world.is_main else None
 
     with block("save_checkpoint()"):
         take = shards.add if sharded else take_whole
@@ -115,27 +121,30 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, Any]:
-    """Load what `save_checkpoint` has saved. Every rank calls it.
+    """Load a checkpoint that `save_checkpoint` has saved. Every rank calls this function.
 
-    Rank 0 reads the file, and so does each other rank that finds the same one there; to the others rank 0 sends it. The
-    number of ranks, wrappers and sharding may differ from those at the time of saving. If the number of ranks is the
-    same, their random numbers go on where they were; not if nothing but models is loaded, as for a new training.
+    If all ranks find the same file at ``path``, each rank reads it. Otherwise rank 0 reads the file and sends it to the
+    others. The number of ranks, the wrappers and the sharding may be different from those at the time of saving.
+
+    If the number of ranks is the same, the random numbers of each rank go on where they were. They are not
+    restored if all targets are models, because that usually begins a new training.
 
     Args:
-        path: the file; code in it, and in the shards beside it, is not executed.
-        targets: what to load into, under the names that were saved, in this order. Each ``load_state_dict`` decides
-            what it takes, with its hooks and its migrations of old states. If one raises, on whichever rank, the
-            targets are as torch has left them.
+        path: the file. Code in the file, or in the shards beside it, is not executed.
+        targets: the objects to load into, under the names that were given to `save_checkpoint`. They are loaded in this
+            order. The ``load_state_dict`` of each target decides what it accepts, with its hooks and its migrations of
+            old states. If one of them raises on any rank, the targets stay as torch has left them.
 
     Returns:
-        The rest of what was saved, by its names.
+        The saved values that are not in ``targets``, under their names.
 
     Raises:
-        ValueError: on every rank: the file is damaged, holds objects that are more than data, or lacks a target; or a
-            ``load_state_dict`` raised, and what it raised is the cause.
-        OSError: on every rank: rank 0 cannot read it, for instance because there is none yet (`FileNotFoundError`).
-        RankError: on every rank, where there are several: one failed in another way.
-        RankTimeoutError: a rank has not called it within the timeout of the process group.
+        ValueError: on every rank: the file is damaged, holds objects that are more than data, or has no state for a
+            target; or a ``load_state_dict`` raised an exception, which is the cause of this error.
+        OSError: on every rank: rank 0 cannot read the file, for instance because there is no checkpoint yet
+            (`FileNotFoundError`).
+        RankError: on every rank, if there are several ranks: one of them failed in another way.
+        RankTimeoutError: a rank has not called this function within the timeout of the process group.
 
     Example::
 
@@ -164,7 +173,7 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
 
     with block("load_checkpoint()"):
         problem = _problem_of(read) or _problem_of(load_all)
-    if problem is not None:  # raised in the block, it would close the process group
+    if problem is not None:  # raised only here, because an exception in the block would close the process group
         raise ValueError(f"{path} does not fit: {problem}") from problem.__cause__
     if targets and all(isinstance(target, nn.Module) for target in targets.values()):
         return rest
@@ -172,12 +181,17 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
         _set_random_state(random_states[world.rank])
     elif random_states:
         count = len(random_states)
-        logger.info("%s is of %d ranks, not %d: random numbers do not go on from it.", path, count, world.world_size)
+        logger.info(
+            "%s is of %d ranks, but now there are %d: random numbers are not restored.", path, count, world.world_size
+        )
     return rest
 
 
 def _problem_of(step: Callable[[], None]) -> Exception | None:
-    """Call ``step``; return why it failed on any rank, with this rank's own error first. Every rank calls it."""
+    """Call ``step``, and return the error of this rank or else that of another rank; None if there is none.
+
+    Every rank calls this function.
+    """
     own: Exception | None = None
     try:
         step()
@@ -188,7 +202,7 @@ def _problem_of(step: Callable[[], None]) -> Exception | None:
 
 
 def _write_file(path: Path, write: Callable[[IO[bytes]], object], keep: int, folder: Path | None) -> None:
-    """Write the file at ``path``, once the names of its shards in their ``folder`` are on the disk, if it has any."""
+    """Write the file at ``path``. If it has shards, their ``folder`` is flushed to the disk before."""
     if folder is not None:
         sync_directory(folder)
         sync_directory(folder.parent)
@@ -201,30 +215,31 @@ def _remove_unused_shards(path: Path) -> None:
         try:
             files = [file for file in (path, *_files_before(path)) if file.exists()]
             remove_folders(path, {_folder(file, read_checkpoint(file)[0]) for file in files})
-        except (OSError, ValueError) as error:  # a file that cannot be read may refer to any of them
+        except (OSError, ValueError) as error:
+            # The file that cannot be read may refer to any of the folders, so none may be removed.
             logger.warning("Old shards of %s are kept: %s", path, error)
 
 
 def _folder(path: Path, saved: dict[str, Any]) -> Path:
-    """Return the folder with the shards of what was ``saved`` at ``path``."""
+    """Return the folder with the shards of the checkpoint at ``path``, whose content is ``saved``."""
     return path.parent / str(saved.get(FOLDER, ""))
 
 
 def _files_before(path: Path) -> list[Path]:
-    """Return the checkpoints that ``keep`` has kept beside the one at ``path``: last.1.pt, last.2.pt, ..."""
+    """Return the previous checkpoints that ``keep`` has kept beside ``path``: last.1.pt, last.2.pt, ..."""
     name = re.compile(rf"{re.escape(path.stem)}\.\d+{re.escape(path.suffix)}")
     return [file for file in path.parent.iterdir() if name.fullmatch(file.name)]
 
 
 def _read_on_all(path: Path) -> dict[str, Any]:
-    """Return what is saved at ``path``, on each rank; its tensors are still on the disk where this rank reads it."""
+    """Return the checkpoint at ``path`` on every rank. Tensors may still be mapped from the file."""
     saved: dict[str, Any] | None = None
 
     def load_checkpoint() -> FileIdentity | Exception:
         nonlocal saved
         try:
             saved, identity = read_checkpoint(path)
-        except (OSError, ValueError) as error:  # for every rank to raise: no rank has failed
+        except (OSError, ValueError) as error:  # returned, so that all ranks raise this error and not a RankError
             return error
         return identity
 
@@ -242,7 +257,7 @@ def _read_on_all(path: Path) -> dict[str, Any]:
 def _random_state() -> dict[str, Any]:
     """Return the states of this process's random numbers, as tensors and plain numbers."""
     state = random_state()
-    if current_world().device.type != "cpu":  # to ask would begin the use of CUDA
+    if current_world().device.type != "cpu":  # on a CPU rank, asking for the state would initialise CUDA
         state["accelerator"] = torch.get_device_module().get_rng_state()
     return state
 

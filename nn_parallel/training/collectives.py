@@ -1,6 +1,8 @@
-"""Collectives on objects, tensors and metrics, by way of torch's own.
+"""Collectives on objects, tensors and metrics, made of torch's own collectives.
 
-Calls that do not match are an error on every rank: each rank first says what its call is about, by `all_gather_object`.
+If the ranks give tensors of different shapes to a collective of torch, the result may be wrong, or the ranks may wait
+for ever. So for metrics and tensors each rank first sends a description of its call to all ranks, see `gather_alike`.
+If the descriptions differ, every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from ..ddp import initialize_ddp
 from ..errors import TransferError
 
 T = TypeVar("T")
-Name = TypeVar("Name", str, int)  # of a metric
+Name = TypeVar("Name", str, int)  # the name of a metric
 REDUCTIONS: dict[str, Callable[[Iterable[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
@@ -31,23 +33,25 @@ def reduce_metrics(
     op: Literal["mean", "sum", "max", "min"] = "mean",
     group: dist.ProcessGroup | None = None,
 ) -> dict[Name, float]:
-    """Return each metric over all ranks, by one gather of objects for all of them.
+    """Return the mean, sum, maximum or minimum of each metric over all ranks. All ranks of ``group`` call it.
+
+    One collective serves for all metrics together.
 
     Args:
-        metrics: numbers, or tensors or arrays of one element, under the same names on every rank. Names are text or
-            integers, as the numbers of classes.
-        weight: how much this rank counts in the mean: the number of its samples, if the metrics are means over them. A
-            number or a tensor of one element. A rank of weight 0 counts nothing, whatever its metrics say.
-        op: ``"mean"``, weighted; ``"sum"``, ``"max"`` or ``"min"``.
-        group: the ranks that take part; all if None.
+        metrics: numbers, or tensors or arrays of one element, under the same names on every rank. A name is a text or
+            an integer, such as the number of a class.
+        weight: the weight of this rank in the mean, as a number or a tensor of one element. If the metrics are means
+            over samples, it is the number of samples. If it is 0, the metrics of this rank have no influence.
+        op: ``"mean"`` for the weighted mean, ``"sum"``, ``"max"`` or ``"min"``.
+        group: the ranks that take part; all ranks if None.
 
     Returns:
-        The metrics, the same on every rank: floats, but those that are integers on every rank stay integers under sum,
-        max and min. A metric that is NaN on one rank is NaN.
+        The metrics, the same on every rank, as floats. A sum, maximum or minimum is an integer if the metric is an
+        integer on every rank. A metric that is NaN on one rank is NaN.
 
     Raises:
-        ValueError: on every rank: the names differ, a metric is no number, or the weights add up to nothing. There is
-            no such ``op``.
+        ValueError: on every rank: the names differ, a metric is not a number, or all weights are 0. On this rank: there
+            is no such ``op``, or ``weight`` was given for another ``op`` than ``"mean"``.
 
     Example::
 
@@ -55,9 +59,9 @@ def reduce_metrics(
         reduce_metrics({"correct": 12, "of": 16}, op="sum")  # {'correct': 24, 'of': 32} on two ranks
     """
     if op != "mean" and op not in REDUCTIONS:
-        raise ValueError(f"op={op!r} is none of mean, sum, max, min.")
+        raise ValueError(f"op={op!r} must be one of mean, sum, max, min.")
     if op != "mean" and weight != 1.0:
-        raise ValueError(f"weight={weight} is for op='mean': op={op!r} counts every rank alike.")
+        raise ValueError(f"weight={weight} is for op='mean' only, because op={op!r} counts all ranks alike.")
     names = sorted(metrics, key=lambda name: (type(name).__name__, name))
     values: list[float] = []
     problem = ""
@@ -82,18 +86,18 @@ def reduce_metrics(
 
 
 def any_rank(flag: object) -> bool:
-    """Return whether ``flag`` is true on any rank; the same answer on all. Every rank calls this.
+    """Return whether ``flag`` is true on any rank. Every rank calls this function and gets the same answer.
 
     Example::
 
-        if any_rank(loss != loss):  # one rank has seen NaN: all stop
+        if any_rank(loss != loss):  # the loss of one rank is NaN, so all ranks stop
             break
     """
     return bool(reduce_metrics({"flag": int(bool(flag))}, op="max")["flag"])
 
 
 def all_ranks(flag: object) -> bool:
-    """Return whether ``flag`` is true on all ranks; the same answer on all. Every rank calls this.
+    """Return whether ``flag`` is true on all ranks. Every rank calls this function and gets the same answer.
 
     Example::
 
@@ -104,14 +108,14 @@ def all_ranks(flag: object) -> bool:
 
 
 def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the ``obj`` of every rank, on every rank, in rank order. Alone: a list of one.
+    """Return on every rank a list with the ``obj`` of each rank, in rank order. In a world of one rank: ``[obj]``.
 
     Args:
-        obj: anything that can be pickled, functions and classes of ``__main__`` too.
-        group: the ranks that take part; all if None.
+        obj: any object that can be pickled, including functions and classes of ``__main__``.
+        group: the ranks that take part; all ranks if None.
 
     Raises:
-        TransferError: on every rank: an object cannot be pickled, or not be rebuilt.
+        TransferError: on every rank: an object cannot be pickled or cannot be rebuilt.
 
     Example::
 
@@ -131,45 +135,47 @@ def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]
 
 
 def all_gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return the tensors of all ranks, concatenated along dim 0 in rank order, on every rank. No gradient flows.
+    """Return on every rank the tensors of all ranks, concatenated along dim 0 in rank order.
+
+    No gradient flows through this function.
 
     Args:
-        tensor: of shape (n, ...); n may differ between the ranks and be 0, the rest may not. One without dimensions
-            counts as one of shape (1,).
-        group: the ranks that take part; all if None.
+        tensor: a tensor of shape (n, ...). n may be different on each rank and may be 0; the other dimensions must be
+            the same on all ranks. A tensor without dimensions counts as a tensor of shape (1,).
+        group: the ranks that take part; all ranks if None.
 
     Returns:
-        A tensor of shape (sum of all n, ...), on the device of ``tensor``: each row once, nothing is padded.
+        A tensor of shape (sum of all n, ...), on the device of ``tensor``. It holds each row once, without padding.
 
     Raises:
-        ValueError: on every rank: dtypes or the other dimensions differ, or one is no tensor, or a sparse, nested or
-            quantized one.
+        ValueError: on every rank: the dtypes or the other dimensions differ, or an argument is not a tensor, or is a
+            sparse, nested or quantized tensor.
 
     Example::
 
-        predictions = all_gather_tensor(model(x).argmax(dim=1))  # 7 samples here, 6 there: shape (13,)
+        predictions = all_gather_tensor(model(x).argmax(dim=1))  # 7 samples on one rank, 6 on another: shape (13,)
     """
     problem = _why_not_gathered(tensor)
-    # A conjugate or negative view is a flag on the numbers of another tensor, and only numbers are sent.
-    mine = torch.empty(0) if problem else tensor.detach().resolve_conj().resolve_neg()
-    mine = mine if mine.dim() else mine[None]
+    # A conjugate or negative view is another tensor with a flag. The flag is not sent, so it is applied to the numbers.
+    own = torch.empty(0) if problem else tensor.detach().resolve_conj().resolve_neg()
+    own = own if own.dim() else own[None]
     if initialize_ddp().world_size == 1 and not problem:
-        return mine
-    about = f"all_gather_tensor of rows of shape {tuple(mine.shape[1:])} and dtype {mine.dtype}"
-    rows, _ = gather_alike([len(mine), mine.device.type], about, problem, group=group)
+        return own
+    about = f"all_gather_tensor of rows of shape {tuple(own.shape[1:])} and dtype {own.dtype}"
+    rows, _ = gather_alike([len(own), own.device.type], about, problem, group=group)
     counts, device_types = zip(*rows, strict=True)
-    row_bytes = mine.element_size() * math.prod(mine.shape[1:])
-    device = mine.device if can_gather(set(device_types), dist.get_backend_config(group)) else _message_device(group)
-    sent = torch.zeros(max(counts) * row_bytes, dtype=torch.uint8, device=device)
-    sent[: len(mine) * row_bytes] = as_bytes(mine).to(device)
+    row_bytes = own.element_size() * math.prod(own.shape[1:])
+    device = own.device if can_gather(set(device_types), dist.get_backend_config(group)) else _message_device(group)
+    sent = torch.zeros(max(counts) * row_bytes, dtype=torch.uint8, device=device)  # torch gathers only equal sizes
+    sent[: len(own) * row_bytes] = as_bytes(own).to(device)
     received = [torch.empty_like(sent) for _ in counts]
     dist.all_gather(received, sent, group=group)
     parts = [part[: count * row_bytes] for part, count in zip(received, counts, strict=True)]
-    return torch.cat(parts).to(mine.device).view(mine.dtype).view(sum(counts), *mine.shape[1:])
+    return torch.cat(parts).to(own.device).view(own.dtype).view(sum(counts), *own.shape[1:])
 
 
 def _why_not_gathered(tensor: Any) -> str:
-    """Return why `all_gather_tensor` does not take ``tensor``; empty if it does."""
+    """Return why `all_gather_tensor` refuses ``tensor``; an empty string if it accepts the tensor."""
     if not isinstance(tensor, torch.Tensor):
         return f"got a {type(tensor).__name__}, not a tensor"
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
@@ -179,45 +185,56 @@ def _why_not_gathered(tensor: Any) -> str:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of ``tensor``, of any dtype, as bytes, of shape (count,); a view if it is contiguous."""
+    """Return the numbers of ``tensor``, which may have any dtype, as a tensor of bytes of shape (count,).
+
+    If ``tensor`` is contiguous, the result is a view of it.
+    """
     # A contiguous tensor of one element may have any stride, and torch cannot view that as bytes.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def can_gather(device_types: set[str], backends: str) -> bool:
-    """Return whether tensors on such devices are gathered where they are; ``backends`` as ``cpu:gloo,cuda:nccl``.
+    """Return whether the tensors can be gathered on their devices, without a copy to the CPU.
 
-    Not by gloo, which would copy them to the CPU.
+    They cannot if the backend for these devices is gloo, because gloo copies them to the CPU itself.
+
+    Args:
+        device_types: the types of the devices on which the ranks have their tensors.
+        backends: the backend for each type of device, as in ``cpu:gloo,cuda:nccl``.
     """
     backend_of = dict(pair.split(":") for pair in backends.split(","))
     return len(device_types) == 1 and backend_of.get(min(device_types), "gloo") != "gloo"
 
 
 def gather_alike(
-    mine: list[Any],
+    values: list[Any],
     about: str,
     problem: str = "",
     weight: float | torch.Tensor = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[list[list[Any]], list[float]]:
-    """Return what every rank gives, and its weight, in rank order.
+    """Check that all ranks make the same call, and return the ``values`` and the weight of each rank in rank order.
+
+    All ranks of ``group`` call this function. If one rank has a problem, every rank raises an error that names it.
 
     Args:
-        mine: plain numbers and text.
-        about: what it is, which must be the same on all ranks.
-        problem: why what this rank gives must not be used.
+        values: plain numbers and text.
+        about: a description of the call, which must be the same on all ranks.
+        problem: the reason why the values of this rank must not be used; an empty string if they can be used.
+        weight: the weight of this rank.
+        group: the ranks that take part; all ranks if None.
 
     Raises:
-        ValueError: on every rank: there is a ``problem`` on one, ``about`` differs, a weight is negative or no number,
-            or all are 0.
+        ValueError: on every rank: a rank has a ``problem``, the descriptions differ, a weight is negative or not a
+            number, or all weights are 0.
     """
     try:
         number = _number(weight)
     except ValueError:
         number = -1.0
     if not 0 <= number < math.inf:
-        problem = f"weight={weight!r} is not a number from 0 up"
-    messages: list[Any] = [(about, problem, mine, float(number))]
+        problem = f"weight={weight!r} is not a number of at least 0"
+    messages: list[Any] = [(about, problem, values, float(number))]
     if initialize_ddp().world_size > 1:
         message = messages[0]
         messages = [None] * len(ranks_of(group))
@@ -227,7 +244,7 @@ def gather_alike(
         raise ValueError("\n".join(problems))
     if len({about for about, *_ in received.values()}) > 1:
         listed = "".join(f"\n  rank {rank}: {about}" for rank, (about, *_) in received.items())
-        raise ValueError(f"The calls of the ranks do not match:{listed}")
+        raise ValueError(f"The calls of the ranks do not match. Every rank must make the same call:{listed}")
     _, _, rows, weights = map(list, zip(*received.values(), strict=True))
     if not any(weights):
         raise ValueError(f"{about}: the weights of all ranks are 0, so there is no mean.")
@@ -235,14 +252,18 @@ def gather_alike(
 
 
 def _message_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device for a message of a few bytes to ``group``: the CPU, if that is one of its backends."""
+    """Return the device for a tensor that is sent to ``group``: the CPU if the group has a backend for it."""
     on_cpu = "cpu" in dist.get_backend_config(group)
     return torch.device("cpu") if on_cpu else current_world().device
 
 
 def _number(value: Any) -> float:
-    """Return a metric as Python's int or float. Raises ValueError if it is not one number."""
-    size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)  # of an array of NumPy
+    """Return a metric as an int or float of Python.
+
+    Raises:
+        ValueError: the metric is not one number.
+    """
+    size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)  # an array of NumPy
     plain = value.item() if size == 1 else value
     if isinstance(plain, numbers.Real):
         return int(plain) if isinstance(plain, numbers.Integral) else float(plain)

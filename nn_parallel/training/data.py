@@ -1,4 +1,9 @@
-"""A `DataLoader` whose samples are shared out between the ranks."""
+"""`prepare_dataloader`: a `DataLoader` whose samples are shared out between the ranks.
+
+The prepared loader is a copy of the user's loader. Its class is derived from the class of that loader, so all its
+methods and options stay. For a dataset with a length, only its sampler is replaced; for an iterable dataset, torch gets
+another dataset while it makes an iterator. `_shares` explains how samples are shared out.
+"""
 
 from __future__ import annotations
 
@@ -37,63 +42,76 @@ T = TypeVar("T")
 def prepare_dataloader(
     loader: DataLoader[T], *, pad: bool = True, seed: int | None = None, to_device: bool = True
 ) -> PreparedLoader[T]:
-    """Return a loader like this one, of which each rank draws its part; with one rank, all of it. Every rank calls it.
+    """Return a copy of ``loader`` from which each rank draws its share of the samples. Every rank calls this function.
 
-    Everything else is as in ``loader``: the dataset, workers, pinning, collation, and the batch size, now of each rank.
-    All ranks draw what its sampler gives, with the same random numbers, and each takes every ``world_size``-th sample;
-    of a batch sampler that is not torch's own, every ``world_size``-th batch. The order depends on the seed and the
-    epoch alone, not on the number of ranks. A sampler is asked for no more than the next batches of all ranks need; on
-    several ranks with ``pad=False`` for the batches after them too, to know which is the last.
+    With one rank, the share is all samples. Everything else is as in ``loader``: the dataset, the workers, pinning and
+    collation. The batch size is that of ``loader``, now for each rank.
 
-    Of an iterable dataset each rank draws all samples, and takes every ``world_size``-th one. The random numbers of
-    Python, NumPy and torch are the same on all ranks meanwhile; generators of its own the dataset seeds alike. Between
-    the workers of a loader it shares out its samples itself, as torch wants it, by `get_worker_info`, a
-    ``worker_init_fn`` or the ``sharding_filter`` of a DataPipe.
+    **Order.** All ranks draw all samples with the sampler of ``loader`` and the same random numbers. Each rank takes
+    every ``world_size``-th sample. If the batch sampler is not torch's own, each rank takes every ``world_size``-th
+    batch. The order depends only on the seed and the epoch, and not on the number of ranks. The sampler is asked only
+    for the samples that the next batches of all ranks need. With several ranks and ``pad=False`` it is also asked for
+    the batches after them, because the rank must know which batches are the last ones.
 
-    The ranks compare what they draw first in each epoch, without waiting for each other: the number of samples, the
-    indices, those of a `Subset` in its dataset, and the integers and text in the samples of an iterable dataset. So a
-    sampler, a subset or an iterable dataset that takes its rank's part already, or that is seeded differently, is an
-    error. What other datasets with a length hold is not looked at: it must be the same on all ranks.
+    **Iterable datasets.** Each rank draws all samples of the dataset and takes every ``world_size``-th one. The random
+    numbers of Python, NumPy and torch are the same on all ranks while the dataset draws. If the dataset has random
+    generators of its own, it must seed them alike on all ranks. The dataset itself shares its samples out between the
+    workers of the loader, as torch requires: by `get_worker_info`, by a ``worker_init_fn``, or by the
+    ``sharding_filter`` of a DataPipe.
 
-    After an epoch whose last batch was handed out, the next iteration is the next epoch; of an iterable dataset without
-    a length, after one that was asked for more. An epoch that is left before is drawn again, so a rank that looks at a
-    few batches stays in step with the others. To go to an epoch, call ``loader.set_epoch(epoch)``, or, as loops for
-    `DistributedSampler` do, ``loader.sampler.set_epoch(epoch)``. A ``set_epoch`` of your sampler, or of an iterable
-    dataset, is called with each new epoch; where your loop calls it too, that counts.
+    **Check.** At the beginning of each epoch the ranks compare their first draws, without waiting for each other. They
+    compare the number of samples and the indices; for a `Subset`, the indices in its dataset; for an iterable dataset,
+    the integers and the text in the samples. So it is an error if a sampler, a subset or an iterable dataset already
+    takes the share of its rank, or is seeded differently on each rank. The content of other datasets is not compared,
+    and must be the same on all ranks.
 
-    The loader has a state, for ``save_checkpoint(..., loader=loader)``: the seed, the epoch, and how much of it was
-    handed out. After `load_checkpoint` the next iteration draws the rest of that epoch, also if the loop calls
-    ``set_epoch`` with its number first, and ``len(loader)`` is how many batches it has: the same ones that would have
-    come, where there are as many ranks; else each remaining sample once. Saved in the loop with its last batch, the
-    rest is empty: ``for epoch in range(saved["epoch"], epochs)`` goes on where it was at any step.
-    Of an iterable dataset the batches that were handed out are drawn again and passed over, which needs as many samples
-    in the batches of all ranks together as before. What the workers of a loader draw at random themselves, to augment
-    images for instance, begins anew; it differs between the ranks, also if ``loader`` has a ``generator``.
+    **Epochs.** An epoch is complete when its last batch has been handed out. The next iteration then draws the next
+    epoch. For an iterable dataset without a length, the epoch is complete when the loop has asked for a batch after the
+    last one. If an iteration ends earlier, the next one draws the same epoch again; so a rank that only looks at a few
+    batches stays in step with the others. To choose the epoch, call ``loader.set_epoch(epoch)`` or, as loops with a
+    `DistributedSampler` do, ``loader.sampler.set_epoch(epoch)``. If your sampler or iterable dataset has a
+    ``set_epoch``, it is called for each new epoch. If your loop calls that method too, the value of your loop is used.
 
-    The workers of a loader ignore the signals that `stop_requested` handles: SLURM sends them to every process.
+    **State.** ``save_checkpoint(..., loader=loader)`` saves the seed, the epoch and how much of the epoch was handed
+    out. After `load_checkpoint` the next iteration draws the rest of that epoch, even if the loop first calls
+    ``set_epoch`` with the number of that epoch. ``len(loader)`` is then the number of batches in the rest. With the
+    same number of ranks they are the batches that would have come next; with another number of ranks they hold each
+    remaining sample once. If the state was saved after the last batch of an epoch, the rest is empty. So
+    ``for epoch in range(saved["epoch"], epochs)`` continues correctly after any step.
+
+    For an iterable dataset, the batches that were handed out before are drawn again and skipped. This requires the same
+    number of workers, and of samples in the batches of all ranks together, as before. The random numbers that workers
+    draw themselves, for instance to augment images, are not restored. They are different on each rank, even if
+    ``loader`` has a ``generator``.
+
+    The workers of a loader ignore the signals that `stop_requested` handles, because SLURM sends these signals to every
+    process.
 
     Args:
-        pad: give every rank the same number of samples, for training: the first ones are repeated, or the last ones
-            left out if ``loader`` has ``drop_last``. False, for evaluation: each sample is on exactly one rank, and
-            there are as many batches on every rank, so that there can be collectives in the loop. The last batch of
-            some ranks may therefore hold one sample more. Only where that cannot be, one rank has a batch more than
-            another: the samples cannot be collated (images of several sizes), there are fewer than ranks, or the
-            batches are made by a batch sampler of your own or by the dataset.
-        seed: of the order. If None, it is drawn from the loader's generator, else from the random numbers of torch,
-            which `seed_everything` and ``torch.manual_seed`` set; on several ranks from those of rank 0.
-        to_device: move the batches to the device of this rank: tensors in mappings, sequences, dataclasses and
-            namespaces, and anything that has a method ``to``; without waiting, where the loader has ``pin_memory``.
+        loader: the loader.
+        pad: True, for training: all ranks get the same number of samples. The first samples are repeated for that, or
+            the last ones are left out if ``loader`` has ``drop_last``. False, for evaluation: each sample is on exactly
+            one rank. All ranks still get the same number of batches, so that the loop may contain collectives, and the
+            last batch of some ranks may hold one sample more. There are three exceptions, in which one rank may have a
+            batch more than another: samples that cannot be collated (images of different sizes), fewer samples than
+            ranks, and batches that your own batch sampler or the dataset makes.
+        seed: the seed of the order. If None, the seed is drawn from the generator of ``loader`` if it has one, or else
+            from the random numbers of torch, which `seed_everything` and ``torch.manual_seed`` set. The seed of rank 0
+            is used.
+        to_device: move the batches to the device of this rank. Moved are tensors in mappings, sequences, dataclasses
+            and namespaces, and every object that has a method ``to``. If the loader has ``pin_memory``, the copy goes
+            on while the loop continues.
 
     Raises:
-        TypeError: it is no loader.
-        ValueError: the loader shares its samples out already, or leaves some out (``drop_last``) with ``pad=False``. As
-            an epoch begins: the ranks do not draw alike.
+        TypeError: ``loader`` is not a `DataLoader`.
+        ValueError: the loader already shares its samples out, or leaves some out (``drop_last``) with ``pad=False``. At
+            the beginning of an epoch: the ranks do not draw alike.
 
     Example::
 
         loader = prepare_dataloader(DataLoader(dataset, batch_size=32, shuffle=True))
         for epoch in range(epochs):
-            for x, y in loader:  # in another order each time
+            for x, y in loader:  # in another order in each epoch
                 ...
     """
     if not isinstance(loader, DataLoader):
@@ -106,7 +124,7 @@ def prepare_dataloader(
 
 def _of_samples(loader: DataLoader[T], pad: bool, seed: int | None, to_device: bool) -> PreparedLoader[T]:
     world = current_world()
-    batches, keeps_iterator = _batch_sampler(loader)
+    batches, is_endless = _batch_sampler(loader)
     is_torchs = type(batches) is BatchSampler
     source: Any = batches.sampler if is_torchs else batches or loader.sampler
     _check_whole(source, world)
@@ -122,7 +140,7 @@ def _of_samples(loader: DataLoader[T], pad: bool, seed: int | None, to_device: b
         pad=pad and not drops,
         drop=pad and drops,
         batch_size=(batches.batch_size if is_torchs else 1) * world.world_size,
-        numbers=dataset.indices if isinstance(dataset, Subset) else None,
+        subset_indices=dataset.indices if isinstance(dataset, Subset) else None,
     )
     replaced: dict[str, Any] = {}
     if is_torchs and pad:
@@ -133,7 +151,7 @@ def _of_samples(loader: DataLoader[T], pad: bool, seed: int | None, to_device: b
     elif batches is not None:
         batches = sampler
     prepared = _prepared(loader, sampler, loader_id, to_device, replaced)
-    vars(prepared).update(sampler=sampler, batch_sampler=batches, _is_plain=keeps_iterator)
+    vars(prepared).update(sampler=sampler, batch_sampler=batches, _is_plain=is_endless)
     return prepared
 
 
@@ -141,7 +159,7 @@ def _of_stream(
     loader: DataLoader[T], dataset: IterableDataset[T], pad: bool, seed: int | None, to_device: bool
 ) -> PreparedLoader[T]:
     if isinstance(loader, PreparedLoader):
-        raise ValueError("The loader is prepared already: its samples are shared out.")
+        raise ValueError("The loader is prepared already: pass the loader from before prepare_dataloader().")
     _check_drop_last(loader.drop_last, pad)
     world = current_world()
     agreed_seed, loader_id = _agree(dataset, seed)
@@ -162,11 +180,12 @@ def _of_stream(
 
 
 def _batch_sampler(loader: DataLoader[Any]) -> tuple[Any, bool]:
-    """Return the batch sampler of ``loader``, and whether its own way to iterate is to be left out.
+    """Return the batch sampler of one epoch of ``loader``, and whether ``loader`` has an endless iterator of its own.
 
-    Some loaders keep their workers by an iterator of their own that never ends, over a batch sampler that repeats
-    another one: timm's MultiEpochsDataLoader, ultralytics' InfiniteDataLoader, DomainBed's FastDataLoader. Each epoch
-    of them is one of that other batch sampler.
+    Some loaders keep their workers alive by one iterator that never ends: timm's MultiEpochsDataLoader, ultralytics'
+    InfiniteDataLoader, DomainBed's FastDataLoader. Their batch sampler repeats another batch sampler, which makes the
+    batches of one epoch. For such a loader the other batch sampler is returned, and the prepared loader iterates as
+    torch's own class does.
     """
     batches: Any = loader.batch_sampler
     repeated = getattr(batches, "sampler", None)
@@ -176,24 +195,24 @@ def _batch_sampler(loader: DataLoader[Any]) -> tuple[Any, bool]:
 
 
 def _iterators_in(loader: DataLoader[Any]) -> list[str]:
-    """Return the attributes that are iterators of torch's, but for the one in which torch keeps workers."""
+    """Return the attributes that hold an iterator of torch, except the one in which torch itself keeps workers."""
     attributes = vars(loader).items()
     return [name for name, value in attributes if isinstance(value, _BaseDataLoaderIter) and name != "_iterator"]
 
 
 def _check_whole(source: Any, world: World) -> None:
-    """Raise if ``source``, a sampler or batch sampler, takes the part of a rank already."""
+    """Raise ValueError if ``source``, a sampler or batch sampler, already takes the share of a rank."""
     for sampler in (source, getattr(source, "sampler", None)):
         if isinstance(sampler, RankSampler):
-            raise ValueError("The loader is prepared already: its samples are shared out.")
+            raise ValueError("The loader is prepared already: pass the loader from before prepare_dataloader().")
         parts = _first_attribute(sampler, "num_replicas", "world_size", "_world_size")
         rank = _first_attribute(sampler, "rank", "_rank")
-        is_for_here = isinstance(sampler, DistributedSampler) or (parts, rank) == (world.world_size, world.rank)
-        if is_for_here and parts != 1:
+        takes_share = isinstance(sampler, DistributedSampler) or (parts, rank) == (world.world_size, world.rank)
+        if takes_share and parts != 1:
             name = type(sampler).__name__
             raise ValueError(
-                f"The loader shares its samples out already: its {name} takes the part of rank {rank} of {parts}. Use "
-                "the loader without prepare_dataloader(), or give it a sampler that draws for all ranks."
+                f"The loader already shares its samples out: its {name} takes the part of rank {rank} of {parts}. Use "
+                "the loader without prepare_dataloader(), or give it a sampler that draws the samples of all ranks."
             )
 
 
@@ -203,17 +222,19 @@ def _first_attribute(sampler: Any, *names: str) -> Any:
 
 def _check_drop_last(drops: bool, pad: bool) -> None:
     if drops and not pad:
-        raise ValueError("drop_last=True leaves samples out, and pad=False none: give the loader drop_last=False.")
+        raise ValueError("drop_last=True leaves samples out, but pad=False must not: give the loader drop_last=False.")
 
 
 def _agree(source: Any, given: int | None) -> tuple[int, LoaderId | None]:
-    """Return the seed of rank 0 for ``source``, the ``given`` one or another, and a name for the loader. All call it.
+    """Return the seed of the order and the identity of the loader, as rank 0 chooses them. All ranks call this.
 
-    The ranks' own seeds differ after `seed_everything`.
+    The seed is the ``given`` one. If None, the seed is drawn at random, and rank 0 decides, because the random numbers
+    of the ranks differ after `seed_everything`.
     """
     blocks = blocks_of(rank_context())
-    seed = _seed_of(source) if given is None else given  # on every rank: afterwards they draw on alike
-    if blocks is None or blocks.nested_in:  # not all ranks are here to agree
+    # Every rank draws a seed, also if it is not used, so that the random numbers of all ranks advance alike.
+    seed = _seed_of(source) if given is None else given
+    if blocks is None or blocks.nested_in:  # this rank is alone, or runs a function that only some ranks run
         return seed, None
 
     def prepare_dataloader() -> tuple[int, LoaderId]:
@@ -223,7 +244,10 @@ def _agree(source: Any, given: int | None) -> tuple[int, LoaderId | None]:
 
 
 def _seed_of(source: Any) -> int:
-    """Return a seed from where ``source`` draws its own, so that two loaders have two orders."""
+    """Return a random seed, drawn from the generator of ``source`` or else from torch's.
+
+    It is drawn and not fixed, so that two loaders have different orders.
+    """
     if type(source) is SequentialSampler:
         return 0
     generator = generator_of(source) or torch.default_generator
@@ -237,17 +261,22 @@ def _prepared(
     to_device: bool,
     replaced: dict[str, Any],
 ) -> PreparedLoader[T]:
-    """Return a copy of ``loader`` that hands out the part of this rank.
+    """Return a copy of ``loader`` that hands out the share of this rank.
 
     Args:
-        replaced: attributes that torch is to find instead of the loader's own, as it makes an iterator.
+        loader: the user's loader.
+        share: the sampler or dataset that draws the share.
+        loader_id: identifies the loader when the ranks compare their draws; None: they do not compare.
+        to_device: move the batches to the device of this rank.
+        replaced: attributes that replace those of the loader only while torch makes an iterator. The user still finds
+            the loader's own ones at any other time.
     """
     world = current_world()
     prepared: Any = copy.copy(loader)
-    # Past the setter, which forbids it for a loader that has been made.
+    # `DataLoader.__setattr__` refuses some attributes after the loader has been made, so it is bypassed.
     object.__setattr__(prepared, "__class__", _prepared_class(type(loader)))
-    vars(prepared).update(dict.fromkeys([*_iterators_in(loader), "_iterator"]))  # those draw from the given loader
-    if loader.generator is not None and world.world_size > 1:  # the seeds of the workers come from it
+    vars(prepared).update(dict.fromkeys([*_iterators_in(loader), "_iterator"]))  # these iterate over the user's loader
+    if loader.generator is not None and world.world_size > 1:  # torch draws the seeds of the workers from it
         replaced["generator"] = torch.Generator().manual_seed(loader.generator.initial_seed() + world.rank)
     vars(prepared).update(
         _share=share,
@@ -260,26 +289,27 @@ def _prepared(
 
 
 class PreparedLoader(DataLoader[T]):
-    """A loader that hands out the part of one rank, on its device, and counts the batches.
+    """A loader that hands out the share of one rank, on its device, and counts the batches.
 
-    Its attributes are those of the loader that was prepared, but for the sampler of a dataset with a length.
+    Its attributes are those of the loader from which it was made, except the sampler of a dataset with a length.
     """
 
     _share: RankSampler | Stream
     _loader_id: LoaderId | None
     _device: torch.device | None
     _replaced: dict[str, Any]
-    _is_plain: bool  # it iterates as torch's own class
+    _is_plain: bool  # True: iterate as `DataLoader` does, and not as the class of the user's loader
 
-    def __iter__(self) -> Any:  # torch says: its own class
+    def __iter__(self) -> Any:  # `DataLoader` declares its own private class as the type
         self._share.begin_iteration()
-        # Torch draws a seed for workers, which has been drawn already where the epoch has begun before.
+        # Torch draws a seed for the workers from the random numbers of the program. If this iteration is the rest of an
+        # epoch, that seed was already drawn before the state was saved, so drawing it again must leave no trace.
         with torch.random.fork_rng(devices=[], enabled=self._share.begin > 0):
             batches: Iterator[T] = DataLoader.__iter__(self) if self._is_plain else super().__iter__()
         if isinstance(self._share, Stream):
             batches = itertools.islice(batches, self._share.begin, None)
         count: float = math.inf
-        with contextlib.suppress(TypeError, NotImplementedError):  # many an iterable dataset has no length
+        with contextlib.suppress(TypeError, NotImplementedError):  # many iterable datasets have no length
             count = len(self)
         return _Batches(batches, self._share, self._loader_id, count, self._device)
 
@@ -289,25 +319,29 @@ class PreparedLoader(DataLoader[T]):
         return DataLoader.__len__(self) if self._is_plain else super().__len__()
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch: the next iteration draws it, in the order that belongs to it."""
+        """Make the next iteration draw ``epoch``, in the order of that epoch."""
         self._share.set_epoch(epoch)
 
     def state_dict(self) -> State:
-        """Return the epoch and the position in it, for `load_state_dict`."""
+        """Return the seed, the epoch and the position in the epoch, for `load_state_dict`."""
         return self._share.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Go on at the epoch and the position of ``state``."""
+        """Make the next iteration continue at the epoch and the position of ``state``."""
         self._share.load_state_dict(state)
 
     def _get_iterator(self) -> Any:
-        """Return torch's iterator. Whatever class made this loader, torch makes each of its iterators here."""
+        """Return a new iterator of torch.
+
+        Torch and classes derived from `DataLoader` call this method for each iterator. So this is the place to give
+        torch the replaced attributes.
+        """
         replaced = dict(self._replaced)
         init = WorkerInit(self.worker_init_fn, is_stream=isinstance(self._share, Stream)) if self.num_workers else None
         if init is not None:
             replaced["worker_init_fn"] = init
         own = {name: vars(self)[name] for name in replaced}
-        vars(self).update(replaced)  # past the setter
+        vars(self).update(replaced)  # bypasses `DataLoader.__setattr__`, which would refuse them
         try:
             iterator = super()._get_iterator()
         finally:
@@ -317,21 +351,25 @@ class PreparedLoader(DataLoader[T]):
         return iterator
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # The class may have been made by `_prepared_class`, so pickle cannot find it by its name.
         return _unmade, (type(self).__bases__[-1],), self.__getstate__()
 
 
 def _prepared_class(kind: type[DataLoader[T]]) -> type[PreparedLoader[T]]:
-    """Return the class of prepared loaders of this ``kind``."""
+    """Return the class of the prepared loader for a loader of the class ``kind``."""
     return PreparedLoader if kind is DataLoader else type(kind.__name__, (PreparedLoader, kind), {})
 
 
 def _unmade(kind: type[DataLoader[T]]) -> PreparedLoader[T]:
-    """Return a loader to be unpickled into."""
+    """Return a prepared loader without attributes. Unpickling sets them afterwards."""
     return object.__new__(_prepared_class(kind))
 
 
 class _Batches(Iterator[T]):
-    """The batches of one iteration. Only here is it known which were handed out: workers draw ahead."""
+    """The batches of one iteration.
+
+    It counts the batches that the user has received. The sampler cannot count them, because workers draw ahead.
+    """
 
     def __init__(
         self,
@@ -341,7 +379,15 @@ class _Batches(Iterator[T]):
         count: float,
         device: torch.device | None,
     ) -> None:
-        """``count``: of the batches; infinity if it is not known."""
+        """Hand out ``batches``.
+
+        Args:
+            batches: the iterator of torch.
+            share: the sampler or dataset that draws the share of this rank.
+            loader_id: identifies the loader when the ranks compare their draws; None: they do not compare.
+            count: the number of batches; infinity if it is not known.
+            device: the device to which the batches are moved; None: they are not moved.
+        """
         self._batches = batches
         self._share = share
         self._loader_id = loader_id
@@ -350,7 +396,7 @@ class _Batches(Iterator[T]):
         self._taken = 0
         self._epoch = 0
         self._is_checked = loader_id is None
-        self._rest: list[T] = []  # of a batch that came in parts
+        self._rest: list[T] = []  # the second part of a batch that is handed out in two parts
 
     def __next__(self) -> T:
         if self._rest:
@@ -375,8 +421,8 @@ class _Batches(Iterator[T]):
 
     def _check_alike(self) -> None:
         share = self._share
-        first = share.drawn()
-        if not first.samples:  # the first worker comes later
+        first = share.first_checksums()
+        if not first.samples:  # the first worker has not drawn yet
             return
         self._is_checked = True
         assert self._loader_id is not None
@@ -393,24 +439,24 @@ class _Batches(Iterator[T]):
 
 
 class Parts(NamedTuple):
-    """A batch that could not be collated as one."""
+    """A batch that could not be collated as one batch, and is handed out as two."""
 
-    first: Any
-    last: Any
+    first: Any  # all samples but the last
+    last: Any  # the last sample
 
 
 @dataclass
 class EvenCollate:
-    """The ``collate`` of a loader, for batches of which the last may have one sample too many."""
+    """The ``collate_fn`` of a loader in which the last batch may have one sample more than the batch size."""
 
     collate: Callable[[list[Any]], Any]
     batch_size: int
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Return the batch of ``samples``, in two parts if one sample too many does not go into it."""
+        """Return the batch of ``samples``, as `Parts` if the additional sample cannot be collated with the others."""
         if len(samples) > self.batch_size:
             try:
                 return self.collate(samples)
-            except Exception:  # of whatever does not go together; a sample that is bad by itself raises again
+            except Exception:  # any error of the user's function; a sample that is bad by itself raises it again below
                 return Parts(self.collate(samples[:-1]), self.collate(samples[-1:]))
         return self.collate(samples)

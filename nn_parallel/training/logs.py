@@ -1,4 +1,4 @@
-"""What the ranks log: from rank 0 what is asked for, from the others what one must know; each line says whose it is."""
+"""`setup_logging`: one log of all ranks, in which each line names its rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FORMAT = "%(rank)s%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def setup_logging(level: int | str = "INFO") -> None:
-    """Log to stderr: rank 0 from ``level`` up, the other ranks from ``WARNING`` up, each line headed ``[rank 1]``.
+    """Log to stderr: rank 0 from ``level`` up, the other ranks from ``WARNING`` up.
 
-    Alone, there is no such head. Handlers that the program has set up stay as they are; called again, this one is
-    replaced.
+    Each line begins with the rank, as in ``[rank 1]``, unless there is only one rank. The function adds a handler to
+    the root logger. Handlers of the program stay as they are. If the function is called again, its handler is replaced.
 
     Args:
         level: a level of `logging`, by name or number.
@@ -38,12 +38,15 @@ def setup_logging(level: int | str = "INFO") -> None:
     root.addHandler(handler)
 
 
-class _RankHandler(logging.StreamHandler):  # type: ignore[type-arg]  # of sys.stderr, whatever that is
-    """The handler of `setup_logging`."""
+class _RankHandler(logging.StreamHandler):  # type: ignore[type-arg]  # the type of sys.stderr is not known
+    """The handler of `setup_logging`. Its type tells it from other handlers."""
 
 
 def _prepare_for_rank(record: logging.LogRecord) -> bool:
-    """Asked for each line, because a process can be a rank now and alone later."""
+    """Add the rank to ``record``, and return whether this rank logs it.
+
+    The rank is looked up for each line, because a process can be a rank now and alone later.
+    """
     world = current_world()
     record.rank = f"[rank {world.rank}] " if world.world_size > 1 else ""
     return world.is_main or record.levelno >= logging.WARNING

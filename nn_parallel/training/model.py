@@ -1,6 +1,6 @@
-"""Training on every rank: prepare the model, accumulate gradients, seed, average.
+"""The model on every rank: prepare it, accumulate gradients, seed random numbers, average parameters and buffers.
 
-Each is a thin layer over torch, and with one rank what torch does alone.
+Each function is a thin layer over torch. With one rank, it does what torch alone would do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from .collectives import as_bytes, gather_alike
 STRATEGIES = ("ddp", "fsdp", "dp", "none")
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
 WRAPPERS = (DistributedDataParallel, DataParallel)
-# Numbers that gloo or NCCL has no name for. They can be sent as bytes, which is enough for a copy; DDP sends none so.
+# Dtypes that gloo or NCCL does not know. Tensors of these dtypes can be copied to other ranks as bytes, but DDP does
+# not do that and would raise.
 NOT_SENT = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
 NOT_SENT |= {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
 logger = logging.getLogger("nn_parallel")
@@ -43,28 +44,33 @@ def prepare_model(
     compression: Literal["fp16", "bf16", "powersgd"] | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Move ``model`` to this rank's device and have its gradients averaged over the ranks. Alone, just move it.
+    """Move ``model`` to the device of this rank, and make its gradients averages over all ranks.
+
+    In a world of one rank, the model is only moved.
 
     Args:
-        strategy: ``"ddp"``: a copy on each rank, as `DistributedDataParallel`. ``"fsdp"``: each rank holds a part of
-            every parameter, as `fully_shard`, each repeated block of the model a unit of its own. ``"dp"``: one
-            process for all its accelerators, as `nn.DataParallel`. ``"none"``: moved, not wrapped.
-        sync_batchnorm: normalise over the batches of all ranks; on accelerators only, as torch's `SyncBatchNorm`.
-        compression: of the gradients on their way, ``"fp16"``, ``"bf16"`` or ``"powersgd"``, by torch's hooks for DDP.
-        options: for `DistributedDataParallel`, as ``find_unused_parameters=True``, or for `fully_shard`, as
-            ``mp_policy``, ``reshard_after_forward`` and ``offload_policy``.
+        model: the model.
+        strategy: ``"ddp"``: each rank has a copy of the model, by `DistributedDataParallel`. ``"fsdp"``: each rank
+            holds a part of every parameter, by `fully_shard`, and each repeated block of the model is a unit of its
+            own. ``"dp"``: one process uses all its accelerators, by `nn.DataParallel`. ``"none"``: the model is moved
+            but not wrapped.
+        sync_batchnorm: batch norm uses the statistics of all ranks, by torch's `SyncBatchNorm`; on accelerators only.
+        compression: how gradients are compressed when they are sent: ``"fp16"``, ``"bf16"`` or ``"powersgd"``, by
+            torch's hooks for DDP.
+        options: options of `DistributedDataParallel`, such as ``find_unused_parameters=True``, or of `fully_shard`,
+            such as ``mp_policy``, ``reshard_after_forward`` and ``offload_policy``.
 
     Returns:
-        The model to call; `unwrap_model` gives the one inside. Its parameters and buffers are those of rank 0, but with
-        ``strategy="none"``. A model with nothing to train is not wrapped, and has those of rank 0 too; called with
-        gradients after some of it has been unfrozen, it raises RuntimeError: prepare it again then. Buffers and frozen
-        parameters of integers and floats that gloo or NCCL does not know (int16, unsigned ones from 16 bits, float8)
-        are those of rank 0 now, and are not sent again in each forward.
+        The model to call. `unwrap_model` returns the model inside. Except with ``strategy="none"``, all ranks now have
+        the parameters and buffers of rank 0. A model with nothing to train is not wrapped. If a part of it is unfrozen
+        later, calling it with gradients raises RuntimeError: prepare it again then. Some dtypes are not known to gloo
+        or NCCL: int16, unsigned integers from 16 bits, and float8. Buffers and frozen parameters of these dtypes are
+        copied from rank 0 now, but not again in each forward.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: there is no such strategy or compression, or they do not go together; the model is prepared already.
-        RankError: on every rank, where there are several: one failed.
+        TypeError: ``model`` is not a module.
+        ValueError: there is no such strategy or compression, they do not go together, or the model is prepared already.
+        RankError: on every rank, if there are several ranks: one of them failed.
 
     Example::
 
@@ -72,24 +78,24 @@ def prepare_model(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # made after it: "fsdp" replaces the parameters
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"prepare_model() takes a torch.nn.Module, not {model!r}: perhaps it is to be called first.")
+        raise TypeError(f"prepare_model() takes a torch.nn.Module, not {model!r}: call a class or function first.")
     if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r} is none of {', '.join(STRATEGIES)}.")
+        raise ValueError(f"strategy={strategy!r} must be one of {', '.join(STRATEGIES)}.")
     if compression not in COMPRESSIONS:
-        raise ValueError(f"compression={compression!r} is none of fp16, bf16, powersgd.")
+        raise ValueError(f"compression={compression!r} must be one of fp16, bf16, powersgd.")
     if compression and strategy != "ddp":
         raise ValueError(f"compression={compression!r} is for strategy='ddp', not for strategy={strategy!r}.")
     if options and strategy not in ("ddp", "fsdp"):
-        raise ValueError(f"{', '.join(options)}: for strategy='ddp' or 'fsdp', not for strategy={strategy!r}.")
+        raise ValueError(f"{', '.join(options)}: only for strategy='ddp' or 'fsdp', not for strategy={strategy!r}.")
     if strategy != "none":
         _check_unprepared(model)
         _forget_frozen(model)
     world = initialize_ddp()
     if strategy == "dp" and world.world_size > 1:
-        raise ValueError(f"strategy='dp' is for one process, and there are {world.world_size} ranks: use 'ddp'.")
+        raise ValueError(f"strategy='dp' is for one process, but there are {world.world_size} ranks: use 'ddp'.")
     if sync_batchnorm and world.world_size > 1:
         if world.device.type == "cpu":
-            logger.info("sync_batchnorm: torch has none on the CPU, so each rank normalises over its own batch.")
+            logger.info("sync_batchnorm: torch has no SyncBatchNorm for the CPU, so each rank uses its own statistics.")
         else:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     if strategy == "dp":
@@ -100,7 +106,7 @@ def prepare_model(
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     with block("prepare_model()"):
         model = model.to(world.device)
-        if strategy == "fsdp" or not is_trained:  # DDP does it by itself
+        if strategy == "fsdp" or not is_trained:  # otherwise DDP copies the parameters of rank 0
             _broadcast(itertools.chain(model.parameters(), model.buffers()))
         if strategy == "fsdp":
             return _shard(model, options)
@@ -116,7 +122,7 @@ def prepare_model(
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the model itself, without DDP, DataParallel or ``torch.compile`` around it.
+    """Return the model inside the wrappers of DDP, DataParallel and ``torch.compile``.
 
     Example::
 
@@ -131,19 +137,23 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def accumulate(model: nn.Module, step: int, every: int, *, last: bool = False) -> Iterator[bool]:
-    """Around forward and backward of micro-step ``step`` (from 0): gradients are sent once in ``every`` of them.
+    """Make a block for forward and backward of one micro-step. Gradients are sent once in ``every`` micro-steps.
 
-    They add up, so divide each loss by the number of micro-steps: ``every``, or those that are left at the end of an
-    epoch. With ``strategy="fsdp"`` they are sent each time: gradients that are not sent would be whole on every rank.
+    The gradients of the micro-steps add up. So divide each loss by their number: ``every``, or fewer at the end of an
+    epoch. With ``strategy="fsdp"`` gradients are sent in each micro-step, because
+    gradients that are not sent would need the memory of a whole model on every rank.
 
     Args:
-        last: this is the last micro-step of the epoch; the gradients are sent, however few came together.
+        model: the prepared model.
+        step: the number of the micro-step, from 0.
+        every: the number of micro-steps for one step of the optimizer.
+        last: this is the last micro-step of the epoch, so gradients are sent even if there were fewer than ``every``.
 
     Yields:
-        Whether this is the last of its ``every``: after the block the optimizer makes its step.
+        True if gradients are sent in this micro-step, so that the optimizer makes its step after the block.
 
     Raises:
-        ValueError: ``every`` is below one.
+        ValueError: ``every`` is less than 1.
 
     Example::
 
@@ -162,13 +172,14 @@ def accumulate(model: nn.Module, step: int, every: int, *, last: bool = False) -
 
 
 def seed_everything(seed: int, *, per_rank: bool = True) -> int:
-    """Seed the random numbers of Python, NumPy and torch on every device, with another seed on every rank.
+    """Seed the random numbers of Python, NumPy and torch on every device, with a different seed on each rank.
 
-    The workers of a `DataLoader` take theirs from torch's, so they differ too.
+    The workers of a `DataLoader` take their seeds from torch's random numbers, so their random numbers differ too.
 
     Args:
-        per_rank: add the rank, so that augmentation and dropout differ. The models are alike nevertheless: DDP sends
-            the parameters of rank 0 to all.
+        seed: the seed of rank 0.
+        per_rank: add the rank to ``seed``, so that augmentation and dropout are different on each rank. The models are
+            alike nevertheless, because DDP sends the parameters of rank 0 to all ranks.
 
     Returns:
         The seed of this rank.
@@ -190,16 +201,18 @@ def average_parameters(
 ) -> None:
     """Replace the parameters and buffers of ``model``, in place, by their averages over the ranks.
 
-    For ranks that train for themselves for a while, as clients do (federated averaging, McMahan et al., 2017) or in
-    local SGD.
+    The function is for ranks that train separately for a while, as in local SGD or in federated averaging (McMahan et
+    al., 2017). All ranks of ``group`` call it.
 
     Args:
-        weight: how much this rank counts, as the number of its samples; one of weight 0 only receives.
-        group: the ranks that take part; all if None.
+        model: the model of this rank, wrapped or not.
+        weight: the weight of this rank in the average, such as the number of its samples. A rank of weight 0 only
+            receives the averages.
+        group: the ranks that take part; all ranks if None.
 
     Raises:
-        ValueError: on every rank: the models differ in shape, or are sharded, so that there is only one; the weights
-            add up to nothing, or one is no number.
+        ValueError: on every rank: the models differ in shape; they are sharded, so that the ranks hold parts of one
+            model; a weight is not a number; or all weights are 0.
 
     Example::
 
@@ -209,23 +222,24 @@ def average_parameters(
     """
     inner = unwrap_model(model)
     tensors = list(itertools.chain(inner.parameters(), inner.buffers()))
-    problem = "the model is sharded: the ranks hold parts of one, and not one each" if _is_sharded(inner) else ""
+    problem = "the model is sharded, so there is no whole model" if _is_sharded(inner) else ""
     _average("average_parameters", tensors, weight, problem, group)
 
 
 def sync_buffers(model: nn.Module, *, average: bool = False) -> None:
-    """Give every rank the same buffers, in place, as the running statistics of batch norm. Every rank calls it.
+    """Give all ranks the same buffers, in place. Every rank calls this function before an evaluation.
 
-    Each rank gathers those of its own batches. A model in DDP takes the buffers of rank 0 in each forward; the model
-    inside, `unwrap_model`, does not, so each rank would evaluate another model, and none the one of the checkpoint.
+    Buffers, such as the running statistics of batch norm, follow the batches of each rank. A model in DDP takes the
+    buffers of rank 0 in each forward. The model inside (`unwrap_model`) does not: each rank would evaluate a different
+    model, and not the one that the checkpoint holds.
 
     Args:
-        average: take the averages over the ranks; if False, the buffers of rank 0, which are those that
-            `save_checkpoint` saves.
+        model: the model of this rank, wrapped or not.
+        average: True: use the averages over the ranks. False: use the buffers of rank 0, which `save_checkpoint` saves.
 
     Raises:
         ValueError: on every rank: the buffers to average differ in shape.
-        RankError: on every rank, where there are several: one failed.
+        RankError: on every rank, if there are several ranks: one of them failed.
 
     Example::
 
@@ -247,7 +261,15 @@ def _average(
     problem: str = "",
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Replace ``tensors``, in place, by their averages over the ranks; one of weight 0 only receives."""
+    """Replace ``tensors``, in place, by their averages over the ranks.
+
+    Args:
+        call: the name of the public function, for errors.
+        tensors: the tensors of this rank.
+        weight: the weight of this rank. If it is 0, this rank only receives.
+        problem: the reason why there is no average; empty if there is none.
+        group: the ranks that take part; all ranks if None.
+    """
     layout = repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
     size = sum(tensor.numel() for tensor in tensors)
     about = f"{call} of {size} numbers in {len(tensors)} tensors ({zlib.crc32(layout.encode()):08x})"
@@ -271,7 +293,7 @@ def _average(
 
 
 def _broadcast(tensors: Iterable[torch.Tensor]) -> None:
-    """Overwrite ``tensors``, of any dtype, by those of rank 0."""
+    """Overwrite ``tensors`` with those of rank 0. They may have any dtype, because they are sent as bytes."""
     for tensor in tensors:
         numbers = tensor.detach().resolve_conj().contiguous()
         dist.broadcast(as_bytes(numbers), src=0)
@@ -279,7 +301,11 @@ def _broadcast(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _send_what_ddp_cannot(model: nn.Module) -> None:
-    """Overwrite by those of rank 0 what is `NOT_SENT`, and hide it from DDP: buffers, and frozen parameters."""
+    """Copy from rank 0 the tensors of the dtypes in `NOT_SENT`, and make DDP ignore them.
+
+    Only buffers and frozen parameters are treated so. For other parameters DDP must raise, because it cannot average
+    their gradients.
+    """
     tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
     unknown = {name for name, tensor in tensors.items() if tensor.dtype in NOT_SENT and not tensor.requires_grad}
     if unknown:
@@ -290,7 +316,7 @@ def _send_what_ddp_cannot(model: nn.Module) -> None:
 
 
 def _raise_if_unfrozen(model: nn.Module, _: Any) -> None:
-    """Raise in the forward of a model that had nothing to train when it was prepared, and has now."""
+    """Raise RuntimeError if a model that had nothing to train when it was prepared now has. This is a forward hook."""
     if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
         raise RuntimeError(
             f"The {type(model).__name__} had nothing to train when prepare_model() was called, so its gradients would "
@@ -299,6 +325,7 @@ def _raise_if_unfrozen(model: nn.Module, _: Any) -> None:
 
 
 def _forget_frozen(model: nn.Module) -> None:
+    """Remove the hook `_raise_if_unfrozen`, which an earlier `prepare_model` may have added."""
     for number, hook in list(model._forward_pre_hooks.items()):
         if hook is _raise_if_unfrozen:
             del model._forward_pre_hooks[number]
@@ -308,7 +335,7 @@ def _compress(model: DistributedDataParallel, compression: Literal["fp16", "bf16
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if compression == "powersgd":
-        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)  # the least that torch allows with warm starts
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)  # the minimum that torch allows by default
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
@@ -316,24 +343,24 @@ def _compress(model: DistributedDataParallel, compression: Literal["fp16", "bf16
 
 
 def _check_unprepared(model: nn.Module) -> None:
-    """Raise if `prepare_model` has wrapped ``model`` or a part of it: its gradients would be averaged twice."""
+    """Raise ValueError if ``model`` or a part of it is prepared already: gradients would be averaged twice."""
     for module in model.modules():
         if isinstance(module, WRAPPERS):
             name = type(module).__name__
-            raise ValueError(f"The model is prepared already, there is a {name} in it: pass unwrap_model(model).")
+            raise ValueError(f"The model is prepared already, as a {name} in it shows: pass unwrap_model(model).")
     if _is_sharded(unwrap_model(model)):
-        raise ValueError("The model is prepared already, it is sharded, and stays so: make another and load its state.")
+        raise ValueError("The model is prepared already, and stays sharded: make a new model and load its state.")
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    return hasattr(model, "set_requires_gradient_sync")  # which `fully_shard` adds
+    return hasattr(model, "set_requires_gradient_sync")  # `fully_shard` adds this method
 
 
 def _shard(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    if "mesh" not in options:  # torch would take one of accelerators, where there are any
+    if "mesh" not in options:  # by default torch would use accelerators if the machine has any
         world = current_world()
         options = options | {"mesh": init_device_mesh(world.device.type, (world.world_size,))}
     for part in _repeated_blocks(model):
@@ -343,7 +370,11 @@ def _shard(model: nn.Module, options: dict[str, Any]) -> nn.Module:
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules that have modules inside and are in a container beside others of their class."""
+    """Yield the repeated blocks of a model, such as the layers of a transformer.
+
+    A repeated block is in a `ModuleList` or `Sequential` together with other modules of its class, and has modules
+    inside. Of nested repeated blocks, only the outermost ones are yielded.
+    """
     children = list(module.children())
     is_container = isinstance(module, nn.ModuleList | nn.Sequential)
     kinds = Counter(type(child) for child in children)

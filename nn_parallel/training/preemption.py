@@ -1,4 +1,4 @@
-"""`stop_requested`: a signal to one process, and all ranks stop at the same step."""
+"""`stop_requested`: after a signal to one process, all ranks stop at the same step."""
 
 from __future__ import annotations
 
@@ -8,22 +8,26 @@ from .._engine.ranks.stop_signals import is_asked, is_reached, listen
 
 
 def stop_requested() -> bool:
-    """Return whether this job has been asked to stop: the same on all ranks, at the same step. Every rank calls it.
+    """Return whether this job has been asked to stop. Every rank calls this function, for instance after each step.
 
-    It is asked by SIGTERM, SIGUSR1 or SIGUSR2, to one rank or to all: by SLURM when a job is preempted, and before its
-    time limit with ``--signal=USR1@120``; by a cloud that takes a machine back; by torchrun, when it is ended itself.
-    From the first call on these signals do not end the process any more, however many come. A handler that the program
-    has set is called too. In the script that made a pool, one call before `ParallelExecutor.run` has the ranks of the
-    pool asked as well, by a signal to the script.
+    The answer becomes True on all ranks at the same call, so that they can save a checkpoint together.
+
+    The job is asked to stop by SIGTERM, SIGUSR1 or SIGUSR2 to one or more ranks. SLURM sends such a signal when it
+    preempts a job, and before the time limit with ``--signal=USR1@120``. A cloud sends one when it takes a machine
+    back, and torchrun when it is ended itself. After the first call of this function, these signals no longer end the
+    process, however many arrive. If the program has set a handler of its own, that handler is called too.
+
+    In the script that made a pool, call this function once before `ParallelExecutor.run`: a signal to the script then
+    asks the ranks of the pool to stop.
 
     SLURM sends the signals to every process of a job. The workers of prepared loaders ignore them, so that the rank can
-    go on to the next step; other forks of this process ignore SIGUSR1 and SIGUSR2.
+    go on to its next step. Other forks of this process ignore SIGUSR1 and SIGUSR2.
 
-    Costs one round trip to the store, no collective.
+    A call costs one round trip to the store. It needs no collective.
 
     Raises:
-        ParallelError: the first call is not in the main thread, where alone Python handles signals; or it is inside the
-            body of a function of some ranks.
+        ParallelError: the first call is not in the main thread, although Python handles signals only there; or a call
+            is inside the body of a function that only some ranks run.
 
     Example::
 
@@ -31,7 +35,7 @@ def stop_requested() -> bool:
             train_step(x, y)
             if stop_requested():
                 save_checkpoint("last.pt", model=model, optimizer=optimizer, loader=loader)
-                sys.exit(os.EX_TEMPFAIL)  # 75: start this again
+                sys.exit(os.EX_TEMPFAIL)  # 75: the job is to be started again
     """
     listen()
     blocks = blocks_of(join_launched_world())

@@ -1,4 +1,4 @@
-"""Where the time of all ranks goes, as one trace."""
+"""`profile_ranks`: a profile of a block on all ranks, as one trace."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from ..ddp import initialize_ddp
 from ..ranks import on_rank
 from .collectives import all_gather_object
 
-BLOCK = "profile_ranks()"  # what the trace calls it
-COMMUNICATION = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|nccl(Dev)?Kernel")  # as torch calls it, and as NCCL does
+BLOCK = "profile_ranks()"  # the name of the block in the trace
+# Matches the names of collectives: those that torch gives them, and those of the kernels of NCCL.
+COMMUNICATION = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|nccl(Dev)?Kernel")
 logger = logging.getLogger("nn_parallel")
 
 
 class RankProfile:
-    """The result of `profile_ranks`, filled in at the end of its block.
+    """The result of `profile_ranks`. Its attributes are set when the block ends.
 
     Attributes:
-        seconds: that the block took, for each rank.
-        communication: the share of them, 0 to 1, in which a collective was under way, for each rank; computing may have
-            gone on beside it.
+        seconds: the duration of the block on each rank.
+        communication: the share of this time, 0 to 1, during which a collective was under way, for each rank.
+            Computation may have gone on at the same time.
     """
 
     def __init__(self) -> None:
@@ -45,17 +46,18 @@ class RankProfile:
 
 @contextlib.contextmanager
 def profile_ranks(path: str | os.PathLike[str]) -> Iterator[RankProfile]:
-    """Profile a block on every rank, and write one trace of all of them. Every rank runs it.
+    """Profile a block on every rank, and write one trace of all ranks. Every rank runs the block.
 
     Args:
-        path: a file for ui.perfetto.dev or chrome://tracing, written by rank 0; gzipped if it ends in ``.gz``.
+        path: the file that rank 0 writes, for ui.perfetto.dev or chrome://tracing. It is compressed if its name ends in
+            ``.gz``.
 
     Yields:
-        What will hold the share of communication, which rank 0 also logs, once the block has ended.
+        A `RankProfile`, which holds the share of communication after the block has ended. Rank 0 also logs it.
 
     Raises:
-        OSError: the file cannot be written; where there are several ranks, as a `RankError` on each.
-        RankError: on every rank, where there are several: one failed in the block.
+        OSError: the file cannot be written. If there are several ranks, every rank raises a `RankError` with it.
+        RankError: on every rank, if there are several ranks: one of them failed in the block.
 
     Example::
 
@@ -69,21 +71,25 @@ def profile_ranks(path: str | os.PathLike[str]) -> Iterator[RankProfile]:
     on_rank(0)(check_writable)(target)
     profile = RankProfile()
     with block(BLOCK):
-        # Torch 2.11 warns of a second cycle without `acc_events`. The profiler takes long to start and to stop.
+        # Without `acc_events`, torch 2.11 warns of a second cycle. The annotation `BLOCK` marks the time of the user's
+        # block, because the profiler itself takes long to start and to stop.
         with torch.profiler.profile(acc_events=True) as profiler, torch.profiler.record_function(BLOCK):
             yield profile
             if world.device.type != "cpu":
                 torch.accelerator.synchronize()
         trace = _exported(profiler)
-        mine = *_measured(trace["traceEvents"]), gzip.compress(_encoded(trace), 1)
-        profile.seconds, profile.communication, traces = map(list, zip(*all_gather_object(mine), strict=True))
+        result = *_measured(trace["traceEvents"]), gzip.compress(_encoded(trace), 1)
+        profile.seconds, profile.communication, traces = map(list, zip(*all_gather_object(result), strict=True))
     on_rank(0)(write_trace)(traces, target)
     if world.is_main:
         logger.info("%s; the trace is %s.", profile, target)
 
 
 def check_writable(path: Path) -> None:
-    """Before the block runs: its trace must not be lost to a folder that does not exist."""
+    """Raise OSError if a file cannot be written at ``path``.
+
+    This is checked before the block runs, so that a wrong path does not cost the run.
+    """
     path.open("ab").close()
 
 
@@ -96,7 +102,7 @@ def _exported(profiler: torch.profiler.profile) -> dict[str, Any]:
 
 
 def _measured(events: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the seconds of the block, and in which share of them at least one collective was under way."""
+    """Return the seconds of the block, and the share of them during which at least one collective was under way."""
     spans = [event for event in events if event.get("ph") == "X"]
     whole = next(event for event in spans if event["name"] == BLOCK and event["cat"] == "user_annotation")
     begin = whole["ts"]
@@ -111,7 +117,11 @@ def _measured(events: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def write_trace(traces: list[bytes], path: Path) -> None:
-    """Merge the traces; no process or event of one rank gets a number of another's."""
+    """Merge the traces of all ranks, and write them to ``path``.
+
+    Numbers of processes and of events are changed, because different ranks may have used the same ones. Times are
+    shifted, because each trace counts from its own beginning.
+    """
     ranks = [json.loads(gzip.decompress(trace)) for trace in traces]
     base = min(trace.get("baseTimeNanoseconds", 0) for trace in ranks)
     numbers: dict[tuple[int, Any], int] = {}

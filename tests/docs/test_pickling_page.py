@@ -190,7 +190,7 @@ ROWS = {
         ["! with torch.no_grad(): print(f(), call(f))"],
         "False True",
     ),
-    "what a library was told": (
+    "settings of a library": (
         "import decimal\ndef f(): return decimal.getcontext().prec",
         ["! decimal.getcontext().prec = 5", "call(f)", "! decimal.getcontext().prec = 28"],
         "28",

@@ -332,7 +332,7 @@ def test_a_model_that_was_put_and_its_optimizer_are_told(executor2: ParallelExec
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     handle = executor2.put(model)
-    with pytest.warns(RuntimeWarning, match="parameters of <Handle of a Linear> also from elsewhere") as told:
+    with pytest.warns(RuntimeWarning, match="parameters of <Handle of a Linear> also in another object") as told:
         executor2.submit(lambda model, optimizer: None, handle, optimizer).result()
     assert told[0].filename == __file__
     both = executor2.put((model, optimizer))

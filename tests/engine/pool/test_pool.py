@@ -115,7 +115,7 @@ def test_a_handle_is_good_for_its_own_executor_only(executor2: ParallelExecutor)
     """Passed to another executor, pickled, or holding what cannot be rebuilt: an error that says so."""
     handle = executor2.put(1)
     with ParallelExecutor(num_workers=1, devices="cpu") as other:
-        with pytest.raises(TransferError, match="Argument 0 is a .*Handle.*the executor that made it"):
+        with pytest.raises(TransferError, match="Argument 0 is a .*Handle.*the executor whose put.. made it"):
             other.run(str, handle)
         assert other.run(int) == [0]
         made = other.put(1)
