@@ -29,7 +29,7 @@ from nn_parallel.testing import pool_of
 from tests.support import laboratory
 from tests.support.laboratory import Node
 from tests.support.processes import abandoned_in_shared_memory
-from tests.support.ranks import AnyRanks, Ranks, launched
+from tests.support.ranks import AnyRanks, Ranks, launched, rank_forker, rank_forker_pid, stop_rank_forker
 from tests.support.scripts import HEADER
 
 
@@ -99,11 +99,13 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> Iterator[None]:
-    """The one process that may outlive a test ends with the session."""
+    """The two processes that may outlive a test end with the session."""
+    rank_forker()
     with ParallelExecutor(num_workers=1, devices="cpu") as ex:
         ex.run(int)
     yield
     forkserver_client.stop_fork_server()
+    stop_rank_forker()
     assert children_of(os.getpid()) == []
 
 
@@ -203,7 +205,7 @@ def any_ranks(request: pytest.FixtureRequest) -> AnyRanks:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No child process but the fork server, the same open files and threads, nothing new of ours in /dev/shm.
+    """No child process but those of `_fork_server`, the same open files and threads, nothing new of ours in /dev/shm.
 
     The stores that `initialize_ddp` keeps for the life of a process are dropped: here many tests share one.
     """
@@ -241,7 +243,7 @@ def _connect() -> None:
 def _state() -> dict[str, object]:
     memory_files._kept.clear()  # files of this process that wait to be filled again
     return {
-        "children": set(children_of(os.getpid())) - {forkserver_client.fork_server_pid()},
+        "children": set(children_of(os.getpid())) - {forkserver_client.fork_server_pid(), rank_forker_pid()},
         "files": Counter(_open_files()),
         "environment": {name: value for name, value in os.environ.items() if name not in SET_BY_OTHERS},
         "threads": sorted(thread.name for thread in threading.enumerate()),

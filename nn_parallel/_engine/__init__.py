@@ -103,12 +103,15 @@ has died (`_seek_deaths`), or its watchdog sees the death (`Watchdog._death`). I
 
 The death of a worker of a pool, from the kernel to the future of a `submit`:
 
-1. The kernel tells the fork server, whose child the worker is, by SIGCHLD. `_reap` (forkserver) kills what the worker
-   had started, and tells the pool through their socket.
-2. In the thread of the pool, `LocalSite._hear` (site) reads that by `ServerConnection.receive` (forkserver_client).
-   `_worker_exited` takes what the worker had answered or printed before, and calls `Supervisor.exited` (supervisor).
-3. If the task is not among these answers, `exited` has the future completed with the `WorkerDiedError`
-   (`SingleTask.lose`, tasks). It starts another worker in this place, and hands out the tasks that wait.
+1. The kernel tells the fork server, whose child the worker is, by SIGCHLD. `_reap` (forkserver) kills the processes
+   that the worker had started, and reports the exit to the pool through their socket.
+2. In the thread of the pool, `LocalSite._hear` (site) reads the report by `ServerConnection.receive`
+   (forkserver_client). `_worker_exited` takes the answers that the worker sent before its death
+   (`WorkerProcess.finish`, worker_process), and calls `Supervisor.exited` (supervisor).
+3. If the task is not among these answers, `exited` fails the task: `SingleTask.lose` (tasks) completes the future with
+   a `WorkerDiedError`.
+4. `_start_missing` (supervisor) asks the fork server for another worker in the same place, through `LocalSite.start`.
+   The new worker takes tasks once it has answered `STARTED` and has done the initializer.
 
 The words:
 

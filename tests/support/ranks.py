@@ -2,6 +2,10 @@
 
 Each rank connects to a socket of the test and answers functions with results, so that one launch serves many tests.
 Run as a script, this file is such a rank.
+
+An import of torch takes 2 s of a core, and half of the time of the suite would be such imports. So ranks with hand-set
+variables are forks of one process that has imported torch and this package and has done nothing else (`RankForker`). A
+test that sets further variables gets new processes, because an import may read these variables.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ import contextlib
 import faulthandler
 import io
 import os
+import random
+import select
 import signal
 import socket
 import subprocess
@@ -24,6 +30,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import cloudpickle
+import numpy
 import pytest
 
 from nn_parallel._engine.pickling import _code_of_file
@@ -113,6 +120,7 @@ def launched(world_size: int, launcher: str = "env", **environ: str) -> Iterator
         clean |= {"RANKS_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"} | environ
         with Listener(address, backlog=world_size) as listener, output.open("w") as file:
             rank = [sys.executable, __file__]
+            commands: list[tuple[list[str], dict[str, str]]]
             if launcher == "torchrun":
                 torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world_size}"]
                 commands = [([*torchrun, "--master-port", str(free_port()), *rank[1:]], {})]
@@ -120,17 +128,21 @@ def launched(world_size: int, launcher: str = "env", **environ: str) -> Iterator
                 shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
                 own = ("RANK", "LOCAL_RANK") if "MASTER_ADDR" in environ else ("RANK",)
                 commands = [(rank, shared | environ | dict.fromkeys(own, str(number))) for number in range(world_size)]
-            processes = [
-                subprocess.Popen(
-                    command,
-                    env=clean | more,
-                    stdout=file,
-                    stderr=file,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-                for command, more in commands
-            ]
+            processes: list[_Process]
+            if launcher == "env" and not environ:
+                processes = [rank_forker().fork(clean | more, output) for _, more in commands]
+            else:
+                processes = [
+                    subprocess.Popen(
+                        command,
+                        env=clean | more,
+                        stdout=file,
+                        stderr=file,
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,
+                    )
+                    for command, more in commands
+                ]
             connections: dict[int, tuple[Connection, int]] = {}
             started: Ranks | None = None
             try:
@@ -157,7 +169,75 @@ def launched(world_size: int, launcher: str = "env", **environ: str) -> Iterator
                 assert not late, f"ranks that did not end by themselves printed:\n{output.read_text()}"
 
 
-def _ends(process: subprocess.Popen[bytes]) -> bool:
+class _Process(Protocol):
+    """The part of `subprocess.Popen` that `launched` uses."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> object: ...
+
+
+class _ForkedRank:
+    """A rank that a `RankForker` has forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not select.select([self._pidfd], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(f"rank with pid {self.pid}", timeout or 0.0)
+        os.close(self._pidfd)
+
+
+class RankForker:
+    """A process that has imported torch and this package, and forks a rank for each request."""
+
+    def __init__(self) -> None:
+        own_end, end = socket.socketpair()
+        self._connection = Connection(own_end.detach())
+        with end:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, "--fork", str(end.fileno())],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[end.fileno()],
+                start_new_session=True,
+            )
+
+    def fork(self, environ: dict[str, str], output: Path) -> _ForkedRank:
+        """Start a rank in this environment and in the present directory, which prints into a file."""
+        self._connection.send((environ, os.getcwd(), os.fspath(output)))
+        return _ForkedRank(self._connection.recv())
+
+    def stop(self) -> None:
+        self._connection.close()
+        self.process.wait()
+
+
+_rank_forker: RankForker | None = None
+
+
+def rank_forker() -> RankForker:
+    """Return the one `RankForker` of this process, which `stop_rank_forker` ends."""
+    global _rank_forker
+    if _rank_forker is None:
+        _rank_forker = RankForker()
+    return _rank_forker
+
+
+def rank_forker_pid() -> int | None:
+    return None if _rank_forker is None else _rank_forker.process.pid
+
+
+def stop_rank_forker() -> None:
+    global _rank_forker
+    if _rank_forker is not None:
+        _rank_forker.stop()
+        _rank_forker = None
+
+
+def _ends(process: _Process) -> bool:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_WITHIN_S)
         return True
@@ -194,5 +274,34 @@ def _serve() -> None:
         connection.send_bytes(packed)
 
 
+def _fork_ranks(connection: Connection) -> None:
+    """Be a `RankForker`. This returns in each rank, and in the forker at its end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then removes a rank that has ended
+    while True:
+        try:
+            environ, folder, output = connection.recv()
+        except EOFError:
+            os._exit(0)
+        if pid := os.fork():
+            connection.send(pid)
+            continue
+        connection.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environ)
+        file = os.open(output, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+        random.seed()  # a new process would have other random numbers than its siblings
+        numpy.random.seed()
+        return
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--fork"]:
+        _fork_ranks(Connection(int(sys.argv[2])))
+        del sys.argv[1:]
     _serve()

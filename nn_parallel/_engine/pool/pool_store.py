@@ -27,25 +27,25 @@ class PoolStore:
         self._host = host or loopback(LOOPBACK)
         self._store: dist.TCPStore | None = None
         self._port = 0
-        self._group = 0  # the number of the present group of ranks, see `Ranks`
+        self._group_number = 0  # the number of the present group of ranks, see `Ranks`
 
     def address(self, group: int) -> tuple[str, int]:
         """Return host and port of the store for the ranks with this group number. Delete the keys of earlier groups."""
-        if self._group < group:
+        if self._group_number < group:
             if self._store is None:
                 self._store = self._open()
             else:
                 for key in self._store.list_keys():
                     if not key.startswith(f"{ranks_prefix(group)}/"):
                         self._store.delete_key(key)
-            self._group = group
+            self._group_number = group
             pass_on_to(self)
         return self._host, self._port
 
     def ask_to_stop(self) -> None:
         """Ask the ranks to stop: `stop_requested` soon returns True on all of them. See `stop_signals`."""
         if self._store is not None:
-            ranks = dist.PrefixStore(ranks_prefix(self._group), self._store)
+            ranks = dist.PrefixStore(ranks_prefix(self._group_number), self._store)
             # Only if the key has no value: otherwise the ranks may have agreed already on the step at which they stop.
             ranks.compare_set(STOP_KEY, "", ASKED)
 

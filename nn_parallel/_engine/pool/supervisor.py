@@ -23,9 +23,9 @@ cluster, Ray reports the exit.) Then:
    its future with a `WorkerDiedError`. Each unfinished item of a `map` that the worker had received gets this error.
    A `run` notes the failure of this rank; all its other ranks are cancelled, and it ends when each of them has answered
    or exited, too.
-3. `exited` starts another worker in the same place, on the same device, unless the pool is closed. No other task is
-   affected. But if workers keep dying during their start, as by a segmentation fault in the initializer, replacement
-   would go on for ever: after `MAX_FAILED_STARTS` replacements in a row the pool fails with the last error.
+3. `exited` starts another worker in the same place, on the same device, unless the pool is closed and no task waits. No
+   other task is affected. But if workers keep dying during their start, as by a segmentation fault in the initializer,
+   replacement would go on for ever: after `MAX_FAILED_STARTS` replacements in a row the pool fails with the last error.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Supervisor(threading.Thread):
         self._numbers = itertools.count(FIRST_TASK)  # the numbers of tasks
         # The number of the ranks' process group, see `Ranks`. It is increased when a rank has failed, has exited or is
         # removed, so that the group cannot be used again. The next `run` then makes a new group.
-        self._group = 1
+        self._group_number = 1
         self._devices: list[torch.device] = []  # the devices of the workers, by place
         self._used_at = 0.0  # the time at which the pool last had a task
         site.open(self._loop, self)
@@ -397,7 +397,7 @@ class Supervisor(threading.Thread):
             if self._failed_starts[record.index] > MAX_FAILED_STARTS:
                 self.fail(death)
         if record in self._workers:
-            self._group += 1
+            self._group_number += 1  # the group has lost a rank
             self._workers.remove(record)
             if not self._is_closed:
                 self._start_missing()
@@ -517,7 +517,7 @@ class Supervisor(threading.Thread):
                 return
             # The task is still in the queue, so that it fails with the pool if `ranks` finds no free descriptor.
             if isinstance(task, RunTask):
-                task.begin_on(self._site.ranks(len(idle), self._group))
+                task.begin_on(self._site.ranks(len(idle), self._group_number))
             self._queue.popleft()
             if isinstance(task, ResizeTask):
                 task.reply.complete(None)
@@ -593,7 +593,7 @@ class Supervisor(threading.Thread):
         if isinstance(task, RunTask):
             has_failed = answer.outcome in (Outcome.FAILED, Outcome.CANCELLED)
             if has_failed or answer.failed_inside:
-                self._group += 1
+                self._group_number += 1
             if has_failed:
                 self._cancel(task)
         task.complete(worker.rank, answer, payload)
@@ -615,7 +615,7 @@ class Supervisor(threading.Thread):
     def _report_loss(self, task: Task, worker: Worker, error: Exception) -> None:
         """Report to a task that a worker will not answer it. A `run` is cancelled on its other workers."""
         if isinstance(task, RunTask):
-            self._group += 1
+            self._group_number += 1
             self._cancel(task)
         task.lose(worker.rank, error)
 
@@ -671,7 +671,7 @@ class Supervisor(threading.Thread):
             self.fail(error)
             return
         if isinstance(task, RunTask):
-            self._group += 1
+            self._group_number += 1
         task.fail(error)
         for record in late:
             if not record.stack:  # the worker follows no orders, so it would not follow the order to cancel either
@@ -704,7 +704,7 @@ class Supervisor(threading.Thread):
         workers.
         """
         task.has_begun = True
-        self._group += 1
+        self._group_number += 1
         can_stay = self._site.resize(len(task.devices))
         self._set_devices(task.devices)
         kept = len(self._devices) if can_stay else 0

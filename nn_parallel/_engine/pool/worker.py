@@ -159,7 +159,7 @@ class TaskRunner:
         self.device = device
         self._alone = RankContext(World(False, 0, 0, 1, self.device, launcher="executor"))  # for single tasks
         self._rank_context: RankContext | None = None  # for `run`; kept as long as the group has the same number
-        self._group = 0  # the number of that group, see `Ranks`
+        self._group_number = 0  # the number of that group, see `Ranks`
         self._store: dist.Store | None = None
         self._store_address = "", 0
         self._cores = -1  # as the last task has set them; -1 before the first task
@@ -346,9 +346,9 @@ class TaskRunner:
     def _enter(self, task: TaskHeader, generation: int) -> RankContext:
         """Return the context of this worker as a rank of a `run`, made anew if the ranks have a new group number."""
         ranks = task.ranks
-        if self._rank_context is None or self._group != ranks.group:
+        if self._rank_context is None or self._group_number != ranks.group:
             self._leave()
-            self._group = ranks.group
+            self._group_number = ranks.group
             nodes = ranks.nodes or [0] * ranks.world_size
             self._rank_context = RankContext(
                 self._make_world(nodes), lambda: self._open_store(ranks), one_node=len(set(nodes)) == 1

@@ -440,11 +440,11 @@ def test_a_failure_before_a_barrier_that_one_rank_gives_up(ranks2: Ranks, tmp_pa
     def scenario() -> str:
         here = blocks_of(rank_context()) if initialize_ddp() else None
         assert here is not None
-        meet, end_generation = here._meet, here._end_generation
+        arrive, end_generation = here._arrive, here._end_generation
 
-        def meet_late(*args: Any) -> None:
+        def arrive_late(*args: Any) -> None:
             until("given up")
-            meet(*args)
+            arrive(*args)
             (tmp_path / "has come").touch()
 
         def end_generation_late(*args: Any) -> Any:
@@ -457,14 +457,14 @@ def test_a_failure_before_a_barrier_that_one_rank_gives_up(ranks2: Ranks, tmp_pa
             raise ValueError("bad batch")
 
         if here.rank == 0:
-            here._meet = meet_late  # type: ignore[method-assign]
+            here._arrive = arrive_late  # type: ignore[method-assign]
         else:
             here._end_generation = end_generation_late  # type: ignore[method-assign]
         try:
             with pytest.raises(RankError) as caught:
                 fail()
         finally:
-            del here.__dict__["_meet" if here.rank == 0 else "_end_generation"]
+            del here.__dict__["_arrive" if here.rank == 0 else "_end_generation"]
         with contextlib.suppress(RankTimeoutError):  # the one that gave up has still to be told
             barrier()
         barrier()
