@@ -241,7 +241,7 @@ def _connect() -> None:
 
 
 def _state() -> dict[str, object]:
-    memory_files._kept.clear()  # files of this process that wait to be filled again
+    memory_files._reusable_files.clear()  # files of this process that wait to be filled again
     return {
         "children": set(children_of(os.getpid())) - {forkserver_client.fork_server_pid(), rank_forker_pid()},
         "files": Counter(_open_files()),

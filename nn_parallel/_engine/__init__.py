@@ -82,7 +82,8 @@ The invariants, which every change keeps:
 - No rule that depends on time declares a rank stuck; only the user's ``timeout`` does. A node counts as lost when its
   kernel has answered nothing for a minute.
 - A worker that is lost costs its task only. The pool is whole again afterwards.
-- Nothing outlives what it was made for: no process, thread, descriptor, variable or file.
+- Nothing outlives what it was made for: no process, thread, descriptor, variable or file. There is one exception: a
+  process keeps a few memory files, to fill them again for later payloads (memory_files).
 
 A failure, from where it is raised to where all ranks raise it. Rank 1 raises in a block, and rank 0 is in a collective:
 
@@ -112,6 +113,20 @@ The death of a worker of a pool, from the kernel to the future of a `submit`:
    a `WorkerDiedError`.
 4. `_start_missing` (supervisor) asks the fork server for another worker in the same place, through `LocalSite.start`.
    The new worker takes tasks once it has answered `STARTED` and has done the initializer.
+
+A large tensor, from `submit` to the future. It is copied twice, once in each direction:
+
+1. `FunctionPacker.pack` (packer) pickles the call in the thread of the caller. A large storage does not go into the
+   pickle: `Pickler` (pickling) puts a number there, and a view of the memory beside the pickle. `Payload` (channel)
+   copies the pickle and all views into a memory file (`fill`, memory_files). Then `submit` returns, and the user may
+   change the tensor.
+2. The supervisor gives the task to a worker. `Channel.flush` sends a packet with the descriptor of the file. The worker
+   maps the file (`map_private`), and `loads` (pickling) makes tensors that lie in the map.
+3. The worker drops the arguments (`_serve`, worker) and packs the result in the same way, into a file of its own: that
+   is the second copy. The supervisor maps the result, rebuilds it and completes the future (`SingleTask.complete`,
+   tasks).
+4. The memory of a map is freed with the last tensor in it. The `PackedCall` of the sender keeps its payload until the
+   task has ended. Then the sender may fill the file again, if no process has it open.
 
 The words:
 

@@ -8,8 +8,8 @@ until a large message has been read.
 Descriptors cause three problems:
 
 - One packet takes at most 253 of them. If a message has more, they are sent before it, in packets of descriptors only.
-- They are scarce: a process has a limit of open files. So only `FILES_AT_ONCE` memory files wait to be sent. Further
-  large payloads wait as copies in memory, and are copied into a file when they are sent.
+- They are scarce: a process has a limit of open files. So at most `MAX_PAYLOAD_FILES` payloads have a memory file.
+  Further large payloads wait as copies in memory, and are copied into a file when they are sent.
 - The kernel also limits the descriptors that were sent and not received, for all processes of the user together, and
   then refuses to send more (ETOOMANYREFS). So the sender tries again, and gives up after `ROOM_WITHIN_S`.
 """
@@ -39,7 +39,7 @@ from .memory_files import Descriptor, fill, map_private, map_shared, shared_desc
 
 ROOM_WITHIN_S = 5.0  # how long to try to send descriptors that the kernel refuses
 SMALL_BYTES = 1 << 16  # the largest payload that is part of a packet
-FILES_AT_ONCE = 64  # the most memory files that wait to be sent
+MAX_PAYLOAD_FILES = 64  # the most payloads with a memory file; the payload of a task lives until the task has ended
 _PACKET_BYTES = 1 << 17  # the largest packet
 _FDS_AT_ONCE = 250  # the most descriptors in one packet; the kernel takes 253
 _ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)
@@ -63,14 +63,17 @@ class Payload:
         self._copies: list[memoryview] = []
         if sum(self.sizes) <= SMALL_BYTES:
             self.inline = [bytes(buffer) for buffer in buffers]
-        elif len(_files) < FILES_AT_ONCE:
+        elif len(_payload_files) < MAX_PAYLOAD_FILES:
             self._file = _fill_file(buffers)
-            _files.add(self._file)
+            _payload_files.add(self._file)
         else:
             self._copies = [memoryview(bytes(buffer)) for buffer in buffers]
 
-    def file(self) -> Descriptor | None:
-        """Return the memory file with the object, or None if the object is small. Raises as the constructor."""
+    def open_file(self) -> Descriptor | None:
+        """Return the memory file with the object, or None if the object is small. Raise as the constructor does.
+
+        A payload without a file of its own is copied into a new file.
+        """
         return _fill_file(self._copies) if self._copies else self._file
 
 
@@ -267,7 +270,7 @@ def _make_packets(header: Any, payload: Payload | None) -> list[_Packet]:
             fd, owner = shared_descriptor(storage)
             fds.append(fd)
             owners.append(owner)
-        if (file := payload.file()) is not None:
+        if (file := payload.open_file()) is not None:
             fds.append(file.fd)
             owners.append(file)
     except OSError as error:
@@ -325,4 +328,4 @@ def _fill_file(buffers: Sequence[memoryview]) -> Descriptor:
 
 
 _ONLY_FDS = b" "  # the data of a packet with descriptors of the message after it, and nothing else
-_files = weakref.WeakSet[Descriptor]()  # the memory files of all payloads of this process
+_payload_files = weakref.WeakSet[Descriptor]()  # the memory files of all payloads of this process

@@ -28,7 +28,7 @@ import torch
 
 from ..pickling import Buffer
 
-KEPT_BYTES = 128 << 20  # the most memory in files that are kept to be filled again
+KEPT_BYTES = 132 << 20  # the most memory in reusable files: two objects of 64 MiB with their pickles
 
 
 class Descriptor:
@@ -43,8 +43,12 @@ class Descriptor:
         os.close(self.fd)
 
 
-class _KeptFile:
-    """A memory file of the sender, which is filled again when nobody else has it open."""
+class _ReusableFile:
+    """A memory file of the sender, which is filled again when nobody else has it open.
+
+    The descriptor that `fill` returns counts as somebody else, too. A payload holds this descriptor, so its file is not
+    filled again before its task has ended.
+    """
 
     def __init__(self, size: int) -> None:
         first = Descriptor(os.memfd_create("nn_parallel", os.MFD_CLOEXEC))
@@ -80,25 +84,25 @@ def fill(buffers: Sequence[Buffer]) -> Descriptor:
     """
     parts = [memoryview(buffer).cast("B") for buffer in buffers]
     spans = _spans([part.nbytes for part in parts])
-    file = _take_free_file(spans[-1].stop) or _KeptFile(spans[-1].stop)
+    file = _take_free_file(spans[-1].stop) or _ReusableFile(spans[-1].stop)
     for span, part in zip(spans, parts, strict=True):
         _copy(part, file.view[span])
     descriptor = file.open_again()
-    _kept.append(file)
+    _reusable_files.append(file)
     with contextlib.suppress(IndexError):  # another thread may take the last file meanwhile
-        while sum(kept.view.nbytes for kept in list(_kept)) > KEPT_BYTES:
-            _kept.popleft()
+        while sum(kept.view.nbytes for kept in list(_reusable_files)) > KEPT_BYTES:
+            _reusable_files.popleft()
     return descriptor
 
 
-def _take_free_file(size: int) -> _KeptFile | None:
+def _take_free_file(size: int) -> _ReusableFile | None:
     """Take a free file of this size, or up to twice as large, out of the kept files. Return None if there is none."""
     with contextlib.suppress(IndexError):  # another thread may take the last file meanwhile
-        for _ in range(len(_kept)):
-            file = _kept.popleft()
+        for _ in range(len(_reusable_files)):
+            file = _reusable_files.popleft()
             if size <= file.view.nbytes <= 2 * size and file.is_free():
                 return file
-            _kept.append(file)
+            _reusable_files.append(file)
     return None
 
 
@@ -157,8 +161,8 @@ def _map(fd: int, size: int, kind: int) -> memoryview:
 
 
 _ALIGNMENT = 64  # the alignment of the storages that torch allocates
-_kept = deque[_KeptFile]()  # the files to be filled again, the least recently filled first
-os.register_at_fork(after_in_child=_kept.clear)  # otherwise parent and child would fill the same file
+_reusable_files = deque[_ReusableFile]()  # the files to be filled again, the least recently filled first
+os.register_at_fork(after_in_child=_reusable_files.clear)  # otherwise parent and child would fill the same file
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]

@@ -73,7 +73,7 @@ class WorkerProcess:
         self._server = server
         self._loop = loop
         self._events = events
-        self._kept: set[int] = set()  # the numbers of the handles whose objects the worker keeps
+        self._kept_handles: set[int] = set()  # the numbers of the handles whose objects the worker keeps
         self._is_task_last = False  # the last message for the worker is a task
         self._room_deadline: float | None = None  # set while the kernel refuses descriptors: when to give up
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as worker_ends:
@@ -133,17 +133,17 @@ class WorkerProcess:
     def send(self, task: TaskHeader, call: PackedCall) -> None:
         """Implement `Worker.send`. The message goes out now, or when there is room for it."""
         for handle in call.handles:
-            if handle.number not in self._kept:
+            if handle.number not in self._kept_handles:
                 self._channel.enqueue(KeepObject(handle.number), handle.payload)
-                self._kept.add(handle.number)
+                self._kept_handles.add(handle.number)
         self._channel.enqueue(task, call.payload)
         self._is_task_last = True
         self._flush()
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Implement `Worker.forget`."""
-        for forgotten in _chunks(self._kept.intersection(numbers)):
-            self._kept.difference_update(forgotten)
+        for forgotten in _chunks(self._kept_handles.intersection(numbers)):
+            self._kept_handles.difference_update(forgotten)
             self._channel.enqueue(ForgetObjects(forgotten))
             self._is_task_last = False
         self._flush()

@@ -416,7 +416,7 @@ class RayWorker:
         self._actor: Any = None
         self._orders: Any = None
         self._is_over = False
-        self._kept: set[int] = set()  # the numbers of the handles whose objects the worker keeps
+        self._kept_handles: set[int] = set()  # the numbers of the handles whose objects the worker keeps
         self._hands_back = False  # the worker was asked to hand back calls, and has not replied yet
         # The answer to the worker's task, if it has arrived before that reply. It must be handled after the reply.
         self._held: Future[Any] | None = None
@@ -446,7 +446,7 @@ class RayWorker:
 
     def send(self, task: TaskHeader, call: PackedCall) -> None:
         """As `Worker.send`."""
-        new = {handle.number: handle.payload for handle in call.handles if handle.number not in self._kept}
+        new = {handle.number: handle.payload for handle in call.handles if handle.number not in self._kept_handles}
         payloads = [*new.values(), *([] if call.payload is None else [call.payload])]
         kept = [(number, payload.parcel) for number, payload in new.items()]
         message = pickle.dumps((task, kept, call.payload and call.payload.parcel))
@@ -457,12 +457,12 @@ class RayWorker:
             self._events.fail(error)
             return
         self._then(functools.partial(self._hear_answer, task.number), self._actor.perform.remote(message, *beside))
-        self._kept.update(new)
+        self._kept_handles.update(new)
 
     def forget(self, numbers: Iterable[int]) -> None:
         """As `Worker.forget`."""
-        gone = self._kept.intersection(numbers)
-        self._kept -= gone
+        gone = self._kept_handles.intersection(numbers)
+        self._kept_handles -= gone
         if gone and ray.is_initialized():
             self._actor.forget.remote(list(gone))
 

@@ -12,9 +12,9 @@ from tests.support.wire import Ends
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    memory_files._kept.clear()  # of other tests
+    memory_files._reusable_files.clear()  # of other tests
     pair = Ends()
     yield pair
-    memory_files._kept.clear()
+    memory_files._reusable_files.clear()
     pair.sender.close()
     pair.receiver.close()

@@ -77,10 +77,10 @@ def test_without_memory_files_what_is_large_is_an_error() -> None:
 @pytest.mark.slow
 def test_more_than_there_are_descriptors_for_is_copied(ends: Ends) -> None:
     """However much is on its way, the sender's descriptors do not run out."""
-    most = connection.FILES_AT_ONCE + 20
+    most = connection.MAX_PAYLOAD_FILES + 20
     before = len(list(descriptors()))
     payloads = [Payload(dumps(torch.full((1 << 15,), float(k)))) for k in range(most)]
-    assert len(list(descriptors())) - before == 2 * connection.FILES_AT_ONCE  # ours, and those on their way
+    assert len(list(descriptors())) - before == 2 * connection.MAX_PAYLOAD_FILES  # ours, and those on their way
     kept = []
     while payloads:
         ends.sender.send((7,), payloads.pop(0))
@@ -112,7 +112,7 @@ def test_what_just_fits_into_a_packet_and_what_does_not(ends: Ends, size: int) -
 
 def test_what_was_copied_is_let_go_of(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver keeps nothing of a message that its user has dropped."""
-    monkeypatch.setattr(connection, "FILES_AT_ONCE", 0)
+    monkeypatch.setattr(connection, "MAX_PAYLOAD_FILES", 0)
     tensor = torch.zeros(1 << 15)
     tracemalloc.start()
     try:

@@ -81,7 +81,7 @@ def test_the_items_of_a_map_are_let_go_as_they_end(own_executor2: ParallelExecut
     """Results that nobody has taken yet do not hold the memory of what was sent for them."""
     results = own_executor2.map(torch.Tensor.numel, (torch.zeros(1 << 16) for _ in range(50)))
     assert own_executor2.run(int) == [0, 0]  # all are over
-    files._kept.clear()
+    files._reusable_files.clear()
     assert memory_files() == 0
     assert list(results) == [1 << 16] * 50
 

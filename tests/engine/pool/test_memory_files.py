@@ -54,7 +54,7 @@ def test_what_a_child_may_see_is_not_filled_again(ends: Ends) -> None:
         here.send(b"x")
         assert here.recv(1) == b"7"
     os.waitpid(child, 0)
-    assert files._kept
+    assert files._reusable_files
 
 
 def test_a_child_fills_its_own(ends: Ends) -> None:
@@ -63,9 +63,9 @@ def test_a_child_fills_its_own(ends: Ends) -> None:
     del received
     child = os.fork()
     if child == 0:
-        os._exit(len(files._kept))
+        os._exit(len(files._reusable_files))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert len(files._kept) == 1
+    assert len(files._reusable_files) == 1
 
 
 def test_kept_files_are_few(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
