@@ -38,6 +38,7 @@ def fake(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": path, "TMPDIR": str(tmp_path)}
 
 
+@pytest.mark.slow
 def test_the_table_of_gpus(fake: dict[str, str]) -> None:
     """A line for each, a dash for what is not told, and which are hidden from this process."""
     done = run_command("gpus", CUDA_VISIBLE_DEVICES="2,0", **fake)
@@ -50,6 +51,7 @@ def test_the_table_of_gpus(fake: dict[str, str]) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_gpus_as_json(fake: dict[str, str]) -> None:
     """All that is known of each, for a program."""
     told = json.loads(run_command("gpus", "--json", **fake).stdout)

@@ -197,6 +197,7 @@ def test_explicit_arguments_win_over_the_environment(env: Callable[..., None]) -
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
+@pytest.mark.slow
 def test_spawned_processes_with_explicit_arguments() -> None:
     """The idiom of torch.multiprocessing.spawn: each process passes its rank, and they meet."""
     port = free_port()
@@ -217,6 +218,7 @@ def test_spawned_processes_with_explicit_arguments() -> None:
         assert [ranks._answer(rank) for rank in range(2)] == [(True, (0, 2.0)), (True, (1, 2.0))]
 
 
+@pytest.mark.slow
 def test_one_line_in_the_log_says_what_was_found() -> None:
     """Who started the ranks, and from which variables that is known."""
     code = "import logging, nn_parallel as n; logging.basicConfig(level=logging.INFO); n.initialize_ddp()"
@@ -309,6 +311,7 @@ def test_a_killed_rank_is_an_error_for_those_that_wait_for_it() -> None:
             assert seconds < AT_ONCE_S
 
 
+@pytest.mark.slow
 def test_the_death_of_the_rank_that_holds_the_store() -> None:
     """When rank 0 hosts the store and is gone, the others learn that rank 0 is gone."""
 
@@ -328,6 +331,7 @@ def test_the_death_of_the_rank_that_holds_the_store() -> None:
         assert ranks.run(scenario)[1] == (0, "WorkerDiedError")
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_left_is_not_waited_for() -> None:
     """A rank that ends its script while another waits for it: the other gets an error that says so."""
 
@@ -405,6 +409,7 @@ def test_import_starts_nothing() -> None:
     assert printed.stderr == ""
 
 
+@pytest.mark.slow
 def test_launched_ranks_need_nothing_of_python_that_only_linux_has(tmp_path: Path) -> None:
     """They start, learn of results and failures, and save, where such names are missing: a stand-in for macOS."""
     (tmp_path / "sitecustomize.py").write_text(ONLY_LINUX)
@@ -436,6 +441,7 @@ def test_launched_ranks_need_nothing_of_python_that_only_linux_has(tmp_path: Pat
         assert ranks.run(scenario) == [(0, "{1: ValueError('no')}", 2)] * 2
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_rank_takes_nothing_from_it() -> None:
     """What a child does when it ends leaves the rank's connections, group and place alone; it is alone itself."""
 

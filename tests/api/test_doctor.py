@@ -57,6 +57,7 @@ torch.accelerator.current_accelerator = refuse
 """
 
 
+@pytest.mark.slow
 def test_the_doctor_of_an_old_torch(tmp_path: Path) -> None:
     """It says which one is needed, and tries nothing with it; a stand-in for 2.7 where there is no accelerator."""
     (tmp_path / "sitecustomize.py").write_text(OLD_TORCH)

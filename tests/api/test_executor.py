@@ -81,6 +81,7 @@ def test_ranks_of_a_run_can_make_a_group_and_keep_it(own_executor2: ParallelExec
     assert own_executor2.run(total) == [(True, True, 3.0)] * 2
 
 
+@pytest.mark.slow
 def test_a_group_that_was_closed_is_freed() -> None:
     """Once the next one stands; also where an optimizer was made, with which torch imports what keeps a group."""
 
@@ -625,6 +626,7 @@ def test_cpu_workers_where_there_is_no_accelerator(caplog: pytest.LogCaptureFixt
     ]
 
 
+@pytest.mark.slow
 def test_run_inside_the_body_of_one_rank_is_an_error() -> None:
     """A call of all ranks where the others are not: said at once, and no rank is released early."""
 
@@ -684,6 +686,7 @@ def test_what_is_shown_of_an_executor() -> None:
     assert repr(ex) == "<ParallelExecutor: shut down>"
 
 
+@pytest.mark.slow
 def test_a_module_that_makes_a_pool_as_it_is_imported(tmp_path: Path) -> None:
     """Workers import the module as well: the first one says so, and starts none of its own."""
     (tmp_path / "experiment.py").write_text(

@@ -189,6 +189,7 @@ def count_syncs(model: Any) -> list[int]:
     return sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [24, 27])
 def test_gradients_are_sent_with_every_second_step_and_the_last(run: Run, n: int) -> None:
     """And at no other; of two models each counts for itself; gradients are equal on all ranks exactly then."""

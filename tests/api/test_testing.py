@@ -185,6 +185,7 @@ def test_the_ranks_are_kept_and_end_with_the_run(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.slow
 def test_what_ranks_cover_is_reported(tmp_path: Path) -> None:
     """By pytest-cov, with coverage's own patch for processes: the lines that ran on a rank only."""
     (tmp_path / "covered.py").write_text("def f(x):\n    if x:\n        return 1\n    return 2\n")

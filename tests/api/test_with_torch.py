@@ -50,6 +50,7 @@ def same_on_all(value: Any) -> bool:
     return all(other == first for other in others)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_uneven_inputs() -> None:
     """`Join` lets a rank that has run out of samples shadow the collectives of the others."""
@@ -204,6 +205,7 @@ def test_the_linear_rule() -> None:
     assert (0.1 * world.world_size, samples, len(loader)) == (0.2, 16, 4)
 
 
+@pytest.mark.slow
 def test_torch_s_own_debugging(tmp_path: Path) -> None:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL has torch check that all ranks make the same collective, and name who differs."""
     (tmp_path / "script.py").write_text(

@@ -63,6 +63,7 @@ def in_a_pool(body: str) -> str:
     return printed(IN_A_POOL.format(textwrap.indent(textwrap.dedent(body), " " * 8).strip()))
 
 
+@pytest.mark.slow
 def test_what_fails_late_fails_the_task_that_queued_it() -> None:
     """And not the next one, which may be somebody else's; the worker goes on, and gives back what it holds."""
     told = in_a_pool(
@@ -78,6 +79,7 @@ def test_what_fails_late_fails_the_task_that_queued_it() -> None:
     assert told.splitlines() == ["a late failure", "True [['empty_cache']]"]
 
 
+@pytest.mark.slow
 def test_what_fails_late_fails_its_item_of_a_map() -> None:
     """The items before it have their results."""
     told = in_a_pool(
@@ -93,6 +95,7 @@ def test_what_fails_late_fails_its_item_of_a_map() -> None:
     assert told.splitlines() == ["None None", "a late failure"]
 
 
+@pytest.mark.slow
 def test_a_worker_whose_accelerator_is_lost_is_replaced() -> None:
     """As after an assertion in a kernel of CUDA: it tells of the failure, and leaves; the next task succeeds."""
     told = in_a_pool(
@@ -110,6 +113,7 @@ def test_a_worker_whose_accelerator_is_lost_is_replaced() -> None:
     assert told.splitlines() == ["RankError True", replaced, "RuntimeError True", replaced]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
     [
@@ -191,6 +195,7 @@ def test_an_error_of_the_backend_is_raised(where: str, kind: str, text: str, ran
         assert text in told
 
 
+@pytest.mark.slow
 def test_an_error_where_all_has_ended_is_none(ranks2: Ranks) -> None:
     """The other rank has closed the connection at its end: no false alarm."""
 
@@ -208,6 +213,7 @@ def test_an_error_where_all_has_ended_is_none(ranks2: Ranks) -> None:
     assert ranks2.run(body) == ["all is well"] * 2
 
 
+@pytest.mark.slow
 def test_a_cancelled_task_does_not_go_on_with_wrong_numbers(tmp_path: Path) -> None:
     """Nor does that of a rank in a pool; its process stays."""
     told = printed(
@@ -246,6 +252,7 @@ raise ValueError("nobody catches this")
 """
 
 
+@pytest.mark.slow
 def test_an_uncaught_exception_ends_a_process_with_a_collective_under_way() -> None:
     """It is not waited for, as nobody may match it: the limit of the group is ten minutes."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": PATH}
@@ -286,6 +293,7 @@ def test_cleanup_waits_for_what_is_under_way(ranks2: Ranks) -> None:
     assert ranks2.run(body) == [[True, []]] * 2
 
 
+@pytest.mark.slow
 def test_ranks_on_the_cpu_stay_there(tmp_path: Path) -> None:
     """Whatever accelerator this machine has: torch would take that for the mesh of FSDP."""
     told = printed(
@@ -304,6 +312,7 @@ def test_ranks_on_the_cpu_stay_there(tmp_path: Path) -> None:
     assert told == "[{'cpu'}, {'cpu'}]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("current", "bound", "local_rank", "expected"),
     [(0, None, 1, 1), (0, 0, 1, 0), (1, None, 0, 1), (0, None, 5, 0)],

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("set_before", ["enable", "disable"])
 def test_an_import_is_not_interrupted_by_collections(set_before: str) -> None:
     """What is due is done before or after, and the collector is left as it was."""

@@ -36,6 +36,7 @@ def put(): os.environ["BY_VALUE_B"] = "worker's"
     del sys.modules["found_later"]
 
 
+@pytest.mark.slow
 def test_the_end_of_a_worker_leaves_shared_memory_of_the_script(tmp_path: Path) -> None:
     """Before Python 3.13 each process that opens it hands it to its resource tracker, which removes it at the end."""
     code = """
@@ -87,6 +88,7 @@ def change():
 """
 
 
+@pytest.mark.slow
 def test_a_new_pool_inherits_what_a_fork_of_the_script_would(tmp_path: Path) -> None:
     """Limits, affinity, umask, blocked signals, time zone; and work of a program that dropped root runs without."""
     code = f"""{ATTRIBUTES}
@@ -104,6 +106,7 @@ with ParallelExecutor(num_workers=1, devices="cpu") as ex:
     assert run_script(code, tmp_path) == ["True", "True", "WorkerDiedError", "True"]
 
 
+@pytest.mark.slow
 def test_sigchld_may_be_blocked_in_the_script(tmp_path: Path) -> None:
     """As in a program that waits for it by `signal.sigwait`: deaths of workers are seen, and the pool ends."""
     code = """

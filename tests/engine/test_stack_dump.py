@@ -114,6 +114,7 @@ def test_of_a_process_that_is_stopped(tmp_path: Path) -> None:
         assert "in test_of_a_process_that_is_stopped" in stacks[os.getpid()]
 
 
+@pytest.mark.slow
 def test_of_a_process_that_does_not_use_the_package(tmp_path: Path) -> None:
     """Any Python process has a stack; where there is none, the error says so."""
     with _running("-c", "import time; print(1, flush=True); time.sleep(100)", cwd=tmp_path) as pid:

@@ -82,6 +82,7 @@ def step(size: int) -> None:
     model(torch.ones(size, 1)).square().mean().backward()
 
 
+@pytest.mark.slow
 def test_memory_of_a_failed_try_is_given_back(small_executor2: ParallelExecutor) -> None:
     """Torch's allocator refuses on one rank; both find what fits, and keep no tensor of what did not."""
 

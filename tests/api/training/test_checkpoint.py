@@ -344,6 +344,7 @@ def test_what_one_rank_cannot_load_is_an_error_on_every_rank(executor2: Parallel
     assert executor2.run(scenario) == [(words, "NoneType"), (words, "LookupError")]
 
 
+@pytest.mark.slow
 def test_zero_is_saved_whole(any_ranks: AnyRanks, tmp_path: Path) -> None:
     """The state of torch's ZeroRedundancyOptimizer is on all ranks; each has its part again after loading."""
 

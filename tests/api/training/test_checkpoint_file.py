@@ -215,6 +215,7 @@ save_checkpoint(path, step=2)
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_has_left_is_taken_over(tmp_path: Path) -> None:
     """Also beside a checkpoint that nobody may write to."""
     (script := tmp_path / "script.py").write_text(REPLACES)

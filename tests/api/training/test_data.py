@@ -677,6 +677,7 @@ def stream_shares(n: int, world_size: int, batch_size: int | None, **options: An
     return [list(stream) for stream in streams]
 
 
+@pytest.mark.slow
 @given(n=st.integers(0, 40), world_size=st.integers(1, 4), batch_size=st.integers(1, 4))
 def test_a_stream_is_shared_out_batch_by_batch(n: int, world_size: int, batch_size: int) -> None:
     """Each sample once, equally many batches: together those that one rank would draw; padded, or cut, at the end."""

@@ -288,6 +288,7 @@ def test_a_loop_goes_on_without_a_store(any_ranks: AnyRanks) -> None:
     assert set(any_ranks.run(scenario)) == {3}
 
 
+@pytest.mark.slow
 def test_keys_do_not_grow_with_the_number_of_loaders(any_ranks: AnyRanks) -> None:
     """A job of many small experiments leaves no more in the store than one of a few."""
 

@@ -129,6 +129,7 @@ print(next(batches).item(), flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", ["", "yes"])
 @pytest.mark.parametrize("persistent", ["", "yes"])
 def test_a_script_that_ends_leaves_no_worker(hangs: str, persistent: str) -> None:

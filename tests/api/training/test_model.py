@@ -102,6 +102,7 @@ def test_parts_of_a_batch_on_several_ranks_train_like_the_whole_on_one(any_ranks
     assert_close(any_ranks.run(trained, 24 // n), trained_by_hand(24), 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_accumulated_parts_train_like_the_whole(executor2: ParallelExecutor, strategy: str) -> None:
     """Also where the last step of the epoch has fewer micro-steps: 6 of 4 samples per rank, 4 at a time."""
@@ -411,6 +412,7 @@ def test_data_parallel_begins_with_the_current_device() -> None:
     wrapper.assert_called_once_with("the model", [found[1], found[0], found[2]])
 
 
+@pytest.mark.slow
 def test_wrappers_are_taken_off(executor2: ParallelExecutor) -> None:
     """DDP and compile, in whatever order; a model that has none is itself."""
 

@@ -63,7 +63,7 @@ def steps_until_the_stop(asked: list[int], seed: int) -> int:
     raise AssertionError("it never stopped")
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4, 8))])
 def test_all_ranks_stop_at_the_same_step(ranks: int) -> None:
     """Whichever ranks get a signal, at whichever steps, however far the ranks are apart."""
     with launched(ranks, "env") as world:
@@ -167,6 +167,7 @@ def test_alone_a_signal_stops_this_process() -> None:
         signal.signal(signal.SIGUSR2, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_as_before")
 def test_a_fork_ends_by_a_signal() -> None:
     """Whoever ends a process that this one has forked is not waited for in vain."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 FIRST_USE_OF_NUMPY = """
 import sys
+
+import pytest
 from nn_parallel.training._shares import RankSampler
 
 class Shuffled:
@@ -20,6 +24,7 @@ assert first == again
 """
 
 
+@pytest.mark.slow
 def test_the_first_use_of_numpy_is_seeded_too() -> None:
     """NumPy loads its random numbers when they are first used: by the sampler, in a new process."""
     subprocess.run([sys.executable, "-c", FIRST_USE_OF_NUMPY], check=True)

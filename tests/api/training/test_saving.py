@@ -104,6 +104,7 @@ def values(path: Path) -> set[float]:
     return {value for tensor in load_checkpoint(path)["model"].values() for value in tensor.flatten().tolist()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "sharded"), KINDS)
 def test_training_goes_on_while_it_is_written(run: Run, tmp_path: Path, strategy: str, sharded: bool) -> None:
     """Ranks talk and change the model meanwhile: what is saved is what it was; until then the one before is there."""
@@ -214,6 +215,7 @@ def test_what_a_pool_has_run_is_written(executor2: ParallelExecutor, tmp_path: P
     assert values(tmp_path / "a.pt") == {4.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_goes_wrong_after_it_is_in_place(executor2: ParallelExecutor, tmp_path: Path, asynchronous: bool) -> None:
     """That is an error, and takes nothing of the checkpoint away."""
@@ -242,6 +244,7 @@ def test_what_goes_wrong_after_it_is_in_place(executor2: ParallelExecutor, tmp_p
     assert executor2.run(scenario) == [("[Errno 5] Input/output error", {2.0})] * 2
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_run_that_fails_live_on(executor2: ParallelExecutor, tmp_path: Path) -> None:
     """Though one of them is writing, and goes on with that."""
 
@@ -269,6 +272,7 @@ def test_the_ranks_of_a_run_that_fails_live_on(executor2: ParallelExecutor, tmp_
     assert executor2.run(os.getpid) == before
 
 
+@pytest.mark.slow
 def test_a_group_that_was_destroyed_and_made_again(tmp_path: Path) -> None:
     """The group of the threads is made again, too."""
 
@@ -285,6 +289,7 @@ def test_a_group_that_was_destroyed_and_made_again(tmp_path: Path) -> None:
         assert ranks.run(scenario) == [{1.0}] * 2
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_one_rank_that_writes(tmp_path: Path) -> None:
     """It is a KeyboardInterrupt there, and a RankError on the others."""
 
@@ -321,6 +326,7 @@ def test_cleanup_ddp_of_one_process_waits_for_it(tmp_path: Path) -> None:
     assert (tmp_path / "a.pt").exists()
 
 
+@pytest.mark.slow
 def test_a_save_that_is_tried_again_waits_for_the_one_before(tmp_path: Path) -> None:
     """A rank came too late, which is an error on all. What went wrong with the one before is not lost by that."""
     path = tmp_path / "last.pt"
@@ -345,6 +351,7 @@ def test_a_save_that_is_tried_again_waits_for_the_one_before(tmp_path: Path) -> 
         assert ranks.run(scenario) == [(["RankTimeoutError", "RankError"], {1.0})] * 2
 
 
+@pytest.mark.slow
 def test_a_failed_block_does_not_end_the_writing_of_a_file(tmp_path: Path) -> None:
     """That needs no process group: `cleanup_ddp` waits for it."""
 
@@ -378,6 +385,7 @@ dist.all_reduce(torch.ones(1))
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_never_answers_holds_up_no_failure(tmp_path: Path) -> None:
     """Outside of all blocks: the ranks end at once, though their threads write."""
     (script := tmp_path / "script.py").write_text(NEVER_WRITTEN)
@@ -474,6 +482,7 @@ def test_a_failure_that_torch_cannot_tell_the_others_is_told_too(run: Run, tmp_p
         assert kept == {1.0}
 
 
+@pytest.mark.slow
 def test_a_number_in_a_sharded_tensor_is_copied(executor2: ParallelExecutor, tmp_path: Path) -> None:
     """One of no dimension, which torch leaves as it is when it copies."""
 
@@ -492,6 +501,7 @@ def test_a_number_in_a_sharded_tensor_is_copied(executor2: ParallelExecutor, tmp
     assert executor2.run(scenario) == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_the_ranks_go_on_without_one_that_died(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Killed before its part was written: the new rank in its place loads the checkpoint before, as the others do."""
     path = tmp_path / "last.pt"
@@ -526,6 +536,7 @@ def test_the_ranks_go_on_without_one_that_died(tmp_path: Path, caplog: pytest.Lo
     assert second == ({1.0}, [])
 
 
+@pytest.mark.slow
 def test_leaving_the_others_waits_for_it(tmp_path: Path) -> None:
     """`cleanup_ddp` closes the process group only when the threads need it no longer."""
 
@@ -562,6 +573,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_group_that_other_code_has_made(tmp_path: Path) -> None:
     """`cleanup_ddp` waits, and leaves the group to the code that made it."""
     (script := tmp_path / "script.py").write_text(IN_A_GROUP_OF_ITS_OWN)
@@ -590,6 +602,7 @@ os.wait()
 """
 
 
+@pytest.mark.slow
 def test_the_end_of_a_script_waits_for_it(tmp_path: Path) -> None:
     """What goes wrong there has nobody to catch it: it is logged."""
     (script := tmp_path / "script.py").write_text(AT_EXIT)

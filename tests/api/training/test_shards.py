@@ -96,6 +96,7 @@ def folders(path: Path) -> set[str]:
     return {folder.name for folder in path.with_name(f"{path.name}.shards").glob("*")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_it_loads_across_strategies_and_numbers_of_ranks(
     executors: dict[int, ParallelExecutor], ranks: int, tmp_path: Path

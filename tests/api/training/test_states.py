@@ -77,6 +77,7 @@ class Versioned(nn.Module):
         super()._load_from_state_dict(state, prefix, metadata, *rest)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in torch's own import of its compiler
 @pytest.mark.parametrize("saved_by", ["ddp", "fsdp", "by hand"])
 @pytest.mark.parametrize("loaded_by", ["ddp", "fsdp", "alone", "compiled"])

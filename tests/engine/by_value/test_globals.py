@@ -535,6 +535,7 @@ def look(): return Cart(), Index(), Point("3").moved(), attrs.asdict(Cart([1]))
     )
 
 
+@pytest.mark.slow
 def test_a_script_that_is_a_module(tmp_path: Path) -> None:
     """``python -m package.module``: an import that is relative to the package works in a function."""
     package = tmp_path / "package_of_test"
@@ -554,6 +555,7 @@ with ParallelExecutor(num_workers=1, devices="cpu") as ex: print(ex.run(late))
     assert run_script(code, tmp_path) == ["[5]"]
 
 
+@pytest.mark.slow
 def test_a_pool_in_a_process_of_multiprocessing(tmp_path: Path) -> None:
     """There the script is called ``__mp_main__``."""
     code = """

@@ -143,6 +143,7 @@ g = make()
 }
 
 
+@pytest.mark.slow
 def test_a_global_that_the_initializer_sets_is_what_functions_read(tmp_path: Path) -> None:
     """As with the standard library's executors."""
     code = """
@@ -488,6 +489,7 @@ def count(): return len(received.stored), len(received.keys._objects), len(recei
     assert values(main, definitions, lines) == "[True, True, True]"
 
 
+@pytest.mark.slow
 def test_workers_that_come_later_get_all_they_need(tmp_path: Path) -> None:
     """Of a resize, in the place of a dead one, of another pool: first the initializer, then what the parent has now."""
     code = """

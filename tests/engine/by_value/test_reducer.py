@@ -119,6 +119,7 @@ def test_a_module_loaded_anew_under_the_same_name(main: dict[str, Any], tmp_path
     assert results == [1, 2, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_script_that_runpy_runs(tmp_path: Path) -> None:
     """Its names are a dict that belongs to no module afterwards."""
     (tmp_path / "other.py").write_text("K = 2\ndef apply(x): return x * K\ndef twice(x): return apply(apply(x))\n")

@@ -169,6 +169,7 @@ with ParallelExecutor(num_workers=1, devices="cpu", timeout=20) as ex:
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_asks_the_terminal_gets_an_error() -> None:
     """It is in the background of the script's session, where reading the terminal would stop it for good."""
     here, there = os.openpty()

@@ -24,6 +24,7 @@ from nn_parallel import (
 from nn_parallel._engine.pool import forkserver_client
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_killed_parent_end(tmp_path: Path) -> None:
     """SIGKILL of the script: no worker, no child of a worker and no fork server is left."""
     script = tmp_path / "script.py"
@@ -55,6 +56,7 @@ with ParallelExecutor(num_workers=2, devices="cpu") as ex:
         assert ended
 
 
+@pytest.mark.slow
 def test_a_killed_fork_server_is_a_clear_error_and_the_next_pool_starts_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -113,6 +115,7 @@ def test_a_fork_leaves_alone_what_its_parent_sends() -> None:
         os.close(writer)
 
 
+@pytest.mark.slow
 def test_a_fork_that_lives_on_does_not_keep_the_program(tmp_path: Path) -> None:
     """A child that user code forked holds copies of our sockets: the program ends all the same, and its workers too."""
     script = tmp_path / "script.py"

@@ -148,6 +148,7 @@ def test_a_pool_can_be_shut_down_in_a_callback() -> None:
         pool.run(int)
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_cancelled_future_hears_of_it_as_the_pool_breaks(tmp_path: Path) -> None:
     """`wait` ends when each future is over."""
     script = tmp_path / "script.py"

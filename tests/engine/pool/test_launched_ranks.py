@@ -119,6 +119,7 @@ def test_a_launched_world_of_one_rank_is_the_worker() -> None:
         assert ranks.run(scenario) == [(True, [1, 2])]
 
 
+@pytest.mark.slow
 def test_a_launched_rank_that_waits_to_make_the_group_is_freed() -> None:
     """Rank 1 raises before initialize_ddp(), rank 0 waits there for it: told at once, the cause first, every time."""
 

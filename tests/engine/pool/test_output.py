@@ -57,6 +57,7 @@ def test_an_endless_writer_does_not_hold_up_the_others(
 ROWS = [b"1,2\r\n", bytes(range(0xF0, 0x100)), b"10%\rdone\n", b"\n\n", "\u00fc".encode()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", [b"", b"[rank 0] "])
 def test_a_file_gets_the_bytes_as_they_are(tmp_path: Path, prefix: bytes) -> None:
     """Line ends of Windows, what is no text, bars; with ``prefix_output`` each line after its rank."""

@@ -453,6 +453,7 @@ def test_small_items_go_in_batches_and_long_ones_by_themselves(executor2: Parall
     assert list(executor2.map(task, range(1004))) == list(range(1004))
 
 
+@pytest.mark.slow
 def test_results_are_those_of_their_items_where_short_and_long_tasks_mix() -> None:
     """What has been taken back from a worker is still on its way to it as the next task is sent."""
 
@@ -563,6 +564,7 @@ with ParallelExecutor(num_workers=1, devices="cpu", **initializer) as ex:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lacks_them", ["initializer", "run"])
 def test_a_script_that_can_open_no_more_files_is_told(lacks_them: str, tmp_path: Path) -> None:
     """Once its worker has started. No task begins on a worker that has not got the initializer."""

@@ -101,6 +101,7 @@ def test_shared_memory_that_a_task_has_left_goes_with_the_worker() -> None:
     assert not any(os.path.exists(f"/dev/shm/{name}") for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_session", [False, True])
 def test_what_a_worker_has_started_ends_with_it(own_session: bool) -> None:
     """With one that is killed because it does not end, and with one that leaves; and with no other worker."""
@@ -220,6 +221,7 @@ def test_no_more_processes_is_an_error_of_the_pool_that_needs_them(tmp_path: Pat
     assert "It could not be forked: Resource temporarily unavailable." in done.stdout
 
 
+@pytest.mark.slow
 def test_nothing_is_given_to_a_worker_that_is_gone() -> None:
     """Items that come as the parent learns of its end, and what it had not begun, go to the next one."""
 

@@ -95,6 +95,7 @@ def _draw() -> tuple[float, ...]:
     return random.random(), float(numpy.random.random()), torch.rand(1).item()
 
 
+@pytest.mark.slow
 def test_random_numbers_differ_between_workers() -> None:
     """As ranks, in tasks, in a worker that replaces another one, and in pools one after another."""
     draws = list[tuple[float, ...]]()

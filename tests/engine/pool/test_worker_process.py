@@ -220,6 +220,7 @@ def test_the_memory_of_a_file_is_copied(executor2: ParallelExecutor, tmp_path: P
     assert torch.equal(executor2.submit(torch.from_file, str(path), shared=True, size=100).result(20), mapped)
 
 
+@pytest.mark.slow
 def test_a_script_may_have_many_arguments(tmp_path: Path) -> None:
     """More than fit into one message."""
     script = tmp_path / "script.py"
@@ -236,6 +237,7 @@ with ParallelExecutor(num_workers=1, devices="cpu") as ex:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_child_of_the_script_may_end_as_any(tmp_path: Path) -> None:
     """Its functions registered with `atexit` run, and wait for no pool, which is the script's."""
     script = tmp_path / "script.py"

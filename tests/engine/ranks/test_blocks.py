@@ -362,6 +362,7 @@ def test_a_block_that_one_rank_has_left_has_passed(ranks2: Ranks, tmp_path: Path
     assert ranks2.run(scenario, tmp_path) == [(own, "in step", 2, [0]), ("", "in step", 2, [0])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_that_give_up_as_the_last_one_comes(world_size: int) -> None:
     """Whoever comes when, a barrier has passed on all ranks or on none, and they stay in step."""
@@ -520,6 +521,7 @@ def test_a_rank_that_dies_as_it_ends_a_block() -> None:
             assert all(each.startswith("WorkerDiedError('Rank 1 (pid ") for each in told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_at_different_barriers(world_size: int) -> None:
     """All are told of two places, whether a block begins or ends there or not; then all go on, with a group."""
@@ -843,6 +845,7 @@ def test_models_are_dropped_after_failures(ranks2: Ranks, how: str) -> None:
     assert first == second
 
 
+@pytest.mark.slow
 def test_a_closed_group_outlives_its_models(ranks2: Ranks) -> None:
     """Until the next group stands, or later if a model is kept: no model destroys it, on neither rank."""
 

@@ -34,6 +34,7 @@ def env(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return set_all
 
 
+@pytest.mark.slow
 def test_a_failed_block_on_a_group_of_other_code() -> None:
     """The block closes the group that other code has made: the ranks still know each other, and make a new one."""
 
@@ -57,6 +58,7 @@ def test_a_failed_block_on_a_group_of_other_code() -> None:
         assert answer == ((False, rank, rank, 2, CPU), "external", rank == 0, True, 2.0, "env")
 
 
+@pytest.mark.slow
 def test_another_code_s_process_group_is_a_world_too() -> None:
     """Where other code has called init_process_group, decorators work over it, failures included."""
     port = free_port()

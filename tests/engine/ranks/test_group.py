@@ -23,6 +23,7 @@ from tests.support.processes import listening_addresses
 from tests.support.ranks import launched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [2, 3])
 def test_ranks_that_share_a_gpu_talk_by_gloo(gpus: int) -> None:
     """NCCL would refuse it: rank 0 says so, in one line. With a GPU for each rank they talk by NCCL.
@@ -60,6 +61,7 @@ def test_ranks_that_share_a_gpu_talk_by_gloo(gpus: int) -> None:
             assert (backend, told) == ("cpu:gloo,cuda:nccl", "None")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": socket.gethostname(), "GROUP_WORLD_SIZE": "1"}])
 def test_groups_of_one_node_listen_on_the_loopback_only(environ: dict[str, str]) -> None:
     """The store and gloo of ranks on one node, whatever its name: no socket of ours listens outside the loopback."""

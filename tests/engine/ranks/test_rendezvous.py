@@ -24,6 +24,7 @@ from nn_parallel import (
 from tests.support.ranks import AT_ONCE_S, free_port, launched
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_device_is_told_to_all() -> None:
     """On one node there are too few GPUs: the ranks on the others do not wait for that rank until their timeout."""
 

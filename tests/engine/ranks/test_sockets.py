@@ -31,6 +31,7 @@ def test_what_is_no_socket_any_more_leaks_no_descriptor() -> None:
         os.close(writing)
 
 
+@pytest.mark.slow
 def test_connections_of_other_threads_are_left_alone() -> None:
     """Those that a thread of the script opens while a process group is made live on when it is aborted."""
 

@@ -105,6 +105,7 @@ def be_killed_after_a_fork(victim: int) -> tuple[str, str, float]:
     return raised_by(die)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_rank_has_forked(victim: int) -> None:
     """Its child holds no connection to the store: all hear of its death at once."""
@@ -142,6 +143,7 @@ def all_reduce_for_ever() -> None:
         dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wait", "exits", "raised"),
     [
@@ -161,6 +163,7 @@ def test_who_leaves_a_block_without_a_store(
         ]
 
 
+@pytest.mark.slow
 def test_a_fork_leaves_the_connections_of_its_rank_as_they_are() -> None:
     """What the child lets go of is its own."""
 
@@ -178,6 +181,7 @@ def test_a_fork_leaves_the_connections_of_its_rank_as_they_are() -> None:
         assert ranks.run(work) == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_rank_0_has_ended_and_the_others_go_on() -> None:
     """A transfer between two ranks has nothing to do with rank 0, which holds the store."""
 

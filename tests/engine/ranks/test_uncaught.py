@@ -29,6 +29,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "told"), ENDS.items())
 def test_the_cause_is_shown_first(end: str, told: str, tmp_path: Path) -> None:
     """That of the rank which ended first; whoever has left as it should has not died."""
