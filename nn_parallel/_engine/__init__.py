@@ -85,22 +85,37 @@ The invariants, which every change keeps:
 - Nothing outlives what it was made for: no process, thread, descriptor, variable or file. There is one exception: a
   process keeps a few memory files, to fill them again for later payloads (memory_files).
 
-A failure, from where it is raised to where all ranks raise it. Rank 1 raises in a block, and rank 0 is in a collective:
+A failure in a function of one rank, as of ``@on_rank(1)``, until all ranks raise it:
+
+1. On rank 1 the exception comes out of the user's function into `Blocks.call` (blocks). `StatusBoard.post_failure`
+   (status_board) writes the failure as plain data to the key ``failures/1``, and then writes to ``status/1`` that the
+   call has ended.
+2. Rank 0 waits in `_await_outcome` (blocks) and polls ``status/1``. Once the call has ended, `failures_of_call`
+   (status_board) reads ``failures/1``.
+3. On both ranks `_error` (blocks) makes a `RankError` with the exception of rank 1. On rank 0, `Failure.rebuild`
+   (failures) has made this exception anew. Its ``__cause__`` is a `RemoteTraceback` with the traceback on rank 1 as text.
+
+No watchdog takes part, and no group is closed.
+
+A failure in a block. Rank 1 raises, and rank 0 is in a collective:
 
 1. On rank 1 the exception comes out of the user's code into `Blocks.block`, and there into `_on_all_ranks` (blocks).
-   `_leave_block` describes it as plain data (failures), and `_end_generation` writes it into the store: the keys
-   ``arrived/G`` and ``ended/G`` (store, records).
+   `_leave_block` describes the exception as plain data (failures), and `_end_generation` writes it into the store, to
+   the keys ``arrived/G`` and ``ended/G`` (store, records).
 2. The watchdog thread of rank 0 finds ``ended/G`` (`Watchdog._has_ended`). `_free` interrupts the main thread
    (interrupts) and ends the connections of gloo, or aborts NCCL (`Group.abort`).
-3. The main thread of rank 0 comes to `_on_all_ranks` as well, by `Interrupted`, or by the error of its collective that
-   the connection is lost. Both only follow from step 2. So rank 0 tells of no failure of its own, and rebuilds the
-   exception of rank 1 from ``ended/G``.
+3. The main thread of rank 0 comes to `_on_all_ranks` as well, through `Interrupted`, or through the error of its
+   collective that the connection is lost. Both follow only from step 2. So rank 0 reports no failure of its own, and
+   rebuilds the exception of rank 1 from ``ended/G``. (If rank 0 waits at the end of the block instead, `_arrive` finds
+   ``ended/G`` without the watchdog.)
 4. On both ranks `GenerationEnd.fails` says which block has failed. Each rank closes its own group, which wakes no other
-   rank, and raises a `RankError` out of that block (`Blocks._error`), with rank 1's exception in it.
-5. Who catches it may go on: `initialize_ddp` makes the group again, and calls and barriers are counted from one.
+   rank, and raises a `RankError` out of that block (`_error`), with rank 1's exception in it.
+5. A program that catches the error may go on: `initialize_ddp` makes the group again, and the counts of calls and
+   barriers begin again.
 
-If rank 1 is killed, nobody writes in step 1. Either gloo raises by itself on rank 0, whose main thread then looks who
-has died (`_seek_deaths`), or its watchdog sees the death (`Watchdog._death`). In both cases rank 0 ends the generation.
+If rank 1 is killed, no rank writes in step 1. Either gloo raises by itself on rank 0, whose main thread then looks for
+dead ranks (`_seek_deaths`), or the watchdog of rank 0 sees the death (`Watchdog._death`). In both cases rank 0 ends the
+generation.
 
 The death of a worker of a pool, from the kernel to the future of a `submit`:
 
