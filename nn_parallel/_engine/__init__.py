@@ -93,7 +93,8 @@ A failure in a function of one rank, as of ``@on_rank(1)``, until all ranks rais
 2. Rank 0 waits in `_await_outcome` (blocks) and polls ``status/1``. Once the call has ended, `failures_of_call`
    (status_board) reads ``failures/1``.
 3. On both ranks `_error` (blocks) makes a `RankError` with the exception of rank 1. On rank 0, `Failure.rebuild`
-   (failures) has made this exception anew. Its ``__cause__`` is a `RemoteTraceback` with the traceback on rank 1 as text.
+   (failures) has made this exception anew. Its ``__cause__`` is a `RemoteTraceback`, which holds the traceback on
+   rank 1 as text.
 
 No watchdog takes part, and no group is closed.
 

@@ -29,10 +29,10 @@ The three modules:
 
 - `reducer` decides how an object is sent. It sends a function, class or module by name only if the module is installed
   with Python, or if the finders of `sys.meta_path` lead to the file from which the script has loaded it. Definitions
-  are: classes; functions to which a global of the function's own name is bound, and which hold no data in defaults,
+  are: classes; functions that are bound to a global with the function's name and that hold no data in defaults,
   attributes or closure variables; results of `functools.cache`; type variables and type aliases. Each definition has a
-  key. Each `object()` has a key too, because it has nothing but its identity. The script and its workers use the same
-  key for the same object, so a result can refer to an object of the script by the key.
+  key. Each `object()` has a key too, because only its identity matters. The script and its workers use the same key for
+  the same object, so a result can refer to an object of the script by the key.
 - `packer` is the sending side. It keeps a record of each definition that it has sent: the parts of the definition, the
   other definitions that it refers to, and the globals that its code reads, which are found in the bytecode
   (`reducer.names_in`). The record is current as long as all parts are the same objects. Changes inside a part are not
@@ -47,8 +47,8 @@ One call, from the script to the worker:
 1. `Packer.pack(fn, args, kwargs)` checks whether the workers keep ``fn``, and whether all globals and attributes that
    ``fn`` reaches are still the same objects. If so, the number of the kept function is sent in the place of ``fn``.
    Arguments that are numbers, short texts and the like are then pickled directly, and the next steps are left out.
-2. Otherwise `_CallReducer` pickles ``(fn, args, kwargs)``. From each definition and function in them it follows the
-   records to all definitions and globals that are needed. It packs definitions that are new or have changed
+2. Otherwise `_CallReducer` pickles ``(fn, args, kwargs)``. For each definition and function in them it follows the
+   records to all definitions and globals that the call needs. It packs definitions that are new or have changed
    (`Packer.definition`). The workers store the pickle of a definition under the number of a `Handle`, as they store an
    object from `put`. Each worker is sent the pickle once, before the first call that needs it.
 3. Globals that cannot change unless the script binds them to another object (numbers, modules, definitions) go into a

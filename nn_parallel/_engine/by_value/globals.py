@@ -4,7 +4,7 @@ In a worker the other process is the script, which sends calls. In the script it
 
 A *definition* (a class, a function with a name) has a key that is the same in every process. A call lists the
 definitions that it needs, each in a certain version. `prepare` makes the definitions that this process lacks, and
-changes those of which it has another version. `find_definition` returns a definition by its key.
+changes a definition if this process has another version of it. `find_definition` returns a definition by its key.
 
 A *namespace* is one dict of globals. It has a key too, so functions that share their globals in the sending process
 share them in this process. `bind` sets a global in a namespace.
@@ -38,16 +38,16 @@ class Missing:
 
 
 class Keys:
-    """A table of definitions and namespaces: the object of a key, and the key of an object.
+    """A table of definitions and namespaces, to look up an object by its key and a key by its object.
 
     The table keeps no object alive, except objects that take no weak references, such as `object()`.
     """
 
     def __init__(self) -> None:
-        self._objects: dict[str, Callable[[], Any]] = {}  # by key: returns the object, or None if that is deleted
-        self._keys: dict[int, str] = {}  # by the `id` of the object
-        self._own = set[str]()  # the keys that this process has made, for objects that originate in it
-        self.lock = threading.RLock()  # reentrant: the collector may call `_remove` in a thread that holds the lock
+        self._objects: dict[str, Callable[[], Any]] = {}  # maps a key to a function that returns the object; or None, if it was deleted
+        self._keys: dict[int, str] = {}  # maps the `id` of an object to its key
+        self._own = set[str]()  # the keys of objects that originate in this process
+        self.lock = threading.RLock()  # reentrant, because garbage collection may call `_remove` in a thread with the lock
 
     def add(self, obj: Any, key: str | None = None) -> str:
         """Give ``obj`` a key, and return the key.
@@ -85,7 +85,11 @@ class Keys:
         return self._keys.get(id(obj)) in self._own
 
     def _remove(self, key: str, identity: int) -> None:
-        """Remove a deleted object, whose `id` was ``identity``. A newer object may have the same `id` or key by now."""
+        """Remove the entries of a deleted object, whose `id` was ``identity``.
+
+        Entries that belong to a newer object stay: Python uses an `id` again, and an object that arrives again gets
+        the same key.
+        """
         with self.lock:
             if self._keys.get(identity) == key:
                 del self._keys[identity]
@@ -102,17 +106,25 @@ class Namespace:
 
     In a receiving process it is the dict of a module, so that `pickle` and `typing.get_type_hints` find the same names
     there as in the sending process.
+
+    To bind a global means to assign an object to its name. Each binding has a number, and there is a new number when
+    the sending process binds the name to another object.
     """
 
     def __init__(self, find_module: Callable[[], types.ModuleType | None], variables: dict[str, Any]) -> None:
-        """``find_module`` returns the module with this dict, or None: a namespace may outlive its module."""
+        """Make a namespace.
+
+        Args:
+            find_module: returns the module that has this dict, or None, because a namespace may outlive its module.
+            variables: the dict.
+        """
         self._find_module = find_module
         self.variables = variables
-        # By name, the last binding that was sent: its number, and the value or a weak reference to the value.
+        # Maps a name to the last binding that was sent: its number, and the value or a weak reference to the value.
         self.sent: dict[str, tuple[int, Any]] = {}
-        # By name, the number of a binding, and the result of `_CallReducer._import_of` for that binding.
+        # Caches `_CallReducer._import_of`: maps a name to the number of a binding, and the result for this binding.
         self.imports: dict[str, tuple[int, str | None]] = {}
-        # By name, the last binding that has arrived: its number and the value.
+        # Maps a name to the last binding that has arrived: its number and the value.
         self.received: dict[str, tuple[int, Any]] = {}
 
     @property
@@ -126,16 +138,16 @@ class GlobalName(NamedTuple):
 
     namespace: Namespace
     name: str
-    is_bound_by_code: bool = False  # the code sets or deletes the name, by a ``global`` statement
+    is_bound_by_code: bool = False  # the code declares the name as ``global``, and assigns or deletes it
 
 
 class Needed(NamedTuple):
     """A definition that a call needs, as the call lists it."""
 
     key: str
-    version: int  # the number of the handle whose pickle makes this version
+    version: int  # the number under which `store_object` has stored the pickle of this version
     made_before: Sequence[str]  # the keys of definitions that must be made first: bases and metaclass of a class
-    bindings: Sequence[tuple[Namespace, str, int]]  # the globals that refer to it, and the numbers of these bindings
+    bindings: Sequence[tuple[Namespace, str, int]]  # globals with this value, and the binding's number
 
 
 class Stored:
@@ -143,7 +155,7 @@ class Stored:
 
     def __init__(self, unpack: Unpack) -> None:
         self.unpack = unpack
-        self.definition: Any = None  # made from this pickle, and kept alive as long as the pickle is stored
+        self.definition: Any = None  # unpickled by `find_definition`; kept here so that it lives as long as the pickle
 
     @functools.cached_property
     def object(self) -> Any:
@@ -201,7 +213,7 @@ def stored_object(number: int) -> Any:
 def adopt_environment(number: int) -> None:
     """Give this process the environment of the script that was stored under ``number``.
 
-    The number 0 is that of the environment with which the worker began.
+    0 is the number of the environment with which the worker has started.
     """
     global _environment
     if number != _environment:
@@ -212,9 +224,9 @@ def adopt_environment(number: int) -> None:
 def prepare(constants: Iterable[tuple[Namespace, str, int, Any]], needed: Sequence[Needed]) -> None:
     """Bring globals and definitions into the state that they had in the script when the call was made.
 
-    This function runs before the call itself is unpickled: a pickle that precedes the call calls it, or
-    `CachedFunction.function` does. By then `store_object` has stored every version that this process does not have yet.
-    Constants are bound first, because to make a definition may run user code that reads them.
+    This function runs before the call itself is unpickled. It is called by a pickle that precedes the call, or by
+    `CachedFunction.function`. By then `store_object` has stored every version that this process does not have yet.
+    Constants are bound first, because making a definition may run user code that reads them.
 
     Args:
         constants: arguments of `bind`.
@@ -232,7 +244,7 @@ def find_definition(key: str) -> Any:
     """Return the definition with this key. If the present call needs another version of it, make that version first.
 
     The bases of a class are made before the class. The pickle of a base may refer to the class, for example if the base
-    keeps a list of its subclasses. Then the class is made while its base is unpickled, and `_awaited` no longer has it.
+    keeps a list of its subclasses. Then the class is made while its base is unpickled, and is no longer in `_awaited`.
 
     Raises:
         LookupError: this process has no definition with this key.
@@ -240,7 +252,7 @@ def find_definition(key: str) -> Any:
     if key in _awaited:
         for earlier in _awaited[key].made_before:
             find_definition(earlier)
-    needed = _awaited.pop(key, None)  # only now: to make the definitions above may have made this one as well
+    needed = _awaited.pop(key, None)  # not before the loop, which may have made this definition as well
     if needed is not None:
         store = stored[needed.version]
         store.definition = made = store.unpack()
@@ -257,18 +269,21 @@ def find_definition(key: str) -> Any:
 
 
 def _bind_definition(needed: Needed, made: Any) -> None:
-    """Bind the globals that refer to a definition."""
+    """Bind the globals whose value is this definition."""
     for namespace, name, number in needed.bindings:
         bind(namespace, name, number, made)
 
 
 def is_known_to_sender(key: str | None) -> bool:
-    """Return whether a definition has come from the process that sends the calls, which can find it by the key."""
+    """Return whether a definition has come from the process that sends the calls.
+
+    That process can find the definition by the key, so a result need not contain the definition.
+    """
     return key in _versions
 
 
 def mark(key: str) -> object:
-    """Return the `object()` with this key. If this process has none yet, make it."""
+    """Return the `object()` with this key. If this process has no such object yet, make it."""
     known: object = keys.find(key)
     if known is None:
         known = object()
@@ -291,8 +306,8 @@ def make_function(
         code: the code.
         namespace: the globals.
         name: the name.
-        cells: for each closure variable the cell of another function in the pickle, if that shares the variable. None
-            means that the function gets a cell of its own.
+        cells: one item for each closure variable. If another function in the pickle shares the variable, the item is
+            the cell of that function. If it is None, the function gets a cell of its own.
     """
     known: types.FunctionType | None = keys.find(key)
     if known is not None:
@@ -311,7 +326,7 @@ def complete_function(
 ) -> None:
     """Set the attributes, the ``__dict__`` and the closure variables of a function; import submodules that it uses.
 
-    The last item of ``state`` binds the globals that the function reads. It has done that when it was unpickled.
+    The last item of ``state`` is not used: the globals that the function reads were bound when it was unpickled.
     """
     if keys.originates_here(fn):
         return
@@ -377,7 +392,7 @@ def set_attributes(cls: type, attributes: dict[str, Any]) -> None:
 def complete_class(cls: type, state: tuple[Any, Sequence[str], Sequence[type]]) -> None:
     """Delete attributes that the script's class no longer has; register virtual subclasses of an abstract class.
 
-    The first item of ``state`` sets the attributes. It has done that when it was unpickled.
+    The first item of ``state`` is not used: the attributes of the class were set when it was unpickled.
     """
     if keys.originates_here(cls):
         return
@@ -388,19 +403,22 @@ def complete_class(cls: type, state: tuple[Any, Sequence[str], Sequence[type]]) 
             type.__delattr__(cls, name)
     _attribute_names[key] = set(names)
     owners = cls.__mro__[:-1] if virtual_subclasses else ()
-    with _without_hook("__subclasshook__", owners):  # the hook may read globals that are bound later
+    with _without_hook("__subclasshook__", owners):  # the hook may read globals that are not bound yet
         for subclass in virtual_subclasses:
             abc.ABCMeta.register(cls, subclass)  # type: ignore[arg-type]
 
 
 def make_member(cls: type, name: str, data_type: type, args: tuple[Any, ...]) -> Any:
-    """Return a member of an enum while the enum is made or changed. The state of the pickle sets its attributes."""
+    """Return a member of an enum, in the pickle that makes or changes the enum.
+
+    The attributes of the member are in the state of the pickle, which is set afterwards.
+    """
     known = (vars(cls).get("_member_map_") or {}).get(name)
     return data_type.__new__(cls, *args) if known is None else known
 
 
 def member_of(cls: Any, name: str) -> Any:
-    """Return a member of an enum."""
+    """Return the member of an enum that has this name. Called in the pickles of members."""
     return cls._member_map_[name]
 
 
@@ -436,20 +454,23 @@ def _native(metaclass: type, method: str) -> Callable[..., Any]:
 
 
 def make_instance(cls: type) -> Any:
-    """Return an instance that its own class has in an attribute, while the class is made.
+    """Return an instance of a class that is not complete yet, because an attribute of the class refers to the instance.
 
-    A ``__new__`` that the class defines is not called, because it may read attributes or globals that are set later.
+    A ``__new__`` that the class defines is not called, because it may read attributes or globals that are not set yet.
     """
     return _native(cls, "__new__")(cls)
 
 
 def dead_reference() -> weakref.ref[Any]:
-    """Return a weak reference to an object that is deleted."""
+    """Return a weak reference to a deleted object, as the copy of a weak reference whose object was deleted."""
     return weakref.ref(Missing())
 
 
 def make_property(kind: type[property], *functions_and_doc: Any) -> property:
-    """Return an instance of a subclass of `property`, without its ``__init__``, whose parameters may be others."""
+    """Return an instance of a subclass of `property`.
+
+    The ``__init__`` of the subclass is not called, because its parameters may differ from those of `property`.
+    """
     made = property.__new__(kind)
     property.__init__(made, *functions_and_doc)
     return made
@@ -459,8 +480,9 @@ def make_property(kind: type[property], *functions_and_doc: Any) -> property:
 def _without_hook(name: str, classes: Iterable[type]) -> Iterator[None]:
     """Keep a hook of these classes, such as ``__init_subclass__``, from running in this thread.
 
-    Python always calls the hooks when a type is made or registered. So during this block each class has another hook,
-    which does nothing in this thread and calls the original hook in all other threads.
+    The hooks have run in the script, and must not run again for a copy of the class. But Python always calls them when
+    a type is made or registered. So during this block each class has another hook, which does nothing in this thread
+    and calls the original hook in all other threads.
     """
     thread = threading.get_ident()
     with _making_classes:
@@ -484,19 +506,20 @@ def _without_hook(name: str, classes: Iterable[type]) -> Iterator[None]:
 
 
 def namespace_of(key: str, name: str, goes_into_sys_modules: bool, module_attributes: dict[str, Any]) -> Namespace:
-    """Return the namespace with this key. If this process has none yet, make it, and a module for it.
+    """Return the namespace with this key. If this process has no such namespace yet, make it, and a module for it.
 
     Args:
         key: the key.
         name: the name of the module.
-        goes_into_sys_modules: put the module into `sys.modules` of this process. The module is in `sys.modules` of the
-            sending process, and no import finds it. For ``__main__`` the ``__main__`` of this process is used.
+        goes_into_sys_modules: whether to put the module into `sys.modules` of this process, because the script has it
+            in `sys.modules` and no import finds it. For ``__main__`` the ``__main__`` of this process is used.
         module_attributes: globals that Python sets in every module: ``__package__``, ``__file__`` and others.
     """
     namespace: Namespace | None = keys.find(key)
     if namespace is None:
         module = sys.modules.get(name) if name == "__main__" else None
-        # If the script has replaced its ``__main__``, this process already uses its own for the earlier one.
+        # If the script has replaced its ``__main__``, the ``__main__`` of this process already has a namespace: that
+        # of the script's earlier ``__main__``.
         is_taken = module is not None and id(vars(module)) in namespaces
         if module is None or is_taken or not goes_into_sys_modules:
             module = types.ModuleType(name)
@@ -529,8 +552,9 @@ def imported(module: str, name: str) -> Any:
 def imported_sentinel(module: str, name: str, kind: type | None) -> Any:
     """Return an object without state, such as a sentinel, that a module has under a name.
 
-    ``kind`` is the class of the object, or None if no import finds the class. If the object in the module is of another
-    class, the script has bound the name in its module to another object. Then this function returns a new object.
+    ``kind`` is the class of the object, or None if no import finds the class. If the module of this process has an
+    object of another class there, the script has bound the name in its own copy of the module to another object. Then
+    this function returns a new object of the class.
     """
     sentinel = getattr(importlib.import_module(module), name, None)
     return sentinel if kind is None or type(sentinel) is kind else object.__new__(kind)
@@ -552,9 +576,9 @@ def bind(namespace: Namespace, name: str, number: int, value: Any) -> None:
     if last_number == number and variables.get(name, Missing) is not last_value:
         return
     if last_number is None and name in variables and not name.startswith("__"):
-        # A task has bound the name by `globals()` or `setattr`. (For a name in a ``global`` statement, the script has
-        # sent a binding together with the function.) The task's value stays. A new object is noted as the value that
-        # was received: it is not the value in the dict, so later calls also see that a task has bound the name.
+        # A task has bound the name through `globals()` or `setattr`, so the task's value stays. (It was no ``global``
+        # statement, because with such a function the script sends a binding.) A new object is recorded as the received
+        # value. It differs from the value in the dict, so later calls also see that a task has bound the name.
         value = object()
     elif value is Missing:
         variables.pop(name, None)
@@ -564,12 +588,12 @@ def bind(namespace: Namespace, name: str, number: int, value: Any) -> None:
 
 
 keys = Keys()
-namespaces = weakref.WeakValueDictionary[int, Namespace]()  # by the `id` of the dict, which the namespace keeps alive
-stored: dict[int, Stored] = {}  # by the number of the handle
-_received_namespaces: list[Namespace] = []  # keeps them alive, because a function refers only to the dict
-_versions: dict[str, int] = {}  # by the key of a definition: the version that this process has
-_awaited: dict[str, Needed] = {}  # by key: definitions whose version must be made before the present call begins
-_values_of_aliases: dict[str, Any] = {}  # by the key of the type alias
-_attribute_names: dict[str, set[str]] = {}  # by the key of a class: the attributes that have arrived with the class
-_making_classes = threading.RLock()
+namespaces = weakref.WeakValueDictionary[int, Namespace]()  # maps the `id` of a dict to the namespace with it
+stored: dict[int, Stored] = {}  # maps the number of a handle to its object
+_received_namespaces: list[Namespace] = []  # keeps them alive, because a function refers only to the dict in it
+_versions: dict[str, int] = {}  # maps the key of a definition to the version that this process has
+_awaited: dict[str, Needed] = {}  # by key, the definitions that must still be made before the present call begins
+_values_of_aliases: dict[str, Any] = {}  # maps the key of a type alias to its value
+_attribute_names: dict[str, set[str]] = {}  # maps the key of a class to the attributes that have arrived
+_making_classes = threading.RLock()  # held by `_without_hook`, which changes classes that other threads may use
 _environment = 0  # the number of the environment that this process has adopted

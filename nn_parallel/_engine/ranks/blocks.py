@@ -7,24 +7,25 @@ A *block* contains calls and other blocks. All ranks begin it together and end i
 fails in a block, all ranks must raise the failure, and all of them out of the same block.
 
 The problem is that the ranks are at different places when one of them fails. Some may have passed a barrier that others
-have not reached yet. If each rank took the block that it is in for the failed one, the ranks would disagree. It would
-not help if a rank that gives up withdrew its arrival at a barrier, because another rank may have counted this arrival
-and passed the barrier already.
+have not reached yet. If each rank simply failed the block that it is in, the ranks would fail different blocks. A rank
+that gives up waiting at a barrier cannot withdraw its arrival either, because another rank may already have counted the
+arrival and passed the barrier.
 
-The solution is one counter and one record for each *generation*. A generation is all calls and barriers until a block
-fails; then the next generation begins. In a pool, each run begins a new generation too.
+The solution is one counter and one record for each *generation*. A generation consists of all calls and barriers until
+a block fails; then the next generation begins. In a pool, each run begins a new generation too.
 
-- All ranks go through the same barriers in the same order. So one counter serves for all barriers: a rank arrives by
-  adding 1, and barrier number b is complete when the counter has reached ``b * world_size``.
+- All ranks go through the same barriers in the same order. Therefore one counter serves for all barriers: a rank
+  arrives by adding 1, and barrier number b is complete when the counter has reached ``b * world_size``.
 - A rank may have to leave a block or barrier early: because of its own exception, a timeout or the death of another
   rank. It then *ends the generation* by adding `END_MARK` to the counter. The store returns the sum, from which the
   rank computes how many barriers were complete. It writes this number and its failure into the record, a
-  `GenerationEnd`. If several ranks do so, the record that is written first is valid for all.
+  `GenerationEnd`. If several ranks end the generation, the number that is written first is valid for all ranks.
 - A rank that finds `END_MARK` in the counter at a barrier waits for the record, and passes only if the record counts
-  this barrier as complete. If the rank that has added the mark dies before it writes the record, another rank notices
+  this barrier as complete. If the rank that has added `END_MARK` dies before it writes the record, another rank notices
   the death and writes the record.
-- From the number in the record every rank computes which block has failed, with the same result: the innermost block
-  that was open after so many barriers, see `GenerationEnd.fails`. All ranks raise the failure out of this block.
+- Every rank computes from the number in the record which block has failed. The failed block is the innermost block that
+  was open after this number of barriers, see `GenerationEnd.fails`. All ranks get the same result, and raise the
+  failure out of this block.
 
 A rank that is in the body of a block when the generation ends is freed by its watchdog, see `watchdog`.
 """
@@ -60,26 +61,26 @@ from .status_board import StatusBoard, Wait, deadline_of
 from .store import arrived_key, decode, encode, ended_key
 from .watchdog import BlockState, Watchdog, cause_of
 
-UNINTERRUPTED = True  # read by `interrupts`: its signal handler raises nothing in the lines of this module
-NO_BARRIER = contextlib.nullcontext(lambda: None)  # stands in for `Blocks._barrier` in calls without a barrier
-END_MARK = 1 << 40  # greater than the number of arrivals in a generation can become
+UNINTERRUPTED = True  # the signal handler in `interrupts` reads this, and raises no exception in lines of this module
+NO_BARRIER = contextlib.nullcontext(lambda: None)  # takes the place of `Blocks._barrier` in calls without a barrier
+END_MARK = 1 << 40  # greater than any possible number of arrivals in a generation
 
 
 class Blocks:
-    """The calls and blocks of this rank in one world, in which all ranks make the same calls and blocks."""
+    """The calls and blocks that this rank makes in one world. All ranks make the same ones, in the same order."""
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
         self.board = StatusBoard(context)
         self.rank = context.rank
         self.world_size = context.world_size
-        self.nested_in: tuple[int, ...] = ()  # the only ranks that run the present code; empty: all ranks run it
+        self.nested_in: tuple[int, ...] = ()  # the ranks that run the present code; an empty tuple if all ranks run it
         self.stop_calls = 0  # the number of calls of `stop_requested` by this rank in this generation
         self._connection = context.connection
         self._others = [rank for rank in range(context.world_size) if rank != context.rank]
         self._neighbor = (context.rank - 1) % context.world_size  # see `_check_neighbor`
         self._barriers = 0  # the number of the last barrier in this generation that this rank has come to
-        self._earlier_generations: list[int] = []  # those whose keys may still be in the store
+        self._earlier_generations: list[int] = []  # the earlier generations whose keys may still be in the store
         self._entered: list[BlockState] = []  # the blocks that this rank is in, the innermost last
         self._watchdog: Watchdog | None = None
         context.on_leave.callback(self._leave)
@@ -89,7 +90,7 @@ class Blocks:
         return self.board.generation
 
     def begin_generation(self, generation: int) -> None:
-        """Begin a generation: calls and barriers are counted from one again."""
+        """Begin a generation, in which calls and barriers are numbered from one again."""
         if self._barriers or self._entered:
             self._earlier_generations.append(self.generation)
         if generation != self.context.generation:
@@ -98,19 +99,20 @@ class Blocks:
         self._barriers = 0
         self.stop_calls = 0
         for block in self._entered:
-            block.begin = 0  # all ranks have begun this block: for the new generation that was before its first barrier
+            # All ranks began this block before the first barrier of the new generation.
+            block.begin = 0
 
     @contextlib.contextmanager
     def call(self, call: Call, timeout_s: float | None = None, *, barrier: bool = False) -> Iterator[bool]:
-        """Make a call that one rank runs, for whose end the other ranks wait. Every rank must make the call.
+        """Make a call that one rank runs while the other ranks wait for its end. Every rank must make the call.
 
         Args:
-            call: the call, named in errors. It says which rank runs it.
-            timeout_s: how long the other ranks wait; None: without limit.
-            barrier: after the call all ranks wait for each other, even if the call has failed.
+            call: the rank that runs the call, and the name of the call for errors.
+            timeout_s: how long the other ranks wait; no limit if None.
+            barrier: if true, all ranks wait for each other after the call, even if the call has failed.
 
         Yields:
-            True on the rank that runs the call. The other ranks must do nothing in the ``with`` block.
+            True on the rank that runs the call. False on the other ranks, which must do nothing in the ``with`` block.
 
         Raises:
             RankError: on every rank, if the call raised, or the process that runs it ended before the end of the call.
@@ -127,12 +129,12 @@ class Blocks:
                 try:
                     yield True
                 except Interrupted:
-                    raise  # the block around the call is being left, and handles this
+                    raise  # this rank must leave the block around the call, and that block handles the exception
                 except BaseException as error:
                     failures = failures_in(cause_of(error, self._watchdog.reason if self._watchdog else None), runner)
                     self.board.post_failure(call, self._describe(failures))
                     if not isinstance(error, Exception):
-                        raise  # a SystemExit or KeyboardInterrupt goes on unchanged on this rank
+                        raise  # a SystemExit or KeyboardInterrupt leaves the call unchanged on this rank
                 else:
                     self.board.post(FINISHED)
                 finally:
@@ -148,12 +150,12 @@ class Blocks:
         """Wait until every rank has come to this barrier.
 
         Args:
-            call: the barrier, named in errors.
-            timeout_s: how long this rank waits; None: without limit.
-            refusal: an error of this rank. All ranks raise it instead of passing the barrier.
+            call: the name of the barrier for errors.
+            timeout_s: how long this rank waits; no limit if None.
+            refusal: an error for which this rank refuses to pass the barrier. All ranks then raise this error.
 
         Raises:
-            RankError: on every rank, if a rank did not wait until all had come, or its process ended before that.
+            RankError: on every rank, if a rank gave up waiting, or its process ended before all ranks had come.
             RankTimeoutError: on every rank, if a rank has waited for longer than its ``timeout_s``.
             ParallelError: the ranks are not at the same barrier; the message names both calls.
         """
@@ -170,10 +172,10 @@ class Blocks:
         close the process group, begin a new generation and raise the failure.
 
         Args:
-            call: the block, named in errors.
-            timeout_s: the limit for the block; None: without limit.
-            from_end: the limit counts from the moment at which a rank has come to the end of the block. Otherwise it
-                counts from the beginning of the block.
+            call: the name of the block for errors.
+            timeout_s: the time limit of the block; no limit if None.
+            from_end: if true, the limit counts from the moment at which this rank has come to the end of the block;
+                otherwise, from the beginning of the block.
 
         Raises:
             RankError: on every rank, if the block raised on a rank, or the process of a rank ended in the block.
@@ -196,7 +198,10 @@ class Blocks:
             self._end_block(block)
 
     def watch(self) -> Watchdog:
-        """Start the watchdog, which frees this rank from collectives that cannot end and publishes its whereabouts."""
+        """Return the watchdog of this rank. The first call starts it.
+
+        The watchdog frees this rank from collectives that cannot end, and publishes where in its program this rank is.
+        """
         if self._watchdog is None:
             self._watchdog = Watchdog(self.context, self.board, self._entered)
         return self._watchdog
@@ -228,7 +233,10 @@ class Blocks:
             )
 
     def outlive_readers(self, deadline: float) -> None:
-        """Leave the world, but keep this process, which holds the store, until the other ranks need it no more."""
+        """Leave the world, and return when the other ranks no longer need the store, or at the ``deadline``.
+
+        This process hosts the store, so that the store is gone when the process ends.
+        """
         self.context.on_leave.close()
         self.board.outlive_readers(deadline)
 
@@ -236,10 +244,10 @@ class Blocks:
         """Stop the watchdog, and publish that this rank makes no more calls."""
         if self._watchdog is not None:
             self._watchdog.stop()
-            self._watchdog = None  # drops its connection to the store
+            self._watchdog = None  # so that the watchdog's connection to the store is closed
         with contextlib.suppress(RuntimeError):
             self.board.post(HAS_LEFT)
-            self.board.flush()  # this process may end next, and a status that was not sent yet would be lost
+            self.board.flush()  # if this process ended next, a status that was not sent yet would be lost
         self.board.liveness.close()
 
     # The parts of a call.
@@ -251,14 +259,14 @@ class Blocks:
     def _wait(self, call: Call, ranks: Sequence[int], phase: int, timeout_s: float | None) -> Wait:
         """Return a wait that begins now.
 
-        A wait without a timeout is published, so that a rank that is in a deadlock with it finds out, see
-        `Watchdog._deadlock`. A wait with a timeout is not published: it is no deadlock, because this rank may give up
-        the wait and go on.
+        A wait without a timeout is published, so that a rank that is in a deadlock with this rank notices it, see
+        `Watchdog._deadlock`. A wait with a timeout is not published, because it cannot be part of a deadlock: this rank
+        may give up the wait and go on.
         """
         return Wait(call, ranks, phase, deadline_of(timeout_s), "" if timeout_s else "waits in")
 
     def _await_outcome(self, wait: Wait) -> dict[int, Exception]:
-        """Wait for the rank that runs the present call, and return the failures of the call, empty if it succeeded."""
+        """Wait until the present call has been run. Return its failures, by rank; an empty dict if it succeeded."""
         (rank,) = wait.ranks
         status = NO_STATUS
         goal = Position(self.generation, self.board.number, FINISHED)
@@ -270,8 +278,8 @@ class Blocks:
                 self.board.check_same_call(rank, status, wait.call)
                 if status.position < goal and status.position.phase == HAS_LEFT:
                     raise self.board.left_error(rank, wait.call)
-            # A rank in a later generation has a later position too. But then the block of this rank may have failed
-            # before the call was run, so this is checked next.
+            # If the other rank is in a later generation, its position is later than `goal`, even if a block has failed
+            # before it ran the call. Therefore the next lines check whether the generation of this call has ended.
             has_run = status.position >= goal
             if status.position.generation > self.generation or (waited > times.LOOK_UP_PEER_AFTER_S and not has_run):
                 self._raise_if_generation_ended()
@@ -281,13 +289,19 @@ class Blocks:
         return rebuilt(self.board.failures_of_call(rank, status))
 
     def _describe(self, failures: Mapping[int, BaseException]) -> dict[int, Failure]:
-        """Return the failures as plain data. If another rank has described its failure, this description is kept."""
+        """Return the failures as plain data, which can be written into the store.
+
+        An exception that was rebuilt from the description of another rank keeps this description.
+        """
         where = f"rank {self.rank} of {self.world_size}"
         others = {rank: getattr(e.__cause__, "failure", None) for rank, e in failures.items() if rank != self.rank}
         return {rank: others.get(rank) or Failure.from_exception(error, where) for rank, error in failures.items()}
 
     def _error(self, call: Call, failures: Mapping[int, BaseException]) -> ParallelError:
-        """Return the error of a call or block: a `RankTimeoutError` if its cause is one, otherwise a `RankError`."""
+        """Return the error that a call or block raises for these failures, the first of which is the cause.
+
+        If the cause is a `RankTimeoutError`, the error is a `RankTimeoutError` too, otherwise a `RankError`.
+        """
         errors = exceptions_in(failures)
         cause = next(iter(errors.values()), None)
         if isinstance(cause, RankTimeoutError):
@@ -295,12 +309,18 @@ class Blocks:
         return rank_error(call.function, self.world_size, errors)
 
     def _raise_if_must_leave(self) -> None:
-        """Raise `Interrupted` once more if user code has caught it and gone on in a block that this rank must leave."""
+        """Raise `Interrupted` if this rank must leave the innermost block.
+
+        This is needed because user code in the block may have caught the first `Interrupted` and gone on.
+        """
         if self._entered and self._entered[-1].must_leave:
             raise Interrupted
 
     def _raise_if_generation_ended(self) -> None:
-        """Raise `Interrupted` in the innermost block if the generation has ended: this block has then failed."""
+        """Raise `Interrupted` if the generation has ended, because the innermost block has then failed.
+
+        Outside of all blocks, do nothing.
+        """
         if self._entered and self._has_generation_ended():
             self._entered[-1].make_leave()
             raise Interrupted
@@ -321,9 +341,9 @@ class Blocks:
 
     @contextlib.contextmanager
     def _barrier(self, call: Call, timeout_s: float | None) -> Iterator[Callable[[], None]]:
-        """Make a barrier, and yield the function by which this rank arrives at it and waits for the other ranks.
+        """Make a barrier. Yield a function that arrives at the barrier and waits for the other ranks.
 
-        If the body raises before it has called that function, this rank gives up the barrier, and all ranks fail at it.
+        If the body of the ``with`` block raises before it has called this function, the barrier fails on all ranks.
         """
         self._raise_if_must_leave()
         barrier = BlockState(call, self._innermost, end=self._next_barrier())
@@ -349,7 +369,7 @@ class Blocks:
     def _arrive(self, block: BlockState, wait: Wait) -> None:
         """Arrive at the present barrier, which belongs to ``block``, and wait until every rank has arrived there.
 
-        If a rank cannot arrive any more, raise instead.
+        Raise an exception instead if one of the ranks cannot arrive any more, for instance because it has died.
         """
         self.board.post(ARRIVED)
         key = arrived_key(self.generation)
@@ -358,8 +378,8 @@ class Blocks:
 
         def is_complete(waited: float) -> bool:
             nonlocal has_arrived
-            # The neighbor is checked before the counter is read. In the other order, a neighbor that arrives last and
-            # leaves between these two steps would look as if it had left without arriving.
+            # The neighbor must be checked before the counter is read. In the other order, a neighbor that arrives as
+            # the last rank and leaves the world between these two steps would seem to have left without arriving.
             has_left = waited > times.LOOK_UP_PEER_AFTER_S and self._check_neighbor(block, wait.call)
             arrivals = self._connection.add(key, 0 if has_arrived else 1)
             has_arrived = True
@@ -377,19 +397,22 @@ class Blocks:
             return False
 
         self.board.wait(wait, is_complete)
-        while self._earlier_generations:  # every rank has arrived in this generation, and reads no earlier keys
+        while self._earlier_generations:  # every rank is in the present generation, and no longer reads these keys
             earlier = self._earlier_generations.pop()
             if self.rank == 0:
                 self._connection.delete(ended_key(earlier))
                 self._connection.delete(arrived_key(earlier))
 
     def _check_neighbor(self, block: BlockState, call: Call) -> bool:
-        """Raise if the neighbor, the rank before this one, is at another barrier. Return whether it has left the world.
+        """Raise if the neighbor (the rank before this one) is at another barrier than this rank.
 
-        It is enough that each rank compares itself with one other rank: if the ranks are at different barriers, at each
-        of these barriers there is a rank whose neighbor is at another one. A rank whose neighbor is at the same barrier
-        notices nothing and may pass, because the counter adds up the arrivals at all barriers. So the record of the end
-        of the generation says that the barriers were mixed.
+        It is enough that each rank checks one other rank. If the ranks are at different barriers, then at each of these
+        barriers, at least one rank has a neighbor at another barrier. A rank whose neighbor is at the same barrier
+        notices nothing, and may pass because the counter does not distinguish the barriers. Therefore the record of the
+        end of the generation says that the ranks were at different barriers (``is_mixed``).
+
+        Returns:
+            True if the neighbor has left the world.
         """
         status = self.board.status_of(self._neighbor)
         if status.position.generation == self.generation:
@@ -404,7 +427,7 @@ class Blocks:
     def _on_all_ranks(self, block: BlockState) -> Iterator[None]:
         """End the generation if the body of the ``with`` block raises, so that all ranks raise the failure.
 
-        Each rank raises it out of the block that has failed, which may be ``block`` or a block around it.
+        Each rank raises the failure out of the block that has failed, which may be ``block`` or a block around it.
         """
         try:
             yield
@@ -412,12 +435,14 @@ class Blocks:
             if block.has_passed:
                 raise
             raised: BaseException | None = None
-            with DeferredSignals():  # otherwise Ctrl-C could stop this rank between the mark and the record
-                if block.outer is not None and block.outer.must_leave:  # it failed just before this block began
+            # Otherwise Ctrl-C could stop this rank after it has added END_MARK to the counter, but before it has
+            # written the record that the other ranks then wait for.
+            with DeferredSignals():
+                if block.outer is not None and block.outer.must_leave:  # the outer block failed before this one began
                     block.make_leave(block.outer.reason)
                 is_of_block = isinstance(error, Exception) or (isinstance(error, Interrupted) and block.must_leave)
-                # This frame is removed from the traceback, because the error would be part of a reference cycle: since
-                # Python 3.12 this frame refers to the frames that called it, and those refer to ``error``.
+                # Remove this frame from the traceback to avoid a reference cycle. Since Python 3.12 this frame refers
+                # to the frames that called it, and these frames refer to ``error``.
                 error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
                 try:
                     raised = self._leave_block(block, cause_of(error, block.reason))
@@ -426,13 +451,13 @@ class Blocks:
                     if is_of_block:
                         raise
             try:
-                if not is_of_block:  # a SystemExit, a KeyboardInterrupt or the end of a pool's task goes on unchanged
+                if not is_of_block:  # SystemExit, KeyboardInterrupt or the end of a pool's task: raised unchanged
                     raise
                 if raised is not None:
                     raise raised from None
             finally:
-                # The exception refers to this frame by its traceback. If the frame also referred to the exception,
-                # this cycle would keep alive all objects in the frames of the traceback.
+                # The exception refers to this frame through its traceback. If the frame also referred to the exception,
+                # this reference cycle would keep alive all objects in the frames of the traceback.
                 del raised
 
     def _leave_block(self, block: BlockState, error: BaseException) -> BaseException | None:
@@ -440,9 +465,9 @@ class Blocks:
 
         Returns:
             The exception to raise out of ``block``. If this block has failed, it is the error that all ranks raise. If
-            the block around it has failed, it is `Interrupted`, and that block then raises the error. None if no block
-            has failed, because all ranks had come to the end of ``block`` already: this rank then goes on, and its next
-            barrier raises the failure.
+            the block around it has failed, it is `Interrupted`, and the block around it then raises the error. None if
+            no block has failed because all ranks had already come to the end of ``block``. This rank then goes on, and
+            raises the failure at its next barrier.
 
         Raises:
             ParallelError: the store is gone.
@@ -454,7 +479,7 @@ class Blocks:
             if block.outer is None:
                 return None
             block.outer.make_leave()
-            return Interrupted()  # user code between the two blocks does not catch it by `except Exception`
+            return Interrupted()  # not an Exception, which user code between the two blocks might catch
         # The group is closed if a rank may be in a collective of the block. A barrier without a block contains no code,
         # so its failure closes no group.
         closes_group = block.begin <= record.barriers or record.is_mixed
@@ -464,7 +489,7 @@ class Blocks:
         finally:
             if closes_group:
                 self.context.group.close()
-        # Exceptions that were raised in this process are better than rebuilt ones: they have their traceback.
+        # Exceptions that were raised in this process are preferred to rebuilt ones, because they have their traceback.
         own = exceptions_in(failures)
         recorded = {rank: own[rank] for rank in own if record.failures[rank] == described[rank]}
         return self._error(block.call, rebuilt(record.failures) | recorded)
@@ -473,12 +498,12 @@ class Blocks:
         """End the generation unless another rank has done so, and return the record of its end.
 
         The first failure in the record is the cause, which is the same on all ranks. Ranks may add their own failures
-        later, so a rank that reads the record early does not see all of them.
+        later, so that a rank that reads the record early does not see all failures.
 
         Args:
-            failures: added to the record.
-            is_mixed: other ranks are at other barriers. The counter then shows nothing about the present barrier, so it
-                counts as not complete.
+            failures: the failures that this rank adds to the record.
+            is_mixed: if true, other ranks are at other barriers. The counter then says nothing about the present
+                barrier, which therefore counts as not complete.
         """
         key = ended_key(self.generation)
         text = self._connection.get(key)
@@ -494,8 +519,12 @@ class Blocks:
             text = self._connection.swap(key, text, encode(record._replace(failures=record.failures | added)))
 
     def _failures_to_report(self, block: BlockState, error: BaseException) -> dict[int, BaseException]:
-        """Return the failures to write into the record, by rank; none if ``error`` follows from a recorded failure."""
-        if isinstance(error, Interrupted) and block.must_leave:  # otherwise the task of a pool is being ended
+        """Return the failures that this rank adds to the record of the end of the generation, by rank.
+
+        The dict is empty if ``error`` is only a consequence of a failure on another rank.
+        """
+        # An `Interrupted` while this rank need not leave the block ends the task of a pool. That is a failure.
+        if isinstance(error, Interrupted) and block.must_leave:
             return {}
         if lost_connection(error):
             deaths = self._seek_deaths(block)
@@ -504,7 +533,10 @@ class Blocks:
         return failures_in(error, self.rank)
 
     def _seek_deaths(self, block: BlockState) -> dict[int, BaseException]:
-        """Return the deaths behind a lost connection; none if the generation has ended, or no death shows in time."""
+        """Return the errors for the ranks whose death may be the reason for a lost connection, by rank.
+
+        The dict is empty if the generation ends first, or if no death is noticed within `times.CAUSE_WITHIN_S`.
+        """
         for waited in looks(*times.POLL):
             if self._has_generation_ended() or waited > times.CAUSE_WITHIN_S:
                 break
@@ -521,7 +553,7 @@ def blocks_of(context: RankContext | None) -> Blocks | None:
     if _current is None or _current.context is not context:
         _current = Blocks(context)
         if context.store_host == context.rank:
-            # Only this world is kept: ranks that join again have read all that they needed from the one before.
+            # The previous world is not kept, because ranks that join again no longer read anything from it.
             _hosted[:] = [_current]
     if _current.generation != context.generation:
         _current.begin_generation(context.generation)
@@ -564,4 +596,4 @@ def _outlive_readers() -> None:
 
 
 _current: Blocks | None = None
-_hosted: list[Blocks] = []  # the blocks of the last world whose store this process holds; empty: it holds none
+_hosted: list[Blocks] = []  # the `Blocks` of the last world whose store this process hosts, if it hosts one

@@ -1,9 +1,14 @@
 """The context of this process as a rank: its world, its connection to the store and its process group.
 
-A process is in a world in one of four ways: a launcher started it, and `initialize_ddp` read the launcher's variables;
-it is a rank of `ParallelExecutor.run`; other code has initialised torch.distributed; or it is alone, as rank 0 of 1. In
-the first two cases the process *joins* a `RankContext`, which this module then holds. The state of torch.distributed
-distinguishes the last two cases, at each request.
+A process is in a world in one of four ways:
+
+1. A launcher started the process, and `initialize_ddp` read the launcher's variables.
+2. The process is a rank of `ParallelExecutor.run`.
+3. Other code has initialised torch.distributed.
+4. The process is alone, as rank 0 of 1.
+
+In the first two cases the process *joins* a `RankContext`, which this module then holds. Cases 3 and 4 are
+distinguished at each request, by asking torch.distributed whether it is initialised.
 """
 
 from __future__ import annotations
@@ -45,22 +50,23 @@ from .store import (
 class RankContext:
     """The context of this process as a rank of a world.
 
-    ``generation`` is the number of the present generation: all calls and barriers between two failures of blocks, or
-    of one run of a pool. All ranks begin a generation together, and records of an earlier one in the store are stale.
+    ``generation`` is the number of the present generation. A generation consists of all calls and barriers between two
+    failures of blocks, or of those in one run of a pool. All ranks begin a generation together, and then ignore records
+    of earlier generations in the store.
     """
 
-    world: World  # at the time of joining; `current` returns the present state
-    open_store: Callable[[], dist.Store] | None = None  # None: this rank is alone, and needs no store
+    world: World  # the world when this rank joined it; `current` returns the present state
+    open_store: Callable[[], dist.Store] | None = None  # None if this rank is alone, because it then needs no store
     timeout: timedelta = times.DEFAULT_TIMEOUT
-    store_host: int | None = None  # the rank that hosts the store; None: no rank does
-    one_node: bool = True  # all ranks are on one node
-    # Called by the watchdog with the error of a collective outside of all blocks, and ends the collective. None: the
-    # watchdog ends it.
+    store_host: int | None = None  # the rank that hosts the store; None if no rank hosts it
+    one_node: bool = True  # whether all ranks are on one node
+    # Outside of all blocks, the watchdog calls this function to end a collective that can never end. The argument is
+    # the error that says why. If this is None, the watchdog ends the collective itself.
     on_deadlock: Callable[[Exception], None] | None = None
-    links: Links | None = None  # None: all ranks are on this node, or deaths on other nodes cannot be noticed
-    host: StoreHost | None = None  # None: nothing limits how long the store may take to answer
+    links: Links | None = None  # None if all ranks are on this node, or if deaths on other nodes cannot be noticed
+    host: StoreHost | None = None  # None if nothing limits how long the store may take to answer
     generation: int = 0
-    ends_by_exception: bool = False  # this process is ending by an exception that was not caught
+    ends_by_exception: bool = False  # whether an uncaught exception is ending this process
     on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed when this rank leaves
 
     def __post_init__(self) -> None:
@@ -73,7 +79,7 @@ class RankContext:
     def store(self) -> dist.Store:
         """The store, connected on first use.
 
-        This rank then writes its `Member` record, by which the other ranks can watch its process.
+        When this rank has connected, it writes its `Member` record, so that the other ranks can watch its process.
 
         Raises:
             LaunchError: another process has already connected as this rank.
@@ -96,11 +102,14 @@ class RankContext:
         return store
 
     def _accelerator(self) -> str:
-        """Return a text that identifies the accelerator of this rank and its host; empty if they are not known."""
+        """Return a text that identifies the accelerator of this rank and its host.
+
+        The string is empty if this rank runs on the CPU, or if its accelerator cannot be identified.
+        """
         if self.world.device.type == "cpu":
             return ""
         name = None
-        # If the accelerator cannot be used, making the process group fails later, and that error says why.
+        # If the accelerator cannot be used, the creation of the process group fails later with an error that says why.
         with contextlib.suppress(RuntimeError):
             name = hardware_id(self.world.device)
         return "" if name is None else f"{os.environ.get('NCCL_HOSTID') or host_identity()}/{name}"
@@ -130,12 +139,12 @@ class RankContext:
 
     @property
     def is_inherited(self) -> bool:
-        """True if this process is a fork of the rank. A fork must not use the store and the group of the rank."""
+        """True if this process was forked by the rank. It must then not use the rank's store and process group."""
         return self._pid != os.getpid()
 
     @property
     def lost_after_s(self) -> float:
-        """The seconds for which a node may be out of reach. After twice as long it certainly counts as lost."""
+        """The seconds that a node may be out of reach without being lost. After twice this time it counts as lost."""
         return min(times.LOST_AFTER, self.timeout / 3).total_seconds()
 
     @property
@@ -152,8 +161,8 @@ class RankContext:
         """Leave the world: close the process group, and everything else that this context has opened.
 
         Args:
-            abort: see `Group.close`, as for ``within_s``.
-            within_s: see there.
+            abort: passed on to `Group.close`.
+            within_s: passed on to `Group.close`.
         """
         self.group.close(abort=abort, within_s=within_s)
         self.on_leave.close()
@@ -167,11 +176,11 @@ class RankContext:
 
 
 def _release_store_in_fork() -> None:
-    """Close the sockets of the store and of the links in a process that a rank has forked.
+    """Close the sockets of the store and of the `Links` in a process that a rank has forked.
 
-    The fork has copies of these sockets. While the fork holds them, other ranks would not see that the rank has ended.
-    The descriptors are not closed but replaced by the null device, because objects in C++ close them again when the
-    fork ends: by then the numbers could name other files.
+    The forked process has copies of these sockets. While it holds them open, other ranks would not see that the rank
+    has ended. The descriptors are replaced by the null device instead of being closed, because objects in C++ close
+    them when the forked process ends. A closed descriptor number could refer to another file by then.
     """
     context = _joined
     if context is not None and context.world.launcher != "executor" and context.has_store:
@@ -183,7 +192,7 @@ def _release_store_in_fork() -> None:
 
 
 def current_world() -> World:
-    """Return the world that this process is in now, as `nn_parallel.current_world` does."""
+    """Return the world that this process is in now. This is the body of `nn_parallel.current_world`."""
     if context := rank_context():
         return context.current()
     if launch := detect_launch(os.environ):
@@ -195,8 +204,8 @@ def world_of(launch: Launch, device: torch.device | None = None) -> World:
     """Return the world of a launch, before a process group connects the ranks.
 
     Args:
-        launch: as the launcher's variables describe it.
-        device: the device of this rank; None: the device that fits its local rank.
+        launch: the launch that the launcher's variables describe.
+        device: the device of this rank. If None, the device is chosen by the local rank.
     """
     return World(
         False,
@@ -211,33 +220,34 @@ def world_of(launch: Launch, device: torch.device | None = None) -> World:
 
 
 def rank_context() -> RankContext | None:
-    """Return the context of this process.
+    """Return the context that this process has joined, or a context for the process group that other code has made.
 
-    Returns:
-        The context that this process has joined, or the context for a process group that other code has made. None if
-        there is neither.
+    Return None if there is neither.
     """
     if _joined is not None:
         return _joined
     if dist.is_initialized():
         return _external_context()
-    # If a failure has closed the group of other code, its context is kept, so that `initialize_ddp` can make the group
-    # again. Only then `group.default` is None. If the other code has destroyed its group, `group.default` still refers
-    # to that group.
+    # If this package has closed the other code's group after a failure, `group.default` is None. The context is then
+    # kept, so that `initialize_ddp` can make the group again. If the other code itself has destroyed its group,
+    # `group.default` still refers to this group, and the context is no longer valid.
     return _external if _external is not None and _external.group.default is None else None
 
 
 def join(context: RankContext | None) -> None:
-    """Join a world in place of the present one. With None, leave the world.
+    """Replace the world of this process by the world of ``context``; with None, leave the world.
 
-    The caller must close the context of the present world itself.
+    This function does not close the context of the former world. The caller must do so.
     """
     global _joined
     _joined = context
 
 
 def _external_context() -> RankContext:
-    """Return the context for a default group that other code has made. It is the same as long as the group exists."""
+    """Return the context for the default group that other code has made.
+
+    The function returns the same context as long as this group exists.
+    """
     global _external
     if _external is None or _external.group.default is not dist.group.WORLD:
         rank = dist.get_rank()
@@ -246,8 +256,8 @@ def _external_context() -> RankContext:
         node_rank = 0
         local_world_size = world_size
         one_node = False
-        # The launcher's variables say on which node each rank is, if they describe this group. If they contradict each
-        # other, they are ignored: other code need not have used them.
+        # If the launcher's variables describe this group, they say on which node each rank is. If they contradict each
+        # other, they are ignored, because the other code may not have used them.
         with contextlib.suppress(LaunchError):
             launch = detect_launch(os.environ)
             if launch is not None and (launch.rank, launch.world_size) == (rank, world_size):
@@ -257,12 +267,13 @@ def _external_context() -> RankContext:
                 one_node = launch.one_node
         device = dist.distributed_c10d._get_default_group().bound_device_id or _device_of_foreign_rank(local_rank)
         world = World(True, rank, local_rank, world_size, device, node_rank, local_world_size, "external")
-        # The ranks need the store to communicate beside the collectives. Torch has no public function that returns it.
+        # The ranks communicate through the store of the group. Torch has no public function that returns this store.
         store = dist.distributed_c10d._get_default_store()
         if _external is not None:
             _external.on_leave.close()
             _external.group.release()
-        # Several groups may use the same store one after another. A new prefix hides the keys of the earlier groups.
+        # Several groups may use the same store one after another. Each group gets its own prefix, so that its ranks do
+        # not read the keys of earlier groups.
         _external = RankContext(
             world,
             lambda: dist.PrefixStore(f"nn_parallel/{next(_externals)}", store),
@@ -275,8 +286,8 @@ def _external_context() -> RankContext:
 def _device_of_foreign_rank(local_rank: int) -> torch.device:
     """Return the device of a rank whose group other code has made.
 
-    It is the current device if that code has chosen one. If the current device is the first one, this may only mean
-    that the code has chosen none. Then it is the accelerator of the local rank.
+    This is the current device, unless the current device is the first one. The other code may then have chosen no
+    device at all. In this case the function returns the accelerator with the number of the local rank.
     """
     current = _current_device()
     available = accelerators()
@@ -289,9 +300,9 @@ def _current_device() -> torch.device:
     return available[current_index(available[0].type)] if available else torch.device("cpu")
 
 
-_joined: RankContext | None = None  # see `join`
-_external: RankContext | None = None  # see `_external_context`
-# The numbers of the prefixes in `_external_context`. The number is drawn when the store is first used. All ranks do
-# this in the same call, so they draw the same number.
+_joined: RankContext | None = None  # the context that this process has joined, see `join`
+_external: RankContext | None = None  # the last context that `_external_context` has returned
+# Numbers for the prefixes in `_external_context`. A rank takes the next number when it first uses the store of a group.
+# All ranks do this in the same call, so that they take the same number.
 _externals = itertools.count(1)
 os.register_at_fork(after_in_child=_release_store_in_fork)

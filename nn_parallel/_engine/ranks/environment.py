@@ -1,9 +1,9 @@
 """The rank, the world size and the store's address, read from the environment variables that a launcher sets.
 
-The functions are pure: they use no torch and start nothing.
+The functions only read. They do not use torch, and start no process.
 
-The meaning of each variable is taken from the sources and the documentation of its launcher. The tests start torchrun,
-``srun``, Open MPI's ``mpirun`` and MPICH's Hydra for real.
+The meaning of each variable is taken from the sources and the documentation of its launcher. The tests start the real
+launchers: torchrun, ``srun``, Open MPI's ``mpirun`` and MPICH's Hydra.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ...errors import LaunchError
 
 T = TypeVar("T")
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# The port of the store is chosen from these if MASTER_PORT is not set. They lie below the ephemeral ports, which the
-# kernel gives to any connection.
+# If MASTER_PORT is not set, the port of the store is chosen from this range. It lies below the ephemeral ports, because
+# the kernel may give an ephemeral port to any connection.
 _PORTS = range(10_000, 30_000)
 
 # Variables in which a platform counts the nodes, or the processes of each node. If one of them is set, RANK may be the
@@ -32,7 +32,8 @@ _PORTS = range(10_000, 30_000)
 _NODE_COUNTS = ("NNODES", "NUM_NODES", "PET_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 _PROCESSES_PER_NODE = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
 
-# One item of SLURM's list of hosts. With brackets the item stands for several hosts, such as a[1-2,07]-ib.
+# A regular expression for one item of SLURM's list of hosts. An item with brackets, such as a[1-2,07]-ib, stands for
+# several hosts.
 _HOST = r"(?:[^][,\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 
 
@@ -48,20 +49,20 @@ class Launch:
     node_rank: int
     master_addr: str
     master_port: int
-    one_node: bool  # True only if all ranks certainly run on this host: then their sockets stay on the loopback
+    one_node: bool  # True only if all ranks certainly run on this host, so that their sockets may use the loopback
     told_by: tuple[str, ...]  # the variables from which these values were read
-    launcher_hosts_store: bool = False  # torchrun's agent listens on the master port; otherwise rank 0 does
+    launcher_hosts_store: bool = False  # whether torchrun's agent listens on the master port instead of rank 0
     attempt: int = 0  # the number of times that an elastic launcher has restarted the ranks
 
 
 def detect_launch(environ: Mapping[str, str]) -> Launch | None:
     """Return the launch that ``environ`` describes, or None if no launcher started this process.
 
-    If several launchers have set their variables, the innermost launcher counts. The order is: torchrun or the
-    ``env://`` variables, then an MPI launcher, then a SLURM step.
+    If several launchers have set their variables, the innermost launcher is used. The ``env://`` variables, which
+    torchrun also sets, take precedence over an MPI launcher, and an MPI launcher over a SLURM step.
 
-    A SLURM batch script and an interactive shell are no launch. A SLURM step of one task is no launch either, because
-    SLURM starts every single program in that way.
+    A SLURM batch script and an interactive shell do not count as a launch. A SLURM step with a single task does not
+    count either, because SLURM also starts ordinary programs in this way.
 
     Raises:
         LaunchError: some variables are missing, contradict each other or hold an impossible value. The message names
@@ -91,8 +92,8 @@ def detect_launch(environ: Mapping[str, str]) -> Launch | None:
 def with_arguments(environ: Mapping[str, str], **arguments: int | str | None) -> dict[str, str]:
     """Return a copy of ``environ`` in which the given arguments replace the variables of the same name.
 
-    If an argument contradicts its variable, further variables that depend on the old value are dropped. A process with
-    another rank has another local rank, and torchrun's agent does not listen at another master address.
+    If an argument differs from its variable, other variables that depend on the old value are removed. For instance,
+    LOCAL_RANK is wrong for another rank, and torchrun's agent does not listen at another master address.
     """
     merged = dict(environ)
     explicit = {name.upper(): str(value) for name, value in arguments.items() if value is not None}
@@ -111,12 +112,12 @@ def with_arguments(environ: Mapping[str, str], **arguments: int | str | None) ->
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether ``host`` names this machine by a loopback address."""
+    """Return whether ``host`` is a loopback address or ``localhost``."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def has_terminal() -> bool:
-    """Return whether this process has a controlling terminal, even if its input and output are redirected."""
+    """Return whether this process has a controlling terminal. Redirected input and output do not matter."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -125,13 +126,15 @@ def has_terminal() -> bool:
 
 
 class _Names(NamedTuple):
-    """The variables in which a launcher writes the rank of each process."""
+    """The names of the variables in which a launcher writes the rank of each process."""
 
     rank: str
     world_size: str
     local_rank: str
     local_world_size: str
-    job: tuple[str, ...] = ()  # these differ between two jobs on one host, and between simultaneous steps of a job
+    # Variables that identify a job on a host, or one of the steps that a job runs at the same time. The port of the
+    # store is computed from them.
+    job: tuple[str, ...] = ()
 
 
 _MPI = {
@@ -152,7 +155,7 @@ _LOCAL_RANKS = {names.local_rank for names in (*_MPI.values(), _SLURM)}
 
 
 class _Variables:
-    """The variables of an environment. An empty variable counts as unset."""
+    """The variables of an environment. A variable that holds an empty string counts as unset."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -170,7 +173,11 @@ class _Variables:
         return self._environ[name]
 
     def parsed(self, name: str, parse: Callable[[str], T]) -> T:
-        """Return ``parse(value)`` of a variable. Raise LaunchError if it is not set or ``parse`` raises ValueError."""
+        """Return ``parse(value)`` for the value of a variable.
+
+        Raises:
+            LaunchError: the variable is not set, or ``parse`` raises ValueError.
+        """
         text = self.text(name)
         try:
             return parse(text)
@@ -183,8 +190,8 @@ class _Variables:
         Args:
             name: the variable.
             at_least: the smallest value that is allowed.
-            below: the first value that is too large; None: there is no upper limit.
-            because: the reason for the upper limit, for the message.
+            below: the smallest value that is too large. If None, there is no upper limit.
+            because: the reason for the upper limit, as a clause for the error message.
 
         Raises:
             LaunchError: the variable is not set, its value is not an integer, or the value is out of these limits.
@@ -216,9 +223,9 @@ class _Variables:
 
 
 def _by_env(variables: _Variables) -> Launch:
-    """Return the launch by torchrun, or by the ``env://`` variables that a platform or a user has set.
+    """Return the launch that the ``env://`` variables describe, which torchrun, a platform or a user has set.
 
-    Without LOCAL_RANK all ranks must run on this node, so that the local rank is the rank.
+    If LOCAL_RANK is not set, the rank is taken for the local rank. This is right only if all ranks run on this node.
     """
     has_local_rank = variables.has("LOCAL_RANK")
     local_rank = "LOCAL_RANK" if has_local_rank else "RANK"
@@ -230,7 +237,7 @@ def _by_env(variables: _Variables) -> Launch:
         _check_rank_numbers_processes(variables, launch)
     nodes = variables.number("GROUP_WORLD_SIZE", at_least=1) if variables.has("GROUP_WORLD_SIZE") else 0
     if is_torchrun and nodes * launch.local_world_size == launch.world_size:
-        # With --virtual-local-rank every LOCAL_RANK is 0.
+        # LOCAL_RANK is not used, because torchrun sets it to 0 on every rank if it has the option --virtual-local-rank.
         launch = replace(launch, local_rank=launch.rank % launch.local_world_size)
     return replace(
         launch,
@@ -244,7 +251,7 @@ def _by_env(variables: _Variables) -> Launch:
 
 
 def _by_mpi(variables: _Variables) -> Launch | None:
-    """Return the launch by Open MPI's ``mpirun``, or by Hydra, which is the launcher of MPICH and Intel MPI."""
+    """Return the launch by Open MPI's ``mpirun`` or by Hydra, the launcher of MPICH and Intel MPI; None if neither."""
     for launcher, names in _MPI.items():
         if variables.has(names.rank, names.local_rank):
             return _launch(variables, launcher, names)
@@ -252,9 +259,9 @@ def _by_mpi(variables: _Variables) -> Launch | None:
 
 
 def _hydra_proxy_pid() -> int:
-    """Return the id of the process by which Hydra started the ranks on this node, or 0.
+    """Return the id of Hydra's proxy process, which has started the ranks on this node; 0 if there is none.
 
-    This id distinguishes two jobs on one node, because Hydra sets no variable that does.
+    The id distinguishes two jobs on one node, because Hydra sets no variable that distinguishes them.
     """
     pid = os.getppid()
     with contextlib.suppress(OSError):
@@ -267,14 +274,15 @@ def _hydra_proxy_pid() -> int:
 
 
 def _by_slurm(variables: _Variables) -> Launch | None:
-    """Return the launch by ``srun``, or None.
+    """Return the launch by ``srun``; None if this process is no task of a SLURM step, or the only task of its step.
 
-    A batch script has some of these variables too, but only a step has the variables that count its tasks and nodes.
+    SLURM sets some of its variables for a batch script too. The variables that count the tasks and nodes of a step are
+    set for a step only.
     """
     if not variables.has(_SLURM.world_size, "SLURM_STEP_NODELIST"):
         return None
-    # The shell of `srun --pty bash` and a notebook in this shell are no ranks. A step that is started from this shell
-    # inherits SLURM_PTY_PORT, but it has no terminal.
+    # The shell of `srun --pty bash`, and a notebook that is started from this shell, are not ranks. A step that is
+    # started from this shell inherits SLURM_PTY_PORT, but has no terminal.
     if variables.has("SLURM_PTY_PORT") and (has_terminal() or "ipykernel.kernelapp" in sys.modules):
         return None
     world_size = variables.number(_SLURM.world_size, at_least=1)
@@ -292,7 +300,7 @@ def _by_slurm(variables: _Variables) -> Launch | None:
 
 
 def first_host(text: str) -> str:
-    """Return the first host of a list in SLURM's notation: ``a01-ib`` for ``a[01-02,07]-ib,b3``.
+    """Return the first host of a list in SLURM's notation. For ``a[01-02,07]-ib,b3`` this is ``a01-ib``.
 
     Raises:
         ValueError: the text is not in this notation.
@@ -303,7 +311,7 @@ def first_host(text: str) -> str:
 
 
 def task_counts(text: str) -> list[int]:
-    """Return the number of tasks on each node: 2, 2, 2 and 1 for ``2(x3),1`` in SLURM's notation.
+    """Return the number of tasks on each node from SLURM's notation. For example, ``2(x3),1`` means [2, 2, 2, 1].
 
     Raises:
         ValueError: the text is not in this notation.
@@ -330,10 +338,11 @@ def _launch(
     Args:
         variables: the environment.
         launcher: the name of the launcher.
-        names: the launcher's variables.
-        local_world_size: the number of ranks on this node; None: the launcher's variable holds this number.
-        node_rank: the number of this node; None: every node has the same number of ranks, in order.
-        first_host: the host of rank 0 if MASTER_ADDR is not set; None: the launcher does not say this host.
+        names: the names of the launcher's variables.
+        local_world_size: the number of ranks on this node. If None, it is read from the launcher's variable.
+        node_rank: the number of this node. If None, it is computed from the rank. This assumes that the ranks are
+            numbered node by node, with equally many ranks on each node.
+        first_host: the host of rank 0, which is used if MASTER_ADDR is not set; None if it is not known.
 
     Raises:
         LaunchError: a value is missing or impossible.
@@ -359,7 +368,7 @@ def _launch(
         )
     if variables.has("MASTER_PORT"):
         port = variables.number("MASTER_PORT", at_least=1, below=65536, because="it is a port")
-    else:  # the port is computed from the job, so that all ranks of the job choose the same one
+    else:  # the port is computed from the variables that identify the job, so that all its ranks use the same port
         job = " ".join([launcher, *(variables.text(name) for name in names.job if variables.has(name))])
         if launcher == "hydra" and one_node:
             job += f" {_hydra_proxy_pid()}"
@@ -381,8 +390,8 @@ def _launch(
 def _check_rank_numbers_processes(variables: _Variables, launch: Launch) -> None:
     """Raise LaunchError if RANK may be the number of a node instead of the number of a process.
 
-    Some platforms start one pod per node, set RANK to the number of the pod, and leave it to the pod to start several
-    processes.
+    Some platforms start one pod per node and set RANK to the number of the pod. The script in the pod then has to start
+    one process per device itself.
     """
     master_is_here = (
         launch.world_size == 1 or is_loopback(launch.master_addr) or launch.master_addr == socket.gethostname()
@@ -399,10 +408,13 @@ def _check_rank_numbers_processes(variables: _Variables, launch: Launch) -> None
 
 
 def _mention_of_nodes(variables: _Variables) -> str:
-    """Return a clause on the variable in which a platform counts nodes or their processes, or an empty text.
+    """Return a clause, for errors, that names a variable in which a platform counts nodes or their processes.
 
-    If there is such a variable, RANK may be the number of a node. The address localhost then does not prove that all
-    ranks are on one node, because the node of rank 0 may call itself localhost.
+    If there is such a variable, RANK may be the number of a node. MASTER_ADDR=localhost then does not prove that all
+    ranks are on one node, because localhost may be the name that the node of rank 0 uses for itself.
+
+    Returns:
+        An empty string if there is no such variable.
     """
     for name in (*_NODE_COUNTS, *_PROCESSES_PER_NODE):
         if variables.has(name) and (name in _PROCESSES_PER_NODE or variables.text(name) != "1"):
@@ -411,7 +423,10 @@ def _mention_of_nodes(variables: _Variables) -> str:
 
 
 def _check_agree(launch: Launch, present: Mapping[str, str]) -> None:
-    """Raise LaunchError if RANK or WORLD_SIZE, which this launcher does not set, contradict the launcher."""
+    """Raise LaunchError if RANK or WORLD_SIZE is set and contradicts ``launch``.
+
+    An MPI launcher and SLURM do not set these two variables, so another program or the user has set them.
+    """
     for name, value in (("RANK", launch.rank), ("WORLD_SIZE", launch.world_size)):
         if present.get(name, str(value)) != str(value):
             raise LaunchError(
@@ -432,7 +447,7 @@ def _half_set(present: Mapping[str, str]) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    """Return the names with their verb: ``"A is"``, or ``"A, B and C are"``."""
+    """Return the names with a verb, as ``"A is"`` or ``"A, B and C are"``."""
     if len(names) == 1:
         return f"{names[0]} is"
     return f"{', '.join(names[:-1])} and {names[-1]} are"

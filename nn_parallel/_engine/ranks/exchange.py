@@ -1,4 +1,4 @@
-"""Transfer of packed objects between ranks, by torch's own collectives for objects."""
+"""Transfer of packed objects between ranks, through torch's own collectives for objects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .membership import initialize
 def broadcast_packed(packed: Packed | None, src: int) -> Any:
     """Send the packed object of rank ``src`` to all other ranks and unpickle it there.
 
-    The process group is made first if there is none.
+    If there is no process group yet, the function makes one first.
 
     Args:
         packed: the object on rank ``src``; None on all other ranks.
@@ -33,9 +33,9 @@ def broadcast_packed(packed: Packed | None, src: int) -> Any:
 
 
 def all_gather_packed(packed: Packed, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the objects that all ranks of ``group`` have packed, unpickled, in rank order.
+    """Exchange the packed objects of all ranks of ``group``, and return the unpickled objects in rank order.
 
-    The process group is made first if there is none.
+    If there is no process group yet, the function makes one first.
 
     Raises:
         TransferError: one of the objects cannot be unpickled on this rank.

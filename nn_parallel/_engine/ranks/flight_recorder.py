@@ -1,8 +1,8 @@
-"""The collectives that this process has entered, from torch's flight recorder.
+"""The collectives that this process has entered, as torch's flight recorder lists them.
 
-Since version 2.11 torch also records the collectives of gloo without being asked to. The environment variable
-``TORCH_FR_BUFFER_SIZE`` sets the number of records; 0 switches the recorder off. A collective that torch does not
-record, or whose record has been overwritten, is not seen by this package.
+Since version 2.11 torch records the collectives of gloo by default. The environment variable ``TORCH_FR_BUFFER_SIZE``
+sets the number of records that torch keeps; 0 switches the recorder off. This package does not know of a collective
+that torch does not record, or whose record has been overwritten.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# By backend: torch's function that returns the records.
+# The name of torch's function that returns the records, for each backend.
 DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 
 
 class Collective(NamedTuple):
     """A collective that this rank has entered."""
 
-    group: str  # torch's name of the process group, the same on all of its ranks
-    number: int  # of the collective in its group, the same on all of its ranks
+    group: str  # torch's name of the process group, the same on all ranks of the group
+    number: int  # the number of the collective within its group, the same on all ranks of the group
     members: tuple[int, ...]  # the ranks of the group
     is_over: bool
-    by_main_thread: bool
+    by_main_thread: bool  # whether the main thread has entered the collective
 
 
 def collectives(first_group_id: int) -> list[Collective]:
@@ -45,9 +45,10 @@ def collectives(first_group_id: int) -> list[Collective]:
 
 
 def running_collectives(first_group_id: int, backend: str = "gloo") -> str:
-    """Return a text that changes whenever a collective of this ``backend`` begins or ends; empty if none is running.
+    """Return a text that changes whenever a collective of this ``backend`` begins or ends.
 
-    Only process groups whose id is at least ``first_group_id`` are included. This function takes microseconds, whereas
+    If no collective is running, the text is empty. Only process groups whose id is at least ``first_group_id`` are
+    included. A caller compares two texts to see whether the collectives go on. This takes microseconds, whereas
     `collectives` takes up to 0.1 s.
     """
     statuses = {
@@ -59,10 +60,10 @@ def running_collectives(first_group_id: int, backend: str = "gloo") -> str:
 
 
 def entered(last: Sequence[Collective]) -> dict[str, int]:
-    """Return, by the name of a process group of gloo, the most collectives that this process can have entered in it.
+    """Return the number of collectives that this process has entered in each process group of gloo, by group name.
 
-    For groups in ``last``, the result of `collectives`, the number is exact. For other groups it is torch's sequence
-    number, which also counts point-to-point operations.
+    For a group that occurs in ``last`` (a result of `collectives`), the number is exact. For another group it is an
+    upper limit, namely torch's sequence number, which also counts point-to-point operations.
     """
     numbers: dict[str, int] = {}
     for group, name in list(dist.distributed_c10d._world.pg_names.items()):
@@ -77,12 +78,18 @@ def entered(last: Sequence[Collective]) -> dict[str, int]:
 
 
 def next_group_id(backend: str = "gloo") -> int:
-    """Return the id after the highest one of all process groups of this ``backend`` that have been used so far."""
+    """Return an id above those of all process groups of this ``backend`` that this process has used so far.
+
+    Groups that are made from now on have this id or a higher one.
+    """
     return 1 + max(map(int, _dump(False, backend).get("pg_status", {})), default=-1)
 
 
 def _dump(entries: bool, backend: str = "gloo") -> dict[str, Any]:
-    """Return the records of torch, with one entry for each collective if ``entries``; empty if torch has none."""
+    """Return the records of torch's flight recorder; an empty dict if torch cannot record this ``backend``.
+
+    If ``entries`` is true, the records include one entry for each collective.
+    """
     dump = getattr(torch._C._distributed_c10d, DUMPS[backend], None)  # torch for the CPU lacks the function of NCCL
     records: dict[str, Any] = {} if dump is None else json.loads(dump(entries, False))
     return records
