@@ -2,20 +2,20 @@
 
 If one rank fails in code that all ranks run together, every rank raises an exception.
 
-The public names are functions, decorators and context managers. Each file in this folder, and in `training`, defines a
-few of them and documents them:
+The public names are functions, decorators, context managers and a few classes. Each file in this folder, and in
+`training`, defines and documents some of them:
 
-    ddp, ranks               the world of this process; code for one rank, and for one rank before the others
+    ddp, ranks               the world of this process; code that only one rank runs, or that one rank runs first
     executor, data_parallel  functions on every device, in worker processes or in threads
     devices, gpus, doctor    the devices that exist; a check of all parts that distributed training needs
     training                 the model, the data and the checkpoints of an existing training loop
-    errors, world, testing   the exceptions; `World`; tests that run on several ranks
+    errors, world, testing   the exceptions; the class `World`; tests that run on several ranks
 
 The implementation is in `nn_parallel._engine`, whose docstring maps its files. Importing the package starts no process
 and no thread.
 """
 
-import torch  # noqa: F401  # before `paused()`, so that the garbage of this large import is still collected
+import torch  # noqa: F401  # imported before `paused()`, so that the garbage of this large import is still collected
 
 from ._engine import garbage_collection
 

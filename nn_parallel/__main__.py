@@ -35,7 +35,11 @@ COLUMNS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command in ``arguments``, by default those of this process, and return the exit status."""
+    """Run the command that ``arguments`` contain, and return the exit status.
+
+    Args:
+        arguments: the arguments after the name of the program. If None, they are those of this process.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if given[:1] == ["run"]:
@@ -78,7 +82,7 @@ def _gpus(options: argparse.Namespace) -> int:
         print(_for_cuda(select_gpus(options.auto, min_memory_mb=options.min_memory)))
         return 0
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("nn_parallel").setLevel(logging.INFO)  # the level at which `list_gpus` says why it finds no GPU
+    logging.getLogger("nn_parallel").setLevel(logging.INFO)  # at this level, `list_gpus` logs why it finds no GPU
     gpus = list_gpus()
     if options.json:
         print(json.dumps([asdict(gpu) for gpu in gpus], indent=2))
@@ -127,11 +131,11 @@ def _run(arguments: list[str]) -> int:
 def _doctor(_: argparse.Namespace) -> int:
     try:
         launch = detect_launch(os.environ)
-    except LaunchError:  # `examine` reports it as a finding
+    except LaunchError:  # `examine` reports this error as a finding
         launch = None
     is_main = launch is None or launch.rank == 0
     report = examine(lambda finding: print(finding, flush=True) if is_main else None)
-    if not is_main and not dist.is_initialized():  # the ranks have not met, so rank 0 may print nothing
+    if not is_main and not dist.is_initialized():  # rank 0 may print nothing, because the ranks have not formed a world
         print(report)
     return 0 if report else 1
 

@@ -1,3 +1,3 @@
-"""The version of the package: the one place that says it."""
+"""The version of the package. Only this file states it."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`parallel_on_all_devices`: a batch split over the devices of this process, in threads."""
+"""`parallel_on_all_devices`: split a batch over the devices of this process, with one thread per device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ R = TypeVar("R")
 
 
 def parallel_on_all_devices(func: Callable[P, R]) -> Callable[P, R]:
-    """Split the batch over all devices of this process, run a thread on each, and gather the results on the first.
+    """Decorate a function so that the batch in its arguments is split over all devices of this process.
 
-    The arguments, also those inside lists, tuples and dicts, are handed to the devices as follows:
+    One thread per device calls the function with a part of the batch. The results are gathered on the first device.
+
+    The arguments, also those inside lists, tuples and dicts, are passed to the devices as follows:
 
     - A tensor with at least one dimension is split along dimension 0.
     - A 0-dim tensor or a module is copied to each device.
@@ -29,7 +31,7 @@ def parallel_on_all_devices(func: Callable[P, R]) -> Callable[P, R]:
 
     This is simpler than DDP, and slower: the threads share one Python interpreter, and modules are copied at each call.
 
-    The function is simply called once, with its arguments unchanged, if there is only one device, if a launcher started
+    The function is called only once, with its arguments unchanged, if there is only one device, if a launcher started
     this process, or if there is no tensor with at least two rows to split.
 
     Raises:

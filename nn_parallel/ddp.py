@@ -23,7 +23,7 @@ def initialize_ddp(
     master_port: int | None = None,
     fallback: bool = False,
 ) -> World:
-    """Join the ranks that were started together, and connect them by a process group.
+    """Join the ranks that were started together, and connect them through a process group.
 
     The function works for every way in which this process may have been started:
 
@@ -33,24 +33,24 @@ def initialize_ddp(
     - alone: the function then makes no process group and returns a world of one rank.
 
     The function may be called any number of times and returns the same world each time. If a failure has closed the
-    process group, the next call makes the group again. A process that a rank has started with its own environment
-    variables, such as a worker of a `DataLoader`, gets the world of that rank and joins nothing.
+    process group, the next call makes the group again. A child process that has inherited the environment variables of
+    a rank, such as a worker of a `DataLoader`, gets the world of this rank, but does not join it.
 
     Args:
         timeout: how long the ranks wait for each other to join, and how long each collective may take, in seconds or as
             a timedelta; 60 minutes if None.
-        backend: the backend of torch.distributed. If None: ``"gloo"`` on the CPU; with accelerators, gloo for CPU
-            tensors and the accelerator's own backend for tensors on it.
-        device: the device of this rank, which becomes the current device. If None or without a number (``"cuda"``): the
-            accelerator of the local rank, or the CPU if there is no accelerator; no two ranks then get the same
-            accelerator. With a number (``"cuda:0"``), ranks may share an accelerator. NCCL refuses to share one, so
-            that all collectives then go by gloo, unless ``backend`` is given.
+        backend: the backend of torch.distributed. If None, gloo is used for CPU tensors, and the accelerator's own
+            backend for tensors on an accelerator.
+        device: the device of this rank, which becomes the current device. If it is None, or has no number as in
+            ``"cuda"``, the rank gets the accelerator of its local rank, or the CPU if there is no accelerator. No two
+            ranks then get the same accelerator. With a number, as in ``"cuda:0"``, ranks may share an accelerator.
+            Because NCCL refuses to share one, all collectives then use gloo, unless ``backend`` is given.
         rank: the rank of this process. This argument and the next four take precedence over the environment.
         world_size: the number of ranks.
         local_rank: the number of this process among the ranks of its node.
         master_addr: the host of rank 0.
         master_port: the port on which rank 0 listens.
-        fallback: instead of raising `LaunchError`, warn and go on alone.
+        fallback: if True, warn and go on alone instead of raising `LaunchError`.
 
     Returns:
         The `World`, which unpacks as ``distributed, rank, local_rank, world_size, device``.
@@ -80,10 +80,10 @@ def initialize_ddp(
 
 
 def cleanup_ddp() -> None:
-    """Leave the world that `initialize_ddp` joined, and close its process group. Without a world, do nothing.
+    """Leave the world that `initialize_ddp` joined, and close its process group. If there is no world, do nothing.
 
     The function is called automatically at the end of the program. Inside `ParallelExecutor.run` it closes only the
-    process group: the process remains a rank.
+    process group, and the process remains a rank.
     """
     membership.clean_up()
 
@@ -91,8 +91,9 @@ def cleanup_ddp() -> None:
 def current_world() -> World:
     """Return the world that this process is in now.
 
-    The function starts nothing and asks no other process. If a launcher started this process and `initialize_ddp` has
-    not been called yet, the world holds the values that the launcher set, and its ``distributed`` is False.
+    The function does not join a world, and does not communicate with other processes. If a launcher started this
+    process and `initialize_ddp` has not been called yet, the world holds the values that the launcher has set, and its
+    ``distributed`` is False.
 
     Raises:
         LaunchError: the launch environment is incomplete or contradicts itself.
@@ -106,11 +107,11 @@ def current_world() -> World:
 
 
 def should_use_distributed(flag: bool | None = None) -> bool:
-    """Return whether to train distributed.
+    """Return whether this process should train as one of several ranks.
 
     Args:
-        flag: with False, return False. With None, return True if several ranks were started together. With True, return
-            True if a launcher started this process, even as the only rank; if no launcher did, warn and return False.
+        flag: if False, return False. If None, return True if several ranks were started together. If True, return True
+            if a launcher started this process, even as the only rank; if no launcher did, warn and return False.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""`resolve_device`: the existing device that a name means."""
+"""`resolve_device`: turn the name of a device into a device that exists."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`verify_ddp_setup`: try each part that distributed training needs, and report how to repair the parts that fail.
 
-Each check returns a `Finding`. Under a launcher the ranks themselves meet and make a collective. Without one, workers
-of a pool do so.
+Each check returns a `Finding`. Under a launcher, the launcher's ranks form a world and run a collective. Without a
+launcher, the workers of a pool do this.
 """
 
 from __future__ import annotations
@@ -80,10 +80,12 @@ def verify_ddp_setup() -> Report:
 
 
 def examine(show: Callable[[Finding], None]) -> Report:
-    """Try each part, as `verify_ddp_setup` does.
+    """Try each part that distributed training needs, and show each finding as soon as it is known.
+
+    `verify_ddp_setup` and the command ``nn-parallel doctor`` call this function.
 
     Args:
-        show: called with each finding as soon as it is known. Before a check that may wait for other ranks, it is also
+        show: a function that is called with each finding. Before a check that may wait for other ranks, it is also
             called with a finding of status `WAITS`, which is not in the report.
     """
     own = list[Finding]()
@@ -94,7 +96,7 @@ def examine(show: Callable[[Finding], None]) -> Report:
             show(finding)
         return own[-1].status != FAILED
 
-    # Stop here after a failure: the other checks need a launch, and call functions that an older torch does not have.
+    # Stop if one of these checks fails, because the other checks need a valid launch and a new version of torch.
     if not add(_launch()) or not add(_software()):
         return Report(tuple(own))
     context = rank_context()
@@ -133,7 +135,7 @@ def _devices() -> Finding:
     available = accelerators()
     gpus = [gpu for gpu in list_gpus() if gpu.is_visible]
     if len(gpus) == len(available):
-        names = [gpu.name or "unnamed" for gpu in gpus]  # by NVML, because asking CUDA for a name initializes CUDA
+        names = [gpu.name or "unnamed" for gpu in gpus]  # from NVML, because asking CUDA for a name initializes CUDA
     else:
         names = [getattr(device_properties(device), "name", "unnamed") for device in available]
     text = ", ".join(f"{device} ({name})" for device, name in zip(available, names, strict=True)) or "the CPU alone"
@@ -152,6 +154,7 @@ def _of_all_ranks(own: list[Finding], show: Callable[[Finding], None]) -> list[F
 
     Args:
         own: the findings of this rank so far.
+        show: the argument of `examine`.
     """
     begun = time.perf_counter()
     launch = detect_launch(os.environ)
@@ -181,7 +184,7 @@ def _of_all_ranks(own: list[Finding], show: Callable[[Finding], None]) -> list[F
 
 
 def _of_workers(devices: str) -> list[Finding]:
-    """Return the findings of workers that are started on ``devices`` and form a world; on the CPU there are two."""
+    """Start workers on ``devices`` (two workers on the CPU), which form a world, and return findings about them."""
     begun = time.perf_counter()
     try:
         with ParallelExecutor(devices=devices, num_workers=2 if devices == "cpu" else None, timeout=TIMEOUT_S) as ex:
@@ -213,7 +216,7 @@ def _all_reduce() -> Finding:
 
 
 def _number(text: str) -> tuple[int, int]:
-    """Return the first two numbers of a release, which can be compared: (2, 11) for "2.11.0"."""
+    """Return the first two numbers of a version, so that versions can be compared. For "2.11.0" this is (2, 11)."""
     major, minor, *_ = re.findall(r"\d+", text)
     return int(major), int(minor)
 

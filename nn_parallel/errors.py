@@ -53,7 +53,7 @@ class RankError(ExceptionGroup[Exception], ParallelError):
         return self
 
     def __init__(self, message: str, failures: Mapping[int, Exception]) -> None:
-        super().__init__(message, failures)  # type: ignore[arg-type]  # so that `args` are those of this class
+        super().__init__(message, failures)  # type: ignore[arg-type]  # so that `args` has the arguments of this class
 
     @property
     def rank(self) -> int:
@@ -66,7 +66,7 @@ class RankError(ExceptionGroup[Exception], ParallelError):
             rank: part
             for part in excs
             for rank, whole in self.failures.items()
-            if part is whole or _leaves(part) & _leaves(whole)  # Python passes a part of a leaf that is a group
+            if part is whole or _leaves(part) & _leaves(whole)  # Python may pass only a part of a leaf that is a group
         }
         return RankError(self.message, kept)
 
@@ -99,8 +99,8 @@ class RankTimeoutError(ParallelError, TimeoutError):
 
     Attributes:
         ranks: the silent ranks.
-        stacks: ``{rank: text}``: the Python stack of each silent rank, or a sentence that says why there is none. The
-            text is empty if nothing is known about the rank.
+        stacks: ``{rank: text}``. The text is the Python stack of the silent rank, or a sentence that says why there is
+            no stack. It is an empty string if nothing is known about the rank.
     """
 
     def __init__(self, message: str, *, ranks: Sequence[int] = (), stacks: Mapping[int, str] | None = None) -> None:
@@ -131,10 +131,10 @@ class LaunchError(ParallelError):
 class RemoteTraceback(Exception):
     """The ``__cause__`` of an exception that another process raised and that was rebuilt in this process.
 
-    Its message names that process, and its note holds the traceback there.
+    The message names the other process. The note holds the traceback of the exception in the other process.
 
     Attributes:
-        tb: the traceback, as text.
+        tb: the traceback in the other process, as text.
         failure: the plain data from which the exception was rebuilt, or None.
     """
 
@@ -152,9 +152,9 @@ class RemoteTraceback(Exception):
 def _with_source(tb: str) -> str:
     """Return the traceback of another process with the source lines of notebook cells added.
 
-    A worker finds no source for such a frame, because a cell is no file. The process of the notebook has the source,
-    because IPython puts it into `linecache`. This function opens no file: the sender of a traceback must not be able to
-    choose the files that this process reads.
+    A worker cannot read the source of a notebook cell, because the cell is not a file. The process of the notebook has
+    the source, because IPython puts it into `linecache`. This function uses only the cache and opens no file, because
+    the sender of a traceback must not be able to choose the files that this process reads.
     """
     lines = tb.splitlines(keepends=True)
     for index in reversed(range(len(lines))):

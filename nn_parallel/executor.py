@@ -19,9 +19,9 @@ from ._engine.ranks.membership import as_seconds
 from ._engine.ranks.records import call_name
 from .errors import ExecutorClosedError, RankError
 
-UNINTERRUPTED = True  # the engine's `interrupts` reads this, and raises no exception in lines of this module
+UNINTERRUPTED = True  # the engine's signal handler reads this, and raises no exception in lines of this module
 R = TypeVar("R")
-# By the name that a parameter has in other libraries, its name here: for the hint in an error message.
+# Maps the name of a parameter in other libraries to its name in this class, for a hint in an error message.
 NAME_HERE = {"max_workers": "num_workers", "n_jobs": "num_workers", "device": "devices", "gpus": "devices"}
 
 
@@ -44,34 +44,35 @@ class ParallelExecutor(Executor):
             caller's positional arguments fill the other parameters. A function without such a parameter is called
             without the device, and so is a function of an installed library, such as `numpy.zeros`.
         devices: ``"cpu"``, ``"all"``, ``"0,2-3"`` or a list of devices. If neither ``devices`` nor ``num_gpus`` is
-            given: all accelerators, or one CPU worker per core on a machine without accelerators.
-        num_workers: the number of workers; they take the devices in turn. If None: one per device, and on the CPU one
-            per core.
-        timeout: how long a call may take on a worker, from its beginning there, in seconds or as a timedelta; no limit
-            if None. The limit holds for the initializer too. Under a launcher, it is also how long the ranks wait for
-            each other at the end of the ``with`` block.
-        initializer: a function that each worker calls once, also a worker that replaces a dead one.
+            given, all accelerators are used, or one CPU worker per core on a machine without accelerators.
+        num_workers: the number of workers, which take the devices in turn. If None, there is one worker per device, or
+            on the CPU one worker per core.
+        timeout: how long a call may take, counted from the moment at which a worker begins it, in seconds or as a
+            timedelta; no limit if None. The limit applies to the initializer too. Under a launcher, it is also how long
+            the ranks wait for each other at the end of the ``with`` block.
+        initializer: a function that each worker calls once at its start. A worker that replaces a dead one calls it
+            too.
         initargs: the arguments of ``initializer``.
         prefix_output: begin each line that a worker prints with its rank, as in ``[rank 1]``.
-        engine: ``"local"``; or ``"ray"``, for workers on the nodes of a Ray cluster. This is the cluster at
-            ``RAY_ADDRESS``, else a cluster that runs on this machine, else a new one on this machine. ``"ray"`` needs
-            ``nn_parallel[ray]``.
+        engine: ``"local"``, or ``"ray"`` for workers on the nodes of a Ray cluster. Ray uses the cluster at
+            ``RAY_ADDRESS``, else a cluster that runs on this machine, else a new cluster on this machine. ``"ray"``
+            needs ``nn_parallel[ray]``.
         resources_per_worker: with ``engine="ray"``, resources that Ray reserves for each worker. The default is one
-            ``CPU`` and, with accelerators, one ``GPU``; the given resources are added to it or replace a part of it,
-            as in ``{"CPU": 4}``.
+            ``CPU`` and, with accelerators, one ``GPU``. The given resources, such as ``{"CPU": 4}``, are added to the
+            default or replace a part of it.
         placement: with ``engine="ray"``, ``"pack"`` to use as few nodes as possible, ``"spread"`` to use as many as
             possible.
         wait_for_resources: with ``engine="ray"``, how long to wait for these resources, in seconds or as a timedelta.
 
     Raises:
-        TypeError: ``num_gpus`` is given together with ``devices``, a count is no integer, ``initializer`` is no
+        TypeError: ``num_gpus`` is given together with ``devices``, a count is not an integer, ``initializer`` is not
             callable, or there is no parameter of a given name.
-        ValueError: there are fewer devices, or there is no device of a given name. Under a launcher: the arguments do
-            not describe its ranks.
+        ValueError: there are fewer devices than were requested, or no device of a given name; or, under a launcher, the
+            arguments do not describe the launcher's ranks.
         TransferError: the initializer cannot be sent.
-        LaunchError: with ``engine="ray"``: there is no cluster, Ray finds no room in it in time, or a node has another
-            version of this package or lacks the accelerator.
-        ImportError: with ``engine="ray"``: Ray is not installed.
+        LaunchError: with ``engine="ray"``, if there is no cluster, if the cluster does not have the resources in time,
+            or if a node has another version of this package or lacks the accelerator.
+        ImportError: with ``engine="ray"``, if Ray is not installed.
         ParallelError: a worker imports a module that makes an executor at module level; or the platform is not Linux,
             and there is no launcher.
 
@@ -121,20 +122,20 @@ class ParallelExecutor(Executor):
     def run(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> list[R]:
         """Call ``fn`` once on every device, all at the same time, as the ranks of one world.
 
-        Inside ``fn``, `on_rank` works without any preparation. `initialize_ddp` connects the ranks by a process group,
-        which is kept for the next call.
+        Inside ``fn``, `on_rank` works without any preparation. `initialize_ddp` connects the ranks through a process
+        group, which is kept for the next call.
 
         Returns:
             The results, in rank order.
 
         Raises:
             RankError: ``fn`` raised on a rank, its result could not be sent, or a process died. The other ranks are
-                freed from collectives and interrupted. A rank that does not end within half a second is killed. The
-                pool has all its workers again afterwards.
+                freed from collectives and interrupted. A rank that does not end within half a second is killed. Killed
+                and dead workers are replaced.
             RankTimeoutError: a rank took longer than ``timeout``. The message holds the Python stack of each such rank,
                 except a rank that is stopped or is in C code that holds the GIL.
             TransferError: ``fn`` or an argument cannot be sent. The call has then begun on no rank.
-            ExecutorClosedError: the executor was shut down before.
+            ExecutorClosedError: the executor has been shut down.
 
         Example::
 
@@ -144,7 +145,7 @@ class ParallelExecutor(Executor):
         try:
             return self._backend.run(fn, args, kwargs, self._options)
         except RankError as error:
-            raise error.with_traceback(None) from error.__cause__  # without frames of this package
+            raise error.with_traceback(None) from error.__cause__  # drop the frames of this package
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Call ``fn`` on the next free device, as the only rank of its world.
@@ -158,8 +159,8 @@ class ParallelExecutor(Executor):
             raised.
 
         Raises:
-            ExecutorClosedError: the executor was shut down before.
-            ParallelError: there is a launcher, so that all ranks would have to submit the same task.
+            ExecutorClosedError: the executor has been shut down.
+            ParallelError: there is a launcher. Its ranks make all calls together, but a task runs on only one.
 
         Example::
 
@@ -178,25 +179,25 @@ class ParallelExecutor(Executor):
         """Call ``fn`` on every item. Each device gets further items as it becomes free.
 
         Args:
-            timeout: seconds after this call by which each result must be available. After them, the iterator raises
-                `TimeoutError`.
-            chunksize: the number of items that are sent to a device at a time. If None: as many short items as the
-                device computes in about 10 milliseconds, and long items one by one.
-            progress: True, or a bar of tqdm, which counts the results as they are taken from the iterator. Under a
-                launcher, the bar is on rank 0 and counts the items of this rank. With True, a bar is shown in a
-                notebook or on a terminal, and nowhere else.
+            timeout: the limit for all results, in seconds from the call of this method. If a result is not available by
+                then, the iterator raises `TimeoutError`.
+            chunksize: the number of items that are sent to a device at a time. If None, short items are sent in chunks
+                that a device computes in about 10 milliseconds, and long items one by one.
+            progress: True to show a progress bar, or a bar of tqdm. The bar counts the results as they are taken from
+                the iterator. Under a launcher, the bar is on rank 0 and counts the items of this rank. With True, a bar
+                is shown only in a notebook or on a terminal.
 
         Returns:
             An iterator over the results, in the order of the items. If ``fn`` raises an exception for an item, the
-            iterator raises it in the place of this result. If a process dies, the iterator raises `WorkerDiedError` for
-            each item that was sent to the process and has no result. Under a launcher, each rank computes its share of
-            the items, and every rank gets all results.
+            iterator raises this exception in the place of the result. If a process dies, the iterator raises
+            `WorkerDiedError` for each item that was sent to the process and has no result. Under a launcher, each rank
+            computes its share of the items, and every rank gets all results.
 
         Raises:
             ValueError: ``chunksize`` is below one.
-            TypeError: ``progress`` is no bar, or ``chunksize`` is no integer.
+            TypeError: ``progress`` is not a bar, or ``chunksize`` is not an integer.
             ImportError: ``progress`` is True, and tqdm is not installed.
-            ExecutorClosedError: the executor was shut down before.
+            ExecutorClosedError: the executor has been shut down.
             RankError: under a launcher, for the reasons that `run` gives.
 
         Example::
@@ -217,7 +218,7 @@ class ParallelExecutor(Executor):
 
         Raises:
             TransferError: ``obj`` cannot be sent.
-            ExecutorClosedError: the executor was shut down before.
+            ExecutorClosedError: the executor has been shut down.
 
         Example::
 
@@ -233,8 +234,8 @@ class ParallelExecutor(Executor):
             num_workers: the new number of workers, which take the same devices in turn.
 
         Raises:
-            ValueError: ``num_workers`` is below one; or there is a launcher, which has fixed the number of ranks.
-            ExecutorClosedError: the executor was shut down before.
+            ValueError: ``num_workers`` is below one; or there is a launcher, which determines the number of ranks.
+            ExecutorClosedError: the executor has been shut down.
 
         Example::
 
@@ -281,13 +282,14 @@ def parallelize_on_gpus(
 ) -> Callable[[Callable[..., R]], Callable[..., list[R]]]:
     """Decorate a function so that it runs on all devices at the same time and returns a list, one result per device.
 
-    The first call starts the worker processes. All decorated functions with the same devices share them, and they end
-    after an idle minute. Under a launcher, every rank must call the function; it then runs on the ranks that the
-    launcher has started, each on its own device. `ParallelExecutor.run` describes how the function is called.
+    The first call starts the worker processes. All decorated functions with the same devices share these workers, which
+    end after they have been idle for a minute. Under a launcher, every rank must call the function. It then runs on the
+    ranks that the launcher has started, each on its own device. `ParallelExecutor.run` describes how the function is
+    called.
 
     Args:
         num_gpus: use the first ``num_gpus`` accelerators, or on a machine without accelerators, ``num_gpus`` CPU
-            workers. If None: all accelerators, or one CPU worker per core.
+            workers. If None, use all accelerators, or one CPU worker per core.
         pass_device: bind each worker's device to the parameter called ``device``.
         devices: the devices, instead of ``num_gpus``; see `ParallelExecutor`.
         timeout: how long a call may take, in seconds or as a timedelta; no limit if None.
@@ -318,10 +320,10 @@ def parallelize_on_gpus(
             while True:
                 try:
                     return shared_backend(workers, options).run(fn, args, kwargs, options)
-                except ExecutorClosedError:  # the idle minute of the workers ended since `shared_backend` returned
+                except ExecutorClosedError:  # the workers were idle for a minute, and have just ended
                     continue
                 except RankError as error:
-                    raise error.with_traceback(None) from error.__cause__  # without frames of this package
+                    raise error.with_traceback(None) from error.__cause__  # drop the frames of this package
 
         return call_on_all
 

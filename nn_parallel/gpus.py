@@ -1,9 +1,9 @@
 """The GPUs of this machine: list them, select some of them, parse a selection.
 
-The functions ask NVML and not CUDA, because a question to CUDA initializes it in this process.
+The functions query NVML instead of CUDA, because a query to CUDA would initialize CUDA in this process.
 
-A GPU is named by its UUID, because its number is ambiguous. NVML and ``nvidia-smi`` number the GPUs by PCI bus. CUDA
-begins with the fastest GPU, unless ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` is set.
+A GPU is identified by its UUID, because its number is ambiguous. NVML and ``nvidia-smi`` number the GPUs by PCI bus.
+CUDA begins with the fastest GPU, unless ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` is set.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .errors import LaunchError
 
 T = TypeVar("T")
 MIB = 1 << 20
-UUID_PREFIXES = "GPU-", "MIG-"  # of GPUs, and of slices of a GPU
+UUID_PREFIXES = "GPU-", "MIG-"  # the prefixes of the UUIDs of GPUs, and of slices of a GPU (in MIG mode)
 logger = logging.getLogger("nn_parallel")
 
 
@@ -82,12 +82,13 @@ def parse_gpu_selection(selection: str) -> list[GPU]:
     """Return the GPUs that a text such as ``"0,2-3"``, ``"all"`` or ``"GPU-1a2b,GPU-3c"`` names, in this order.
 
     Args:
-        selection: numbers of `list_gpus`, ranges of them, which include their end, or UUIDs, which may be abbreviated;
-            separated by commas. ``"all"`` means all GPUs that ``CUDA_VISIBLE_DEVICES`` shows.
+        selection: a list that is separated by commas. Each part is the index of a GPU in `list_gpus`, a range of
+            indices that includes both ends, or a UUID, which may be abbreviated. ``"all"`` means all GPUs that
+            ``CUDA_VISIBLE_DEVICES`` shows.
 
     Raises:
-        ValueError: a part of the text names no GPU, is short for several UUIDs, or names a GPU that is hidden or was
-            named before. The message says which GPUs exist.
+        ValueError: a part of the text names no GPU, abbreviates several UUIDs, or names a GPU that is hidden or that
+            another part names too. If a part names no GPU, the message says which GPUs exist.
 
     Example::
 
@@ -122,9 +123,9 @@ def select_gpus(count: int, *, min_memory_mb: int = 0) -> list[GPU]:
     Among GPUs with equally much free memory, the least busy ones are selected. GPUs that this process has reserved
     before are selected first.
 
-    While this process lives, no other process on this machine, of any user, gets these GPUs from this function. For
-    each GPU, the process holds the lock of a file in the folder for temporary files. Only this function looks at the
-    locks.
+    While this process lives, no other process on this machine, of any user, gets these GPUs from this function. To
+    reserve a GPU, the process holds the lock of a file in the folder for temporary files. Programs that do not call
+    this function can still use the GPU, because they do not check the locks.
 
     Args:
         count: the number of GPUs.
@@ -132,8 +133,8 @@ def select_gpus(count: int, *, min_memory_mb: int = 0) -> list[GPU]:
 
     Raises:
         ValueError: ``count`` is below one.
-        LaunchError: there are fewer such GPUs, and the message says why the others were not selected; or the file of a
-            lock cannot be made or read.
+        LaunchError: fewer than ``count`` GPUs can be selected, and the message says why the others cannot; or the file
+            of a lock cannot be made or read.
 
     Example::
 
@@ -161,7 +162,7 @@ def select_gpus(count: int, *, min_memory_mb: int = 0) -> list[GPU]:
                     continue
                 locks[gpu.uuid] = lock
                 current = next((listed for listed in list_gpus() if listed.uuid == gpu.uuid), gpu)
-                if why := _unfit(current, min_memory_mb):  # the process that held the lock before may still use memory
+                if why := _unfit(current, min_memory_mb):  # the previous holder of the lock may still use memory
                     refused.append(f"GPU {gpu.index} {why}")
                     continue
                 gpu = current
@@ -188,14 +189,17 @@ def _unfit(gpu: GPU, min_memory_mb: int) -> str:
 
 
 def _lock(uuid: str) -> int | None:
-    """Lock the file of a GPU. Return its descriptor, which holds the lock until it is closed.
+    """Lock the file that stands for a GPU, so that this process has reserved the GPU.
 
-    Return None if another process holds the lock.
+    Returns:
+        The descriptor of the file, which holds the lock until the descriptor is closed. None if another process holds
+        the lock.
     """
     path = os.path.join(tempfile.gettempdir(), f"nn_parallel-{uuid}.lock")
     fd = None
     while fd is None:
-        try:  # only for reading: the file may belong to another user, and `flock` needs no more
+        try:
+            # Opening the file for reading is enough for `flock`, and works even if the file belongs to another user.
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             _make_lock(path)
@@ -210,7 +214,7 @@ def _lock(uuid: str) -> int | None:
 
 
 def _make_lock(path: str) -> None:
-    """Make the file of a lock so that every user may read it, with any umask."""
+    """Make the file of a lock so that every user may read it, whatever the umask of this process is."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     except FileExistsError:  # another process has just made the file
@@ -224,7 +228,7 @@ def _make_lock(path: str) -> None:
 
 
 def _named(text: str, gpus: list[GPU]) -> Iterator[GPU]:
-    """Yield the GPUs that one part of a selection names: a number, a range or a UUID. Yield nothing if it is none."""
+    """Yield the GPUs that one part of a selection names: a number, a range or a UUID. For any other text, nothing."""
     first, dash, last = text.partition("-")
     if first.isdecimal() and (not dash or last.isdecimal()):
         wanted = range(int(first), int(last if dash else first) + 1)
@@ -240,11 +244,12 @@ def _named(text: str, gpus: list[GPU]) -> Iterator[GPU]:
 def _visible(shown: str | None, gpus: list[GPU]) -> set[str]:
     """Return the UUIDs of the GPUs that ``CUDA_VISIBLE_DEVICES`` shows.
 
-    As CUDA does, the function reads the list up to the first entry that names no GPU. CUDA takes a number as a number
-    in its own order. Here the number is looked up in NVML's order, which is the same if all GPUs are of one model.
+    Like CUDA, the function reads the list only up to the first entry that names no GPU. CUDA looks up a number in
+    CUDA's own order of the GPUs. This function looks it up in NVML's order, which is the same if all GPUs are of one
+    model.
 
     Args:
-        shown: the value of the variable, or None if it is not set.
+        shown: the value of ``CUDA_VISIBLE_DEVICES``, or None if the variable is not set.
         gpus: all GPUs.
     """
     if shown is None:
@@ -263,12 +268,12 @@ def _visible(shown: str | None, gpus: list[GPU]) -> set[str]:
 
 @contextlib.contextmanager
 def _nvml() -> Iterator[ModuleType | None]:
-    """Initialize NVML for a block and yield its module. If NVML cannot be used, log why and yield None."""
+    """Initialize NVML for the ``with`` block and yield its module. If NVML cannot be used, log why and yield None."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception as error:  # an error of NVML, or OSError from a broken driver: both mean that there is no GPU
+    except Exception as error:  # an error of NVML, or OSError from a broken driver; in both cases no GPU can be used
         logger.info("No NVIDIA GPU can be seen: %s.", error)
         yield None
         return
@@ -279,7 +284,9 @@ def _nvml() -> Iterator[ModuleType | None]:
 
 
 def _shown_slice(nvml: ModuleType, shown: str | None) -> dict[str, tuple[str, Any]]:
-    """Return the UUID and the NVML handle of the slice that CUDA sees, by the UUID of the GPU to which it belongs.
+    """Return the slice of a GPU (in MIG mode) that CUDA uses.
+
+    The result is a dict ``{UUID of the GPU: (UUID of the slice, NVML handle of the slice)}``.
 
     The result has at most one entry, because CUDA uses at most one slice.
     """
@@ -324,4 +331,4 @@ def _describe(nvml: ModuleType, index: int, slice_of: dict[str, tuple[str, Any]]
     )
 
 
-_held: dict[str, int] = {}  # by the UUID of a GPU, the descriptor of its lock, which this process holds
+_held: dict[str, int] = {}  # maps the UUIDs of the GPUs that this process has reserved to the descriptors of the locks

@@ -1,4 +1,4 @@
-"""Code that only some ranks run (`on_rank`, `on_local_rank`, `rank_first`); and `barrier`, `broadcast`."""
+"""Code that only some ranks run (`on_rank`, `on_local_rank`, `rank_first`), and `barrier` and `broadcast`."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def on_rank(
 ) -> Any:
     """Decorate a function so that only one rank, or some ranks, run it while the other ranks wait.
 
-    Every rank calls the decorated function. It runs on the named ranks. On any other rank, the call returns None once
-    the named ranks have finished. If the function raises on a named rank, every rank raises `RankError` with the
-    original exception and traceback. After ``except RankError``, the job can go on. The death of a process is an error
-    too; a slow process is not. In a process without other ranks, the call is a plain call. Inside the body of another
-    such function, the function runs if this rank is named, and no rank waits for it.
+    Every rank calls the decorated function. The function runs on the named ranks. On any other rank, the call returns
+    None once the named ranks have finished. If the function raises on a named rank, every rank raises `RankError` with
+    the original exception and traceback. After ``except RankError``, the job can go on. The death of a process is an
+    error too, but a slow process is not. In a process without other ranks, the function is simply called. Inside the
+    body of another decorated function, the function runs if this rank is named, and no rank waits for it.
 
     If the function is for *one* rank and fails, the process group stays open. If it is for *several* ranks, it is a
     block: all ranks begin and end it together. If the block fails on one rank, the process group is closed, because
@@ -56,11 +56,11 @@ def on_rank(
 
     Args:
         rank: the rank, or a sequence of ranks; a negative number counts from the end.
-        barrier: no rank goes on before all ranks have arrived.
-        broadcast: on all ranks, return the result of the first named rank instead of None. It must be picklable.
-        wait: with False, for instance for logging, the named ranks make a plain call. The other ranks go on immediately
-            and learn nothing about the call. If the function raises, the exception fails the block around it or ends
-            the rank, as an exception of any other line does.
+        barrier: if True, no rank returns from the call before all ranks have made the call.
+        broadcast: if True, all ranks return the result of the first named rank, which must be picklable.
+        wait: if False, for instance for logging, the named ranks simply call the function. The other ranks go on
+            immediately, and learn nothing about the call. An exception of the function is then an ordinary exception of
+            its rank: it fails the block around the call, or ends the rank.
         timeout: how long a rank waits for the named ranks before it raises `RankTimeoutError`, in seconds or as a
             timedelta; no limit if None. If several ranks are named, all ranks raise the error.
 
@@ -68,7 +68,7 @@ def on_rank(
         TypeError, ValueError: ``rank`` is not a rank, or is beyond the world size.
         RankError: the function raised on a named rank, or a process died.
         RankTimeoutError: a rank waited for longer than ``timeout``.
-        ParallelError: the ranks call different functions; the message names both.
+        ParallelError: the ranks call different functions. The message names both functions.
 
     Example::
 
@@ -107,7 +107,7 @@ def on_local_rank(
     wait: bool = True,
     timeout: timedelta | float | None = None,
 ) -> Any:
-    """Decorate a function so that one rank per node runs it: the one with local rank ``rank``. See `on_rank`.
+    """Decorate a function so that on each node, the rank with the local rank ``rank`` runs it. See `on_rank`.
 
     The other ranks wait for the named ranks of all nodes, so that every rank learns of a failure on any node.
 
@@ -133,7 +133,7 @@ def rank_first(
 
     Args:
         rank: the rank that goes first; a negative number counts from the end.
-        local: take ``rank`` as a local rank, so that one rank per node goes first.
+        local: if True, ``rank`` is a local rank, so that one rank per node goes first.
         timeout: how long a rank waits before it raises `RankTimeoutError`, in seconds or as a timedelta; no limit if
             None.
 
@@ -152,8 +152,8 @@ def barrier(*, timeout: timedelta | float | None = None) -> None:
     """Return once every rank has called this function.
 
     The ranks wait through the store, without a collective. If a rank fails or dies before it arrives, the waiting ranks
-    raise an error, as in `on_rank`. If one rank gives up waiting, all ranks do. If the barrier is inside a block of all
-    ranks, such as ``with ParallelExecutor()``, this block has then failed.
+    raise an error, as in `on_rank`. If one rank gives up waiting, all ranks raise an error. If the barrier is inside a
+    block of all ranks, such as ``with ParallelExecutor()``, a failure of the barrier is also a failure of this block.
 
     Args:
         timeout: how long a rank waits for the others before all ranks raise `RankTimeoutError`, in seconds or as a
@@ -174,16 +174,16 @@ def barrier(*, timeout: timedelta | float | None = None) -> None:
 
 
 def broadcast(obj: T, src: int = 0) -> T:
-    """Return on every rank the ``obj`` that rank ``src`` gives. Every rank calls this function.
+    """Return on every rank the ``obj`` that rank ``src`` passes. Every rank calls this function.
 
     Args:
-        obj: anything that can be pickled. On the other ranks, the argument is ignored.
+        obj: on rank ``src``, any object that can be pickled. On the other ranks, the argument is ignored.
         src: the rank whose object is returned; a negative number counts from the end.
 
     Raises:
         TypeError, ValueError: there is no such rank.
         RankError: the object cannot be pickled, or rank ``src`` has died.
-        ParallelError: the ranks call different functions; the message names both.
+        ParallelError: the ranks call different functions. The message names both functions.
 
     Example::
 

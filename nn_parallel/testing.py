@@ -10,13 +10,13 @@ a test in pytest's own process, and pytest rewrites its asserts in the same way:
         dist.all_reduce(total)
         assert total.item() == 3
 
-The test fails if it fails on any rank. The report shows each different failure once, with the ranks that have it and
-with the traceback of these ranks. The output of the ranks is captured as usual; each line begins with its rank. If rank
-0 skips the test, the test is skipped.
+The test fails if it fails on any rank. The report shows each different traceback once, below the names of the ranks
+that have raised it. The output of the ranks is captured as usual; each line begins with its rank. If rank 0 skips the
+test, the test is skipped.
 
 Fixtures are set up in pytest's own process, and their values are sent to the ranks. If a value cannot be pickled, for
-instance ``capsys``, the test fails with the message of a `TransferError` that names the fixture. Each rank gets a
-``monkeypatch`` of its own. With ``--pdb``, the first rank that fails gets the terminal.
+instance ``capsys``, the test fails with the message of a `TransferError` that names the fixture. The fixture
+``monkeypatch`` is not sent; each rank makes its own. With ``--pdb``, the first rank that fails gets the terminal.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from ._engine.ranks.context import current_world
 from .errors import ParallelError, RankError, RemoteTraceback
 from .executor import ParallelExecutor
 
-_TRACEBACKS = pytest.StashKey[str]()  # of a test, for its report
-_POOLS = pytest.StashKey[dict[int, ParallelExecutor]]()  # by the number of ranks
-_held: list[IO[str]] = []  # the terminal that this rank has locked to debug on it
+_TRACEBACKS = pytest.StashKey[str]()  # the tracebacks of the ranks on which a test has failed, for its report
+_POOLS = pytest.StashKey[dict[int, ParallelExecutor]]()  # maps numbers of ranks to pools
+_held: list[IO[str]] = []  # holds the terminal as an open file if this rank has locked it for debugging
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin without any pool; the first test on a number of ranks starts one."""
+    """Begin without pools. The first test that needs a certain number of ranks starts a pool of this size."""
     config.stash[_POOLS] = {}
 
 
@@ -76,7 +76,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         pyfuncitem.stash[_TRACEBACKS] = _told_by_all(error)
         if terminal:
             raise bdb.BdbQuit from None  # after any other exception, pytest would debug frames of this package
-        raise error.exceptions[0] from None  # not the group: `xfail(raises=...)` looks at the type
+        raise error.exceptions[0] from None  # not the group, because `xfail(raises=...)` checks the type
     except (ParallelError, TypeError, ValueError) as error:  # a fixture cannot be sent, or the mark is wrong
         pytest.fail(str(error), pytrace=False)
     if reasons[0] is not None:
@@ -86,7 +86,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the tracebacks of the ranks, instead of the one of this process, which ends in the call of the ranks."""
+    """Show the tracebacks of the ranks in the report, instead of the traceback of this process.
+
+    The traceback of this process ends where it calls the ranks, and does not show where the test has failed.
+    """
     report = yield
     if report.when == "call" and report.failed and (tracebacks := item.stash.get(_TRACEBACKS, None)):
         report.longrepr = tracebacks
@@ -94,7 +97,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pool_of(config: pytest.Config, n: Any = None) -> ParallelExecutor:
-    """Return the pool of ``n`` ranks, which a mark asks for; start it if there is none."""
+    """Return the pool for tests with the mark ``ranks(n)``. Start the pool if there is none with ``n`` ranks."""
     n = count("n of @pytest.mark.ranks(n)", n)
     pools = config.stash[_POOLS]
     if n not in pools:
@@ -104,7 +107,10 @@ def pool_of(config: pytest.Config, n: Any = None) -> ParallelExecutor:
 
 @contextlib.contextmanager
 def _debugging(config: pytest.Config) -> Iterator[str | None]:
-    """With ``--pdb``, leave the terminal to the ranks in this block and yield its name; otherwise yield None."""
+    """With ``--pdb``, let the ranks use the terminal during the ``with`` block, and yield the terminal's name.
+
+    Yield None without ``--pdb``, or if there is no terminal.
+    """
     capture = config.pluginmanager.getplugin("capturemanager") if config.option.usepdb else None
     if capture is None:
         yield None
@@ -117,12 +123,12 @@ def _debugging(config: pytest.Config) -> Iterator[str | None]:
 
 
 def _debug(error: Exception, terminal: str) -> None:
-    """Debug a test on the terminal, at the place where it has failed on this rank.
+    """Debug a test on the terminal, at the place where the test has failed on this rank.
 
-    Only the first rank that fails gets the lock of the terminal. Any other rank waits here for the lock, until the end
-    of the run ends this rank.
+    Only the first rank that fails gets the lock of the terminal. Any other failed rank waits in this function for the
+    lock, until it is ended at the end of the run.
     """
-    stdin = open(terminal)  # noqa: SIM115  # kept open until the next test, because closing it gives the lock back
+    stdin = open(terminal)  # noqa: SIM115  # kept open until the next test, because closing it releases the lock
     fcntl.flock(stdin, fcntl.LOCK_EX)
     _held.append(stdin)
     with open(terminal, "w") as stdout:
@@ -133,7 +139,7 @@ def _debug(error: Exception, terminal: str) -> None:
 
 
 def _call(test: Callable[..., object], terminal: str | None, /, **fixtures: Any) -> str | None:
-    """Run the test on this rank. If it skips itself, return the reason, otherwise None."""
+    """Run the test on this rank. If the test skips itself, return the reason, otherwise None."""
     while _held:
         _held.pop().close()
     with contextlib.ExitStack() as undo:
@@ -153,9 +159,10 @@ def _call(test: Callable[..., object], terminal: str | None, /, **fixtures: Any)
 
 @contextlib.contextmanager
 def _by_value(module: Any) -> Iterator[None]:
-    """Pickle the functions of ``module`` by value in this block, with their asserts as pytest has rewritten them.
+    """During the ``with`` block, pickle the functions of ``module`` by value.
 
-    Pickled by name, they would make the ranks import the module, without pytest and with plain asserts.
+    Their asserts then reach the ranks in the form into which pytest has rewritten them. If the functions were pickled
+    by name, the ranks would import the module without pytest, so that its asserts would not be rewritten.
     """
     if module.__name__ in cloudpickle.list_registry_pickle_by_value():
         yield
@@ -168,8 +175,8 @@ def _by_value(module: Any) -> Iterator[None]:
 
 
 def _told_by_all(error: RankError) -> str:
-    """Return the tracebacks of all failed ranks, each different traceback once, below the names of its ranks."""
-    ranks_of = dict[str, list[int]]()  # by traceback
+    """Return a text that shows each different traceback of the failed ranks once, below a line with these ranks."""
+    ranks_of = dict[str, list[int]]()  # maps each traceback to the ranks that have it
     for rank, failure in error.failures.items():
         cause = failure.__cause__
         text = cause.tb if isinstance(cause, RemoteTraceback) else f"{type(failure).__name__}: {failure}\n"

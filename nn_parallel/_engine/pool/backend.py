@@ -28,7 +28,7 @@ from .pool import Pool
 from .protocols import Backend
 from .site import LocalSite
 
-UNINTERRUPTED = True  # read by `interrupts`: its signal handler raises nothing in the lines of this module
+UNINTERRUPTED = True  # makes the signal handler of `interrupts` raise nothing while a line of this module runs
 SHARED_IDLE_LIMIT_S = 60.0  # a shared backend ends its workers after this time without a task
 logger = logging.getLogger("nn_parallel")
 
@@ -115,7 +115,7 @@ def _start_on_ray(wanted: PoolOptions, options: CallOptions) -> Pool:
     site = RaySite(number, placed)
     try:
         return Pool(site, site.devices_for, number, _initializer_packer(wanted, options), wanted.idle_limit_s)
-    except BaseException:  # the initializer cannot be pickled, or Ctrl-C: there is no pool that would close the site
+    except BaseException:  # for example, the initializer cannot be pickled; there is no pool that would close the site
         site.close()
         raise
 
@@ -135,8 +135,8 @@ def _initializer_packer(wanted: PoolOptions, options: CallOptions) -> Callable[.
 def shared_backend(wanted: PoolOptions, options: CallOptions) -> Backend:
     """Return the backend that all calls with the same engine and devices share.
 
-    Its workers end after a minute without a task. Under a launcher no workers are started. There is nothing to share
-    then, so each call of this function returns a new `LaunchedRanks`.
+    The workers of this backend end after a minute without a task. Under a launcher no workers are started, so there is
+    nothing to share, and each call of this function returns a new `LaunchedRanks`.
     """
     if join_launched_world() is not None:
         return make_backend(wanted, options)
@@ -151,5 +151,5 @@ def shared_backend(wanted: PoolOptions, options: CallOptions) -> Backend:
         return _shared[key]
 
 
-_shared: dict[tuple[Any, ...], Backend] = {}  # by engine and devices, see `shared_backend`
+_shared: dict[tuple[Any, ...], Backend] = {}  # the shared backends, by engine and devices
 _shared_lock = threading.Lock()

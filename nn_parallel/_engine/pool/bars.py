@@ -14,8 +14,8 @@ import threading
 from dataclasses import dataclass
 from typing import IO, Any
 
-MOVES = re.compile(r"(\n|\r|\x1b\[A)")  # the cursor moves down, to the start of the line, up: tqdm uses no others
-CLEAR_BELOW = "\x1b[J"
+MOVES = re.compile(r"(\n|\r|\x1b\[A)")  # the cursor movements that tqdm uses: down, to the start of the line, up
+CLEAR_BELOW = "\x1b[J"  # makes a terminal delete everything after the cursor
 
 
 @dataclass
@@ -23,8 +23,8 @@ class Line:
     """A line of a `Screen`."""
 
     text: str = ""
-    is_rewritten: bool = False  # a carriage return was printed last, so the next text replaces this one
-    is_bar: bool = False  # text was printed after a carriage return, as tqdm does
+    is_rewritten: bool = False  # True after a carriage return, so that the next text replaces this one
+    is_bar: bool = False  # True if text was printed after a carriage return, as tqdm does
 
 
 class Screen:
@@ -49,7 +49,7 @@ class Screen:
     def print(self, text: str, flush: bool) -> str:
         """Interpret printed text; return the text of the lines that will not change any more, and forget them.
 
-        A plain line (a line that is no bar) is final once it has ended. All lines above a plain line are final, bars
+        A plain line (a line that is not a bar) is final once it has ended. All lines above a plain line are final, bars
         too. Other bars may still be drawn again, so they are kept. With ``flush``, all lines above the cursor count as
         final, and a plain line is returned even if it has not ended.
         """
@@ -112,8 +112,8 @@ class Bars:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._shown: dict[tuple[int, object], list[str]] = {}  # by rank and `Output`
-        self._under_cell: Any = None  # IPython's handle of the bars under a cell, if there are any
+        self._shown: dict[tuple[int, object], list[str]] = {}  # the bars that are visible now, by rank and `Output`
+        self._under_cell: Any = None  # IPython's handle to redraw the bars under a cell; None if there are no bars
 
     def print(self, stream: IO[str], text: str, rank: int, owner: object, bars: list[str]) -> None:
         """Print ``text``, and draw the bars of all workers below it.

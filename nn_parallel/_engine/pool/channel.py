@@ -1,17 +1,18 @@
 """Messages between the pool and a worker, over a Unix socket of packets (``SOCK_SEQPACKET``).
 
-A message consists of a header, which is a tuple of a type in `messages`, and of a payload, which is a packed object: a
-pickle and buffers. A small payload is part of the packet. A large one is copied into a memory file, and the packet
-carries the descriptor of the file. So every packet fits into the buffer of the socket, and the sender need not wait
-until a large message has been read.
+A message consists of a header, which is one of the named tuples in `messages`, and of a payload, which is a packed
+object: a pickle and buffers. A small payload is part of the packet. A large one is copied into a memory file, and the
+packet carries the descriptor of the file. So every packet fits into the buffer of the socket, and the sender need not
+wait until a large message has been read.
 
 Descriptors cause three problems:
 
-- One packet takes at most 253 of them. If a message has more, they are sent before it, in packets of descriptors only.
-- They are scarce: a process has a limit of open files. So at most `MAX_PAYLOAD_FILES` payloads have a memory file.
-  Further large payloads wait as copies in memory, and are copied into a file when they are sent.
-- The kernel also limits the descriptors that were sent and not received, for all processes of the user together, and
-  then refuses to send more (ETOOMANYREFS). So the sender tries again, and gives up after `ROOM_WITHIN_S`.
+- A packet takes at most 253 of them. If a message has more, packets that carry only descriptors are sent before it.
+- They are scarce, because a process may have only a limited number of files open. So at most `MAX_PAYLOAD_FILES`
+  payloads have a memory file. Further large payloads wait as copies in memory, and are copied into a file when they are
+  sent.
+- The kernel also limits the descriptors that were sent and not received yet, for all processes of the user together.
+  At this limit it refuses to send more (ETOOMANYREFS). So the sender tries again, and gives up after `ROOM_WITHIN_S`.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from ..pickling import Buffer, Packed, loads
 from ..polling import Spin
 from .memory_files import Descriptor, fill, map_private, map_shared, shared_descriptor
 
-ROOM_WITHIN_S = 5.0  # how long to try to send descriptors that the kernel refuses
+ROOM_WITHIN_S = 5.0  # how long to try again to send descriptors that the kernel has refused
 SMALL_BYTES = 1 << 16  # the largest payload that is part of a packet
-MAX_PAYLOAD_FILES = 64  # the most payloads with a memory file; the payload of a task lives until the task has ended
+MAX_PAYLOAD_FILES = 64  # the most payloads that have a memory file at the same time
 _PACKET_BYTES = 1 << 17  # the largest packet
 _FDS_AT_ONCE = 250  # the most descriptors in one packet; the kernel takes 253
-_ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)
+_ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)  # the bytes for received descriptors
 _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
 class Payload:
-    """A packed object as messages carry it. It is a copy, because the user may change the object before it is sent."""
+    """A copy of a packed object, as messages carry it. The user may change the object itself before it is sent."""
 
     def __init__(self, packed: Packed) -> None:
         """Copy a packed object.
@@ -58,6 +59,7 @@ class Payload:
         buffers = [memoryview(packed.pickle), *packed.buffers]
         self.sizes = [buffer.nbytes for buffer in buffers]
         self.shared = packed.shared
+        # One of these three holds the object, depending on its size and on the number of memory files.
         self.inline: list[bytes] = []
         self._file: Descriptor | None = None
         self._copies: list[memoryview] = []
@@ -84,12 +86,13 @@ class Received:
     pickle: Buffer | bytes
     buffers: Sequence[Buffer] = ()
     shared: Sequence[Buffer] = ()  # memory that stays shared with the sender
-    error: OSError | None = None  # the reason, if the payload could not be received
+    error: OSError | None = None  # the error, if the payload could not be received
 
     def load(self, device: torch.device | None = None) -> Any:
-        """Unpickle the object; accelerator tensors land on ``device``. Raises whatever unpickling raises."""
+        """Unpickle the object, and put tensors of accelerators on ``device``. Any exception of unpickling is raised."""
         if self.error is not None:
-            # A new exception, because the traceback of a raised one refers to the frames that catch it.
+            # Raise a new exception each time. A raised exception refers through its traceback to the frames that it has
+            # passed, and `self.error` would keep their objects alive.
             raise OSError(*self.error.args)
         return loads(self.pickle, self.buffers, device, self.shared)
 
@@ -97,7 +100,7 @@ class Received:
 class _Packet(NamedTuple):
     data: bytes
     fds: Sequence[int] = ()
-    owners: Sequence[object] = ()  # keep the descriptors open until the packet is sent
+    owners: Sequence[object] = ()  # objects that keep the descriptors open until the packet has been sent
 
 
 @dataclass
@@ -105,14 +108,14 @@ class Channel:
     """One end of the connection between a pool and a worker."""
 
     sock: socket.socket
-    _outbox: deque[_Packet] = field(default_factory=deque)
+    _outbox: deque[_Packet] = field(default_factory=deque)  # the packets that have not been sent yet
 
     def __post_init__(self) -> None:
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _PACKET_BYTES)  # a larger packet is refused
-        # The buffer for received packets. The kernel provides the memory of a map only where it is used.
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _PACKET_BYTES)  # larger packets are refused
+        # The buffer for received packets. In a map, only the pages that were used take memory.
         self._packet = memoryview(mmap.mmap(-1, _PACKET_BYTES, mmap.MAP_PRIVATE))
-        self._fds: list[int] = []  # descriptors of the next message, from packets before it
-        self._has_all_fds = True  # False: some of them are missing, because this process may not open more files
+        self._fds: list[int] = []  # descriptors that have arrived before the message to which they belong
+        self._has_all_fds = True  # False if descriptors are missing, because this process may not open more files
         self._spin = Spin()
         self._poll = select.poll()
         self._poll.register(self.sock, select.POLLIN)
@@ -168,12 +171,14 @@ class Channel:
                 time.sleep(0.001)  # the kernel does not report when it takes descriptors again
 
     def receive(self, *, wait: bool = True) -> tuple[Any, Received] | None:
-        """Return the next message. If it has not arrived completely: with ``wait``, wait for it, else return None.
+        """Return the next message.
+
+        If the message has not arrived completely, wait for it. If ``wait`` is false, return None instead.
 
         Raises:
             EOFError: the other side has closed its end.
             ConnectionResetError: the other side has closed its end without reading the last message. This is raised
-                once; then `receive` returns the messages that have arrived before.
+                once. The next calls return the messages that had arrived before the other side closed its end.
         """
         flags = _CLOEXEC if wait else _CLOEXEC | socket.MSG_DONTWAIT
         while True:
@@ -197,7 +202,7 @@ class Channel:
             return header, _map_payload(fds, has_all_fds, descriptor_count, sizes, inline)
 
     def wait_for_more(self) -> None:
-        """Wait a moment for a message without sleeping, because the next task often comes at once: see `Spin`."""
+        """Wait a moment for a message without sleeping, because the next task often comes at once. See `Spin`."""
         self._spin.until(self.has_more)
 
     def has_more(self) -> bool:
@@ -238,10 +243,11 @@ def receive_fds(
 ) -> tuple[int, list[int], bool]:
     """Receive a packet into the buffer ``packet``.
 
-    `socket.recv_fds` will not do: programs that a worker starts would inherit the descriptors that it returns.
+    `socket.recv_fds` is not used, because programs that a worker starts would inherit the descriptors from it.
 
     Returns:
-        The size of the packet, its descriptors, and True if none is missing because this process may not open more.
+        The size of the packet, its descriptors, and False if descriptors are missing, because this process may not open
+        more files.
     """
     size, ancillary, flags_received, _ = sock.recvmsg_into([packet], _ANCILLARY, flags)
     fds = [fd for _, _, data in ancillary for fd in array.array("i", data)] if ancillary else []
@@ -260,7 +266,7 @@ def no_room_error(error: OSError) -> TransferError:
 
 
 def _make_packets(header: Any, payload: Payload | None) -> list[_Packet]:
-    """Return the packets of a message: perhaps some of descriptors only, then one with everything else."""
+    """Return the packets of a message. If it has many descriptors, the first packets carry only descriptors."""
     if payload is None:
         return [_Packet(pickle.dumps((header, (), 0, ())))]
     fds: list[int] = []
@@ -291,13 +297,14 @@ def _map_payload(
     """Map the memory of a message that has arrived, and return its payload.
 
     Args:
-        fds: the descriptors that have arrived since the last message, which this function closes. Only the last
-            ``count`` belong to this message: if the sender gave up an earlier message, some of its descriptors may have
-            arrived before.
-        has_all_fds: all descriptors that were sent could be opened.
+        fds: the descriptors that have arrived since the last message. This function closes them. Only the last
+            ``count`` belong to this message. The others belong to a message that the sender has given up after a part
+            of its descriptors was sent.
+        has_all_fds: False if descriptors are missing, because this process may not open more files.
         count: the number of descriptors of the message.
-        sizes: the sizes of pickle and buffers in the memory file, which is the last descriptor; empty: there is none.
-        inline: in this case, pickle and buffers themselves.
+        sizes: the sizes of the pickle and the buffers in the memory file, whose descriptor is the last one; empty if
+            the message has no memory file.
+        inline: the pickle and the buffers themselves, if the message has no memory file.
     """
     owned = [Descriptor(fd) for fd in fds]
     del owned[: max(0, len(fds) - count)]
@@ -327,5 +334,5 @@ def _fill_file(buffers: Sequence[memoryview]) -> Descriptor:
     )
 
 
-_ONLY_FDS = b" "  # the data of a packet with descriptors of the message after it, and nothing else
+_ONLY_FDS = b" "  # the data of a packet that carries only descriptors, which belong to the next message
 _payload_files = weakref.WeakSet[Descriptor]()  # the memory files of all payloads of this process

@@ -25,13 +25,13 @@ class EventLoop:
         self._epoll = select.epoll()
         self._poll_at_once = functools.partial(self._epoll.poll, 0)
         self._spin = Spin()
-        self._readers: dict[int, Callable[[], object]] = {}
-        self._writers: dict[int, Callable[[], object]] = {}
+        self._readers: dict[int, Callable[[], object]] = {}  # the handlers of readable descriptors
+        self._writers: dict[int, Callable[[], object]] = {}  # the handlers of writable descriptors
         # A `SimpleQueue`, because a signal handler or a finalizer may call `put` in the middle of another `put`.
         self._posted = SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]]]()
-        self._timers: list[tuple[float, int, Callable[[], object]]] = []
-        self._timer_numbers = itertools.count()  # so that of two timers with the same time the earlier one goes first
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable after `post`, which ends a wait
+        self._timers: list[tuple[float, int, Callable[[], object]]] = []  # a heap of time, number and function
+        self._timer_numbers = itertools.count()  # they order timers that have the same time
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # `post` makes it readable, to end a wait
         self.watch(self._wakeup, self._read_wakeup)
 
     def post(self, call: Callable[..., object], *args: Any) -> None:
@@ -52,7 +52,7 @@ class EventLoop:
         self._epoll.register(fd, select.EPOLLIN)
 
     def watch_for_room(self, fd: int, on_writable: Callable[[], object] | None) -> None:
-        """Also call ``on_writable`` whenever a watched descriptor is writable. If it is None, end this."""
+        """Call ``on_writable`` whenever a watched descriptor is writable. If it is None, call no function any more."""
         had_writer = self._writers.pop(fd, None) is not None
         if on_writable is not None:
             self._writers[fd] = on_writable
@@ -69,8 +69,8 @@ class EventLoop:
         """Wait for events, at most until ``deadline`` on the clock of `time.monotonic`, and handle them.
 
         Returns:
-            A time such that all events before it have been handled. It is earlier than the present time if this thread
-            got no core for a while.
+            The time until which all events have been handled. It is earlier than the present time if this thread got
+            no core for a while.
         """
         now = time.monotonic()
         if self._timers:
@@ -98,13 +98,13 @@ class EventLoop:
     def close(self) -> None:
         """Stop watching descriptors. A function that is posted from now on is called only if `run_posted` is called."""
         self._epoll.close()
-        self._readers.clear()  # the handlers refer to this object, and the cycle would keep it alive
+        self._readers.clear()  # breaks the reference cycle with the handlers, which would keep this object alive
         wakeup = self._wakeup
         self._wakeup = -1  # first, because a `post` after `os.close` could write to another file with the same number
         os.close(wakeup)
 
     def _read_wakeup(self) -> None:
-        """Call the posted functions, after the counter of the eventfd was set back to zero."""
+        """Set the counter of the eventfd back to zero, and call the posted functions."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wakeup)
         self.run_posted()

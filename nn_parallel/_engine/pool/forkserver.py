@@ -1,14 +1,15 @@
 """The fork server: a process that has imported torch, forks workers in milliseconds, and cleans up after them.
 
-A new Python process needs seconds to import torch. A fork of the script would not need them, but it could hang: it has
-none of the script's threads, but the locks that they held. So the script starts the fork server for its first pool, and
-keeps it for the next ones. The fork server imports torch and then only waits. It computes nothing with tensors, because
-a fork of a process with OpenMP threads hangs, and it does not look for GPUs. So a fork of it works like a new process.
+A new Python process needs seconds to import torch. A fork of the script would not need them, but it could hang, because
+it inherits the locks that other threads of the script hold, but not the threads that would release them. So the script
+starts the fork server for its first pool, and keeps it for later pools. The fork server imports torch and then only
+waits. It computes nothing with tensors, because a fork of a process with OpenMP threads hangs, and it does not look for
+GPUs. So a fork of the fork server works like a new process.
 
-When a worker ends, all processes that it has started must end, too: they hold memory, GPUs, ports and files. There may
-be generations of them, and some may be daemons, whose parents have ended and which are in sessions of their own. So a
-signal to a process group does not reach them all. The death of the worker makes its children orphans, and if they
-became children of process 1, nobody could tell to which worker they belonged.
+When a worker ends, all processes that it has started must end, too, because they hold memory, GPUs, ports and files.
+These processes may have started others, and some may be daemons, whose parents have ended and which are in sessions of
+their own. So a signal to a process group does not reach them all. The death of the worker makes its children orphans.
+By default they become children of process 1, and the fork server could not find them any more.
 
 The solution is a setting of the kernel: an orphan becomes a child of its nearest ancestor that is a *subreaper*.
 
@@ -23,7 +24,8 @@ The end of a pipe to the script would not show this, because every process that 
 open. If the fork server itself is killed, the kernel kills the workers (`end_with`).
 
 The fork server stays in the session of the script. Linux distributes processor time first between sessions (autogroup).
-With workers in a session of their own, beside two busy programs, the supervisor once got no core for over a second.
+Once, when the workers had a session of their own and two other programs were busy, the supervisor (the thread of the
+pool in the script) got no core for over a second.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ def serve(control_fd: int, parent_pid: int) -> None:
         control_fd: the socket on which the connections of the pools arrive, as descriptors.
         parent_pid: the process of the script.
     """
-    # Ctrl-C is for the script only. The workers are background processes, and inherit that the other two signals are
-    # ignored: by these signals, a terminal would stop a worker that reads from it or writes to it.
+    # Ctrl-C is for the script only. SIGTTIN and SIGTTOU are ignored because workers inherit this setting. With these
+    # signals a terminal stops a background process, such as a worker, that reads from the terminal or writes to it.
     for number in (signal.SIGINT, signal.SIGTTIN, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the script may have blocked SIGCHLD
@@ -63,9 +65,9 @@ def serve(control_fd: int, parent_pid: int) -> None:
         parent = os.pidfd_open(parent_pid)
     except ProcessLookupError:
         return
-    if os.getppid() != parent_pid:  # the script has ended, and the pidfd is that of another process with its number
+    if os.getppid() != parent_pid:  # the script has ended, and the pidfd may belong to another process
         return
-    blas_libraries()
+    blas_libraries()  # searched now, so that the workers inherit the result
     gc.collect()
     gc.freeze()  # otherwise a collection in a worker would write to all objects, and so copy the shared memory pages
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # of libraries that torch imports
@@ -81,16 +83,17 @@ def serve(control_fd: int, parent_pid: int) -> None:
 class _Server:
     """The loop of the fork server, and its workers.
 
-    A pool asks for a worker by the message ``fork KEY`` with the descriptors for the worker, and for a signal to the
-    worker by ``NUMBER KEY``. The pool has chosen the key. The answers are JSON objects, see `_report`.
+    A pool sends two kinds of messages. ``fork KEY``, with the descriptors for the worker, asks for a new worker. The
+    pool chooses the key, which identifies the worker in later messages. ``NUMBER KEY`` asks the fork server to send the
+    worker the signal with this number. The reports to the pool are JSON objects, see `_report`.
     """
 
     def __init__(self, control: socket.socket, parent: int) -> None:
         self._control = control
-        self._parent = parent  # a pidfd
+        self._parent = parent  # a pidfd of the script
         self._packet = bytearray(64)  # the buffer for messages
-        self._pools: dict[int, socket.socket] = {}  # by descriptor: the connection of a pool
-        self._workers: dict[int, tuple[socket.socket, int]] = {}  # by pid: the connection of its pool, and its key
+        self._pools: dict[int, socket.socket] = {}  # the connections of the pools, by descriptor
+        self._workers: dict[int, tuple[socket.socket, int]] = {}  # the pool and the key of each worker, by pid
         # Python writes a byte into this pipe for each signal, so that SIGCHLD ends the wait of `poll`.
         self._child_ended, self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(self._wakeup)
@@ -156,18 +159,18 @@ class _Server:
                 os.close(fd)
         else:
             for pid, known in self._workers.items():
-                if known == worker:  # it is listed, so it has not been reaped, and no other process can have its pid
+                if known == worker:  # a worker in this dict has not been reaped, so no other process can have its pid
                     os.kill(pid, int(request))
 
     def _fork(self, fds: list[int]) -> int:
         """Fork a worker, and return its pid. The worker itself does not return from this function.
 
-        ``fds`` are the ends of the worker of its connections: for tasks, for orders, standard output, standard error.
+        ``fds`` are the worker's ends of four connections, for tasks, orders, standard output and standard error.
         """
         server = os.getpid()
         pid = os.fork()
         if pid:
-            # Both processes do this, so that it is done before either of them goes on.
+            # Parent and child both set the process group, so that it is set before either of them goes on.
             with contextlib.suppress(PermissionError, ProcessLookupError):
                 os.setpgid(pid, pid)
             return pid
@@ -193,7 +196,7 @@ class _Server:
             atexit._run_exitfuncs()  # functions of user code and imported modules, which `os._exit` does not call
             flush_output()
             tracker = vars(resource_tracker)["_resource_tracker"]
-            if tracker._pid is not None:  # the worker has started a tracker, and does not use that of the script
+            if tracker._pid is not None:  # the worker has started a tracker of its own
                 tracker._stop()  # the tracker removes leaked resources, such as shared memory, and ends
         except BaseException:
             traceback.print_exc()
@@ -209,12 +212,12 @@ class _Server:
                 _remove_shared_memory(pid)
                 if pid in self._workers:
                     exited.append((self._workers.pop(pid), os.waitstatus_to_exitcode(status), usage.ru_maxrss))
-        self._kill_orphans()  # before the reports: the replacement of a worker may need the memory or ports of orphans
+        self._kill_orphans()  # before the reports, because replacements of workers may need memory or ports of orphans
         for worker, exitcode, max_rss_kib in exited:
             self._report(worker, exitcode=exitcode, max_rss_kib=max_rss_kib)
 
     def _kill_orphans(self) -> bool:
-        """Kill the children that are no workers. Return whether there was one that this process was allowed to kill."""
+        """Kill the children that are not workers. Return whether there was one that this process may kill."""
         has_killed = False
         for pid in set(children_of(os.getpid())) - self._workers.keys():
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -223,10 +226,10 @@ class _Server:
         return has_killed
 
     def _report(self, worker: tuple[socket.socket, int], **facts: int) -> None:
-        """Report to a pool on its worker.
+        """Send a report about a worker to its pool.
 
-        ``facts`` are its ``pid``, when it was forked; ``errno``, if it could not be forked; or ``exitcode`` and
-        ``max_rss_kib``, the peak of its memory, when it has ended.
+        The ``facts`` are ``pid`` if the worker was forked; ``errno`` if it could not be forked; and ``exitcode`` and
+        ``max_rss_kib``, the peak of its memory, if it has ended.
         """
         pool, key = worker
         with contextlib.suppress(OSError):  # the pool has closed the connection
@@ -234,10 +237,10 @@ class _Server:
 
 
 def _remove_shared_memory(pid: int) -> None:
-    """Remove the shared memory files that torch has left in ``/dev/shm`` because this process was killed.
+    """Remove the shared memory files that torch has left in ``/dev/shm`` when the process ``pid`` was killed.
 
-    To send a tensor, torch makes a file with a name, and removes the name a moment later. A process that is killed in
-    this moment leaves the file.
+    To send a tensor, torch makes a file with a name, and removes the name a moment later. If the process is killed
+    before the name is removed, the file remains.
     """
     for path in glob.glob(f"/dev/shm/torch_{pid}_*"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,7 @@
-"""The fork server, as the script sees it: one process for all pools of the script, and one connection for each pool."""
+"""The script's side of the fork server, a process that forks the workers of all pools of the script.
+
+The script starts the fork server, and has one connection to it for each pool.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from .channel import send_fds
 
 STOP_WITHIN_S = 10.0  # a fork server that has not ended after this time is killed
 
-
+# The program of the fork server. Its arguments are the descriptor, the process id of the script, and `sys.path`.
 _SERVE = """
 import sys
 control, parent, *sys.path[:] = sys.argv[1:]
@@ -56,14 +59,14 @@ class ServerConnection:
         return self._sock.fileno()
 
     def fork(self, fds: list[int]) -> int:
-        """Ask for a worker process with these descriptors. Return the key of the worker in all later messages."""
+        """Ask for a worker process with these descriptors. Return the key that names the worker in later messages."""
         key = next(self._keys)
         with contextlib.suppress(ConnectionError):  # the server has ended, which `receive` reports
             send_fds(self._sock, f"fork {key}".encode(), fds)
         return key
 
     def signal(self, key: int, number: int) -> None:
-        """Send a signal to a worker, if it has not ended. After SIGKILL, the processes that it has started end, too."""
+        """Send a signal to a worker, if it still runs. SIGKILL also ends the processes that the worker has started."""
         with contextlib.suppress(OSError):
             self._sock.send(f"{int(number)} {key}".encode())
 
@@ -102,7 +105,7 @@ class _ForkServer:
     """The process of the fork server."""
 
     def __init__(self) -> None:
-        self.owner = os.getpid()  # the process that has started the server: its forks must not use or stop the server
+        self.owner = os.getpid()  # the process that has started the server; its forks must not use or stop the server
         self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [entry for entry in sys.path if isinstance(entry, str)]
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -166,7 +169,7 @@ def take_standard_descriptors() -> None:
 
 
 def stop_fork_server() -> None:
-    """End the fork server of this script, if there is one. The next pool starts another one. Called at exit."""
+    """End the fork server of this script, if there is one. The next pool starts another one. This is called at exit."""
     global _fork_server
     with _fork_server_lock:
         if _fork_server is not None:
@@ -181,14 +184,14 @@ def _connect() -> socket.socket:
         if _fork_server is not None and _fork_server.owner == os.getpid():
             try:
                 return _fork_server.connect()
-            except ConnectionError:  # the fork server has ended, for example because somebody has killed it
+            except ConnectionError:  # the fork server has ended, for example because it was killed
                 _fork_server.stop()
         _fork_server = _ForkServer()
         return _fork_server.connect()
 
 
 def fork_server_pid() -> int | None:
-    """Return the process id of this script's fork server; None if it was not started."""
+    """Return the process id of this script's fork server; None if it has not been started."""
     return _fork_server.pid if _fork_server is not None else None
 
 
@@ -203,13 +206,13 @@ class _OomKills:
         self._last_count = self._count()
 
     def since_last_call(self) -> int:
-        """Return the number of kills since the last call of this method; 0 if the kernel does not publish it."""
+        """Return the number of kills since the last call of this method; 0 if the kernel does not count them."""
         before = self._last_count
         self._last_count = self._count()
         return self._last_count - before
 
     def _count(self) -> int:
-        """Return the number of kills in the life of the cgroup."""
+        """Return the number of kills since the cgroup was made."""
         with contextlib.suppress(OSError, ValueError):
             for line in self._events.read_text().splitlines():
                 name, _, count = line.partition(" ")
@@ -232,7 +235,7 @@ def _events_file() -> Path:
                     return unified
             elif "memory" in controllers.split(","):
                 return Path("/sys/fs/cgroup/memory", path.lstrip("/"), "memory.oom_control")
-    return Path("/sys/fs/cgroup/memory.events")  # a container may see its own cgroup as the root of all
+    return Path("/sys/fs/cgroup/memory.events")  # a container may see its own cgroup as the root
 
 
 _fork_server: _ForkServer | None = None
@@ -240,14 +243,14 @@ _fork_server_lock = threading.Lock()
 
 
 def close_pools() -> None:
-    """Close all pools, at the end of the script."""
+    """Close all pools at the end of the script."""
     for pool in list(close_at_exit):
         pool.close()
 
 
 @atexit.register
 def _close_all() -> None:
-    """Close all pools and the fork server, at the end of the script."""
+    """Close all pools and end the fork server at the end of the script."""
     close_pools()
     stop_fork_server()
 

@@ -1,4 +1,4 @@
-"""The results for which threads wait: a `Future` for users, and a faster `Reply` for the pool's own methods."""
+"""Objects through which threads wait for results: a `Future` for users, and a faster `Reply` for the pool itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from ...errors import ParallelError
 
 logger = logging.getLogger("concurrent.futures")  # the standard library logs exceptions of callbacks with this logger
-TAKEN_OVER_AFTER_S = 1.0  # see `_Lock`
+TAKEN_OVER_AFTER_S = 1.0  # how long a thread may hold a `_Lock` before another thread takes it over
 
 
 class _Lock:
@@ -37,7 +37,7 @@ class _Lock:
         self._held: tuple[int, threading.Lock, float] | None = None
 
     def acquire(self) -> bool:
-        """Take the lock, perhaps over from a thread that has not released it in time."""
+        """Take the lock. If its owner has not released it in time, take it over from the owner."""
         began = time.monotonic()
         while True:
             lock = self._lock
@@ -49,11 +49,12 @@ class _Lock:
         return True
 
     def _time_left_s(self, began: float) -> float:
-        """Return for how much longer the owner may have the lock.
+        """Return how many more seconds the owner may hold the lock.
 
         The time counts from the moment at which the owner got the lock. Ctrl-C in `concurrent.futures.wait` leaves the
-        locks of many futures taken, so one thread does not wait a second for each of them. If Ctrl-C came before the
-        owner was noted, the time counts from ``began``, when the present thread began to wait.
+        locks of many futures taken. A thread that needs all of them therefore waits one second in total, and not one
+        second for each. If Ctrl-C came before the owner was noted, the time counts from ``began``, when the present
+        thread began to wait.
         """
         held = self._held
         return (began if held is None else held[2]) + TAKEN_OVER_AFTER_S - time.monotonic()
@@ -77,7 +78,7 @@ class _Lock:
 
 
 class Reply:
-    """The result of a task, for one thread that waits for it once. It takes a tenth of the time of a future."""
+    """The result of a task, for one thread that waits for it once. A future would take ten times as long."""
 
     def __init__(self, thread: threading.Thread) -> None:
         """Make a reply that ``thread`` completes."""
@@ -103,7 +104,7 @@ class Reply:
         try:
             raise self._error
         finally:
-            del self  # otherwise the error would refer to itself: by its traceback, this frame and `self`
+            del self  # breaks the reference cycle error -> traceback -> this frame -> `self` -> error
 
     def complete(self, value: Any, error: BaseException | None = None) -> None:
         """Set the value or the exception, unless the reply is complete already."""
@@ -118,22 +119,25 @@ class Future(concurrent.futures.Future[Any]):
     """A future of the standard library that Ctrl-C cannot leave locked."""
 
     def __init__(self, thread: threading.Thread | None) -> None:
-        """Make a future that ``thread``, the supervisor of a pool, completes. None: any thread may complete it."""
+        """Make a future.
+
+        ``thread`` is the supervisor of the pool, which completes the future. If it is None, any thread may do so.
+        """
         super().__init__()
         self._condition = threading.Condition(_Lock())  # type: ignore[arg-type]
         self._thread = thread
 
     def result(self, timeout: float | None = None) -> Any:
-        """Return the result, as `concurrent.futures.Future.result`. A done-callback must not wait for it."""
+        """Return the result, as `concurrent.futures.Future.result`. Refuse to wait for it in a done-callback."""
         if not self.done():
             refuse_to_wait_in(self._thread)
         try:
             return super().result(timeout)
         finally:
-            del self  # otherwise the error would refer to itself: by its traceback, this frame and `self`
+            del self  # breaks the reference cycle error -> traceback -> this frame -> `self` -> error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the exception, as `concurrent.futures.Future.exception`. A done-callback must not wait for it."""
+        """Return the exception, as `concurrent.futures.Future.exception`. Refuse to wait for it in a done-callback."""
         if not self.done():
             refuse_to_wait_in(self._thread)
         return super().exception(timeout)
@@ -170,7 +174,7 @@ class Future(concurrent.futures.Future[Any]):
         """Set the result or the exception, unless the future is complete already."""
         if not self.running() and (self.cancelled() or not self.done()):
             self.begin()  # wakes threads in `concurrent.futures.wait` if the future was cancelled
-        with contextlib.suppress(InvalidStateError):  # the call has timed out before, or the user has set a result
+        with contextlib.suppress(InvalidStateError):  # the call has timed out already, or the user has set a result
             if error is None:
                 self.set_result(value)
             else:

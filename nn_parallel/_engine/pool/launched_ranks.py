@@ -28,7 +28,7 @@ from ..tracebacks import user_frames
 from .progress import Progress
 from .worker import in_this_process
 
-UNINTERRUPTED = True  # read by `interrupts`: its signal handler raises nothing in the lines of this module
+UNINTERRUPTED = True  # makes the signal handler of `interrupts` raise nothing while a line of this module runs
 R = TypeVar("R")
 
 
@@ -36,11 +36,11 @@ class LaunchedRanks:
     """The ranks of a world that a launcher has started; implements `Backend`. This process is one of the ranks."""
 
     def __init__(self, context: RankContext, timeout_s: float | None) -> None:
-        """Use the ranks of ``context``. ``timeout_s`` limits their wait for each other at the end of ``with``."""
+        """Use the ranks of ``context``. ``timeout_s`` limits how long they wait for each other when ``with`` ends."""
         self._context = context
         self._timeout_s = timeout_s
         self._closed = False
-        self._block: contextlib.AbstractContextManager[None] | None = None  # around the body of the ``with`` statement
+        self._block: contextlib.AbstractContextManager[None] | None = None  # the block around the body of ``with``
 
     def __str__(self) -> str:
         world = self._context.world
@@ -58,7 +58,8 @@ class LaunchedRanks:
     def check_choice(self, num_gpus: int | None, devices: Any, num_workers: int | None, engine: str) -> None:
         """Check that arguments which choose workers describe the ranks that exist.
 
-        Then the same script runs with and without a launcher.
+        Such arguments choose nothing under a launcher. They are accepted nevertheless, so that the same script runs
+        with and without a launcher.
 
         Raises:
             ValueError: an argument describes other workers.

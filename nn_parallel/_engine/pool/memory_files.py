@@ -1,14 +1,15 @@
 """Memory files: anonymous files (memfd) through which large objects reach other processes.
 
 The sender copies the object into a file and sends the descriptor of the file with a message. Each receiver maps the
-file privately (``MAP_PRIVATE``), so that it may write to the object, and nobody else sees that. So one copy serves any
-number of receivers.
+file privately (``MAP_PRIVATE``). When a receiver writes to the object, other processes do not see the change. So one
+copy serves any number of receivers.
 
-The sender uses its files again, which takes a fifth of the time, because the kernel must clear the memory of a new
-file. But if the sender overwrote a file that a receiver still maps, the receiver would see the new content in all pages
-to which it has not written. So the sender must know that no other process has the file. Messages about this would cost
-time, and a receiver may die or fork. The kernel knows: it grants a write lease (``fcntl(2)``) only on a file that
-nobody else has open, and a file counts as open while its descriptor is in flight or a map of it exists.
+The sender uses its files again for later objects. This takes a fifth of the time, because the kernel must clear the
+memory of a new file. But if the sender overwrote a file that a receiver still maps, the receiver would see the new
+content in all pages to which it has not written. So the sender must know that no other process has the file. Receivers
+do not report this, because messages would cost time, and a receiver may die or fork. Instead, the sender asks the
+kernel for a write lease (``fcntl(2)``). The kernel grants it only on a file that is open nowhere else, and a file
+counts as open while its descriptor is in flight or a map of it exists.
 """
 
 from __future__ import annotations
@@ -44,30 +45,30 @@ class Descriptor:
 
 
 class _ReusableFile:
-    """A memory file of the sender, which is filled again when nobody else has it open.
+    """A memory file of the sender, which is filled again when it is open nowhere else.
 
-    The descriptor that `fill` returns counts as somebody else, too. A payload holds this descriptor, so its file is not
-    filled again before its task has ended.
+    The descriptor that `fill` returns also keeps the file open. A payload holds this descriptor, so its file is not
+    filled again before the task of the payload has ended.
     """
 
     def __init__(self, size: int) -> None:
         first = Descriptor(os.memfd_create("nn_parallel", os.MFD_CLOEXEC))
         os.ftruncate(first.fd, size)
-        # The kernel grants a lease only if nobody else has the file open, for which it counts the calls of `open`. It
-        # does not count `memfd_create`, so the file is opened once more.
+        # To decide about a lease, the kernel counts the calls of `open` for the file. The call of `memfd_create` is not
+        # counted, so the file is opened once more.
         self._own = self.open_again(first)
-        # If somebody opens the file during a lease, the kernel sends a signal: by default SIGIO, which would end this
-        # process. SIGURG is ignored by default.
+        # If another process opens the file during a lease, the kernel sends a signal to this process. The default,
+        # SIGIO, would end this process, but SIGURG is ignored.
         fcntl.fcntl(self._own.fd, fcntl.F_SETSIG, signal.SIGURG)
         self.view = _map(self._own.fd, size, mmap.MAP_SHARED)
 
     def open_again(self, descriptor: Descriptor | None = None) -> Descriptor:
-        """Open the file once more, by a descriptor of it. The new descriptor is for a receiver."""
+        """Open the file once more, through a descriptor of it, and return the new descriptor."""
         number = (descriptor or self._own).fd
         return Descriptor(os.open(f"/proc/self/fd/{number}", os.O_RDWR | os.O_CLOEXEC))
 
     def is_free(self) -> bool:
-        """Return whether nobody else has the file open or mapped, and no descriptor of it is in flight."""
+        """Return whether the file is open or mapped nowhere else, and no descriptor of it is in flight."""
         try:
             fcntl.fcntl(self._own.fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             fcntl.fcntl(self._own.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
@@ -134,14 +135,14 @@ def shared_descriptor(storage: torch.UntypedStorage) -> tuple[int, Descriptor | 
 
 
 def _spans(sizes: Sequence[int]) -> list[slice]:
-    """Return the places of buffers of these sizes in a memory file."""
+    """Return the slices of a memory file in which buffers of these sizes lie."""
     starts = itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
     return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 
 
 def _copy(part: memoryview, target: memoryview) -> None:
-    """Copy the memory of ``part`` to ``target``, with the threads of torch and without the GIL if possible."""
-    if part.readonly or not part.nbytes:  # `torch.frombuffer` takes no such memory
+    """Copy the memory of ``part`` to ``target``. If possible, torch copies with several threads, without the GIL."""
+    if part.readonly or not part.nbytes:  # `torch.frombuffer` takes neither read-only nor empty memory
         target[:] = part
     else:
         torch.frombuffer(target, dtype=torch.uint8).copy_(torch.frombuffer(part, dtype=torch.uint8))
@@ -150,7 +151,7 @@ def _copy(part: memoryview, target: memoryview) -> None:
 def _map(fd: int, size: int, kind: int) -> memoryview:
     """Map a file, and return a view of its memory. The map ends when the last view of it is deleted.
 
-    `mmap.mmap` will not do, because it keeps a descriptor of the file open.
+    `mmap.mmap` is not used, because it keeps a descriptor of the file open.
     """
     address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, kind, fd, 0)
     if address == _MAP_FAILED:

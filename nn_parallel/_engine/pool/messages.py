@@ -1,8 +1,8 @@
 """The headers of the messages between a pool and its workers. `channel` describes the format of a message.
 
 The pool sends one `WorkerSetup` first, then `KeepObject`, `ForgetObjects` and `TaskHeader`. The worker sends only
-`Answer`. Orders (cancel, tell the stack, hand back) go through a socket of their own, because the worker reads no
-message while it does a task.
+`Answer`. Orders (to cancel a task, to send the stack, to hand back the rest of a batch) go through a socket of their
+own, because the worker reads no message while it does a task.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from ..process_environment import ProcessAttributes
 
-STARTED = 0  # the number of the first answer of a worker, which says that the worker takes tasks
-Order = struct.Struct("=Q")  # an order: the number of the task to cancel, or one of the next two numbers
-TELL_STACK = 0  # send the stack of the main thread
-HAND_BACK = 1  # send the results of the batch so far, and begin no further call of it
-FIRST_TASK = 2  # the lowest number of a task
+STARTED = 0  # the number in the first answer of a worker, which says that the worker is ready for tasks
+Order = struct.Struct("=Q")  # an order is one number: TELL_STACK, HAND_BACK, or the number of the task to cancel
+TELL_STACK = 0  # the order to send the stack of the worker's main thread
+HAND_BACK = 1  # the order to send the results of the batch so far, and to begin no further call of the batch
+FIRST_TASK = 2  # the lowest number of a task, because the lower numbers are orders
 BATCH_S = 0.01  # a worker begins no further call of a batch after this time
 
 
@@ -31,57 +31,60 @@ class WorkerSetup(NamedTuple):
     directory: str
     path: list[str]  # `sys.path`
     argv: list[str]  # `sys.argv`
-    main_file: str | None  # the file of the script
-    authkey: bytes  # of `multiprocessing`, by which its managers, listeners and queues accept connections
+    main_file: str | None  # the file of the script, if it has one
+    authkey: bytes  # the key of `multiprocessing`, so that the worker can connect to managers of the script
     attributes: ProcessAttributes
 
 
 class KeepObject(NamedTuple):
-    """A request to keep the payload for later tasks."""
+    """The header of a message whose payload the worker must keep for later tasks."""
 
-    number: int  # of the handle
+    number: int  # the number of the object's handle, by which later tasks refer to the object
 
 
 class ForgetObjects(NamedTuple):
-    """A request to delete kept objects."""
+    """The header of a message that tells the worker to delete objects that it keeps."""
 
-    numbers: Sequence[int]  # of the handles
+    numbers: Sequence[int]  # the numbers of the objects' handles
 
 
 class Ranks(NamedTuple):
-    """The ranks of a `run`, as each of them is told."""
+    """The ranks of a `run`, as the header of the task describes them to each worker."""
 
-    world_size: int = 0  # 0: the task is no `run`, and its worker is alone
+    world_size: int = 0  # 0 if the task is not a `run`, so that its worker is alone
     store_host: str = ""
     store_port: int = 0
-    group: int = 0  # the number of their process group. After a failure the ranks get a new number, and a new group
-    nodes: Sequence[int] = ()  # by rank: the number of its node; empty: all ranks are on one node
+    # The number of the ranks' process group. Successive runs with the same number use the same group. After a failure
+    # the number is raised, so that the ranks make a new group.
+    group: int = 0
+    nodes: Sequence[int] = ()  # the number of each rank's node, in the order of ranks; empty if there is one node only
 
 
-ALONE = Ranks()
+ALONE = Ranks()  # the ranks of every task that is not a `run`
 
 
 class TaskHeader(NamedTuple):
-    """A task: one call, or a batch of calls of a function that the worker keeps.
+    """The header of a task: one call, or a batch of calls of a function that the worker keeps.
 
     For one call, the payload is ``(fn, args, kwargs)``. There is no payload if ``calls`` holds the arguments.
     """
 
-    number: int  # greater than that of any earlier task
+    number: int  # the number of the task, greater than that of any earlier task
     function: int = 0  # the number under which the worker keeps the function; 0: the function is in the payload
     calls: Sequence[bytes] = ()  # the pickled arguments of each call of that function
-    seconds: float = 0.0  # no further call is begun after this time
+    seconds: float = 0.0  # the worker begins no further call of a batch after this time
     pass_device: bool = False
-    # The cores for this worker, and so the number of torch's threads. 0: several workers share a core, so that this one
-    # has one thread, and must sleep when it waits.
+    # The number of cores for this worker, which is also the number of its threads in torch. It is 0 if several workers
+    # share a core. The worker then has one thread, and waits for messages by sleeping, to leave the core to the others.
     cores: int = 0
     ranks: Ranks = ALONE
 
     @property
     def generation(self) -> int:
-        """The number of the first generation (calls and barriers until a block fails) of the ranks of this task.
+        """The number of the generation in which the ranks of this task begin.
 
-        Each failure of a block in the task begins the generation with the next number.
+        A generation is the calls and barriers between two failures of blocks. So each failure of a block in the task
+        begins the generation with the next number.
         """
         return self.number << 32
 
@@ -97,10 +100,12 @@ class Outcome(enum.Enum):
 class Answer(NamedTuple):
     """The answer to a task. The payload is the result of the last call, or its exception and `Failure`."""
 
-    number: int  # of the task
+    number: int  # the number of the task
     results: Sequence[bytes] = ()  # the pickled results of the calls before the last one
-    outcome: Outcome | None = None  # of the last call; None: there is no payload, and ``results`` holds all results
-    goes_on: bool = False  # the batch was handed back: its next call runs and is answered later, others are not begun
-    # A block failed, but the function caught the error and went on. The group is closed, perhaps not on all ranks.
+    outcome: Outcome | None = None  # the outcome of the last call; None if ``results`` holds all results
+    # True in the reply to HAND_BACK. The call that runs will be answered later, and the calls after it will not begin.
+    goes_on: bool = False
+    # True if a block of a `run` failed, but the function caught the error and went on. The next `run` then needs a new
+    # process group, because the failure has closed the group, perhaps not on all ranks.
     failed_inside: bool = False
     is_spent: bool = False  # the worker can do no further task, because its accelerator fails at every call

@@ -11,7 +11,7 @@ from typing import Any
 
 from .bars import Bars, Screen, is_drawn
 
-CHUNKS_AT_A_TIME = 16  # how often `Output.copy` reads at most
+CHUNKS_AT_A_TIME = 16  # how many chunks `Output.copy` reads at most in one call
 LINE_BYTES = 1 << 16  # a longer line is copied in parts
 
 
@@ -23,13 +23,13 @@ class Output:
     """
 
     def __init__(self, fd: int, name: str, rank: int, *, has_prefix: bool) -> None:
-        """Copy from a pipe, and close it in the end.
+        """Prepare to copy the text that arrives on a pipe.
 
         Args:
-            fd: the pipe.
+            fd: the reading end of the pipe, which `close` closes.
             name: ``"stdout"`` or ``"stderr"``.
             rank: the rank of the worker.
-            has_prefix: each line begins with the rank.
+            has_prefix: if True, each copied line begins with the rank.
         """
         self.fd = fd
         self._name = name
@@ -39,21 +39,21 @@ class Output:
         self._screen = Screen(prefix if has_prefix else "", bar_prefix=prefix)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._line = b""  # the line that has been read but has not ended
-        self._begins_line = True  # the next byte to be written is the first one of a line
-        self.holds_some = False  # there is text that has been read but not copied
+        self._begins_line = True  # True if the next byte to be written is the first one of a line
+        self.holds_some = False  # True if there is text that has been read but not copied
         os.set_blocking(fd, False)
 
     def copy(self, flush: bool = False) -> bool:
         """Copy the lines that have arrived. Return False at the end of the stream.
 
-        With ``flush``, copy a line that has not ended, too.
+        With ``flush``, also copy a line that has not ended.
         """
         has_more = self._copy(flush)
         self.holds_some = bool(self._line) or not self._screen.is_empty
         return has_more
 
     def close(self) -> None:
-        """Copy the rest of the stream, and close the pipe. A bar remains as it was drawn last."""
+        """Copy the rest of the stream, and close the pipe. Bars remain visible as they were last drawn."""
         self.copy(flush=True)
         with contextlib.suppress(Exception):
             self._draw(self._stream, self._screen.end())
@@ -64,7 +64,7 @@ class Output:
         has_more = True
         read = bytearray()
         with contextlib.suppress(BlockingIOError):
-            for _ in range(CHUNKS_AT_A_TIME):  # a limit, so that a worker that prints without end does not block others
+            for _ in range(CHUNKS_AT_A_TIME):  # otherwise a worker that prints without end would block the others
                 if not (chunk := os.read(self.fd, 1 << 16)):
                     has_more = False
                     break
@@ -81,7 +81,7 @@ class Output:
 
     @property
     def _stream(self) -> Any:
-        """The present stream of this process: a notebook replaces it for each cell, and users redirect it."""
+        """The stream of this process. It is looked up each time, because notebooks and users replace it."""
         return getattr(sys, self._name)
 
     def _draw(self, stream: Any, text: str) -> None:

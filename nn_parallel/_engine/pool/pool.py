@@ -1,4 +1,7 @@
-"""A pool, as the threads of the user see it: they pack calls, post tasks to the supervisor, and wait for futures."""
+"""The part of a pool that runs in the user's threads.
+
+It packs calls, posts them as tasks to the supervisor, which is the pool's own thread, and waits for the results.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ BLOCK_ITEMS = 256  # the most items of a `map` that are packed before they are p
 
 
 class Pool:
-    """Workers that this script has started; implements `Backend`. They end after this object was deleted."""
+    """Workers that this script has started; implements `Backend`. The workers end when this object is deleted."""
 
     def __init__(
         self,
@@ -45,10 +48,10 @@ class Pool:
 
         Args:
             site: the place where the workers run.
-            devices_for: returns the devices for a number of workers. For None, it chooses the number.
-            num_workers: the number of workers, or None.
-            pack_initializer: packs the call of the initializer; None if there is none.
-            idle_limit_s: the pool ends after this time without a task; None: it never does.
+            devices_for: returns the devices for a number of workers. If the number is None, the function chooses it.
+            num_workers: the number of workers, or None to let ``devices_for`` choose it.
+            pack_initializer: packs the call of the initializer; None if the pool has no initializer.
+            idle_limit_s: the time without a task after which the pool ends. If None, it never ends by itself.
         """
         self._pid = os.getpid()  # a fork of this process has neither the supervisor thread nor the workers
         self._devices_for = devices_for
@@ -62,7 +65,7 @@ class Pool:
 
     @property
     def has_ended(self) -> bool:
-        """True if the pool takes no more calls, or if this process is a fork of the one that has started it."""
+        """True if the pool takes no more calls, or if this process is a fork of the process that started the pool."""
         return self._supervisor.is_closing or self._pid != os.getpid()
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions) -> list[Any]:
@@ -82,7 +85,7 @@ class Pool:
         task = SingleTask(call, future)
         try:
             self._add(task)
-        except BaseException:  # after Ctrl-C, the caller does not get the future
+        except BaseException:  # for example Ctrl-C: the caller gets no future, so the result is not needed
             self._abandon(task)
             raise
         return future
@@ -105,7 +108,7 @@ class Pool:
             blocks = _growing_blocks(items) if is_plain else ([args] for args in items)
             return progress.counted(self._map(fn, blocks, options, timeout_s, progress.name))
         chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
-        call_chunk = functools.partial(call_each, fn)  # this refers to `fn` only, so that the workers can keep it
+        call_chunk = functools.partial(call_each, fn)  # without the items, so that the workers can keep the function
         results = self._map(call_chunk, ([(chunk,)] for chunk in chunks), options, timeout_s, progress.name)
         return progress.counted(_results_of_chunks(results))
 
@@ -118,7 +121,7 @@ class Pool:
         self._wait(ResizeTask(self._devices_for(num_workers), self._make_reply()))
 
     def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
-        """Implement `Backend.shutdown`. A fork of the process leaves the pool alone."""
+        """Implement `Backend.shutdown`. In a fork of the process that started the pool, do nothing."""
         if self._pid == os.getpid():
             self._supervisor.close(wait=wait, cancel_waiting=cancel_futures)
 
@@ -128,16 +131,16 @@ class Pool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the pool. After an exception, kill the workers, because nobody waits for their results."""
+        """Close the pool. After an exception, kill the workers, because their results are not needed any more."""
         if self._pid == os.getpid():
             self._supervisor.close(kill=error is not None)
 
     def _make_reply(self) -> Reply:
-        """Return a reply that the supervisor will complete."""
+        """Return a new reply, through which the supervisor will return the result of a task."""
         return Reply(self._supervisor)
 
     def _open_packer(self) -> Packer:
-        """Return the packer. Raise an error if the pool takes no tasks."""
+        """Return the packer. Raise an error if the pool takes no more tasks."""
         self._raise_if_inherited()
         if self._supervisor.broken is not None:
             raise self._supervisor.broken
@@ -146,7 +149,7 @@ class Pool:
         return self._supervisor.packer
 
     def _raise_if_inherited(self) -> None:
-        """Raise `ExecutorClosedError` if this process is a fork of the one that has started the pool."""
+        """Raise `ExecutorClosedError` if this process is a fork of the process that started the pool."""
         if self._pid != os.getpid():
             raise ExecutorClosedError(
                 f"This executor belongs to process {self._pid}, and process {os.getpid()} is a fork of it. Make a new "
@@ -156,25 +159,26 @@ class Pool:
     def _wait(self, task: RunTask | ResizeTask) -> Any:
         """Post a task, wait until it has ended, and return its result."""
         self._open_packer()
-        refuse_to_wait_in(self._supervisor)  # now, because the task must not begin if nobody can wait for it
+        # Checked before the task is posted, because the task must not begin if this thread cannot wait for its result.
+        refuse_to_wait_in(self._supervisor)
         try:
             self._add(task)
             return task.reply.result()
         except ParallelError:
             raise
-        except BaseException:  # after Ctrl-C, nobody takes the result
+        except BaseException:  # for example Ctrl-C: the result is not needed any more
             self._abandon(task)
             raise
         finally:
-            del task  # otherwise the error would refer to itself: by its traceback, this frame and `task`
+            del task  # breaks the reference cycle error -> traceback -> this frame -> `task` -> error
 
     def _add(self, *tasks: Task | ResizeTask) -> None:
-        """Post tasks to the supervisor. If its thread has ended, they end here, with an error."""
+        """Post tasks to the supervisor. If the thread of the supervisor has ended, fail the tasks in this thread."""
         self._supervisor.post(self._supervisor.add, tasks)
         self._supervisor.do_if_over()
 
     def _abandon(self, task: Task | ResizeTask) -> None:
-        """Let the supervisor end a task for whose result nobody waits."""
+        """Let the supervisor end a task whose result is not needed any more."""
         self._supervisor.post(self._supervisor.abandon, task)
 
     def _map(
@@ -191,7 +195,7 @@ class Pool:
             fn: the function.
             blocks: the arguments of the items. No user code may run between two items of a block.
             options: the options of the calls.
-            timeout_s: the time, from now on, after which a result is not awaited any longer; None: no limit.
+            timeout_s: how long the iterator waits for results, counted from this call. If None, there is no limit.
             name: the name of the call in errors.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -208,7 +212,7 @@ class Pool:
                         mapping.end_item(count, None, error)
                     count += 1
                 self._add(*waiting)
-        except BaseException:  # an iterable has failed, or Ctrl-C has come: the caller gets no iterator
+        except BaseException:  # an iterable has failed, or Ctrl-C has come, so that the caller gets no iterator
             mapping.is_wanted = False
             raise
         return self._results(mapping, count, deadline)
@@ -219,7 +223,7 @@ class Pool:
             for index in range(count):
                 if index not in mapping.outcomes:
                     self._wait_for_item(mapping, index, deadline)
-                yield _take_result(mapping, index)  # without a variable, which would keep the result alive
+                yield _take_result(mapping, index)  # a variable would keep the result alive until the next one
         finally:
             mapping.is_wanted = False
 
@@ -243,11 +247,11 @@ def _take_result(mapping: Mapping, index: int) -> Any:
     try:
         raise error
     finally:
-        del error  # otherwise the error would refer to itself: by its traceback, this frame and `error`
+        del error  # breaks the reference cycle error -> traceback -> this frame -> `error`
 
 
 def _growing_blocks(items: Iterator[tuple[Any, ...]]) -> Iterator[Iterable[tuple[Any, ...]]]:
-    """Yield the items in blocks. The first ones are small, so that the workers have something to do at once."""
+    """Yield the items in blocks. The first blocks are small, so that the workers have something to do at once."""
     size = 1
     for first in items:
         yield itertools.chain([first], itertools.islice(items, size - 1))
@@ -255,7 +259,10 @@ def _growing_blocks(items: Iterator[tuple[Any, ...]]) -> Iterator[Iterable[tuple
 
 
 def _results_of_chunks(chunks: Generator[Any, None, None]) -> Iterator[Any]:
-    """Yield the single results from results of `call_each`, and raise the first exception among them."""
+    """Yield the results of the single items of a `map`. Raise the first exception among them.
+
+    Each element of ``chunks`` is a result of `call_each`, with the results of several items.
+    """
     with contextlib.closing(chunks):  # so that no further chunk begins if this generator is closed early
         for results, failed in chunks:
             yield from results
@@ -265,4 +272,4 @@ def _results_of_chunks(chunks: Generator[Any, None, None]) -> Iterator[Any]:
                 try:
                     raise error
                 finally:
-                    del results, failed, error  # otherwise the error would refer to itself, by its traceback
+                    del results, failed, error  # breaks the reference cycle error -> traceback -> this frame -> error

@@ -12,15 +12,15 @@ from ..ranks.sockets import listen_at, loopback
 from ..ranks.stop_signals import ASKED, pass_on_to
 from ..ranks.store import STOP_KEY
 
-LOOPBACK = "::1"  # see `loopback` for the reason
-ranks_prefix = "group{}".format  # returns the prefix of the keys in the store, for the number of the ranks' group
+LOOPBACK = "::1"  # preferred to 127.0.0.1, because connections to it can be faster, see `loopback`
+ranks_prefix = "group{}".format  # returns the prefix of the keys of the ranks that have this group number
 
 
 class PoolStore:
     """The store of the ranks of a pool, in this process. It is opened for the first `run`."""
 
     def __init__(self, host: str | None = None) -> None:
-        """Open nothing yet.
+        """Note the address of the store, which `address` opens later.
 
         ``host`` is the address of this machine for other nodes. If it is None, only this machine can reach the store.
         """
@@ -43,10 +43,10 @@ class PoolStore:
         return self._host, self._port
 
     def ask_to_stop(self) -> None:
-        """Ask the ranks to stop: `stop_requested` soon returns True on all of them. See `stop_signals`."""
+        """Ask the ranks to stop. `stop_requested` then soon returns True on all of them, see `stop_signals`."""
         if self._store is not None:
             ranks = dist.PrefixStore(ranks_prefix(self._group_number), self._store)
-            # Only if the key has no value: otherwise the ranks may have agreed already on the step at which they stop.
+            # The key is set only if it has no value, because the ranks may have agreed already on the step to stop at.
             ranks.compare_set(STOP_KEY, "", ASKED)
 
     def close(self) -> None:

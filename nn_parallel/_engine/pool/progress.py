@@ -10,18 +10,18 @@ T = TypeVar("T")
 
 
 class Progress(NamedTuple):
-    """The wish of the user for a progress bar."""
+    """The progress bar that the user has asked for in a call of `map`."""
 
-    bar: Any  # a bar of tqdm, which the user closes; True: make a bar; False or None: show none
+    bar: Any  # a bar of tqdm that the user has made and closes, or True to make one, or False or None for no bar
     total: int | None  # the number of items, if it is known
-    name: str  # the name of the call, the title of a bar that is made
+    name: str  # the name of the call, which is the title of the bar if a bar must be made
 
     def counted(self, items: Iterable[T]) -> Iterator[T]:
         """Return an iterator over ``items`` that counts each item on the bar when it is taken.
 
         Raises:
             ImportError: a bar must be made, and tqdm is not installed.
-            TypeError: ``bar`` is none of the values above.
+            TypeError: ``bar`` is neither True, False nor None, and is not a bar of tqdm.
         """
         if self.bar is False or self.bar is None:
             return iter(items)
@@ -30,7 +30,7 @@ class Progress(NamedTuple):
         return _count_on_bar(items, self._make_bar() if self.bar is True else self.bar, closes=self.bar is True)
 
     def _make_bar(self) -> Any:
-        """Return a new bar for a notebook or a terminal. Without a notebook or a terminal, the bar shows nothing."""
+        """Return a new bar. It is shown only in a notebook, or if standard error is a terminal."""
         try:
             from tqdm.auto import tqdm
         except ImportError as error:
@@ -40,7 +40,7 @@ class Progress(NamedTuple):
 
 
 def _count_on_bar(items: Iterable[T], bar: Any, closes: bool) -> Iterator[T]:
-    """Yield the items, and count them on the bar. ``closes``: close the bar at the end."""
+    """Yield the items, and count them on the bar. If ``closes``, close the bar at the end."""
     try:
         for item in items:
             bar.update()

@@ -72,12 +72,12 @@ class Worker(Protocol):
 
     rank: int
     device: torch.device
-    pid: int  # 0 until the process has started
+    pid: int  # 0 before the process has started
     exit_told_within_s: float  # how long after the death of the process the pool may still not know of it
 
     @property
     def description(self) -> str:
-        """The worker in words, for errors."""
+        """The name of the worker in error messages."""
 
     @property
     def is_stopped(self) -> bool:
@@ -97,7 +97,7 @@ class Worker(Protocol):
         """Tell the worker to interrupt the task with this number."""
 
     def ask_for_stack(self) -> None:
-        """Ask the worker for the stack of its main thread, which arrives by `WorkerEvents.told_stack`."""
+        """Ask the worker for the stack of its main thread, which arrives through `WorkerEvents.told_stack`."""
 
     def hand_back(self) -> None:
         """Tell the worker to send the results of its batch so far, and to begin no further call of the batch."""
@@ -116,7 +116,7 @@ class WorkerEvents(Protocol):
         """Note that the process of the worker has been started."""
 
     def answered(self, worker: Worker, answer: Answer, payload: Received) -> None:
-        """Take an answer of the worker: to a task, or the first one, which says that the worker takes tasks."""
+        """Take an answer of the worker to a task, or its first answer, which says that it is ready for tasks."""
 
     def told_stack(self, worker: Worker, text: str) -> None:
         """Take a part of the stack of the worker's main thread."""
@@ -150,7 +150,7 @@ class Site(Protocol):
     """The place where the workers of one pool run: this machine, or a Ray cluster."""
 
     def make_packer(self, on_forgotten: Callable[[int], None]) -> Packer:
-        """Return the packer of calls for these workers. ``on_forgotten`` takes the numbers of deleted handles."""
+        """Return the packer of calls for these workers. It calls ``on_forgotten`` with numbers of deleted handles."""
 
     def open(self, loop: EventLoop, events: WorkerEvents) -> None:
         """Prepare to start workers, whose events are reported to ``events`` in the thread of ``loop``."""
@@ -165,7 +165,10 @@ class Site(Protocol):
         """Return the number of cores for each worker, if there are ``workers`` of them; 0 if several share a core."""
 
     def ranks(self, world_size: int, group: int) -> Ranks:
-        """Return the description of the ranks of a `run`, with the address of their store, for all of these ranks."""
+        """Return the description of the ranks of a `run`, which each of them receives with the task.
+
+        ``group`` is the number of their process group, see `Ranks`.
+        """
 
     def close(self) -> None:
         """End the workers that are left, and close all connections."""

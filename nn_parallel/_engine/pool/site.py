@@ -25,12 +25,13 @@ class LocalSite:
     """Workers on this machine, forked by the fork server; implements `Site`."""
 
     def __init__(self, prefix_output: bool) -> None:
-        """Connect to the fork server. ``prefix_output``: each line that a worker prints begins with its rank."""
+        """Connect to the fork server. If ``prefix_output``, each line that a worker prints begins with its rank."""
         self._prefix_output = prefix_output
-        take_standard_descriptors()  # before this pool opens its connections
+        # Called first, because the connections of this pool could otherwise get the number of a closed standard stream.
+        take_standard_descriptors()
         self._directory = os.getcwd()
         self._server = ServerConnection()
-        self._workers: dict[int, WorkerProcess] = {}  # by their key at the fork server
+        self._workers: dict[int, WorkerProcess] = {}  # the workers, by the key that identifies them at the fork server
         self._store = PoolStore()
 
     def make_packer(self, on_forgotten: Callable[[int], None]) -> Packer:
@@ -51,7 +52,7 @@ class LocalSite:
         return worker
 
     def resize(self, workers: int) -> bool:
-        """Implement `Site.resize`: all workers can stay."""
+        """Implement `Site.resize`: on one machine, all present workers can stay."""
         return True
 
     def cores_for(self, workers: int) -> int:
@@ -70,7 +71,7 @@ class LocalSite:
         self._workers.clear()
         self._server.close()
         self._store.close()
-        del self._events  # the supervisor refers to this object, and the cycle would keep both alive
+        del self._events  # breaks the reference cycle with the supervisor, which would keep both objects alive
 
     def _hear(self) -> None:
         """Read a report of the fork server, and pass it to the pool."""
@@ -87,7 +88,7 @@ class LocalSite:
             self._worker_exited(worker, message)
 
     def _worker_exited(self, worker: WorkerProcess, exited: Exited) -> None:
-        """Report to the pool that a worker has exited, with the answers that it sent before."""
+        """Report to the pool that a worker has exited, and pass on the answers of the worker that are still unread."""
         del self._workers[worker.key]
         last = worker.finish()
         self._events.exited(worker, exited.exitcode, exited.evidence, last)
@@ -95,12 +96,13 @@ class LocalSite:
     def _server_ended(self) -> None:
         """End the pool, because the fork server has ended, and the kernel has killed its workers.
 
-        Nobody kills the processes that the workers have started, so this method kills their process groups.
+        The kernel kills only the workers themselves. To end the processes that the workers have started as well, this
+        method kills the process group of each worker.
         """
         self._loop.unwatch(self._server.fileno())
         self._events.fail(ParallelError("The fork server has ended, and its workers with it. Make a new executor."))
         for worker in list(self._workers.values()):
-            if worker.pid:  # the process group of a worker has the same number
+            if worker.pid:  # it is 0 before the fork, and afterwards also the number of the worker's process group
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.pid, signal.SIGKILL)
             self._worker_exited(worker, Exited(worker.key, -signal.SIGKILL, "The fork server has ended."))

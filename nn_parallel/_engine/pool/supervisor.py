@@ -11,21 +11,22 @@ A worker goes through these states::
     STARTING -> IDLE <-> BUSY -> CANCELLING -> IDLE     a cancelled task has ended in time
     any of these -> LEAVING                             the worker was asked to exit or was killed, or it has died
 
-The death of a worker: A future must get the result of its task if the worker has sent the result, and an error if
-the worker died before. The end of the connection to the worker does not tell which: a worker may close its end and
-live, its last answer may still be in the socket, and the cause of the death is unknown. So the supervisor waits until
-the parent process of the worker, the fork server, reports that the worker has exited, and how. (For a worker on a Ray
-cluster, Ray reports the exit.) Then:
+The death of a worker. The future of its task must get the result if the worker has sent the result, and an error if
+the worker died before it could send the result. The end of the connection to the worker is not enough to decide this: a
+worker may close its end and live, its last answer may still be in the socket, and the cause of the death is unknown. So
+the supervisor waits until the parent process of the worker, the fork server, reports how the worker has exited. (For a
+worker on a Ray cluster, Ray reports the exit.) Then:
 
 1. The site, which is the place of the workers, reads the answers that are left in the socket, and calls
-   `Supervisor.exited` with them. `exited` first treats these answers as any others.
+   `Supervisor.exited` with them. `exited` first treats these answers like any other answers.
 2. If the task is not among the answers, `exited` reports its loss to the task, by `Task.lose`. A single task completes
    its future with a `WorkerDiedError`. Each unfinished item of a `map` that the worker had received gets this error.
-   A `run` notes the failure of this rank; all its other ranks are cancelled, and it ends when each of them has answered
-   or exited, too.
+   A `run` notes the failure of this rank, and its other ranks are cancelled. It ends when all of them have answered or
+   exited, too.
 3. `exited` starts another worker in the same place, on the same device, unless the pool is closed and no task waits. No
-   other task is affected. But if workers keep dying during their start, as by a segmentation fault in the initializer,
-   replacement would go on for ever: after `MAX_FAILED_STARTS` replacements in a row the pool fails with the last error.
+   other task is affected. But if every worker dies during its start, for example by a segmentation fault in the
+   initializer, workers would be replaced for ever. So after `MAX_FAILED_STARTS` replacements in a row the pool fails
+   with the last error.
 """
 
 from __future__ import annotations
@@ -53,16 +54,17 @@ from .messages import BATCH_S, FIRST_TASK, STARTED, Answer, Outcome, TaskHeader
 from .protocols import Site, Worker
 from .tasks import Batch, InitializerTask, MapItem, Mapping, ResizeTask, RunTask, Task
 
-START_WITHIN_S = 300.0  # the time limit of a start, so that none hangs for ever; a busy machine may need minutes
+START_WITHIN_S = 300.0  # the time limit for the start of a worker; a busy machine may need minutes
 STACK_WITHIN_S = 0.5  # how long to wait for the stack of a worker, which takes 1 ms if the worker gets a core
 CANCEL_GRACE_S = 0.5  # a cancelled task must end within this time, or its worker is killed
-# The same for a rank of a `run` on an accelerator. NCCL's abort takes half a second. When a collective fails for the
-# first time in a process, torch also imports its compiler, to print the line of the call. Only then the group closes.
+# The same limit for a rank of a `run` on an accelerator, which must first close its process group. NCCL's abort takes
+# half a second. When a collective fails for the first time in a process, torch also imports its compiler, to print the
+# line of the call.
 CANCEL_GRACE_ON_ACCELERATORS_S = 20.0
-HAND_BACK_AFTER_S = 2 * BATCH_S  # a batch that takes longer than this is in a long call, see `Due.HAND_BACK`
+HAND_BACK_AFTER_S = 2 * BATCH_S  # if a batch takes longer, the worker is in a long call, see `Due.HAND_BACK`
 LEAVE_WITHIN_S = 2.0  # an idle worker that was asked to exit is killed after this time
-MAX_FAILED_STARTS = 3  # how often in a row a worker that dies during its start is replaced, in each place of the pool
-BATCH_BYTES = 1 << 15  # no item is added to a batch whose pickled arguments are this large
+MAX_FAILED_STARTS = 3  # how often in a row a worker is replaced after it died during its start, in each place
+BATCH_BYTES = 1 << 15  # once the pickled arguments of a batch are this large, no item is added to it
 
 
 class State(enum.Enum):
@@ -78,14 +80,14 @@ class State(enum.Enum):
 class Due(enum.Enum):
     """The action to take when the deadline of a worker has passed."""
 
-    TIME_OUT = enum.auto()  # the task, or the start, has run out of time: ask the worker for its stack
-    STACK = enum.auto()  # the stack has arrived, or will not arrive any more: fail the task, or the start
-    HAND_BACK = enum.auto()  # a call of a batch takes long: ask for the later calls, so that other workers can do them
-    KILL = enum.auto()  # the worker was told to end its task or to exit, and has not done so: kill it
+    TIME_OUT = enum.auto()  # ask the worker for its stack, because the task or the start has run out of time
+    STACK = enum.auto()  # fail the task or the start, because the stack has arrived or is not awaited any longer
+    HAND_BACK = enum.auto()  # ask for the later calls of a batch, for other workers, because a call takes long
+    KILL = enum.auto()  # kill the worker, because it was told to end its task or to exit and has not done so
 
 
 class Deadline(NamedTuple):
-    """A deadline by the clock of `time.monotonic`, and the action at it."""
+    """A deadline on the clock of `time.monotonic`, and the action to take then."""
 
     at: float
     due: Due
@@ -98,10 +100,10 @@ class WorkerRecord:
     index: int  # the place of the worker in the pool, and its rank during a `run`; a replacement takes over the place
     worker: Worker
     state: State = State.STARTING
-    has_started: bool = False  # the process takes tasks, the first of which is the initializer
+    has_started: bool = False  # True once the process takes tasks; the initializer is the first one
     task: Task | None = None
-    task_number: int = 0  # the worker answers and is cancelled by this number
-    is_task_unread: bool = False  # the worker has closed its connection without reading the task
+    task_number: int = 0  # the number of the task in the messages from and to the worker
+    is_task_unread: bool = False  # True if the worker has closed its connection without reading the task
     deadline: Deadline | None = None
     stack: str = ""  # the part of the worker's stack that has arrived
 
@@ -187,16 +189,16 @@ class Supervisor(threading.Thread):
         Args:
             site: the place where the workers run.
             devices: the device of each worker.
-            pack_initializer: packs the call of the initializer; None if there is none.
-            idle_limit_s: the pool closes after this time without a task; None: it never does.
+            pack_initializer: packs the call of the initializer; None if the pool has no initializer.
+            idle_limit_s: the time without a task after which the pool closes. If None, it never closes by itself.
         """
         super().__init__(name="nn_parallel supervisor", daemon=True)
         # A closed pool takes no more tasks. Callers read `is_closing`, which is set first. The supervisor reads
         # `_is_closed`, which is set once all tasks are queued that were posted before the pool was closed.
         self.is_closing = False
         self._is_closed = False
-        self._discards_waiting = False  # tasks that have not begun are cancelled
-        self.is_over = False  # the thread is ending: a function that is posted from now on may never be called
+        self._discards_waiting = False  # True if tasks that have not begun are cancelled
+        self.is_over = False  # True once the thread is ending; `do_if_over` then calls posted functions
         self.broken: ParallelError | None = None  # the reason why the pool has failed
         self.packer = site.make_packer(lambda number: self.post(self._add_deleted_handle, number))
         self._deleted_handles: list[int] = []  # numbers of deleted handles; the workers still keep their objects
@@ -207,13 +209,14 @@ class Supervisor(threading.Thread):
         self._loop = EventLoop()
         self._queue: deque[Task | ResizeTask] = deque()
         self._records: dict[Worker, WorkerRecord] = {}  # the records of all workers that have not exited
-        self._workers: list[WorkerRecord] = []  # by place: the workers, without those that a resize has removed
-        self._failed_starts: Counter[int] = Counter()  # by place: starts that have failed since the last success there
+        self._workers: list[WorkerRecord] = []  # the records by place, without workers that a resize has removed
+        # For each place, the number of starts that have failed there since the last successful one.
+        self._failed_starts: Counter[int] = Counter()
         self._numbers = itertools.count(FIRST_TASK)  # the numbers of tasks
         # The number of the ranks' process group, see `Ranks`. It is increased when a rank has failed, has exited or is
         # removed, so that the group cannot be used again. The next `run` then makes a new group.
         self._group_number = 1
-        self._devices: list[torch.device] = []  # the devices of the workers, by place
+        self._devices: list[torch.device] = []  # the device of the worker in each place
         self._used_at = 0.0  # the time at which the pool last had a task
         site.open(self._loop, self)
         try:
@@ -227,10 +230,10 @@ class Supervisor(threading.Thread):
         devices = Counter(map(str, self._devices))
         return ", ".join(f"{count} on {device}" for device, count in devices.items())
 
-    # In any thread
+    # Methods that any thread may call
 
     def post(self, call: Callable[..., object], *args: Any) -> None:
-        """Let the supervisor call ``call(*args)``. If its thread has ended, see `do_if_over`."""
+        """Let the supervisor call ``call(*args)`` in its thread. If the thread has ended, `do_if_over` does this."""
         self._loop.post(call, *args)
 
     def close(self, *, wait: bool = True, cancel_waiting: bool = False, kill: bool = False) -> None:
@@ -247,7 +250,7 @@ class Supervisor(threading.Thread):
             self.wait_for_end()
 
     def do_if_over(self) -> None:
-        """If the thread has ended, call the functions that it has not called, so that their tasks fail."""
+        """If the thread has ended, call the posted functions that it has not called, so that their tasks fail."""
         if self.is_over:
             self.wait_for_end()
             self._loop.run_posted()
@@ -255,21 +258,21 @@ class Supervisor(threading.Thread):
     def wait_for_end(self) -> None:
         """Return when the thread has ended. In the thread itself, return at once.
 
-        `threading.Thread.join` will not do: before Python 3.13, if Ctrl-C interrupts it, later calls of it return while
-        the thread still runs.
+        `threading.Thread.join` is not used: before Python 3.13, if Ctrl-C interrupts a ``join``, later calls of it
+        return while the thread still runs.
         """
         if threading.current_thread() is not self:
             self._ended.result()
 
     def orphan(self) -> None:
-        """Close the pool, because its `Pool` object was deleted, and so nobody can add a task.
+        """Close the pool, because its `Pool` object was deleted, so that no task can be added any more.
 
         The garbage collector calls this in any thread and between any two instructions, so this only posts a function.
         """
         if not self.is_over:
             self.post(self._set_closed)
 
-    # Posted by other threads
+    # Functions that other threads post
 
     def add(self, tasks: Sequence[Task | ResizeTask]) -> None:
         """Queue tasks, which begin in this order. If the pool has failed or is closed, end them instead."""
@@ -283,14 +286,14 @@ class Supervisor(threading.Thread):
                 if isinstance(task, MapItem):
                     task.mapping.waiting += 1
                 self._queue.append(task)
-        if was_empty:  # otherwise these tasks wait behind an earlier one, and are handed out after it
+        if was_empty:  # otherwise these tasks must wait until the earlier ones have been handed out
             self._hand_out()
 
     def _add_deleted_handle(self, number: int) -> None:
         self._deleted_handles.append(number)
 
     def abandon(self, task: Task | ResizeTask) -> None:
-        """End a task for whose result nobody waits any more."""
+        """End a task whose result is not needed any more, whether it waits or runs."""
         if task in self._queue:
             self._queue.remove(task)
             task.discard()
@@ -349,15 +352,15 @@ class Supervisor(threading.Thread):
         self._hand_out()
 
     def told_stack(self, worker: Worker, text: str) -> None:
-        """Implement `WorkerEvents.told_stack`: once the stack is complete, its task need not wait any longer."""
+        """Implement `WorkerEvents.told_stack`: once the stack is complete, the task need not wait for it any longer."""
         record = self._records[worker]
         record.stack += text
         if record.deadline is not None and record.deadline.due is Due.STACK and is_whole(record.stack):
             record.deadline = Deadline(0.0, Due.STACK)
 
     def unread(self, worker: Worker) -> None:
-        """Implement `WorkerEvents.unread`: the error of the task then says that the worker died while idle."""
-        if worker in self._records:  # a process can end while `_start` still sends its first message
+        """Implement `WorkerEvents.unread`: note, for the error of the task, that the worker has not read the task."""
+        if worker in self._records:  # it has no record yet if the process ends while `_start` sends the first message
             self._records[worker].is_task_unread = True
 
     def unsent(self, worker: Worker, error: TransferError) -> None:
@@ -406,8 +409,8 @@ class Supervisor(threading.Thread):
     def no_room(self, workers: Sequence[Worker], error: ParallelError) -> None:
         """Implement `WorkerEvents.no_room`: fail the first task that waits for workers.
 
-        While other workers are busy, no task fails, because these workers may do the waiting tasks. The workers without
-        room are asked for again as soon as there is a next task.
+        While other workers are busy, no task fails, because these workers may do the waiting tasks. When the next task
+        is handed out, the pool asks for the workers without room again.
         """
         for worker in workers:
             record = self._records.pop(worker)
@@ -430,7 +433,7 @@ class Supervisor(threading.Thread):
             running = record.end_task()
             record.kill()
             if running is not None and running is not self._initializer:
-                running.fail(self.broken)  # a batch only notes the error here
+                running.fail(self.broken)  # a batch notes the error, and its items get the error in `lose`
                 running.lose(record.worker.rank, self.broken)
 
     # The thread
@@ -442,15 +445,16 @@ class Supervisor(threading.Thread):
                 heard_until = self._loop.run_once(self._next_deadline())
                 self._forget_deleted_handles()
                 self._keep_deadlines(heard_until)
-        except BaseException as error:  # a bug, or no descriptors are left: callers would wait for their tasks for ever
+        except BaseException as error:  # a bug, or no descriptor is free; otherwise callers would wait for ever
             self.fail(ParallelError(f"The pool cannot go on: {error!r}. Make a new executor."))
         finally:
             self._release()
 
     def _is_done(self) -> bool:
-        """Return whether the pool is closed and all workers have exited. If it has no task, end the workers first.
+        """Return whether the pool is closed and all workers have exited.
 
-        A pool without a task for its idle limit is closed here.
+        If the pool has had no task for its idle limit, close it. If the pool is closed and has no task, tell the
+        workers to exit.
         """
         now = time.monotonic()
         if self._has_work():
@@ -473,7 +477,7 @@ class Supervisor(threading.Thread):
         return bool(self._queue) or any(record.state in at_work for record in self._records.values())
 
     def _next_deadline(self) -> float:
-        """Return the time at which this thread must act, even if it hears nothing until then."""
+        """Return the time at which this thread must act, even if no event occurs until then."""
         times = [record.deadline.at for record in self._records.values() if record.deadline is not None]
         if not self._is_closed:
             times.append(self._used_at + self._idle_limit_s)
@@ -495,7 +499,7 @@ class Supervisor(threading.Thread):
         self._loop.run_posted()  # ends the tasks that were posted after the last turn of the loop
         self._loop.close()
         self.packer.close()
-        self._initializer = None  # it refers to this object, and the cycle would keep both alive
+        self._initializer = None  # breaks the reference cycle with this object, which would keep both alive
         self._workers.clear()
         self._records.clear()
         self._ended.complete(None)
@@ -503,7 +507,7 @@ class Supervisor(threading.Thread):
     # The beginning and the end of tasks
 
     def _hand_out(self) -> None:
-        """Give the waiting tasks to workers, in their order, until there are too few idle workers for the next task."""
+        """Give the tasks of the queue to workers, in order, until there are too few idle workers for the next task."""
         while self._queue:
             task = self._queue[0]
             if isinstance(task, ResizeTask) and not task.has_begun:
@@ -531,8 +535,8 @@ class Supervisor(threading.Thread):
     def _batch(self, first: MapItem) -> Batch:
         """Return a batch of an item and of further items of its `map`, which are taken from the queue.
 
-        A batch holds at most a part of the waiting items (half of an equal share for each worker). If one worker took
-        all the last items, the other workers would be idle.
+        A batch holds at most about half of one worker's equal share of the waiting items. If one worker took all the
+        last items, the other workers would be idle.
         """
         mapping = first.mapping
         limit = min(mapping.batch_size, mapping.waiting // (2 * len(self._workers)) + 1)
@@ -568,7 +572,7 @@ class Supervisor(threading.Thread):
         if isinstance(task, Batch) and len(task.left) > 1:
             task.time_out = deadline
             deadline = Deadline(time.monotonic() + HAND_BACK_AFTER_S, Due.HAND_BACK)
-        for record in records:  # all of them before the first is sent: a failure to send cancels the task on all
+        for record in records:  # before the task is sent, because a failure to send it to one worker cancels it on all
             record.begin(task, number, deadline)
         for record in records:
             try:
@@ -637,7 +641,7 @@ class Supervisor(threading.Thread):
             now: a time until which all events have been handled. An answer that arrived before its deadline therefore
                 counts, even if this thread was late.
         """
-        late: dict[Task | None, list[WorkerRecord]] = {}  # by task: the workers that have run out of time
+        late: dict[Task | None, list[WorkerRecord]] = {}  # for each task, the workers that have run out of time
         awaited: list[Task | None] = []  # the tasks for which a stack may still arrive
         for record in list(self._records.values()):
             if record.deadline is None:
@@ -674,7 +678,7 @@ class Supervisor(threading.Thread):
             self._group_number += 1
         task.fail(error)
         for record in late:
-            if not record.stack:  # the worker follows no orders, so it would not follow the order to cancel either
+            if not record.stack:  # the worker follows no orders, so it would not follow an order to cancel
                 record.kill()
         self._cancel(task)
 
@@ -715,7 +719,7 @@ class Supervisor(threading.Thread):
 
 
 def _timeout_error(task: Task | None, late: Iterable[WorkerRecord]) -> RankTimeoutError:
-    """Return the error of a task that these workers have not ended in time; without a task, of their start."""
+    """Return the error for a task that these workers have not ended in time; without a task, for their start."""
     if task is None:
         name = "The start of workers"
         limit = f"{START_WITHIN_S:g} s"

@@ -1,8 +1,8 @@
 """The tasks of a pool: `submit`, `run`, the items of a `map`, the initializer, and a change of the number of workers.
 
 A task belongs to the supervisor, the thread of the pool. The supervisor begins the task, passes the answers of the
-workers to it by `Task.complete`, and reports by `Task.lose` that a worker will not answer. The task then completes the
-future or reply for which the caller waits.
+workers to `Task.complete`, and calls `Task.lose` if a worker will not answer. The task then completes the future or
+reply for which the caller waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .messages import ALONE, Answer, Outcome, Ranks
 class Task:
     """Something that workers do. A task is over when each of its workers has answered it or has exited."""
 
-    ranks = ALONE  # a `run` replaces this by the ranks that its workers are
+    ranks = ALONE  # `RunTask` replaces this with the ranks of the `run`
 
     def __init__(self, call: PackedCall) -> None:
         self.call = call
@@ -36,7 +36,7 @@ class Task:
         return () if self.call.arguments is None else (self.call.arguments,)
 
     def begin(self) -> bool:
-        """Note that the task begins. Return False if nobody wants it any more, so that it must not begin."""
+        """Note that the task begins. Return False if its result is not needed any more, so that it must not begin."""
         return True
 
     def complete(self, rank: int, answer: Answer, payload: Received) -> None:
@@ -114,12 +114,12 @@ class RunTask(Task):
     def __init__(self, call: PackedCall, reply: Reply) -> None:
         super().__init__(call)
         self.reply = reply
-        self._results: dict[int, Any] = {}  # by rank, for each rank that has answered or was lost
-        self._failures: dict[int, Exception] = {}  # by rank, in the order of arrival, so that the cause is first
-        self._cut_off: Exception | None = None  # the error if a rank was cancelled or killed, and none has failed
+        self._results: dict[int, Any] = {}  # the results by rank, with None for a failed rank
+        self._failures: dict[int, Exception] = {}  # by rank, in the order of arrival, so that the cause comes first
+        self._cut_off: Exception | None = None  # the error if a rank was cancelled or killed, but no rank has failed
 
     def begin_on(self, ranks: Ranks) -> None:
-        """Set the ranks that the workers are in this `run`."""
+        """Set the description of the ranks, which the workers receive with this task."""
         self.ranks = ranks
 
     def complete(self, rank: int, answer: Answer, payload: Received) -> None:
@@ -127,7 +127,7 @@ class RunTask(Task):
         self._results[rank], error = rebuild(self.call, answer, payload)
         if answer.outcome is Outcome.CANCELLED:
             self._cut_off = error
-        elif isinstance(error, RankError):  # this rank has learned the failures of other ranks: they are not its own
+        elif isinstance(error, RankError):  # it contains the failures of other ranks, which this rank has learned
             for other, failure in error.failures.items():
                 self._failures.setdefault(other, failure)
         elif error is not None and (rank not in self._failures or lost_connection(self._failures[rank])):
@@ -148,7 +148,7 @@ class RunTask(Task):
         self.reply.complete(None, error)
 
     def _end_if_all_answered(self) -> None:
-        """Complete the reply, if each rank has answered or was lost: with a `RankError` if one has failed."""
+        """Complete the reply once each rank has answered or was lost: with a `RankError` if a rank has failed."""
         if len(self._results) < self.ranks.world_size:
             return
         results = [self._results[rank] for rank in range(len(self._results))]
@@ -167,10 +167,10 @@ class Mapping:
 
     def __init__(self) -> None:
         self.batch_size = 1  # the most items in the next batch
-        self.is_wanted = True  # False: the iterator is closed, so no further item begins
+        self.is_wanted = True  # False once the iterator is closed, so that no further item begins
         self.waiting = 0  # the number of items in the queue of the supervisor
-        self.outcomes: dict[int, tuple[Any, Exception | None]] = {}  # by item: its result, or its exception
-        self._awaited: tuple[int, Reply] | None = None  # the item for which the iterator waits
+        self.outcomes: dict[int, tuple[Any, Exception | None]] = {}  # results or exceptions by index of the item
+        self._awaited: tuple[int, Reply] | None = None  # the item for which the iterator waits, and its reply
 
     def await_item(self, index: int, reply: Reply) -> None:
         """Complete the reply when the item has ended. Only the supervisor calls this."""
@@ -196,8 +196,8 @@ class MapItem(Task):
         """Make an item.
 
         Args:
-            call: the packed call. If the workers keep the function, it can lack the arguments, and many items share it.
-            arguments: in this case the pickled arguments, otherwise None.
+            call: the packed call. If the workers keep the function, many items can share one call without arguments.
+            arguments: the pickled arguments of this item, if ``call`` does not contain them; otherwise None.
             mapping: the `map`.
             index: the number of the item in its `map`.
         """
@@ -234,13 +234,13 @@ class Batch(Task):
     def __init__(self, items: Sequence[MapItem]) -> None:
         super().__init__(items[0].call)
         self.mapping = items[0].mapping
-        self.left = list(items)  # the items that have not ended, as far as the worker has answered
+        self.left = list(items)  # the items for which the worker has not answered yet
         self.time_out: Any = None  # the deadline of the whole batch, which applies after `Due.HAND_BACK`
-        self._error: Exception | None = None  # see `fail`
+        self._error: Exception | None = None  # the error of `fail`, for the items that have not ended
 
     @property
     def calls(self) -> Sequence[bytes]:
-        """Implement `Task.calls`: the pickled arguments of each item. Empty for a single item with a payload."""
+        """Implement `Task.calls`: the pickled arguments of each item. A single item may have a payload instead."""
         return [item.arguments for item in self.left if item.arguments is not None]
 
     def complete(self, rank: int, answer: Answer, payload: Received) -> None:
@@ -258,7 +258,8 @@ class Batch(Task):
     def split(self, begun: int) -> list[MapItem]:
         """Take the items that the worker has not begun out of `left`, and return them.
 
-        ``begun`` is the number of items in `left` that the worker has begun: 1 while it goes on, 0 when it has ended.
+        ``begun`` is the number of items in `left` that the worker has begun, which is 1 while a call of the batch still
+        runs, and 0 after the batch.
         """
         items = self.left[begun:]
         del self.left[begun:]
@@ -283,10 +284,10 @@ class ResizeTask(Task):
     """A change of the number of workers, which begins when all earlier tasks have ended."""
 
     def __init__(self, devices: list[torch.device], reply: Reply) -> None:
-        """Give each worker one of ``devices``."""
+        """Note the device of each worker after the change, and the reply to complete when it is done."""
         self.devices = devices
         self.reply = reply
-        self.has_begun = False  # superfluous workers have been told to leave; the task waits for new ones to start
+        self.has_begun = False  # True once superfluous workers were told to exit, and new workers are awaited
 
     def fail(self, error: Exception) -> None:
         """Implement `Task.fail`."""
@@ -298,7 +299,7 @@ class ResizeTask(Task):
 
 
 def rebuild(call: PackedCall, answer: Answer, payload: Received) -> tuple[Any, Exception | None]:
-    """Return the result of the last call of a task and None, or None and the exception."""
+    """Return the outcome of the last call of a task: its result and None, or None and its exception."""
     if answer.outcome is Outcome.CANCELLED:
         return None, ExecutorClosedError(f"The executor was shut down while {call.name} ran.")
     try:

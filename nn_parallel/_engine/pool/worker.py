@@ -8,14 +8,14 @@ To cancel a task, the second thread sends a signal to the main thread, and the h
 `Interrupted` there (`CancelScope`). Three things can go wrong:
 
 - The order can arrive before the task has begun, or after it has ended. So the order contains the number of the task.
-  The second thread notes this number, and interrupts only the task with this number. The lock `_task_lock` is held
-  while it does so, and while the main thread begins or ends a task. If the order comes first, the task is interrupted
-  as it begins.
+  The second thread notes this number, and interrupts only the task with this number. The second thread holds the lock
+  `_task_lock` meanwhile, and the main thread holds it while it begins or ends a task. If the order arrives before its
+  task, the task is interrupted as it begins.
 - The signal can be without effect: a wait in C code begins just after it, or user code catches the exception. So the
   second thread repeats the interrupt until the task has ended.
 - A signal does not end a collective, which waits in C code. So the second thread also aborts the process group. The
-  interrupt comes first, because an aborted collective on an accelerator returns wrong numbers, with which the task
-  would go on.
+  interrupt comes before the abort, because an aborted collective on an accelerator returns wrong numbers, with which
+  the task would go on.
 
 When a rank of a `run` fails, it closes its process group, so that the other ranks do not wait for it in a collective.
 Their collectives then fail, too. If the pool received one of these errors before the error of this rank, it would
@@ -81,21 +81,22 @@ from .messages import (
 )
 from .pool_store import ranks_prefix
 
-UNINTERRUPTED = True  # read by `interrupts`: its signal handler raises nothing in the lines of this module
+UNINTERRUPTED = True  # makes the signal handler of `interrupts` raise nothing while a line of this module runs
 R = TypeVar("R")
-NO_TASK = -1  # in place of the number of a task, if there is none
+NO_TASK = -1  # stands for the number of a task if there is no task
 INTERRUPT_EVERY_S = 0.02  # how often a cancelled task is interrupted until it has ended
-RECOVERS_WITHIN_S = 10.0  # after a failed call: how long an accelerator may take to finish the work queued on it
-RESULTS_BYTES = SMALL_BYTES // 2  # a batch ends when its results are larger than this, so that one packet holds them
+RECOVERS_WITHIN_S = 10.0  # how long an accelerator may take, after a failed call, to finish the work queued on it
+RESULTS_BYTES = SMALL_BYTES // 2  # a batch ends when its results are larger than this, so that they fit into one packet
 
 
 def work(sock: socket.socket, control: socket.socket) -> int:
     """Do the tasks that arrive on ``sock``, until the pool closes it; return the exit code of the process.
 
-    A second thread follows the orders that arrive on ``control``. It also sends the stacks there for which it is asked.
+    A second thread follows the orders that arrive on ``control``. If an order asks for the stack of the main thread,
+    the second thread sends the stack on ``control``.
     """
     channel = Channel(sock)
-    with contextlib.suppress(EOFError, ConnectionError):  # the script has ended, or the pool does not need this worker
+    with contextlib.suppress(EOFError, ConnectionError):  # the script has ended, or the pool has closed the connection
         _, payload = channel.receive()  # type: ignore[misc]  # it is not None, because `receive` waits
         setup: WorkerSetup = payload.load()
         _become_like_the_parent(setup)
@@ -133,7 +134,7 @@ def _serve(channel: Channel, worker: TaskRunner) -> None:
     except TransferError as error:
         answer = answer._replace(outcome=Outcome.FAILED)
         channel.send(answer, Payload(_pack_exception(error, worker.describe_place(header))))
-    if header.cores:  # 0 means that workers share a core: then this one must leave the core to the others
+    if header.cores:  # if it is 0, workers share a core, and this worker must leave the core to the others
         channel.wait_for_more()
 
 
@@ -149,32 +150,35 @@ class TaskRunner:
             rank: the rank of the worker.
             device: the device of its tasks.
             environ: the environment of the script.
-            send: sends an answer that precedes the last answer to a task.
+            send: sends the answer of `hand_back`, which comes before the final answer that `perform` returns.
         """
         self._send = send
         self._calls = deque[bytes | Received]()  # the calls of the present task that have not begun
         self._results: list[bytes] = []  # the pickled results of the calls of the present task that have ended
-        self._function: Callable[..., Any] | None = None  # of the present task, if this worker keeps the function
+        self._function: Callable[..., Any] | None = None  # the function of the present task, if this worker keeps it
         self._rank = rank
         self.device = device
-        self._alone = RankContext(World(False, 0, 0, 1, self.device, launcher="executor"))  # for single tasks
-        self._rank_context: RankContext | None = None  # for `run`; kept as long as the group has the same number
-        self._group_number = 0  # the number of that group, see `Ranks`
-        self._store: dist.Store | None = None
+        # The context of this worker in single tasks, and the one in a `run`, which is kept as long as `Ranks.group` is
+        # the same.
+        self._alone = RankContext(World(False, 0, 0, 1, self.device, launcher="executor"))
+        self._rank_context: RankContext | None = None
+        self._group_number = 0  # the `Ranks.group` for which `_rank_context` was made
+        self._store: dist.Store | None = None  # the connection to the store of the pool at `_store_address`
         self._store_address = "", 0
-        self._cores = -1  # as the last task has set them; -1 before the first task
+        self._cores = -1  # the number of cores that the last task has set; -1 before the first task
         self._environ = environ
         self._task_lock = threading.Lock()  # held to begin or end a task, to interrupt it, and to hand back a batch
         self._task = NO_TASK  # the number of the task that runs and can be cancelled
         self._cancelled = NO_TASK  # the number of the last task that the pool has cancelled
-        self._is_batch = False  # the present task is a batch of a `map`
-        self._scope = CancelScope()  # around the calls of a task; the second thread interrupts it
-        self._board: StatusBoard | None = None  # of the last `run`, if its function returned with a process group
-        self._deadlock: Exception | None = None  # the reason, if the watchdog has interrupted the present task
+        self._is_batch = False  # True if the present task is a batch of a `map`
+        self._scope = CancelScope()  # the block around the calls of a task, which the second thread interrupts
+        # The status board of the last `run`, if the process group was still open when the function returned.
+        self._board: StatusBoard | None = None
+        self._deadlock: Exception | None = None  # the error for which the watchdog has interrupted the present task
 
     def follow_orders(self, control: socket.socket) -> None:
         """Follow the orders of the pool that arrive on ``control``, until the pool closes the connection."""
-        must_repeat = False  # the cancelled task has not ended
+        must_repeat = False  # True while the cancelled task runs, which must then be interrupted again
         with contextlib.suppress(ConnectionError):
             while True:
                 if must_repeat and not select.select([control], [], [], INTERRUPT_EVERY_S)[0]:
@@ -192,17 +196,20 @@ class TaskRunner:
                     must_repeat = self.cancel(number)
 
     def cancel(self, number: int) -> bool:
-        """Interrupt the task with this number, even if it begins later. Return as `interrupt_cancelled`."""
+        """Interrupt the task with this number, now or when it begins. Return whether it runs now."""
         self._cancelled = number
         return self.interrupt_cancelled()
 
     def interrupt_cancelled(self) -> bool:
-        """Interrupt the cancelled task, if it runs. Return whether it runs: then call this again until it has ended."""
+        """Interrupt the cancelled task, if it runs. Return whether it runs.
+
+        While this returns True, the caller must call it again at intervals, because an interrupt may have no effect.
+        """
         with self._task_lock:
             if self._task != self._cancelled:
                 return False
             context = rank_context()
-            self._scope.interrupt()  # before the abort, after which collectives on accelerators return wrong numbers
+            self._scope.interrupt()  # before the abort, see the beginning of this module
             if context is not None and context.open_store is not None:
                 context.group.abort()
             return True
@@ -210,7 +217,7 @@ class TaskRunner:
     def hand_back(self) -> None:
         """Send the results of the batch so far, and drop its calls that have not begun. The call that runs goes on."""
         with self._task_lock:
-            # The order may arrive after its batch has ended, and during a task that is no batch.
+            # The order may arrive too late: the batch has ended, and perhaps a task that is not a batch runs now.
             if self._task != NO_TASK and self._is_batch and (self._results or self._calls):
                 self._send(Answer(self._task, self._results, goes_on=True))
                 self._results = []
@@ -225,7 +232,10 @@ class TaskRunner:
                 self._rank_context.group.abort()
 
     def perform(self, task: TaskHeader, payload: Received) -> tuple[Answer, Packed | None]:
-        """Do a task. Return the answer and its payload: a result, or an exception with its `Failure`, or None."""
+        """Do a task. Return the answer and its payload.
+
+        The payload is the last result, or an exception with its `Failure`, or None if the answer holds all results.
+        """
         if task.cores != self._cores:
             if self._cores >= 0:
                 blas_libraries.cache_clear()  # a task may have loaded a library since the last search
@@ -233,7 +243,7 @@ class TaskRunner:
             _use_threads(max(1, task.cores), self._environ)
         generation = task.generation
         if self._board is not None:
-            self._board.waits = None  # this rank has waited for this task, see `_post_return`
+            self._board.waits = None  # withdraws the wait that `_post_return` has published after the last `run`
         context = self._enter(task, generation) if task.ranks.world_size else self._alone
         join(context)
         with self._task_lock:
@@ -265,7 +275,7 @@ class TaskRunner:
                 packed = _pack_exception(error, self.describe_place(task))
         has_failed = outcome in (Outcome.FAILED, Outcome.CANCELLED)
         if task.ranks.world_size and has_failed:
-            context.group.close()  # not before the task can no longer be cancelled: see the beginning of this module
+            context.group.close()  # now, because the task can no longer be cancelled, see the beginning of this module
         if has_failed:
             _recover(self.device)
         join(self._alone)
@@ -282,14 +292,15 @@ class TaskRunner:
         """Do the calls of a task until its time is over. Add simple results (numbers, short texts) to `_results`.
 
         Returns:
-            The first result that is not simple, packed. No call is begun after it. None if all results are simple.
+            The first result that is not simple, packed. No call is begun after this result. If all results are simple,
+            None.
         """
         begun = time.monotonic()
         size = 0
         while True:
             try:
                 call = self._calls.popleft()
-            except IndexError:  # all are done, or `hand_back` has dropped the others at this moment
+            except IndexError:  # all calls are done, or `hand_back` has just dropped the calls that were left
                 return None
             result = in_this_process(self._call, task, call)
             atoms = dump_atoms(result)
@@ -319,9 +330,11 @@ class TaskRunner:
         except BaseException as error:
             raise TransferError(f"The call cannot be rebuilt in the worker: {error!r}") from error
         result = call_on_device(fn, args, kwargs, self.device if task.pass_device else None)
-        background.finish()  # a pool that is closed ends this process, and unfinished work would be lost
+        # Wait for work in threads, such as the writing of a checkpoint. If the pool is closed after this call, this
+        # process ends, and unfinished work would be lost.
+        background.finish()
         if not _is_spent:
-            synchronize(self.device)  # a failure of queued work is raised here, and not in the next call
+            synchronize(self.device)  # so that a failure of queued work is raised in this call, and not in the next one
         if self._rank_context is not None and task.ranks.world_size > 1 and self._rank_context.has_store:
             self._post_return(task, call_name(fn))
         return result
@@ -329,8 +342,8 @@ class TaskRunner:
     def _post_return(self, task: TaskHeader, name: str) -> None:
         """Publish that the function of a `run` has returned on this rank, for the ranks on which it still runs.
 
-        This rank makes no further call or collective in this `run`. A rank that waits for one can never go on, and its
-        watchdog or its call then raises an error.
+        This rank makes no further call or collective in this `run`. So a rank that waits for this rank in a call or
+        collective can never go on. The call or the watchdog of that rank reads this publication, and raises an error.
         """
         blocks = blocks_of(self._rank_context)
         assert blocks is not None
@@ -358,7 +371,7 @@ class TaskRunner:
         return self._rank_context
 
     def _make_world(self, nodes: Sequence[int]) -> World:
-        """Return the world of the ranks of a `run`. ``nodes`` are the numbers of their nodes, by rank."""
+        """Return the world of the ranks of a `run`. ``nodes`` has the number of the node of each rank."""
         node = nodes[self._rank]
         local_rank = nodes[: self._rank].count(node)
         local_world_size = nodes.count(node)
@@ -371,7 +384,7 @@ class TaskRunner:
         return ranks.store_host, ranks.store_port
 
     def _open_store(self, ranks: Ranks) -> dist.Store:
-        """Return the part of the pool's store for these ranks. The connection is kept for later groups."""
+        """Return the pool's store with the prefix of these ranks. The connection is kept for later groups."""
         address = self.store_address(ranks)
         if self._store is None or self._store_address != address:
             self._store_address = address
@@ -411,7 +424,8 @@ def call_each(
     """Call ``fn`` for each item of a chunk of a `map`, until a call fails.
 
     Returns:
-        The results, and the exception and `Failure` of the call that failed; None if none did.
+        The results of the calls that succeeded; and the exception and `Failure` of the call that failed, or None if no
+        call failed.
     """
     results: list[R] = []
     own_device = current_world().device
@@ -430,9 +444,10 @@ def call_each(
 
 
 def _recover(device: torch.device) -> None:
-    """Free the memory of failed work on an accelerator. Find out whether this process can still use the accelerator.
+    """Free the memory of failed work on an accelerator. Set `_is_spent` if the accelerator fails at every call.
 
-    After a failed assertion or an illegal memory access in a kernel, every CUDA call of the process fails.
+    After a failed assertion or an illegal memory access in a kernel, every CUDA call of the process fails. The pool
+    then replaces this worker.
     """
     global _is_spent
     if device.type == "cpu":
@@ -441,7 +456,7 @@ def _recover(device: torch.device) -> None:
         synchronize_in_thread(device).result(RECOVERS_WITHIN_S)
         gc.collect()  # frees the tensors in the frames of the traceback
         torch.accelerator.memory.empty_cache()
-    except Exception:  # the type depends on driver and version; it is a TimeoutError if a kernel does not end
+    except Exception:  # of a type that depends on driver and version; TimeoutError if a kernel does not end
         _is_spent = True
 
 
@@ -476,9 +491,9 @@ def _become_like_the_parent(setup: WorkerSetup) -> None:
     """Give this process, a fork of the fork server, the attributes and the environment of the script's process."""
     server = os.getppid()
     setup.attributes.adopt()
-    end_with(server)  # again: the kernel drops this setting when a process changes its user, as `adopt` may do
+    end_with(server)  # again, because the kernel drops PR_SET_PDEATHSIG if `adopt` changes the user of this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGURG])  # this signal interrupts tasks
-    if dict(os.environ) != setup.environ:  # setting equal values would copy half a MiB that forks share
+    if dict(os.environ) != setup.environ:  # to set equal values would copy 0.5 MiB of memory that all forks share
         os.environ.clear()
         os.environ.update(setup.environ)
         time.tzset()
@@ -507,7 +522,8 @@ def become_script(argv: Sequence[str], main_file: str | None, device: torch.devi
     sys.modules["__main__"] = main
     _reseed()
     if device.type != "cpu":
-        # Now, because the first use of the accelerator opens a context on the current device, by default device 0.
+        # Set before the first use of an accelerator, because that opens a context on the current device, which would be
+        # device 0 by default.
         torch.accelerator.set_device_index(device.index or 0)
 
 
@@ -525,8 +541,8 @@ def blas_libraries() -> Any:
 def _use_threads(n: int, environ: Mapping[str, str]) -> None:
     """Set the number of threads with which torch and libraries for linear algebra compute.
 
-    A call sets it for a loaded library. A library that is loaded later reads it from an environment variable. A
-    variable in ``environ``, the environment of the script, is not changed.
+    For a library that is loaded already, a function sets the number. A library that is loaded later reads the number
+    from an environment variable. Variables that the script has set itself (``environ``) are not changed.
     """
     torch.set_num_threads(n)
     blas_libraries().limit(limits=n)
@@ -536,10 +552,10 @@ def _use_threads(n: int, environ: Mapping[str, str]) -> None:
 def _reseed() -> None:
     """Set new random seeds, because all forks of the fork server inherit the same random state.
 
-    The random state of an accelerator does not exist before the accelerator is used.
+    An accelerator needs no new seed, because its random state is made when the accelerator is first used.
     """
     random.seed()
-    torch.default_generator.seed()  # `torch.seed` takes 7 ms and 1.5 MiB
+    torch.default_generator.seed()  # `torch.seed` would take 7 ms and 1.5 MiB
     if numpy_random := sys.modules.get("numpy.random"):  # numpy imports this module when it is first used
         numpy_random.seed()
 

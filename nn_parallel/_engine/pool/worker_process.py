@@ -69,13 +69,13 @@ class WorkerProcess:
         """
         self.rank = rank
         self.device = device
-        self.pid = 0  # until the fork server has reported it
+        self.pid = 0  # it stays 0 until the fork server has reported the process id
         self._server = server
         self._loop = loop
         self._events = events
         self._kept_handles: set[int] = set()  # the numbers of the handles whose objects the worker keeps
-        self._is_task_last = False  # the last message for the worker is a task
-        self._room_deadline: float | None = None  # set while the kernel refuses descriptors: when to give up
+        self._is_task_last = False  # True if the last message for the worker is a task
+        self._room_deadline: float | None = None  # while the kernel refuses descriptors, the time at which to give up
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as worker_ends:
             pool_ends: list[socket.socket] = []
             worker_fds: list[int] = []
@@ -127,7 +127,7 @@ class WorkerProcess:
             authkey=bytes(multiprocessing.current_process().authkey),
             attributes=ProcessAttributes.of_this_process(),
         )
-        self._channel.enqueue(None, Payload(dumps(setup)))  # as a payload, since an environment can be large
+        self._channel.enqueue(None, Payload(dumps(setup)))  # as a payload, because an environment can be large
         self._flush()
 
     def send(self, task: TaskHeader, call: PackedCall) -> None:
@@ -171,7 +171,7 @@ class WorkerProcess:
         self._server.signal(self.key, signal.SIGKILL)
 
     def finish(self) -> list[tuple[Answer, Received]]:
-        """Return the answers that the process, which has ended, sent and that are unread; close the connections."""
+        """Close the connections to the process, which has ended. Return the answers that were still unread."""
         answers = []
         while self._channel.has_more():
             try:
@@ -236,7 +236,7 @@ class WorkerProcess:
             self._loop.unwatch(self._control.fileno())
 
     def _flush(self) -> None:
-        """Send the messages in the outbox. Those for which there is no room are sent later, by the event loop."""
+        """Send the messages in the outbox. If there is no room for some of them, the event loop sends them later."""
         fd = self._channel.sock.fileno()
         try:
             has_room = self._channel.flush()
@@ -247,7 +247,7 @@ class WorkerProcess:
             if error.errno != errno.ETOOMANYREFS:
                 self._events.unsent(self, TransferError(str(error)))
                 return
-            # Too many descriptors are in flight, see `no_room_error`. No event says when there is room, so try again.
+            # Too many descriptors are in flight, see `no_room_error`. Try again later, because no event reports room.
             now = time.monotonic()
             self._room_deadline = self._room_deadline or now + channel.ROOM_WITHIN_S
             if now < self._room_deadline:

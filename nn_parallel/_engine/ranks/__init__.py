@@ -1,1 +1,1 @@
-"""Ranks: how they are started, find each other, talk, and fail together."""
+"""Ranks: how they join a world, find each other, communicate, and fail together."""

@@ -78,7 +78,7 @@ class Blocks:
         self.stop_calls = 0  # the number of calls of `stop_requested` by this rank in this generation
         self._connection = context.connection
         self._others = [rank for rank in range(context.world_size) if rank != context.rank]
-        self._neighbor = (context.rank - 1) % context.world_size  # see `_check_neighbor`
+        self._neighbor = (context.rank - 1) % context.world_size  # the rank that `_check_neighbor` checks
         self._barriers = 0  # the number of the last barrier in this generation that this rank has come to
         self._earlier_generations: list[int] = []  # the earlier generations whose keys may still be in the store
         self._entered: list[BlockState] = []  # the blocks that this rank is in, the innermost last
@@ -134,7 +134,7 @@ class Blocks:
                     failures = failures_in(cause_of(error, self._watchdog.reason if self._watchdog else None), runner)
                     self.board.post_failure(call, self._describe(failures))
                     if not isinstance(error, Exception):
-                        raise  # a SystemExit or KeyboardInterrupt leaves the call unchanged on this rank
+                        raise  # a SystemExit or KeyboardInterrupt is raised unchanged on this rank
                 else:
                     self.board.post(FINISHED)
                 finally:
@@ -247,7 +247,7 @@ class Blocks:
             self._watchdog = None  # so that the watchdog's connection to the store is closed
         with contextlib.suppress(RuntimeError):
             self.board.post(HAS_LEFT)
-            self.board.flush()  # if this process ended next, a status that was not sent yet would be lost
+            self.board.flush()  # otherwise the end of this process could lose a status that was not sent yet
         self.board.liveness.close()
 
     # The parts of a call.
@@ -461,7 +461,7 @@ class Blocks:
                 del raised
 
     def _leave_block(self, block: BlockState, error: BaseException) -> BaseException | None:
-        """End the generation because ``error`` was raised in ``block``, or at a barrier without a block.
+        """End the generation because ``error`` was raised in ``block``, which may also stand for a separate barrier.
 
         Returns:
             The exception to raise out of ``block``. If this block has failed, it is the error that all ranks raise. If
@@ -480,8 +480,8 @@ class Blocks:
                 return None
             block.outer.make_leave()
             return Interrupted()  # not an Exception, which user code between the two blocks might catch
-        # The group is closed if a rank may be in a collective of the block. A barrier without a block contains no code,
-        # so its failure closes no group.
+        # The group is closed if a rank may be in a collective of the block. The failure of a separate barrier does not
+        # close the group, because a barrier contains no code.
         closes_group = block.begin <= record.barriers or record.is_mixed
         try:
             self.begin_generation(self.generation + 1)
@@ -523,7 +523,7 @@ class Blocks:
 
         The dict is empty if ``error`` is only a consequence of a failure on another rank.
         """
-        # An `Interrupted` while this rank need not leave the block ends the task of a pool. That is a failure.
+        # If this rank need not leave the block, an `Interrupted` is the end of a pool's task, and counts as a failure.
         if isinstance(error, Interrupted) and block.must_leave:
             return {}
         if lost_connection(error):
@@ -553,7 +553,7 @@ def blocks_of(context: RankContext | None) -> Blocks | None:
     if _current is None or _current.context is not context:
         _current = Blocks(context)
         if context.store_host == context.rank:
-            # The previous world is not kept, because ranks that join again no longer read anything from it.
+            # The previous world is not kept, because ranks that have joined another world no longer read its records.
             _hosted[:] = [_current]
     if _current.generation != context.generation:
         _current.begin_generation(context.generation)

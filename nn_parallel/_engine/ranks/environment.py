@@ -209,8 +209,8 @@ class _Variables:
         """Return the value of a variable that names a host.
 
         Raises:
-            LaunchError: the variable is not set, or its value is not just a host name or an address: it has a port or
-                is a URL.
+            LaunchError: the variable is not set, or its value is not just a host name or an address, but contains a
+                port or is a URL.
         """
         host = self.text(name).strip()
         is_ipv6 = host.count(":") > 1 and "/" not in host
@@ -274,7 +274,7 @@ def _hydra_proxy_pid() -> int:
 
 
 def _by_slurm(variables: _Variables) -> Launch | None:
-    """Return the launch by ``srun``; None if this process is no task of a SLURM step, or the only task of its step.
+    """Return the launch by ``srun``; None if this process is not one of several tasks of a SLURM step.
 
     SLURM sets some of its variables for a batch script too. The variables that count the tasks and nodes of a step are
     set for a step only.

@@ -60,7 +60,7 @@ def _rebuilt(box: Any, src: int) -> Any:
     pickled, buffers = box
     try:
         return loads(pickled, [bytearray(buffer) for buffer in buffers])
-    except (Exception, SystemExit) as error:  # not KeyboardInterrupt: the user may have pressed Ctrl-C
+    except (Exception, SystemExit) as error:  # not KeyboardInterrupt, because the user may have pressed Ctrl-C
         raise TransferError(
             f"The result of rank {src} cannot be rebuilt here: {type(error).__name__}: {error}"
         ) from error

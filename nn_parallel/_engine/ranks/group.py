@@ -1,26 +1,28 @@
-"""The process group of a world: it is made, closed without waiting for other ranks, and made again after a failure.
+"""The process group of a world: making it, closing it without waiting for other ranks, and making it again.
 
 When a block fails, each rank must leave the collective that it is in, and close the group. Torch can abort the
 collectives of NCCL (see `nccl`), but not those of gloo: ``abort`` and ``destroy_process_group`` do not wake a thread
 that waits in a collective of gloo. Such a thread wakes only when one of its connections ends.
 
-So `Group.abort` ends the connections of its own rank, by ``shutdown`` on the sockets. Any thread can do this, gloo sees
-the end of the connection, and the collective raises. The details:
+Therefore `Group.abort` ends the connections of its own rank by calling ``shutdown`` on the sockets. Any thread can do
+this. Gloo then sees the end of the connection, and the collective raises an error. The details:
 
-- Torch does not hand out these sockets. But gloo writes the addresses at which the ranks listen into the store, so the
-  sockets with such an address at either end are those of gloo. A socket is touched only while its descriptor has the
-  same inode, because gloo may have closed it. A listening socket is never touched, because its loss ends the process.
-- Only the reading side is shut down, which does not free the peers. Each peer is freed by its own watchdog, which knows
-  the cause of the failure. For a peer, the end of the connection can even be harmful. If a write of gloo fails before
-  gloo has noticed the end of the connection, gloo never wakes the thread that waits for this write
+- Torch gives no access to these sockets. But gloo writes into the store at which addresses the ranks listen. A socket
+  that has such an address at either end belongs to gloo. The sockets are remembered with their inodes. A descriptor
+  that has another inode later is left alone, because gloo has then closed the socket. A listening socket is never shut
+  down, because gloo ends the process if it loses one.
+- Only the reading side is shut down, so that the peers do not see the end of the connection. Each peer is freed by its
+  own watchdog, which knows the cause of the failure. The end of a connection could even block a peer forever: if a
+  write of gloo fails before gloo has noticed the end, gloo never wakes the thread that waits for this write
   (``Pair::signalException`` skips unbound buffers that are being sent).
-- For the same reason the connection must stay open when gloo closes it: a peer may begin to write only now. So this
-  rank keeps a duplicate of each socket until no rank is in the group any more. That is certain when the ranks make the
-  next group.
+- For the same reason the connection must stay open even after gloo has closed it, because a peer may begin to write
+  only then. Therefore this rank keeps a duplicate of each socket until all ranks have certainly left the group, namely
+  until the ranks make the next group.
 
-A closed group is kept until no other object refers to it. Otherwise the last `DistributedDataParallel` model that uses
-it would destroy it while holding the GIL, and wait for gloo's threads. These wait for the GIL in order to drop their
-last asynchronous operations. If Python code drops the last reference to a group, torch releases the GIL first.
+A closed group is kept in `_closed` until no other object refers to it. Otherwise a `DistributedDataParallel` model that
+holds the last reference could destroy the group in C++ while it holds the GIL, and would wait for gloo's threads. These
+threads wait for the GIL in order to drop their last asynchronous operations, so that there would be a deadlock. If
+Python code drops the last reference to a group, torch releases the GIL first.
 """
 
 from __future__ import annotations
@@ -50,8 +52,9 @@ from .flight_recorder import next_group_id, running_collectives
 from .sockets import bottom, connected_at, duplicate, interface_to_other_nodes, still_open
 from .store import clone_store
 
-# `torch.distributed.nn.functional`, which optimizers import, has default arguments that refer to the default group at
-# the time of its first import, even after that group was closed. So it is imported now, while there seems to be none.
+# The functions of `torch.distributed.nn.functional`, which optimizers import, have default arguments that are evaluated
+# at the first import. They would keep a reference to the default group of that time, even after the group was closed.
+# Therefore the module is imported now, with the default group set to None meanwhile.
 _present = dist.group.WORLD
 dist.group.WORLD = None
 import torch.distributed.nn.functional  # noqa: E402, F401
@@ -60,7 +63,7 @@ dist.group.WORLD = _present
 del _present
 
 
-# The reference count of a group that is referred to only by `_closed` and by the argument of `getrefcount`.
+# The result of `sys.getrefcount` for a group to which only `_closed` refers; the other reference is its own argument.
 ONLY_OURS = 2
 logger = logging.getLogger("nn_parallel")
 _KEY_OF_GLOO = re.compile(r"(^|/)cpu//0/\d+$")
@@ -71,55 +74,55 @@ class Group:
     """The default process group of a world, and the groups that users make beside it."""
 
     def __init__(self, world: World, unanswered_s: float | None) -> None:
-        """Prepare for making groups.
+        """Set the attributes, without making a group yet.
 
         Args:
-            world: of this rank.
-            unanswered_s: how long a connection to another node may get no answer; None: all ranks are on one node.
+            world: the world of this rank.
+            unanswered_s: how long a connection to another node may get no answer; None if all ranks are on one node.
         """
         self._world = world
         self._unanswered_s = unanswered_s
         self.default: Any = None  # torch's default group, until this package closes it
-        self.first_id = 0  # torch's flight recorder gives the present groups this id or higher ones
-        # The present generation, and the number of groups that this rank has begun to make in it. Both are the same on
-        # all ranks.
+        self.first_id = 0  # the lowest id that torch's flight recorder can give to the present groups
+        # The number of the present generation, and the number of groups that this rank has begun to make in this
+        # generation. Both numbers are the same on all ranks.
         self.begun = 0, 0
-        self.interrupted = False  # connections have been ended; false again when the group is closed
-        # Raised by one when the closing of a group begins, and once more when it has ended. So `abort` can tell whether
-        # its caller means a group that has been closed meanwhile.
+        self.interrupted = False  # whether connections of the present groups have been ended by `abort`
+        # A counter that rises by one when a group begins to be closed, and again when the group has been closed. A
+        # thread passes an earlier value to `abort`, which then does nothing if that group has been closed meanwhile.
         self.times_closed = 0
-        self.cannot_end = False  # the abort of the group hangs
+        self.cannot_end = False  # whether the abort of the group hangs, so that this process can make no other group
         self._names_in_store: list[str] = []  # the names of groups that may have keys in the store
         self._sockets: dict[int, int] = {}  # gloo's connections of all groups, as ``{descriptor: inode}``
         self._found_groups: set[str] = set()  # the names of the groups whose connections are in `_sockets`
         self._aborts = nccl.Aborts()
-        self._first_nccl_id = 0  # as `first_id`, in NCCL's flight recorder
+        self._first_nccl_id = 0  # the same as `first_id`, for NCCL's flight recorder
         self._closing = threading.Lock()  # held while a group is closed or aborted, because any thread may abort it
         self._timeout_s = 0.0
-        self._store: dist.Store | None = None  # see `_own_connection`
-        self._store_sockets: dict[int, int] = {}  # the connection of `_store`; empty: it has been ended
-        self._for_thread: dist.ProcessGroup | None = None  # see `for_thread`
+        self._store: dist.Store | None = None  # the connection to the store that `_own_connection` returns
+        self._store_sockets: dict[int, int] = {}  # the socket of `_store`; an empty dict if `abort` has ended it
+        self._for_thread: dist.ProcessGroup | None = None  # the group that `for_thread` has made, if it is still open
         self._half_closed: list[socket.socket] = []  # duplicates that keep connections open, see the module's docstring
         self._on_release = contextlib.ExitStack()
 
     def begin_generation(self, generation: int) -> None:
         """Begin a generation, in which groups are numbered from one again.
 
-        Ranks may have begun to make different numbers of groups before a failure. From here on their numbers, which are
-        part of the names of the groups, agree again.
+        The number of a group is part of its name, which must be the same on all ranks. Before a failure, some ranks may
+        have begun to make a group that others have not begun, so that their numbers differ until the next generation.
         """
         self.begun = generation, 0
 
     def make(self, store: dist.Store, backend: str | None, timeout: timedelta, shared: str) -> None:
         """Make the default process group. All ranks must call this together.
 
-        The group uses a prefix of the store that no earlier group has used.
+        The keys of the group in the store begin with a prefix that no earlier group has used.
 
         Args:
             store: the store of the ranks.
-            backend: torch's name of the backend; None: a suitable backend for the tensors of each kind of device.
+            backend: torch's name of the backend. If None, a suitable backend is chosen for each kind of device.
             timeout: the limit for making the group, and for each of its collectives.
-            shared: a clause that names the ranks that share an accelerator; empty if no ranks do.
+            shared: a clause that names the ranks that share an accelerator; an empty string if no ranks share one.
 
         Raises:
             LaunchError: torch could not make the group.
@@ -141,13 +144,13 @@ class Group:
         rendezvous = dist.PrefixStore(name, self._own_connection(store))
         self._set_environment()
         connect_within = timeout
-        if world.device.type in ("cpu", "cuda"):  # only for these torch can set the timeout of collectives afterwards
+        if world.device.type in ("cpu", "cuda"):  # for other devices, torch cannot change the timeout after the init
             connect_within = _connect_within(timeout)
         hook = sys.excepthook
         self.first_id = next_group_id()
         self._first_nccl_id = next_group_id("nccl")
-        # Torch numbers the groups by this counter, and a failed init leaves it raised on some ranks only. Ranks that
-        # use different numbers never find each other.
+        # Torch numbers the groups by this counter. After a failed init the counter may differ between ranks, and ranks
+        # that use different numbers for the same group would wait for each other forever.
         dist.distributed_c10d._world.group_count = 0
         try:
             dist.init_process_group(
@@ -162,7 +165,7 @@ class Group:
                 _set_timeout(timeout)
             self._sockets = connected_at(_gloo_addresses(rendezvous))
         except (RuntimeError, ValueError) as error:
-            self._store_sockets.clear()  # this connection may be in the middle of a request, so it is not used again
+            self._store_sockets.clear()  # not to be used again, because it may be in the middle of a request
             if isinstance(error, ValueError) and "backend" not in str(error).lower():
                 raise
             if self.interrupted:
@@ -172,20 +175,20 @@ class Group:
                 f"{timeout.total_seconds():g} s: {summary(error)}"
             ) from error
         finally:
-            sys.excepthook = hook  # each init adds one more hook, which calls the hook before it
+            sys.excepthook = hook  # otherwise each init would add another hook on top of the earlier ones
         self._found_groups = set(_groups().values())  # only the default group exists, and its connections are known
         self.default = dist.group.WORLD
-        self._for_thread = None  # an older one belonged to a group that the user has destroyed
+        self._for_thread = None  # if there was such a group, the user has destroyed it with the former default group
         _drop_closed_groups()
 
     def for_thread(self, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
         """Return a gloo group of all ranks for the collectives of a background thread. All ranks call this together.
 
-        The group is made at the first call, and closed with the default group. The limit of its collectives is the
-        default timeout of this package, even if that of the other groups is shorter.
+        The group is made at the first call, and closed together with the default group. The limit of its collectives is
+        the default timeout of this package, even if the timeout of the other groups is shorter.
 
         Args:
-            store: the store of the ranks, by the connection of this thread.
+            store: the connection of the calling thread to the store of the ranks.
             timeout: the limit for making the group.
         """
         if self._for_thread is None:
@@ -198,9 +201,9 @@ class Group:
         """Close all process groups without waiting for other ranks. `initialize_ddp` can make the default group again.
 
         Args:
-            abort: abort the collectives that run on the accelerator. Otherwise wait for their end first.
-            within_s: how long to wait for their end, if the timeout of the group is not shorter. Collectives that have
-                not ended by then are aborted.
+            abort: if true, abort the collectives that run on the accelerator; otherwise, wait first until they end.
+            within_s: the longest time to wait for them; a shorter timeout of the group takes precedence. Collectives
+                that have not ended in time are aborted.
         """
         if dist.is_initialized():
             is_over = not abort and self._has_ended(within_s)
@@ -213,7 +216,7 @@ class Group:
             self.cannot_end = not self._aborts.finish()
             if self.cannot_end:
                 return
-            # A group whose connections are not known is not kept, because only its destruction ends its connections.
+            # A group whose connections are not in `_sockets` is not kept, because only its destruction ends them.
             _closed.extend(group for group, name in _groups().items() if name in self._found_groups)
             dist.destroy_process_group()
             self.default = None
@@ -227,7 +230,10 @@ class Group:
         self._found_groups.clear()
 
     def release(self) -> None:
-        """Release everything that closed groups have left. This rank makes no more groups."""
+        """Release the sockets, groups and environment variables that closed groups have left.
+
+        Called when this rank leaves the world and makes no more groups.
+        """
         self._half_closed += still_open(self._store_sockets)
         self._store_sockets.clear()
         self._store = None
@@ -238,12 +244,12 @@ class Group:
     def abort(self, times_closed: int | None = None) -> None:
         """Free this rank from its collective, or from making a group, see the docstring of this module.
 
-        Any thread may call this, and more than once. If this rank has an accelerator, the caller must interrupt the
-        main thread first, because an aborted collective of an accelerator leaves wrong numbers.
+        Any thread may call this method any number of times. If this rank has an accelerator, the caller must interrupt
+        the main thread first, because an aborted collective of an accelerator leaves wrong numbers.
 
         Args:
-            times_closed: the value of this attribute for the group that the caller means. If that group has been closed
-                meanwhile, nothing is done. None: abort the present groups.
+            times_closed: the value that the attribute `times_closed` had when the caller decided to abort. If a group
+                has been closed since then, the method does nothing. If None, abort the present groups in any case.
         """
         with self._closing:
             if times_closed in (None, self.times_closed):
@@ -251,32 +257,38 @@ class Group:
                 self._aborts.begin(_groups(), self._first_nccl_id)
 
     def error(self) -> dist.DistBackendError | None:
-        """Return why a collective of an accelerator has failed, if one has. Gloo raises its errors by itself."""
+        """Return the error of a failed collective of an accelerator; None if there is none.
+
+        Collectives of gloo raise their errors themselves, so that nothing has to look for them.
+        """
         if self._world.device.type == "cpu" or self.interrupted:
             return None
         return nccl.error_of(_groups(), self._world.device)
 
     def is_gloo_alone(self) -> bool:
-        """Return whether all groups use only gloo. Aborted collectives of other backends would leave wrong numbers."""
+        """Return whether gloo is the only backend of all groups.
+
+        Only then a collective may be aborted in a running program, because other backends would leave wrong numbers.
+        """
         return not any(map(nccl.backends_of, _groups()))
 
     def has_ended_on_accelerator(self) -> bool:
-        """Return whether all work that is queued on the accelerator of this rank ends within a moment."""
+        """Return whether all work that is queued on the accelerator of this rank ends within `times.ENDS_WITHIN_S`."""
         return nccl.has_ended(self._world.device, times.ENDS_WITHIN_S)
 
     def state_of_nccl(self) -> str:
-        """Return a text that changes with the progress of NCCL's collectives; empty if none is running."""
+        """Return a text that changes when a collective of NCCL begins or ends; an empty string if none is running."""
         return running_collectives(self._first_nccl_id, "nccl") if dist.is_initialized() else ""
 
     def find_connections(self, store: dist.Store) -> bool:
         """Find the connections of groups that users have made, so that `abort` can end them.
 
         Args:
-            store: the store of the groups, by a connection that no other thread uses. A connection serves one request
-                at a time, and that of the main thread may be waiting for an answer, for instance in `new_group`.
+            store: a connection to the store of the groups that no other thread uses. A connection serves one request
+                at a time, and the main thread's connection may be waiting for an answer, for instance in `new_group`.
 
         Returns:
-            True if there were groups whose connections were not known yet.
+            True if the connections of further groups are now known.
         """
         times_closed = self.times_closed
         names = set(_groups().values()) - self._found_groups
@@ -300,8 +312,10 @@ class Group:
     def _backend(self, shared: str) -> str:
         """Return the backends for the tensors of each kind of device, in torch's notation.
 
+        If ranks share an accelerator, all tensors use gloo, because NCCL refuses to share one.
+
         Args:
-            shared: as for `make`.
+            shared: the clause that `make` got.
         """
         device = self._world.device
         if device.type == "cpu":
@@ -315,9 +329,11 @@ class Group:
     def _set_environment(self) -> None:
         """Set the environment variables of gloo and NCCL. They stay set for groups that users make later.
 
-        Gloo is to listen on the loopback interface if all ranks are on one node, and otherwise at an interface that the
-        other nodes can reach. NCCL's own thread is to leave errors to this package, see `nccl`. This package can raise
-        them only in the main thread, so NCCL's settings are left alone if this rank runs in another thread.
+        The variable for gloo makes it listen on the loopback interface if all ranks are on one node, and otherwise on
+        an interface that the other nodes can reach.
+
+        The variables for NCCL make its own thread leave errors to this package, see `nccl`. This package can raise
+        errors only in the main thread. Therefore these variables are not set if this rank runs in another thread.
         """
         can_raise = self._world.device.type == "cuda" and threading.current_thread() is threading.main_thread()
         new = nccl.settings(os.environ) if can_raise else {}
@@ -330,7 +346,7 @@ class Group:
             os.environ[name] = value
 
     def _has_ended(self, within_s: float) -> bool:
-        """Wait for the end of the work that is queued on the accelerator. Return true if it has succeeded in time."""
+        """Wait for the end of the work that is queued on the accelerator. Return True if it has succeeded in time."""
         if self._world.device.type == "cpu":
             return True
         end = synchronize_in_thread(self._world.device)
@@ -342,32 +358,33 @@ class Group:
     def _end_reading(self) -> None:
         """Shut down the reading side of gloo's connections, and keep duplicates of them."""
         self.interrupted = True
-        # Without connections of gloo, this rank may be making a group. Then it waits in the store for the other ranks.
+        # If there are no connections of gloo yet, this rank may be making a group. It then waits for the other ranks in
+        # a request to the store, so that the connection to the store must be ended instead.
         sockets = self._sockets or self._store_sockets
         for fd in list(sockets):
-            inode = sockets.pop(fd, None)  # None: another thread has taken this socket
+            inode = sockets.pop(fd, None)  # None if another thread has taken this socket meanwhile
             if (connection := duplicate(fd, inode)) is not None:
                 self._half_closed.append(connection)
                 with contextlib.suppress(OSError):  # the peer has closed the connection
                     connection.shutdown(socket.SHUT_RD)
 
     def _close_half_closed(self) -> None:
-        """Close the connections of closed groups. No rank is in these groups any more."""
+        """Close the connections of closed groups, once no rank is in these groups any more."""
         while self._half_closed:
             with self._half_closed.pop() as connection, contextlib.suppress(OSError):
-                # To close the duplicate would not be enough if a cache of torch, such as that of FSDP's meshes, keeps
-                # the closed group and so gloo's own socket.
+                # A cache of torch, such as the one for FSDP's meshes, may keep the closed group and thereby gloo's own
+                # socket. Closing only the duplicate would then not end the connection.
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 def _connect_within(timeout: timedelta) -> timedelta:
-    """Return the timeout to give to gloo, so that it makes a group within ``timeout``."""
+    """Return the timeout to pass to gloo so that it makes a group within ``timeout``, see `GLOO_CONNECTS_WITHIN`."""
     return min(timeout, max(timeout / times.GLOO_CONNECTS_WITHIN, times.GLOO_CONNECT_AT_LEAST))
 
 
 def _set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
-    """Set the limit for the collectives of ``group``, or of the default group if it is None."""
-    private = dist.distributed_c10d._set_pg_timeout  # before version 2.14 torch has no public function for this
+    """Set the limit for the collectives of ``group``, or of the default group if ``group`` is None."""
+    private = dist.distributed_c10d._set_pg_timeout  # torch has a public function for this only since version 2.14
     getattr(dist, "set_timeout", private)(timeout, group)
 
 
@@ -382,7 +399,7 @@ def _warn_of_shared(shared: str) -> None:
 
 
 def _put_back(name: str, value: str | None) -> None:
-    """Set the environment variable ``name`` to its former value; None: it was not set."""
+    """Set the environment variable ``name`` to its former ``value``, or unset it if ``value`` is None."""
     if value is None:
         os.environ.pop(name, None)
     else:
@@ -390,7 +407,7 @@ def _put_back(name: str, value: str | None) -> None:
 
 
 def _groups() -> dict[dist.ProcessGroup, str]:
-    """Return all process groups of this process, with torch's names of them, which are the same on all ranks."""
+    """Return all process groups of this process with their names in torch, which are the same on all ranks."""
     return dict(dist.distributed_c10d._world.pg_names)
 
 
@@ -404,8 +421,9 @@ def _drop_closed_groups() -> None:
 def _gloo_addresses(store: dist.Store) -> set[tuple[str, int]]:
     """Return the addresses at which the ranks of gloo groups listen for each other. Gloo writes them into the store.
 
-    Each value in the store has these parts: the length of the host name, the host name, the size of gloo's
-    ``transport::tcp::Address``, and this address, which begins with a C ``sockaddr``. Length and size have 8 bytes.
+    Each value that gloo writes has these parts, one after another: the length of the host name (8 bytes), the host
+    name, the size of gloo's ``transport::tcp::Address`` (8 bytes), and this address, which begins with a C
+    ``sockaddr``.
     """
     inner_store = bottom(store)
     keys = [key for key in inner_store.list_keys() if _KEY_OF_GLOO.search(key)]

@@ -1,11 +1,11 @@
-"""The connections between rank 0 and the ranks on other nodes, by which both sides notice the death of the other one.
+"""The connections between rank 0 and the ranks on other nodes, through which each side notices the death of the other.
 
-No rank on another node can be watched by its process id. But if a process ends in any way, its kernel closes the
-connection; and if a node cannot be reached, it does not answer the probes of the other kernel, which then ends the
-connection. All of this works even while the Python interpreter of a rank is busy for hours.
+A process on another node cannot be watched through its process id. But when a process ends in any way, its kernel
+closes the connection. If a node cannot be reached, it does not answer the probes that the other node's kernel sends,
+and this kernel then ends the connection. All of this works even if the Python interpreter of a rank is busy for hours.
 
-After the greeting nothing is sent over these connections. The watchdog of each rank checks whether they have ended, and
-the watchdog of rank 0 writes into the store which ranks it has lost.
+Over each connection, a rank sends only its number, as a greeting (`HELLO`). The watchdog of each rank checks whether
+the connections have ended. The watchdog of rank 0 writes into the store which ranks it has lost.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ import struct
 from .sockets import LISTEN_BACKLOG, end_if_unanswered
 from .store import ENDED, NO_ANSWER, OUT_OF_REACH, RESET
 
-HELLO = struct.Struct("!I")  # the greeting, which is all that a rank sends: its number
+HELLO = struct.Struct("!I")  # the greeting that a rank sends, which holds only its number
 
 
 class Links:
-    """The ends of these connections on this rank. There are none before `listen` or `connect`."""
+    """The ends of the connections between rank 0 and the other nodes on this rank, see the docstring of this module.
+
+    On rank 0, `listen` prepares for them. Any other rank makes its only connection by `connect`.
+    """
 
     def __init__(self, lost_after_s: float) -> None:
-        self.lost: dict[int, str] = {}  # by lost rank: how it was lost (ENDED, OUT_OF_REACH or RESET)
-        self.port = 0  # the port at which rank 0 listens; 0: it does not
+        self.lost: dict[int, str] = {}  # maps each lost rank to ENDED, OUT_OF_REACH or RESET
+        self.port = 0  # the port at which rank 0 listens; 0 if rank 0 does not listen
         self._lost_after_s = lost_after_s
         self._poll = select.poll()
-        self._sockets: dict[int, socket.socket] = {}  # by descriptor; those of rank 0 include the listening socket
-        self._rank_of: dict[int, int] = {}  # by descriptor: the rank at the other end, once it is known
+        self._sockets: dict[int, socket.socket] = {}  # all sockets by descriptor, on rank 0 also the listening one
+        self._rank_of: dict[int, int] = {}  # maps descriptors to the rank at the other end, once this rank is known
 
     def listen(self) -> None:
-        """Accept the connections of the other ranks from now on. Only rank 0 calls this."""
+        """Open the socket at which the other ranks connect. Only rank 0 calls this method."""
         has_dual_stack = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if has_dual_stack else socket.AF_INET
         listener = socket.create_server(("", 0), family=family, backlog=LISTEN_BACKLOG, dualstack_ipv6=has_dual_stack)
@@ -44,7 +47,7 @@ class Links:
         """Connect this ``rank`` to rank 0.
 
         Raises:
-            OSError: rank 0 cannot be reached there.
+            OSError: rank 0 cannot be reached at ``host`` and ``port``.
         """
         self.port = port
         connection = socket.create_connection((host, port), self._lost_after_s)
@@ -54,11 +57,11 @@ class Links:
         self._add(connection)
 
     def look(self) -> bool:
-        """Accept new connections, and read from the others. Return whether another rank has been lost."""
+        """Accept new connections, and check whether existing ones have ended. Return whether another rank is lost."""
         before = len(self.lost)
         for fd, _ in self._poll.poll(0):
             sock = self._sockets.get(fd)
-            if sock is None:  # another thread has closed it
+            if sock is None:  # another thread has closed the socket
                 continue
             if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 with contextlib.suppress(OSError):  # no connection is waiting, or this process has too many open files
@@ -85,14 +88,18 @@ class Links:
         self._poll.register(new, select.POLLIN)
 
     def _read(self, connection: socket.socket) -> str | None:
-        """Read from a connection that has data or has ended. Return how it has ended, or None if it has not."""
+        """Read from a connection that has data or has ended.
+
+        Returns:
+            ENDED, OUT_OF_REACH or RESET if the connection has ended; None if it has not.
+        """
         try:
             data = connection.recv(HELLO.size)
         except BlockingIOError:
             return None
         except OSError as error:
             return OUT_OF_REACH if error.errno in NO_ANSWER else RESET
-        # The connection has been closed, or a program that is no rank has sent this data.
+        # Either the connection has been closed, or a program that is not a rank has sent this data.
         if len(data) != HELLO.size or connection.fileno() in self._rank_of:
             return ENDED
         (self._rank_of[connection.fileno()],) = HELLO.unpack(data)

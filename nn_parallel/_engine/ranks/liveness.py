@@ -1,7 +1,7 @@
-"""The ranks that have died, as this rank sees them.
+"""The ranks that this rank knows to be dead.
 
-The process of a rank on this node is watched by a pidfd, a descriptor that becomes readable when the process ends. For
-ranks on other nodes, rank 0 publishes in the store which of them it has lost, see `links`.
+This rank watches the process of each rank on its own node through a pidfd, a descriptor that becomes readable when the
+process ends. For ranks on other nodes, rank 0 publishes in the store which of them it has lost, see `links`.
 """
 
 from __future__ import annotations
@@ -22,37 +22,42 @@ from .store import ENDED, LOST_KEY, OUT_OF_REACH, Lost, Member, StoreClient, dea
 
 
 class Liveness:
-    """The dead ranks, for one thread: it needs a connection to the store of its own."""
+    """The dead ranks, as one thread of this rank knows them.
+
+    Each thread that needs them makes a `Liveness`, because each thread has its own connection to the store.
+    """
 
     def __init__(self, context: RankContext, connection: StoreClient) -> None:
         self._context = context
         self._connection = connection
-        self._members: dict[int, Member] = {}  # by rank: the processes that have been looked up in the store
-        # By rank: the earliest time of the next attempt to look up its process, which may not be in the store yet.
+        self._members: dict[int, Member] = {}  # maps ranks to their processes, once they have been read from the store
+        # Maps each rank to the earliest time of the next attempt to look up its process. An attempt fails if the rank
+        # has not written its `Member` record yet.
         self._look_up_at = dict.fromkeys(range(context.world_size), 0.0)
-        self._poll = select.poll()  # of the pidfds
-        self._rank_of: dict[int, int] = {}  # by pidfd
-        self._loss_reason = dict[int, str]()  # by dead rank: ENDED, OUT_OF_REACH or RESET
-        self._lost = Lost({})  # the record of rank 0, as last read
-        self._read_lost_at = 0.0  # the earliest time to read the record again
+        self._poll = select.poll()  # polls the pidfds
+        self._rank_of: dict[int, int] = {}  # maps pidfds to ranks
+        self._loss_reason = dict[int, str]()  # maps each dead rank to ENDED, OUT_OF_REACH or RESET
+        self._lost = Lost({})  # the last `Lost` record that was read, in which rank 0 lists the ranks that it has lost
+        self._read_lost_at = 0.0  # the earliest time at which the `Lost` record is read again
 
     def is_dead(self, rank: int) -> bool:
-        """Return whether the process of ``rank`` is known to have ended, or its node to be out of reach."""
+        """Return whether this rank knows that the process of ``rank`` has ended, or that its node is out of reach."""
         return bool(self.dead([rank]))
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
-        """Return the dead ones among ``ranks``. A single system call checks all processes on this node."""
+        """Return those of ``ranks`` that are dead. A single system call checks all processes on this node."""
         now = time.monotonic()
         for rank in ranks:
             if rank not in self._members and now > self._look_up_at[rank]:
-                # The interval grows with the number of ranks, so that the number of requests per second does not.
+                # The interval is proportional to the number of ranks, so that the number of requests per second does
+                # not grow with it.
                 self._look_up_at[rank] = now + times.ASK_EVERY_S * self._context.world_size
                 self._look_up(rank)
         self._loss_reason.update((self._rank_of[pidfd], ENDED) for pidfd, _ in self._poll.poll(0))
         return [rank for rank in ranks if self._is_known_dead(rank)]
 
     def out_of_reach(self, ranks: Sequence[int]) -> list[int]:
-        """Return the ones among ``ranks`` whose nodes do not answer any more."""
+        """Return those of ``ranks`` whose nodes do not answer any more."""
         return [rank for rank in self.dead(ranks) if self._loss_reason[rank] == OUT_OF_REACH]
 
     def is_stopped(self, rank: int) -> bool:
@@ -63,15 +68,20 @@ class Liveness:
         return member is not None and member.is_here and is_stopped(member.pid)
 
     def death(self, rank: int, what: object = None) -> WorkerDiedError:
-        """Return the error for a rank that has died. ``what``: the call that it had to finish, see `store.death`."""
+        """Return the error for a rank that has died.
+
+        Args:
+            rank: the dead rank.
+            what: the call that the rank had to finish, see `store.death`.
+        """
         if rank not in self._members:
-            with contextlib.suppress(ParallelError):  # the store is lost too: the error then names no process
+            with contextlib.suppress(ParallelError):  # if the store is lost too, the error does not name the process
                 self._look_up(rank)
         how = self._loss_reason.get(rank, ENDED)
         return death(rank, self._members.get(rank), how, self._context.lost_after_s, what)
 
     def deaths(self, ranks: Sequence[int], what: object) -> dict[int, WorkerDiedError]:
-        """Return the errors for the dead ones among ``ranks``, by rank. ``what``: as for `death`."""
+        """Return the errors for those of ``ranks`` that are dead, by rank. Each error is made by `death`."""
         return {rank: self.death(rank, what) for rank in self.dead(ranks)}
 
     def close(self) -> None:
@@ -91,7 +101,7 @@ class Liveness:
             pidfd = member.open_process()
         except ProcessLookupError:
             self._loss_reason[rank] = ENDED
-        except OSError:  # this process has too many open files: `dead` tries again later
+        except OSError:  # this process has too many open files, so that `dead` tries again later
             return
         else:
             if pidfd is not None:
@@ -100,7 +110,7 @@ class Liveness:
         self._members[rank] = member
 
     def _is_known_dead(self, rank: int) -> bool:
-        """Return whether ``rank`` is dead by its pidfd, by the connection to it, or by the record of rank 0."""
+        """Return whether ``rank`` is known to be dead from its pidfd, from `Links` or from rank 0's `Lost` record."""
         if rank not in self._loss_reason and (links := self._context.links) is not None:
             now = time.monotonic()
             if self._context.rank != 0 and now > self._read_lost_at:
@@ -114,7 +124,7 @@ class Liveness:
 
 @functools.lru_cache(maxsize=1)
 def members(context: RankContext) -> list[Member]:
-    """Return the process of each rank, in the order of the ranks. Wait until all ranks have written their own."""
+    """Return the process of each rank, in rank order. Wait until all ranks have written their `Member` records."""
     keys = [member_key(rank) for rank in range(context.world_size)]
     context.connection.await_keys(keys, context.timeout)
     records = [context.connection.read(key, Member) for key in keys]
@@ -122,7 +132,7 @@ def members(context: RankContext) -> list[Member]:
 
 
 def shared_accelerator(context: RankContext) -> str:
-    """Return a clause that names ranks with the same accelerator, for messages; empty if no two ranks share one."""
+    """Return a clause that names ranks that share an accelerator, for messages; an empty string if no ranks do."""
     ranks_of: dict[str, list[int]] = {}
     if context.world.device.type != "cpu":
         for rank, member in enumerate(members(context)):

@@ -1,4 +1,7 @@
-"""The place of the main thread in the code, read by other threads for errors about ranks that wait for each other."""
+"""The place in the code at which the main thread is.
+
+The watchdog thread reads this place, for errors and logs that say where each rank is when ranks wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ class CodeLocation(NamedTuple):
 
     function: str | None  # the function of torch.distributed that user code has called, or "initialize_ddp"
     site: str  # file:line of the user's code
-    caller: str  # the function of the user's code
-    may_wait: bool  # the main thread may be waiting for other ranks, see `_may_wait`
+    caller: str  # the name of the function in the user's code
+    may_wait: bool  # whether the main thread may be waiting for other ranks, see `_may_wait`
 
     def __str__(self) -> str:
         function = self.function or self.caller
@@ -45,7 +48,10 @@ def location() -> CodeLocation:
 
 
 def stack() -> str:
-    """Return the stack of the main thread: only the frames of user code, or all frames if there are none of these."""
+    """Return the stack of the main thread, as text.
+
+    The text shows only the frames of user code. If the stack has no such frames, the text shows all frames.
+    """
     frames = list(traceback.walk_stack(main_frame()))
     user_frames = [(frame, line) for frame, line in frames if not _is_library(frame)]
     return "".join(traceback.StackSummary.extract(reversed(user_frames or frames)).format())
@@ -57,11 +63,11 @@ def _is_library(frame: FrameType) -> bool:
 
 
 def _may_wait(frame: FrameType) -> bool:
-    """Return whether the innermost ``frame`` may be in C code that waits for other ranks.
+    """Return whether the main thread may be waiting for other ranks, in C code that the innermost ``frame`` has called.
 
-    This is assumed of torch's code for distributed work and for autograd, whose backward waits for DDP's collectives.
-    It is also assumed of a call of any attribute named ``wait``, such as ``work.wait()``. To see such a call, the
-    function looks for the last attribute that the bytecode has loaded before the present instruction.
+    This may be so in torch's code for distributed work, and in its code for autograd, because the backward pass waits
+    for DDP's collectives. It may also be so in a call of an attribute named ``wait``, such as ``work.wait()``. The
+    function recognizes such a call by the last attribute that the bytecode loads before the present instruction.
     """
     if frame.f_code.co_filename.startswith(_WAITING):
         return True

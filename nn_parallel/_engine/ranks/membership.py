@@ -1,7 +1,7 @@
 """The membership of this process in a world.
 
-`initialize` reads the launch from the environment, meets the other ranks in a store, and makes the process group on
-this store. `clean_up` undoes all of it.
+`initialize` reads the launch from the environment, waits in a store for the other ranks, and makes the process group
+with this store. `clean_up` undoes all of this.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .liveness import shared_accelerator
 from .rendezvous import as_launch_error, join_launch
 from .uncaught import share_uncaught
 
-# The variable that a process sets when it joins as the rank that the launcher's variables describe. A child process
-# inherits both, and learns from this variable that the rank is another process.
+# The name of a variable that a process sets when it joins a world as the rank that the launcher's variables describe. A
+# child process inherits all these variables. It recognizes from this one that it is not the rank itself.
 TAKEN = "NN_PARALLEL_TAKEN"
 logger = logging.getLogger("nn_parallel")
 
@@ -50,9 +50,9 @@ def initialize(
     master_port: int | None = None,
     fallback: bool = False,
 ) -> World:
-    """Join the ranks that were started together, as `nn_parallel.initialize_ddp` does."""
-    # This hook stays until the process ends. It must be installed before the hook of `share_uncaught`, which is removed
-    # when this rank leaves the world and can only be removed while no other hook is on top of it.
+    """Join the ranks that were started together. This is the body of `nn_parallel.initialize_ddp`."""
+    # This installs an excepthook that stays until the process ends. It must be installed before the hook of
+    # `share_uncaught`, which is removed when this rank leaves the world. That works only for the last hook installed.
     hide_own_frames()
     context = rank_context()
     limit = None if timeout_s is None else timedelta(seconds=timeout_s)
@@ -101,16 +101,16 @@ def initialize(
 
 
 def _make_group(context: RankContext, backend: str | None, timeout: timedelta) -> None:
-    """Make the process group, in a block of all ranks."""
+    """Make the process group in a block of all ranks, so that all ranks raise the error if one of them fails."""
     name = "initialize_ddp()"
     with as_launch_error(name, context.world_size, timeout), block(name, timeout.total_seconds()):
         context.group.make(context.store, backend, timeout, shared_accelerator(context))
 
 
 def clean_up() -> None:
-    """Leave the world that `initialize` joined, as `nn_parallel.cleanup_ddp` does."""
-    # If an exception is being handled, another rank may never enter a collective that this rank has begun on the
-    # accelerator. The collective would never end, so it is aborted.
+    """Leave the world that `initialize` joined. This is the body of `nn_parallel.cleanup_ddp`."""
+    # If an exception is being handled, this rank may have begun a collective on the accelerator that another rank never
+    # enters. Such a collective never ends, so that it must be aborted.
     _leave(abort=sys.exc_info()[1] is not None)
 
 
@@ -123,10 +123,10 @@ def _leave_at_exit() -> None:
 def _leave(*, abort: bool, within_s: float = math.inf) -> None:
     """Close the process group, and leave the world unless this process is a worker of a pool.
 
-    A process group that other code has made stays open, and a fork of a rank closes nothing.
+    A process group that other code has made stays open. A process that was forked by a rank does nothing.
 
     Args:
-        abort: abort the collectives that run on the accelerator, instead of waiting for their end.
+        abort: if true, abort the collectives that run on the accelerator instead of waiting for their end.
         within_s: how long to wait for their end.
     """
     if not abort:
@@ -143,7 +143,7 @@ def _leave(*, abort: bool, within_s: float = math.inf) -> None:
 
 
 def _alone(device: torch.device | str) -> World:
-    """Make this process the only rank of a world, with this device, and return the world."""
+    """Make this process the only rank of a world, on ``device``, and return the world."""
     world = World(False, 0, 0, 1, existing_device(device))
     if named_device(device) is not None and world.device.index is not None:
         torch.accelerator.set_device_index(world.device.index)
@@ -152,9 +152,10 @@ def _alone(device: torch.device | str) -> World:
 
 
 def _is_started_by_rank(launch: Launch) -> bool:
-    """Return whether a rank has started this process, which then is no rank itself but has inherited its variables.
+    """Return whether a rank has started this process.
 
-    A worker process of a `DataLoader` is recognized by torch's `get_worker_info`, any other one by `TAKEN`.
+    The process has then inherited the rank's environment variables, but is not a rank itself. A worker process of a
+    `DataLoader` is recognized through torch's `get_worker_info`, any other child process through the variable `TAKEN`.
     """
     pid, _, place = os.environ.get(TAKEN, "").partition(" ")
     return get_worker_info() is not None or (place == _place(launch) and pid != str(os.getpid()))
@@ -168,8 +169,9 @@ def _place(launch: Launch) -> str:
 def join_launched_world() -> RankContext | None:
     """Return the context of this process among other ranks, or None if this process is alone.
 
-    If a launcher started this process and `initialize_ddp` has not been called, this function calls it. Otherwise each
-    rank of a script without this call would take itself for rank 0, and all of them would write the checkpoint.
+    If a launcher started this process and `initialize_ddp` has not been called yet, this function joins the world. This
+    is for scripts that never call `initialize_ddp`. Otherwise every rank of such a script would act as rank 0, and all
+    ranks would write the checkpoint.
     """
     context = rank_context()
     launch = detect_launch(os.environ) if context is None else None

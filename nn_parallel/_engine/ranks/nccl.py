@@ -1,16 +1,18 @@
 """NCCL for ranks that go on after a failure: its settings, its errors, and the abort of its collectives.
 
 A collective of NCCL is a kernel that waits on the GPU for the other ranks. The program goes on, and waits later, at the
-first line that needs a result, such as ``loss.item()``. That line raises no exception, even if the collective fails.
-Torch's remedy is a thread that watches the collectives and ends the process. But the processes of this package are to
-go on after a failure. So the settings below make torch's thread only note the errors that it sees. The watchdog of the
-rank reads them (`error_of`) and makes the main thread raise them.
+first line that needs a result, such as ``loss.item()``. This line raises no exception, even if the collective fails.
+Torch's remedy is a thread that watches the collectives and ends the process. But with this package, a process should
+survive a failure. Therefore the settings below make torch's thread only note the errors that it sees. The watchdog of
+the rank reads these errors (`error_of`) and makes the main thread raise them.
 
-The GPU is freed by the abort of the process groups. The kernels then return, but their results are wrong, so the main
-thread is always interrupted first. The abort of one group returns only when the kernels of this group have ended. These
-kernels may wait for memory that a kernel of another stuck group holds. So all groups are aborted at the same time, each
-in a thread of its own (`Aborts`). When they were aborted one after another, they waited for each other forever, even
-between ``ncclGroupStart`` and ``ncclGroupEnd`` (seen with torch 2.11 and NCCL 2.28).
+The GPU is freed by aborting the process groups. The kernels then return, but their results are wrong. To avoid that the
+main thread uses these results, it is always interrupted first.
+
+The abort of a group returns only when the kernels of this group have ended. These kernels may wait for memory that a
+kernel of another stuck group holds. Aborts one after another waited forever for this reason, even between
+``ncclGroupStart`` and ``ncclGroupEnd`` (seen with torch 2.11 and NCCL 2.28). Therefore all groups are aborted at the
+same time, each in its own thread (`Aborts`).
 """
 
 from __future__ import annotations
@@ -29,41 +31,41 @@ from ..devices import synchronize_in_thread
 from . import times
 from .flight_recorder import running_collectives
 
-UNINTERRUPTED = True  # read by `interrupts`: its signal handler raises nothing in the lines of this module
-# With these settings torch's thread neither aborts collectives nor ends the process.
+UNINTERRUPTED = True  # the signal handler in `interrupts` reads this, and raises no exception in lines of this module
+# Environment variables with which torch's thread neither aborts collectives nor ends the process.
 SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # the thread writes no dump of its records
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # no other thread watches this thread and ends the process if it hangs
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # no second thread monitors the first one and ends the process if it hangs
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # the thread does not wait until other ranks have written a dump
 }
-# Torchrun sets this value for all its ranks. The user has not chosen it, so it is replaced.
+# Torchrun sets this value for all its ranks. It is replaced by the one in SETTINGS, because the user has not chosen it.
 SET_BY_TORCHRUN = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-# When a collective has failed, torch sets this key in the store, and all ranks then dump their records. The key must be
-# deleted before the next group is made, whose ranks would read it too.
+# When a collective has failed, torch sets this key in the store, which makes all ranks dump their records. The key must
+# be deleted before the next group is made, because the ranks of that group would read it too.
 DUMP_KEY = "exception_dump"
 logger = logging.getLogger("nn_parallel")
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set in ``environ`` before a group is made. Variables that the user has set stay."""
+    """Return the variables to set in ``environ`` before a group is made, without those that the user has set."""
     by_torchrun = SET_BY_TORCHRUN if "TORCHELASTIC_RUN_ID" in environ else {}
     return {name: value for name, value in SETTINGS.items() if environ.get(name) in (None, by_torchrun.get(name))}
 
 
 def backends_of(group: dist.ProcessGroup) -> list[Any]:
-    """Return the backends of ``group`` that can be aborted, which are all but gloo."""
-    if type(group) is not dist.ProcessGroup:  # a group that is written in Python is its own backend
+    """Return the backends of ``group`` that can be aborted, which are all backends except gloo."""
+    if type(group) is not dist.ProcessGroup:  # a process group that is written in Python is its own backend
         return [group]
     backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
     return [backend for backend in backends.values() if type(backend) is not dist.ProcessGroupGloo]
 
 
 def error_of(groups: Iterable[dist.ProcessGroup], device: torch.device) -> dist.DistBackendError | None:
-    """Return the error for which a collective of ``groups`` on ``device`` cannot end; None if there is none.
+    """Return an error if a collective of ``groups`` on ``device`` has failed and cannot end; otherwise None.
 
-    The backends of the groups report errors. A lost connection is no error if all work that is queued on the device
-    still ends, because the other rank may have closed it after its last collective.
+    The backends of the groups report errors. Such an error is ignored if all work that is queued on the device still
+    ends. The connection may then have been lost only because another rank closed it after the last collective.
     """
     errors = {name for group in groups for name in _reported_errors(group)}
     if not errors or has_ended(device, times.ENDS_WITHIN_S):
@@ -76,7 +78,7 @@ def error_of(groups: Iterable[dist.ProcessGroup], device: torch.device) -> dist.
 
 
 def has_ended(device: torch.device, within_s: float) -> bool:
-    """Return whether all work that is queued on ``device`` ends within this time, successfully or by an error."""
+    """Return whether all work that is queued on ``device`` ends within ``within_s``, successfully or with an error."""
     return bool(wait([synchronize_in_thread(device)], within_s).done)
 
 
@@ -89,19 +91,20 @@ def _reported_errors(group: dist.ProcessGroup) -> set[str]:
 
 
 class Aborts:
-    """The aborts of process groups, each in a thread of its own, see the docstring of this module."""
+    """The aborts of process groups. Each abort runs in its own thread, see the docstring of this module."""
 
     def __init__(self) -> None:
         self._threads: dict[dist.ProcessGroup, threading.Thread] = {}
 
     def begin(self, groups: Mapping[dist.ProcessGroup, str], first_group_id: int) -> None:
-        """Begin to abort ``groups``, except those that are being aborted already. Return without waiting for the end.
+        """Begin to abort ``groups``, except those that are already being aborted. Return without waiting for the end.
 
-        A warning is logged if this cuts off collectives that are running.
+        If collectives are running, they are cut off, and a warning is logged.
 
         Args:
-            groups: the groups, with torch's names of them.
-            first_group_id: collectives of groups with a lower id belong to earlier groups and do not count.
+            groups: the groups, with their names in torch.
+            first_group_id: the lowest id of the present groups in torch's flight recorder. Collectives of groups with a
+                lower id are ignored, because these groups are closed.
         """
         new = {group: name for group, name in groups.items() if group not in self._threads and backends_of(group)}
         if new and (running_collectives(first_group_id, "nccl") or any(map(_reported_errors, new))):
@@ -116,7 +119,7 @@ class Aborts:
             self._threads[group].start()
 
     def finish(self) -> bool:
-        """Wait until all aborts have ended, so that the groups can be destroyed. Return false if one hangs."""
+        """Wait until all aborts have ended, so that the groups can be destroyed. Return False if an abort hangs."""
         wait_until = time.monotonic() + times.ABORT_WITHIN_S
         for thread in self._threads.values():
             thread.join(max(0.0, wait_until - time.monotonic()))
@@ -134,5 +137,5 @@ class Aborts:
 def _abort(group: dist.ProcessGroup, name: str) -> None:
     try:
         group.abort()
-    except Exception as error:  # the abort of the other groups, and the interrupt, may still free this rank
+    except Exception as error:  # go on, because the aborts of other groups and the interrupt may still free this rank
         logger.warning("Process group %s could not be aborted: %s", name, error)

@@ -1,6 +1,6 @@
-"""The ranks that an argument ``rank`` names.
+"""The ranks that the argument ``rank`` of a public function names.
 
-The argument is a rank, a sequence of ranks, or a local rank, which names one rank on each node. A negative number
+The argument can be a rank, a sequence of ranks, or a local rank, which names one rank on each node. A negative number
 counts from the end.
 """
 
@@ -15,17 +15,18 @@ from .liveness import members
 
 
 def make_chooser(caller: str, rank: Any, local: bool = False) -> Callable[[Blocks], tuple[int, ...]]:
-    """Return a function from a world's `Blocks` to the ranks that ``rank`` names in this world.
+    """Return a function that takes a world's `Blocks` and returns the ranks that ``rank`` names in this world.
 
-    The type of ``rank`` is checked now. The range can only be checked later, because the world size is not known yet.
+    A decorator calls this when the world size is not known yet. Therefore only the type of ``rank`` is checked now. The
+    returned function checks the range.
 
     Args:
-        caller: the public function, for error messages.
-        rank: the argument of that function.
-        local: ``rank`` holds one local rank.
+        caller: the name of the public function, for error messages.
+        rank: the argument that the public function got.
+        local: if true, ``rank`` is a sequence that holds one local rank.
 
     Raises:
-        TypeError, ValueError: ``rank`` can name no rank in any world.
+        TypeError, ValueError: ``rank`` cannot name a rank in any world.
     """
     wanted = _checked_ranks(caller, rank)
     if local:
@@ -34,7 +35,7 @@ def make_chooser(caller: str, rank: Any, local: bool = False) -> Callable[[Block
 
 
 def _checked_ranks(caller: str, rank: Any) -> tuple[int, ...]:
-    """Return ``rank`` as a tuple. Raise TypeError or ValueError if it does not consist of integers."""
+    """Return ``rank`` as a tuple. Raise TypeError if it does not consist of integers, ValueError if it is empty."""
     ranks = tuple(rank) if isinstance(rank, Sequence) and not isinstance(rank, str) else (rank,)
     if not ranks:
         raise ValueError(f"{caller}({rank!r}) names no rank: give one, 0 to world_size - 1, or a list of them.")
@@ -49,7 +50,7 @@ def _checked_ranks(caller: str, rank: Any) -> tuple[int, ...]:
 
 @functools.cache
 def _ranks_in_world(caller: str, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Return ``ranks`` without repetitions, with negative numbers counted from the end of the world.
+    """Return ``ranks`` without repetitions. Negative numbers are replaced by the ranks that they mean.
 
     Raises:
         ValueError: a rank is out of range.
@@ -64,10 +65,10 @@ def _ranks_in_world(caller: str, ranks: Sequence[int], world_size: int) -> tuple
 
 
 def _local_ranks_in_world(caller: str, local_rank: int, blocks: Blocks) -> tuple[int, ...]:
-    """Return the ranks that have this local rank, one on each node that has enough ranks.
+    """Return the ranks whose local rank is ``local_rank``: one on each node that has enough ranks.
 
     Raises:
-        ValueError: no node has this local rank.
+        ValueError: no rank has this local rank.
     """
     ranks = tuple(
         rank

@@ -1,4 +1,7 @@
-"""The records of calls and blocks that ranks write into the store for each other. Their keys are listed in `store`."""
+"""The records about calls and blocks that ranks write into the store, so that other ranks read them.
+
+The docstring of `store` lists the keys of these records.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,11 @@ from ..stack_dump import by_place
 from ..tracebacks import PACKAGE_FOLDER
 from .store import decode
 
-RANKS_NAMED = 8  # the most ranks that a message describes one by one
+RANKS_NAMED = 8  # a message describes at most this number of ranks one by one
 
-# The phases of a call on a rank. Each call begins as WAITING. FINISHED: the rank has run the function of the call,
-# or has failed in it. ARRIVED: the rank is at a barrier. HAS_LEFT: the rank makes no more calls in this generation.
+# The phases of a call on a rank. Each call begins with WAITING. FINISHED means that the rank has run the function of
+# the call, or has failed in it. ARRIVED means that the rank is at a barrier. HAS_LEFT means that the rank makes no more
+# calls in this generation, because it has left the world or its task in a pool has ended.
 WAITING, FINISHED, ARRIVED, HAS_LEFT = range(4)
 
 
@@ -31,7 +35,7 @@ class Call(NamedTuple):
 
     function: str
     ranks: tuple[int, ...]  # the ranks that run the function; all ranks for a barrier
-    site: str  # file:line
+    site: str  # the line of user code that makes the call, as ``file:line``
 
     def __str__(self) -> str:
         return f"{self.what} at {self.site}"
@@ -42,15 +46,21 @@ class Call(NamedTuple):
 
 
 class Position(NamedTuple):
-    """The position of a rank in its calls. ``a >= b`` means that ``a`` is at least as far as ``b``."""
+    """The number of calls that a rank has made, and its phase in the last one.
 
-    generation: int  # the number of the generation: all calls and barriers between two failures of blocks
+    Positions can be compared: ``a >= b`` means that ``a`` is at least as far as ``b``.
+    """
+
+    generation: int  # the number of the generation, which consists of all calls and barriers between two failed blocks
     call: int  # the number of the call in its generation, from 1; 0 before the first call
     phase: int  # WAITING, FINISHED, ARRIVED or HAS_LEFT
 
 
 class CallMade(NamedTuple):
-    """A call that a rank made under ``number``, and again under the following numbers until its next `CallMade`."""
+    """A call that a rank has made, once or several times in succession.
+
+    The rank made the call under ``number``, and again under all following numbers before that of its next `CallMade`.
+    """
 
     number: int
     what: str
@@ -63,7 +73,7 @@ class RankStatus(NamedTuple):
     position: Position
     failed_calls: int  # the number of calls that have failed on this rank, in all generations
     last: CallMade | None = None
-    earlier: str = "[]"  # the calls before ``last``, as encoded text, because most readers do not need them
+    earlier: str = "[]"  # the calls before ``last``, still encoded because most readers do not need them
 
     def made_as(self, number: int) -> CallMade | None:
         """Return the call that this rank made under ``number``; None if the status no longer lists that call."""
@@ -79,7 +89,7 @@ class RankStatus(NamedTuple):
         return f"was last in {self.last.what} at {self.last.site}"
 
 
-NO_STATUS = RankStatus(Position(-1, -1, WAITING), 0)  # of a rank that has published none
+NO_STATUS = RankStatus(Position(-1, -1, WAITING), 0)  # the status of a rank that has not published a status
 
 
 class FailedCall(NamedTuple):
@@ -88,14 +98,14 @@ class FailedCall(NamedTuple):
     generation: int
     number: int
     function: str
-    failures: dict[int, Failure]  # by the rank that failed
+    failures: dict[int, Failure]  # maps the ranks that failed to their failures
 
 
 class FailedCalls(NamedTuple):
     """The last calls that have failed on a rank."""
 
     total: int  # the number of all calls that have failed, including those that are no longer in ``kept``
-    kept: tuple[FailedCall, ...]  # the oldest first
+    kept: tuple[FailedCall, ...]  # the last failed calls, the oldest first
 
 
 NONE_FAILED = FailedCalls(0, ())
@@ -105,25 +115,28 @@ class GenerationEnd(NamedTuple):
     """The end of a generation. The first rank that leaves a block or a barrier early writes this record."""
 
     barriers: int  # the number of barriers that all ranks had reached
-    failures: dict[int, Failure]  # by the rank that failed, the cause first
-    is_mixed: bool = False  # Ranks were at different barriers, so some may have passed one that others have not.
+    failures: dict[int, Failure]  # maps the ranks that failed to their failures, the cause first
+    # Whether ranks were at different barriers at the same time. Some ranks may then have passed a barrier that others
+    # have not reached.
+    is_mixed: bool = False
 
     def fails(self, begin: float, end: float, is_outermost: bool) -> bool:
         """Return whether this end of the generation fails a block. The result is the same on all ranks.
 
-        The block that fails is the innermost one that all ranks had begun and that not all ranks had ended, so a rank
-        asks for its innermost block first. For instance, an outer block begins at barrier 1 and ends at barrier 4, and
-        a block inside it begins at barrier 2 and ends at barrier 3. Then the number of complete barriers decides:
+        The failed block is the innermost block that all ranks had begun, but that not all ranks had ended. Therefore a
+        rank calls this method for its innermost block first. For instance, an outer block begins at barrier 1 and ends
+        at barrier 4, and a block inside it begins at barrier 2 and ends at barrier 3. Then the number of complete
+        barriers (``barriers``) decides:
 
-        - 0: the outer block fails. Not all ranks had begun it, but no block around it can fail instead.
+        - 0: the outer block fails. Not all ranks had begun it, but there is no block around it that could fail instead.
         - 1 or 3: the outer block fails.
         - 2: the inner block fails.
-        - 4: no block fails, because all ranks had reached the end.
+        - 4: no block fails, because all ranks had reached the end of the outer block.
 
         Args:
             begin: the number of the barrier at which the block begins; infinite if this rank has not reached it.
             end: the number of the barrier at which the block ends; infinite if this rank has not reached it.
-            is_outermost: there is no block around this block.
+            is_outermost: true if there is no block around this block.
         """
         return self.barriers < end and (begin <= self.barriers or is_outermost)
 
@@ -137,12 +150,12 @@ class Waits(NamedTuple):
 
 
 class Whereabouts(NamedTuple):
-    """The place of a rank in its program, as the watchdog of the rank publishes it."""
+    """The place of a rank in its program, which the watchdog of the rank publishes."""
 
     where: str  # the place in words, for messages
     stack: str  # the stack of the main thread, only the user's code
-    entered: dict[str, int]  # by process group: the most collectives that the rank can have entered
-    waits: Waits | None  # None: the rank is running, or is in a collective
+    entered: dict[str, int]  # an upper limit for the number of collectives that the rank has entered, by process group
+    waits: Waits | None  # None if the rank is in no wait of this package: it runs, or is in a collective
 
     def waits_for(self, rank: int) -> bool:
         return self.waits is not None and rank in self.waits.ranks
@@ -152,9 +165,9 @@ def timeout_error(what: str, silent: Sequence[int], whereabouts: Mapping[int, Wh
     """Return the error that ranks raise because the ``silent`` ranks have not come in time.
 
     Args:
-        what: the beginning of the message: the call that has not ended, and its time limit.
+        what: the beginning of the message, which says what has not ended within which time.
         silent: the ranks that the others have waited for.
-        whereabouts: the whereabouts of the ranks; None for a rank that has published none.
+        whereabouts: the `Whereabouts` of the ranks, by rank; None for a rank that has published none.
     """
     known = {rank: published for rank, published in sorted(whereabouts.items()) if published is not None}
     places = by_place({f"rank {rank}": published.where.removeprefix("is ") for rank, published in known.items()})
@@ -165,17 +178,17 @@ def timeout_error(what: str, silent: Sequence[int], whereabouts: Mapping[int, Wh
 
 
 def call_name(fn: Callable[..., Any]) -> str:
-    """Return the name of a call of ``fn``. It is the same on all ranks, which compare it and use it in errors."""
+    """Return the name of a call of ``fn``, for errors. It is the same on all ranks, so that they can compare it."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     if (getattr(fn, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]:
-        name = name.rpartition("<locals>.")[2]  # an inner function of this package is named like the public function
+        name = name.rpartition("<locals>.")[2]  # inner functions of this package have the names of public functions
     return f"{name}()"
 
 
 def call_site() -> str:
-    """Return the line of user code that calls this package, as ``file:line``."""
+    """Return the line of user code that has called this package, as ``file:line``."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED_FILES):
         frame = frame.f_back
@@ -183,15 +196,16 @@ def call_site() -> str:
 
 
 def site_of(frame: FrameType) -> str:
-    """Return the present line of ``frame``, as ``file:line``."""
+    """Return the line that ``frame`` executes, as ``file:line``."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_SKIPPED_FILES = PACKAGE_FOLDER, contextlib.__file__  # contextlib: its frames lie between a ``with`` and this package
+# Frames of contextlib are skipped too, because they lie between a ``with`` statement in user code and this package.
+_SKIPPED_FILES = PACKAGE_FOLDER, contextlib.__file__
 
 
 def rebuilt(failures: Mapping[int, Failure]) -> dict[int, Exception]:
-    """Return the exceptions that ``failures`` describe."""
+    """Return the exceptions that ``failures`` describe, rebuilt from plain data, by rank."""
     errors = {rank: failure.rebuild(known_exceptions()) for rank, failure in failures.items()}
     for rank, error in errors.items():
         if isinstance(error, WorkerDiedError):
@@ -201,7 +215,10 @@ def rebuilt(failures: Mapping[int, Failure]) -> dict[int, Exception]:
 
 @functools.cache
 def known_exceptions() -> dict[str, type[Exception]]:
-    """Return the exception types that may be rebuilt from the store: builtin, and some of torch and this package."""
+    """Return the exception types that may be rebuilt from records in the store, by their full names.
+
+    These are the builtin exceptions, and some exceptions of torch and of this package.
+    """
     kinds = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     kinds += [dist.DistError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError]
     kinds += [torch.OutOfMemoryError, torch.linalg.LinAlgError]

@@ -1,6 +1,6 @@
 """The rendezvous of the ranks that a launcher has started: all of them connect to one store and wait for each other.
 
-The store listens at the master address. Rank 0 hosts it, except that torchrun's agent may host it.
+The store listens at the master address. Usually rank 0 hosts the store. With torchrun, torchrun's agent may host it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger("nn_parallel")
 
 
 def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta) -> RankContext:
-    """Meet the other ranks of ``launch`` in the store, and return the context of this rank.
+    """Connect to the store, wait there for the other ranks of ``launch``, and return the context of this rank.
 
     Raises:
         LaunchError: on every rank, if one of the ranks does not come within ``timeout`` or has no device.
@@ -52,13 +52,14 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         if world.device.type != "cpu":
             # Otherwise the first use of the accelerator would open a context on device 0, which costs memory there.
             torch.accelerator.set_device_index(world.device.index)
-    except RuntimeError as error:  # also a LaunchError
-        # The other ranks wait for this rank. So it meets them all the same, and then passes the refusal on to them.
+    except RuntimeError as error:  # this includes LaunchError
+        # This rank still joins the rendezvous, so that the other ranks do not wait for it. There it reports the error,
+        # which all ranks raise.
         world = world_of(launch, torch.device("cpu"))
         refusal = LaunchError(f"Rank {launch.rank} has no device: {error}")
     before = open_sockets()
     address = (launch.master_addr, launch.master_port)
-    # A store is kept until the process ends, because a second store could not listen on the same port.
+    # A store is kept until the process ends, because a second store could not listen at the same port.
     if address not in _stores:
         opened = _open_store(launch, timeout, before)
         _stores[address] = _KeptStore(opened, connected_since(before, opened))
@@ -77,7 +78,7 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         context.links = Links(context.lost_after_s)
         context.on_leave.callback(context.links.close)
         if launch.rank == 0:
-            with contextlib.suppress(OSError):  # the other ranks log that they cannot connect, see `_link`
+            with contextlib.suppress(OSError):  # nothing is logged, because the ranks that cannot connect log it
                 context.links.listen()
     try:
         _meet(context, f"{launch.master_addr}:{launch.master_port}", refusal)
@@ -97,7 +98,7 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
 def _link(links: Links, launch: Launch, rank_0: Member | None) -> None:
     """Connect this rank to rank 0, so that each of them notices the death of the other.
 
-    If the connection cannot be made, such a death is only noticed when a timeout is over.
+    If the connection cannot be made, this rank logs a warning. A death is then noticed only when a timeout has passed.
     """
     try:
         links.connect(launch.rank, launch.master_addr, rank_0.port if rank_0 else 0)
@@ -110,9 +111,9 @@ def _meet(context: RankContext, where: str, refusal: LaunchError | None) -> None
     """Wait until all ranks have come.
 
     Args:
-        context: of this rank.
+        context: the context of this rank.
         where: the address of the store, for error messages.
-        refusal: the error by which this rank refuses to join; all ranks raise it.
+        refusal: the error for which this rank refuses to join, and which all ranks then raise; None if it joins.
 
     Raises:
         LaunchError: a rank has not come in time, or has refused.
@@ -126,15 +127,15 @@ def _meet(context: RankContext, where: str, refusal: LaunchError | None) -> None
 
 @contextlib.contextmanager
 def as_launch_error(where: str, world_size: int, timeout: timedelta) -> Iterator[None]:
-    """Raise errors of the block as `LaunchError`.
+    """Turn errors of the ``with`` block into a `LaunchError`.
 
     A timeout becomes an error that names the missing ranks. A `LaunchError` that one rank has raised is raised on all
     ranks. Any other error of a rank becomes the text of a new `LaunchError`.
 
     Args:
-        where: the place where the ranks meet, for the message of a timeout.
-        world_size: for the same message.
-        timeout: for the same message.
+        where: the address or the call at which the ranks meet, for the message of a timeout.
+        world_size: the number of ranks, for the same message.
+        timeout: the timeout that has passed, for the same message.
     """
     try:
         yield
@@ -152,10 +153,11 @@ def as_launch_error(where: str, world_size: int, timeout: timedelta) -> Iterator
 
 
 def _prefix(launch: Launch, kept: _KeptStore) -> str:
-    """Return the prefix of all keys that these ranks use after this meeting.
+    """Return the prefix of all keys that the ranks use in the store.
 
-    It contains the world size, so that a job of another size at the same address uses other keys. It also contains the
-    number of restarts and of meetings, so that these ranks do not read keys of an earlier attempt.
+    The prefix contains the world size, so that a job of another size at the same address uses other keys. It also
+    contains the number of restarts by the launcher and the number of joins at this address. Therefore the ranks do not
+    read the keys of an earlier attempt.
     """
     return f"nn_parallel/{launch.world_size}/{launch.attempt}.{kept.meetings}"
 
@@ -164,9 +166,9 @@ def _open_store(launch: Launch, timeout: timedelta, before: dict[int, int]) -> d
     """Connect to the store at the master address. Rank 0 hosts the store unless the launcher does.
 
     Args:
-        launch: of this rank.
-        timeout: how long rank 0 or the launcher may take to listen, and for each later request to the store.
-        before: the sockets of this process that are open already.
+        launch: the launch of this rank.
+        timeout: how long rank 0 or the launcher may take to listen. This is also the limit of later requests.
+        before: the sockets of this process that were open before, as ``{descriptor: inode}``.
 
     Raises:
         LaunchError: rank 0 cannot listen there, or this rank cannot connect within ``timeout``.
@@ -211,16 +213,16 @@ def _open_store(launch: Launch, timeout: timedelta, before: dict[int, int]) -> d
 
 @contextlib.contextmanager
 def _ended_after(timeout: timedelta, port: int, before: dict[int, int]) -> Iterator[None]:
-    """After ``timeout`` end all connections to ``port`` that this block has made, so that the block raises.
+    """After ``timeout``, end all connections to ``port`` that the ``with`` block has made, so that the block raises.
 
     This is needed because a `TCPStore` waits without limit for the first answer of the program that listens at this
-    port. The program may be no store and never answer. A thread ends the connections again and again, because the
-    `TCPStore` tries again.
+    port. The program may not be a store, and may never answer. A thread ends the connections again and again, because
+    the `TCPStore` connects again.
 
     Args:
         timeout: how long the block may take.
         port: the port of the store.
-        before: the sockets of this process that were open before, and are left alone.
+        before: the sockets of this process that were open before, as ``{descriptor: inode}``. They stay open.
     """
 
     def end_connections_to_port() -> None:
@@ -242,19 +244,20 @@ def _ended_after(timeout: timedelta, port: int, before: dict[int, int]) -> Itera
 def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:
     """Wait until a program listens at ``address``.
 
-    A `TCPStore` would also wait for this. But it tries again only after half a second and then more and more rarely,
+    A `TCPStore` would also wait for this. But it tries again only after half a second and then at growing intervals,
     and Ctrl-C does not interrupt it.
 
     Raises:
-        OSError: the last attempt failed, after ``timeout``.
-        UnicodeError: the host name contains a part that no host name can have.
+        OSError: no program listens at ``address`` when ``timeout`` has passed.
+        UnicodeError: the host name contains a part that no host name can have, for instance an empty part.
     """
     warn_after_s = times.WARN_AFTER_S
     for waited in looks(*times.ATTEMPTS):
         left = timeout.total_seconds() - waited
         answer_within_s = min(max(left, times.ATTEMPT_MIN_S), times.ATTEMPT_MAX_S)
         try:
-            # Ctrl-C is raised after the attempt, because in the middle of the attempt it would leave a socket open.
+            # `DeferredSignals` delays Ctrl-C until the attempt has ended. In the middle of an attempt, Ctrl-C would
+            # leave a socket open.
             with DeferredSignals(), socket.create_connection(address, answer_within_s):
                 return
         except OSError as error:
@@ -267,11 +270,11 @@ def _await_listener(address: tuple[str, int], timeout: timedelta) -> None:
 
 @dataclass
 class _KeptStore:
-    """A connection to a store at a master address, for this launch and later ones at the same address."""
+    """A connection to the store at a master address. It is kept for later launches at the same address."""
 
     store: dist.Store
-    sockets: dict[int, int]  # the connection, as ``{descriptor: inode}``
-    meetings: int = 0  # the number of times that this rank has tried to meet the others there
+    sockets: dict[int, int]  # the socket of the connection, as ``{descriptor: inode}``
+    meetings: int = 0  # the number of times that this rank has tried to join the other ranks in this store
 
 
-_stores: dict[tuple[str, int], _KeptStore] = {}  # by address
+_stores: dict[tuple[str, int], _KeptStore] = {}  # maps master addresses to stores

@@ -1,4 +1,4 @@
-"""Code that only some ranks run while the others wait: the bodies of `on_rank`, `rank_first` and `barrier`."""
+"""Code that only some ranks run while the others wait: the implementation of `on_rank`, `rank_first` and `barrier`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def make_decorator(
     """Return the decorator of `nn_parallel.on_rank`.
 
     Args:
-        choose: returns the ranks that run the function, see `make_chooser`.
-        barrier: see `nn_parallel.on_rank`, as for the following arguments.
-        broadcast: see there.
-        wait: see there.
-        timeout_s: see there.
+        choose: a function that returns the ranks that run the decorated function, see `make_chooser`.
+        barrier: the argument of `nn_parallel.on_rank`.
+        broadcast: the argument of `nn_parallel.on_rank`.
+        wait: the argument of `nn_parallel.on_rank`.
+        timeout_s: the argument ``timeout`` of `nn_parallel.on_rank`, in seconds.
 
     Raises:
         ValueError: ``wait`` is False, but another argument makes all ranks wait.
@@ -82,11 +82,11 @@ def make_decorator(
                         if broadcast and blocks.rank == ranks[0]:
                             packed = dumps(result, lambda: {"the result": result})
                 if broadcast:
-                    with block(name):  # if a rank fails in the collective, the block frees the other ranks from it
+                    with block(name):  # if a rank fails in the broadcast, the block frees the other ranks from it
                         received: R = broadcast_packed(packed, ranks[0])
                     result = received if packed is None else result
             except ParallelError as error:
-                raise error.with_traceback(None) from error.__cause__  # without the frames of this package
+                raise error.with_traceback(None) from error.__cause__  # drop the frames of this package
             return result
 
         return call_on_rank
@@ -96,7 +96,7 @@ def make_decorator(
 
 @contextlib.contextmanager
 def rank_first(choose: Callable[[Blocks], tuple[int, ...]], timeout_s: float | None) -> Iterator[None]:
-    """Make the block of `nn_parallel.rank_first`, which the ranks that ``choose`` returns run first."""
+    """Make the ``with`` block of `nn_parallel.rank_first`, which the ranks that ``choose`` returns run first."""
     blocks = blocks_of(join_launched_world())
     if blocks is None or blocks.nested_in:
         yield
@@ -111,7 +111,7 @@ def rank_first(choose: Callable[[Blocks], tuple[int, ...]], timeout_s: float | N
 
 
 def barrier(timeout_s: float | None) -> None:
-    """Wait until every rank has called this, as `nn_parallel.barrier` does."""
+    """Wait until every rank has called this function. This is the body of `nn_parallel.barrier`."""
     blocks = blocks_of(join_launched_world())
     if blocks is not None:
         blocks.raise_if_nested("barrier()")
@@ -123,11 +123,11 @@ def _call_or_block(
 ) -> contextlib.AbstractContextManager[bool]:
     """Make ``call`` as a call of one rank, or as a block if several ranks run it.
 
-    A block is needed for several ranks, because they may wait for each other in a collective. If one of them fails, the
-    others must be freed from it.
+    Several ranks may wait for each other in a collective. If one of them fails, the others must be freed from the
+    collective, and only a block does this.
 
     Returns:
-        A context manager that yields whether this rank runs the call.
+        A context manager that yields True on the ranks that run the call, and False on the others.
     """
     if len(call.ranks) == 1:
         return blocks.call(call, timeout_s, barrier=barrier)
@@ -136,6 +136,6 @@ def _call_or_block(
 
 @contextlib.contextmanager
 def _block_of_some(blocks: Blocks, call: Call, timeout_s: float | None) -> Iterator[bool]:
-    """Make a block whose body only the ranks of ``call`` run. Yield whether this rank does."""
+    """Make a block whose body only the ranks of ``call`` run. Yield True on these ranks, and False on the others."""
     with blocks.block(call, timeout_s, from_end=True), blocks.nested(call.ranks):
         yield blocks.rank in call.ranks

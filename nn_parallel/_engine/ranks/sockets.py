@@ -1,11 +1,12 @@
 """Sockets: the loopback, the network interfaces, and the connections that torch opens in this process.
 
-Torch does not hand out the descriptors of its connections. So this package finds them among the open descriptors of the
-process: they are new since some earlier moment, or they are connected to a known address.
+Torch gives no access to the descriptors of its connections. Therefore this package searches the open descriptors of the
+process, either for sockets that were opened after a certain moment, or for sockets that are connected to a known
+address.
 
-A socket is identified by its descriptor and its inode, in dictionaries ``{descriptor: inode}``. The descriptor alone is
-not enough: torch may close the socket at any time, and the number then names another file. Functions that use a socket
-make a duplicate of the descriptor first and check the inode of the duplicate.
+A socket is identified by its descriptor together with its inode, in dictionaries ``{descriptor: inode}``. The
+descriptor alone is not enough, because torch may close the socket at any time, and the number may then refer to another
+file. Functions that use a socket first duplicate the descriptor, and then check the inode of the duplicate.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import torch.distributed as dist
 
 from .environment import is_loopback
 
-SIOCGIFADDR = 0x8915  # the number of this ioctl on Linux
-LISTEN_BACKLOG = 4096  # large, because all ranks of a node connect at the same time; the kernel may lower it
+SIOCGIFADDR = 0x8915  # the ioctl of Linux that reads the IPv4 address of a network interface
+LISTEN_BACKLOG = 4096  # large, because many ranks connect at the same time; the kernel may use a lower value
 
 
 def open_sockets() -> dict[int, int]:
@@ -41,15 +42,20 @@ def open_sockets() -> dict[int, int]:
 
 
 def connected_since(before: dict[int, int], store: dist.Store) -> dict[int, int]:
-    """Return the connections of this process to ``store`` that are not in ``before``.
+    """Return the connections of this process to ``store`` that are not in ``before``, as ``{descriptor: inode}``.
 
-    If this process hosts the store, the connections of the store's clients are not included.
+    If this process hosts the store, the server's ends of the connections are not included.
     """
     return connected_to(getattr(bottom(store), "port", 0), before)
 
 
 def connected_to(port: int, before: dict[int, int]) -> dict[int, int]:
-    """Return the connections of this process to ``port`` of any host that are not in ``before``."""
+    """Return the connections of this process to ``port`` on any host, as ``{descriptor: inode}``.
+
+    Args:
+        port: the port of the peer.
+        before: sockets that are left out, because they were open earlier.
+    """
     inodes = {}
     for fd, inode in open_sockets().items():
         if before.get(fd) != inode:
@@ -68,7 +74,10 @@ def at_ports(ports: set[int]) -> list[int]:
 
 
 def connected_at(addresses: set[tuple[str, int]]) -> dict[int, int]:
-    """Return the connections of this process that have one of ``addresses`` at either end."""
+    """Return the connections of this process that have one of ``addresses`` at either end, as ``{descriptor: inode}``.
+
+    Listening sockets are not included.
+    """
     return {
         fd: inode
         for fd, inode, ends in _ends()
@@ -91,24 +100,24 @@ def _ends() -> Iterator[tuple[int, int, list[tuple[Any, ...]]]]:
 
 
 def still_open(sockets: dict[int, int]) -> Iterator[socket.socket]:
-    """Yield a duplicate of each of ``sockets`` that is still the same connection. The caller closes the duplicates."""
+    """Yield a duplicate of each of ``sockets`` that is still open. The caller must close the duplicates."""
     for fd, inode in list(sockets.items()):
         if (connection := duplicate(fd, inode)) is not None:
             yield connection
 
 
 def end_connections(sockets: dict[int, int]) -> None:
-    """Shut down the connections, so that threads and peers that wait for data from them see their end."""
+    """Shut down the connections, so that threads and peers that wait for data on them notice the end."""
     for connection in still_open(sockets):
         with connection, contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
 
 def duplicate(fd: int, inode: int | None) -> socket.socket | None:
-    """Return a duplicate of the connection ``fd``, which the caller closes.
+    """Return a duplicate of the connection ``fd``. The caller must close the duplicate.
 
     Returns:
-        None if ``fd`` now names another file than the one with this ``inode``, or a listening socket.
+        None if ``fd`` does not refer to the file with this ``inode`` any more, or is a listening socket.
     """
     with contextlib.suppress(OSError):
         connection = _duplicate(fd)
@@ -132,18 +141,19 @@ def _duplicate(fd: int) -> socket.socket:
 def end_if_unanswered(connection: socket.socket, lost_after_s: float, *, is_idle: bool = False) -> None:
     """Make the kernel end ``connection`` if the other host does not answer for too long.
 
-    The connection survives an interruption of up to ``lost_after_s``. A busy process on the other host does no harm,
-    because its kernel answers. TCP options set the limit, and it depends on the use of the connection:
+    The connection survives an interruption of up to ``lost_after_s``. A busy process on the other host does not end
+    the connection, because the kernel of that host answers. The limit, which is set by TCP options, depends on the use
+    of the connection:
 
-    - An idle connection is probed at short intervals. It can end soon after ``lost_after_s``.
-    - Data that was sent just before an interruption is sent again at intervals that double each time. After an
-      interruption of ``lost_after_s`` the next attempt may only come after twice that time. So the limit is twice as
-      long.
+    - An idle connection is probed at short intervals. Therefore the limit can be little more than ``lost_after_s``.
+    - Data that was sent just before an interruption is sent again at intervals that double each time. If the
+      interruption lasts for ``lost_after_s``, the next attempt may come only after twice this time. Therefore the limit
+      is twice as long.
 
     Args:
         connection: the connection.
-        lost_after_s: the interruption that the connection must survive.
-        is_idle: almost no data is sent on the connection.
+        lost_after_s: the length of an interruption that the connection must survive.
+        is_idle: whether almost no data is sent on the connection.
     """
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
@@ -167,11 +177,11 @@ def listen_at(host: str, port: int = 0) -> socket.socket:
 def loopback(preferred: str = "127.0.0.1") -> str:
     """Return the ``preferred`` loopback address, 127.0.0.1 or ::1, if this machine has it, and otherwise the other one.
 
-    A machine lacks one of them if IPv4 or IPv6 is switched off.
+    A machine lacks one of the two addresses if IPv4 or IPv6 is switched off.
 
-    ``::1`` can be faster. Torch looks up the name of each host that it connects to, and writes IPv4 addresses in the
-    form of IPv6 before. 127.0.0.1 becomes ``::ffff:127.0.0.1``, which is not in ``/etc/hosts``, so that a name server
-    is asked if there is one. ``::1`` is in ``/etc/hosts``.
+    ``::1`` can be faster, because torch looks up the name of each address to which it connects. Torch writes 127.0.0.1
+    in the form of IPv6, ``::ffff:127.0.0.1``. This address is not in ``/etc/hosts``, so that the look-up asks a name
+    server if there is one. ``::1`` is in ``/etc/hosts``.
     """
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET6 if ":" in preferred else socket.AF_INET) as probe:
         probe.bind((preferred, 0))
@@ -180,17 +190,17 @@ def loopback(preferred: str = "127.0.0.1") -> str:
 
 
 def interface_to_other_nodes(connections: dict[int, int]) -> str | None:
-    """Return the network interface at which gloo should listen so that other nodes reach this node.
+    """Return the name of the network interface on which gloo should listen so that other nodes can reach this node.
 
-    By default gloo listens at the address of the host name. On many machines this is a loopback address, which other
-    nodes cannot reach.
+    By default gloo listens at the address to which the host name resolves. On many machines this is a loopback address,
+    which other nodes cannot reach.
 
     Args:
-        connections: connections of this process to other nodes. They use the right interface.
+        connections: connections of this process to other nodes, which show the right interface.
 
     Returns:
-        None if gloo's default is no loopback address, or if there are several interfaces and no connection shows which
-        one to use.
+        None if gloo's default address is not a loopback address, or if there are several interfaces and no connection
+        shows which of them to use.
     """
     with contextlib.suppress(OSError):
         if not is_loopback(str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])):

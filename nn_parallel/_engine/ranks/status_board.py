@@ -2,15 +2,15 @@
 
 Each rank overwrites one key, its *status*. The status says how many calls the rank has made, how far it is in the last
 call, how many of its calls have failed, and which functions its last calls were. A rank that needs the outcome of a
-call reads the status of the rank that runs the call, again and again, until that rank has finished the call. So a
-successful call costs the rank that runs it a single `set`, which awaits no reply. The number of keys does not depend on
-the number of calls.
+call reads the status of the rank that runs the call, again and again, until that rank has finished the call. Therefore
+a successful call costs the rank that runs it only a single `set`, which does not wait for a reply. The number of keys
+does not depend on the number of calls.
 
-A rank whose call has failed also writes a second key, the list of its last failures. Ranks that lag behind find the
-failures of their own calls there.
+A rank whose call has failed also writes a second key, the list of its last failures. A slower rank that makes the same
+call later finds the failure of this call there.
 
-Calls are numbered 1, 2, ... on each rank. Ranks that make the same calls agree on the numbers. If they do not make the
-same calls, the functions under some number differ, and the error names both functions.
+Calls are numbered 1, 2, ... on each rank. If all ranks make the same calls, a number means the same call on all ranks.
+If they do not, two ranks have different functions under the same number, and the error names both functions.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from .records import (
 )
 from .store import decode, encode, failures_key, status_key, whereabouts_key
 
-CALLS_KEPT = 8  # in a status
-FAILURES_KEPT = 64  # in the list of failures of a rank
+CALLS_KEPT = 8  # the number of calls that a status lists
+FAILURES_KEPT = 64  # the number of failures that a rank keeps in its list of failures
 logger = logging.getLogger("nn_parallel")
 
 
@@ -60,37 +60,38 @@ class Wait(NamedTuple):
     ranks: Sequence[int]  # the ranks that this rank waits for
     phase: int  # the phase of the call that these ranks have to reach
     deadline: float
-    verb: str  # "waits in" or "waits at", for the published text; empty: this wait is not published, see `Blocks._wait`
+    verb: str  # "waits in" or "waits at", for the published text; an empty string if the wait must not be published
 
 
 class StatusBoard:
     """The status of this rank, and those of the others.
 
-    The main thread of the rank owns this object. Its watchdog only reads `position` and `waits`.
+    The main thread of the rank uses this object. The watchdog thread of the rank only reads `position` and `waits`.
     """
 
     def __init__(self, context: RankContext) -> None:
         self.liveness = Liveness(context, context.connection)
-        self.waits: Waits | None = None  # the present wait, for the watchdog to publish; None: there is none to publish
+        self.waits: Waits | None = None  # the present wait, if there is one and the watchdog is to publish it
         self._context = context
         self._connection = context.connection
         self._rank = context.rank
         self._key = status_key(context.rank)
-        self._seen: dict[int, tuple[str, RankStatus]] = {}  # by rank: the status as last read, encoded and decoded
+        self._seen: dict[int, tuple[str, RankStatus]] = {}  # the last status read from each rank, encoded and decoded
         self._own_failures = NONE_FAILED
-        self._failed_calls: dict[int, FailedCalls] = {}  # by rank: the list of failures as last read
+        self._failed_calls: dict[int, FailedCalls] = {}  # the last list of failures that was read from each rank
         self._spin = Spin()
         self._warned_of = set[Call]()  # calls for which a warning about a long wait has been logged
         self.begin_generation(context.generation)
 
     def begin_generation(self, generation: int) -> None:
-        """Begin a generation (the calls and barriers between two failures of blocks): calls count from one again."""
+        """Begin a generation (all calls and barriers between two failed blocks). Calls are counted from one again."""
         self.generation = generation
-        self.number = 0  # of the present call
-        self.phase = WAITING  # of this rank in the present call
+        self.number = 0  # the number of the present call
+        self.phase = WAITING  # the phase of this rank in the present call
         self._last_call: Call | None = None
-        self._recent_calls = deque[str](maxlen=CALLS_KEPT)  # as encoded `CallMade` records
-        self._recent_calls_text = ""  # the fields ``last`` and ``earlier`` of the status, encoded; empty: outdated
+        self._recent_calls = deque[str](maxlen=CALLS_KEPT)  # the last calls, as encoded `CallMade` records
+        # The fields ``last`` and ``earlier`` of the status, encoded; an empty string if they must be encoded again.
+        self._recent_calls_text = ""
 
     def begin(self, call: Call) -> None:
         """Begin a call of this rank, under the next number."""
@@ -114,15 +115,15 @@ class StatusBoard:
             *earlier, last = self._recent_calls or ["null"]
             listed = ", ".join(earlier)
             self._recent_calls_text = f"{last}, {encode(f'[{listed}]')}"
-        # This text is an encoded `RankStatus`. It is put together here because `post` runs at every call, and most of
-        # the text is the same as at the call before.
+        # The text that is written is an encoded `RankStatus`. It is joined from parts to save time, because `post` runs
+        # at every call, and most of the text is often the same as at the previous call.
         position = f"[{self.generation}, {self.number}, {phase}]"
         self._connection.set(self._key, f"[{position}, {self._own_failures.total}, {self._recent_calls_text}]")
 
     def post_failure(self, call: Call, failures: dict[int, Failure]) -> None:
         """Publish the failure of a call.
 
-        The failure is written before the status, so that a rank that sees the status finds the failure.
+        The failure is written before the status. Otherwise a rank could see the new status, but not find the failure.
         """
         earlier = self._own_failures
         failed = FailedCall(self.generation, self.number, call.function, failures)
@@ -136,18 +137,21 @@ class StatusBoard:
         self._connection.get(self._key)  # the store answers only after the earlier requests of this connection
 
     def outlive_readers(self, deadline: float) -> None:
-        """Wait until the other ranks need the store no more, at the end of the process that holds the store."""
+        """Wait until the other ranks no longer need the store, or until ``deadline``.
+
+        Called at the end of the process that hosts the store, because the store ends with this process.
+        """
         for rank in range(self._context.world_size):
             with contextlib.suppress(RuntimeError):
                 while rank != self._rank and not self.liveness.is_dead(rank):
                     status = self._connection.read(status_key(rank), RankStatus)
                     if status is None or status.position.phase == HAS_LEFT or time.monotonic() > deadline:
-                        break  # the rank has never come, or has read everything that it needs
+                        break  # the rank has never come, or has read everything that it needs, or time is over
                     time.sleep(times.END_EVERY_S)
         self.liveness.close()
 
     def status_of(self, rank: int) -> RankStatus:
-        """Return the status of ``rank``; `NO_STATUS` if it has written none in this generation."""
+        """Return the status of ``rank``; `NO_STATUS` if the rank has not written a status in this generation."""
         text = self._connection.get(status_key(rank)) or ""
         seen, status = self._seen.get(rank, ("", NO_STATUS))
         if text != seen:
@@ -163,7 +167,7 @@ class StatusBoard:
             status: the last status of that rank.
 
         Raises:
-            ParallelError: so many later calls have failed on the rank that the failure of this one may be lost.
+            ParallelError: the list of failures has overflowed since this call, so that its failure may be lost.
         """
         failed = self._failed_calls.get(rank, NONE_FAILED)
         if status.failed_calls > failed.total:
@@ -181,13 +185,14 @@ class StatusBoard:
         return {}
 
     def wait(self, wait: Wait, is_over: Callable[[float], bool]) -> None:
-        """Call ``is_over`` again and again, with the seconds waited so far, until it returns true.
+        """Call ``is_over`` again and again, with the seconds waited so far, until it returns True.
 
-        The store could wait instead, but a thread that is blocked there notices neither Ctrl-C nor the death of a rank.
+        The function does not use the blocking ``wait`` of the store, because a thread that is blocked in this call
+        notices neither Ctrl-C nor the death of a rank.
 
         Raises:
             RankError: a rank that this rank waits for has died.
-            ParallelError: a rank that this rank waits for has left.
+            ParallelError: a rank that this rank waits for has left the world.
             RankTimeoutError: the deadline of the wait has passed.
         """
         has_published = False
@@ -196,7 +201,8 @@ class StatusBoard:
         self._spin.offer_core()  # if ranks share cores, the awaited rank may need the core of this rank
         try:
             for waited in looks(*times.POLL):
-                # Deaths are looked up before `is_over` reads the store, so that it sees the last words of a dead rank.
+                # Deaths must be looked up before `is_over` reads the store. Then `is_over` sees everything that a dead
+                # rank has written before its death.
                 dead = self.liveness.dead(wait.ranks) if waited > times.LOOK_UP_PEER_AFTER_S else []
                 if is_over(waited):
                     return
@@ -217,7 +223,7 @@ class StatusBoard:
     def _publish_wait(self, wait: Wait) -> None:
         """Publish that this rank waits, and for which ranks."""
         if self.phase == WAITING:
-            self.post(WAITING)  # a rank that waits for this rank in another call then sees that the calls differ
+            self.post(WAITING)  # so that a rank that waits for this rank in another call notices that the calls differ
         if wait.verb:
             self.waits = Waits(f"{wait.verb} {wait.call}", tuple(wait.ranks), self._goal(wait))
 
@@ -230,13 +236,16 @@ class StatusBoard:
         return Position(self.generation, self.number, wait.phase)
 
     def _where(self, rank: int) -> str:
-        """Return in words where another rank is: from its whereabouts, or from its status if it has published none."""
+        """Return a text that says where another rank is, for messages.
+
+        The text comes from the `Whereabouts` of the rank. If the rank has not published any, it comes from its status.
+        """
         whereabouts = self._connection.read(whereabouts_key(rank), Whereabouts)
         where = whereabouts.where if whereabouts else self.status_of(rank).describe()
         return f"is stopped by a signal, and {where}" if self.liveness.is_stopped(rank) else where
 
     def _warn(self, missing: list[int], call: Call, waited: float) -> None:
-        """Log which ranks this rank waits for, once for each call site."""
+        """Log for which ranks this rank has waited for so long. The message is logged only once for each call site."""
         if missing and call not in self._warned_of:
             self._warned_of.add(call)
             where = " ".join(f"Rank {rank} {self._where(rank)}." for rank in missing[:RANKS_NAMED])
@@ -244,13 +253,12 @@ class StatusBoard:
             logger.warning("Rank %d has waited %.0f s in %s for %s. %s%s", self._rank, waited, *place)
 
     def check_same_call(self, rank: int, status: RankStatus, call: Call) -> None:
-        """Raise if ``rank`` makes, or made, another call under the number of the present call."""
+        """Raise if the call of ``rank`` with the number of the present call is another call than the present one."""
         if status.position.call < self.number:
             return
-        other = status.made_as(self.number)
-        # ``other`` is None if the status of the rank no longer lists that call.
+        other = status.made_as(self.number)  # None if the status no longer lists the call with this number
         if other is not None and other.what != call.what:
-            self.post(self.phase)  # the other rank may wait for this rank, and must also see that the calls differ
+            self.post(self.phase)  # so that the other rank, which may wait for this one, also notices the difference
             raise ParallelError(
                 f"The ranks are not in the same call: rank {rank} made {other.what} at {other.site}, and rank "
                 f"{self._rank} made {call}. Every rank must make the same calls in the same order: look for a call "
@@ -258,7 +266,7 @@ class StatusBoard:
             )
 
     def _gone_error(self, rank: int, call: Call) -> ParallelError:
-        """Return the error of this rank, which waits for ``rank``, whose process has ended."""
+        """Return the error that this rank raises because it waits for ``rank``, whose process has ended."""
         if self.status_of(rank).position.phase == HAS_LEFT:
             return self.left_error(rank, call)
         return rank_error(call.function, self._context.world_size, {rank: self.liveness.death(rank, call)})
@@ -269,7 +277,7 @@ class StatusBoard:
         )
 
     def _timeout_error(self, missing: list[int], call: Call, waited: float) -> RankTimeoutError:
-        """Return the error of this rank, which has waited for too long."""
+        """Return the error that this rank raises because it has waited too long for the ``missing`` ranks."""
         whereabouts = {}
         for rank in missing[:RANKS_NAMED]:
             latest = self._connection.read(whereabouts_key(rank), Whereabouts) or Whereabouts("", "", {}, None)
@@ -280,5 +288,5 @@ class StatusBoard:
 
 
 def deadline_of(timeout_s: float | None) -> float:
-    """Return the deadline of a limit that begins now; infinity if there is no limit."""
+    """Return the time at which a timeout that begins now is over; infinity if ``timeout_s`` is None."""
     return math.inf if timeout_s is None else time.monotonic() + timeout_s

@@ -1,20 +1,21 @@
 """Preemption: after a signal to one process, all ranks stop at the same step.
 
 When the signal comes, some ranks may be several steps ahead of others. If the rank that receives the signal stopped at
-its own next step, the other ranks would wait for it in a collective. So the ranks agree on a step, through the store
-and without waiting for each other:
+its own next step, the other ranks would wait for it in a collective. Therefore the ranks agree on a step. They do this
+through the store, and without waiting for each other:
 
 1. Each rank counts its calls of `stop_requested`. In each call it writes its count into the store, and only then reads
    the key ``stop``.
-2. A rank that has received a signal writes `ASKED` under this key: the ranks are to stop, but the call at which they
-   stop is not fixed yet.
+2. A rank that has received a signal writes `ASKED` under this key. `ASKED` means that the ranks are to stop, but that
+   the call at which they stop is not fixed yet.
 3. A rank that reads `ASKED` reads the counts of all ranks, and replaces `ASKED` by the number after the highest count.
    If several ranks do so at the same time, the first replacement counts.
 4. At the call of this number `stop_requested` returns True on every rank.
 
-No rank can have made this call without noticing. A rank that makes it writes a higher count than step 3 has seen, so it
-writes this count after step 3 has read the counts. It reads ``stop`` still later, and finds either the number or
-`ASKED`; with `ASKED` it goes through step 3 itself.
+No rank can make the call of this number without noticing it, because of the order of writing and reading in step 1. In
+this call the rank writes a count that is higher than all counts that step 3 has read. It must therefore write this
+count after step 3 has read the counts, and it reads the key ``stop`` still later. There it finds either the number or
+`ASKED`. If it finds `ASKED`, it performs step 3 itself.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ...errors import ParallelError
 from .blocks import Blocks
 from .store import STOP_KEY, decode, encode, stops_key
 
-# The signals by which SLURM, clouds and launchers ask a process to stop. By default each of them ends the process.
+# The signals with which SLURM, clouds and launchers ask a process to stop. By default each of them ends the process.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 logger = logging.getLogger("nn_parallel")
 
@@ -46,14 +47,15 @@ class StopCall(NamedTuple):
     call: int
 
 
-ASKED = encode(StopCall(-1, 0))  # no generation has this number: the ranks are to stop, at a call that is not fixed yet
+# Means that the ranks are to stop, but that the call at which they stop is not fixed yet. No generation is number -1.
+ASKED = encode(StopCall(-1, 0))
 
 
 class AsksRanks(Protocol):
     """An object that passes the request to stop on to ranks in other processes."""
 
     def ask_to_stop(self) -> None:
-        """Ask the ranks to stop. A signal handler may call this."""
+        """Ask the ranks to stop. A signal handler may call this method."""
 
 
 def is_asked() -> bool:
@@ -62,7 +64,11 @@ def is_asked() -> bool:
 
 
 def ask_to_stop(source: str) -> None:
-    """Note that this process is asked to stop, and pass the request on; ``source`` is named in the log."""
+    """Note that this process is asked to stop, and pass the request on to the ranks of its pools.
+
+    Args:
+        source: the origin of the request, such as the name of a signal, for the log.
+    """
     global _received
     _received = source
     for ranks in list(_passed_on_to):
@@ -70,7 +76,9 @@ def ask_to_stop(source: str) -> None:
 
 
 def pass_on_to(ranks: AsksRanks) -> None:
-    """Ask ``ranks`` to stop too, when a signal comes, or now if one has come already.
+    """Register ``ranks``, so that they are asked to stop when this process is asked to stop.
+
+    If this process has already been asked to stop, the ranks are asked immediately.
 
     This module keeps only a weak reference to ``ranks``.
     """
@@ -80,7 +88,7 @@ def pass_on_to(ranks: AsksRanks) -> None:
 
 
 def is_reached(blocks: Blocks) -> bool:
-    """Return whether the ranks stop at this call of `stop_requested`; see the top of this module."""
+    """Return whether the ranks stop at this call of `stop_requested`, see the docstring of this module."""
     blocks.raise_if_nested("stop_requested()")
     blocks.stop_calls += 1
     own_call = StopCall(blocks.generation, blocks.stop_calls)
@@ -101,7 +109,7 @@ def is_reached(blocks: Blocks) -> bool:
 
 
 def listen() -> None:
-    """Install handlers for `SIGNALS` that call `ask_to_stop`. Only the first call does anything."""
+    """Install handlers for `SIGNALS` that call `ask_to_stop`. Only the first call has an effect."""
     if _handlers_before:
         return
     if threading.current_thread() is not threading.main_thread():
@@ -120,8 +128,8 @@ def _note(number: int, frame: FrameType | None) -> None:
 def pass_over(number: int, frame: FrameType | None) -> None:
     """Handle a signal by doing nothing.
 
-    ``SIG_IGN`` would be inherited by the programs that this process starts. With a handler, these programs start with
-    the default action.
+    This handler is used instead of ``SIG_IGN``, because programs that this process starts would inherit ``SIG_IGN``.
+    They do not inherit a handler, but start with the default action.
     """
 
 
@@ -138,19 +146,19 @@ def _release_signals() -> None:
 
 
 def _stop_listening() -> None:
-    """Put back the handlers that the signals had before the first `stop_requested`."""
+    """Restore the handlers that the signals had before the first `stop_requested`."""
     for number, before in _handlers_before.items():
         signal.signal(number, before)
     _handlers_before.clear()
 
 
 def _begin_in_fork() -> None:
-    """Put back the handlers in a forked process, which is no rank, and ignore SIGUSR1 and SIGUSR2 there.
+    """Restore the handlers in a forked process, which is not a rank, and ignore SIGUSR1 and SIGUSR2 there.
 
-    SLURM sends the signals to every process of a job step, but only the rank is to handle them. The default action of
-    SIGUSR1 and SIGUSR2 would end the fork. SIGTERM is not ignored, because it is also sent to end a fork that is not
-    needed any more, and a handler cannot know the sender. The workers of a prepared loader solve this by a flag, see
-    `training._loader_workers`.
+    SLURM sends the signals to every process of a job step, but only the rank should react to them. The default action
+    of SIGUSR1 and SIGUSR2 would end the forked process. SIGTERM is not ignored, because the rank itself may send it to
+    end the forked process. A handler cannot know which process has sent the signal. The workers of a prepared loader
+    solve this problem with a flag, see `training._loader_workers`.
     """
     if not _handlers_before:
         return
@@ -162,8 +170,8 @@ def _begin_in_fork() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
 
 
-_received: str | None = None  # the source of the last request to stop, such as the name of a signal
-_handlers_before: dict[int, Any] = {}  # the previous handler of each signal; empty until `listen` has been called
-_fork = threading.local()  # ``mask``: the signals that were blocked before a fork in the forking thread
-_passed_on_to: weakref.WeakSet[AsksRanks] = weakref.WeakSet()
+_received: str | None = None  # the origin of the last request to stop, such as the name of a signal
+_handlers_before: dict[int, Any] = {}  # maps each signal to its previous handler; empty until `listen` is called
+_fork = threading.local()  # its attribute ``mask`` is the signal mask that the thread had before `_hold_signals`
+_passed_on_to: weakref.WeakSet[AsksRanks] = weakref.WeakSet()  # the objects that `pass_on_to` has registered
 os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_begin_in_fork)

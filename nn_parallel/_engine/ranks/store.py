@@ -1,12 +1,12 @@
-"""The store by which the ranks exchange records outside of the collectives: connections to it, and its records.
+"""The store through which the ranks exchange records outside of the collectives: connections to it, and its records.
 
-Every program that can reach the port of a store can write into it. So this package never unpickles values from the
-store. It reads them as JSON and checks each value against the types of the record that it expects. An error names a
-value that is no such record.
+Every program that can reach the port of a store can write into the store. Therefore this package never unpickles values
+from the store. It reads them as JSON, and checks that each value has the types of the expected record. If it has not,
+an error shows the value.
 
-The table lists all keys. *R* is a rank, and *G* is a generation (the calls and barriers between two failures of
-blocks). Keys are overwritten in place, except that some are deleted as the table says, so that the number of keys does
-not grow::
+The table lists all keys. *R* is the number of a rank, and *G* the number of a generation (all calls and barriers
+between two failures of blocks). To keep the number of keys constant, keys are overwritten or deleted as the table
+says::
 
     key           record         written by                             read by
     member/R      Member         R, when it connects to the store       all ranks that need the process of R
@@ -29,7 +29,7 @@ not grow::
     lost          Lost           the watchdog of rank 0, see `links`    all ranks that wait for a rank on another node
     uncaught      Uncaught       the first rank that ends by an         the other ranks, when they lose the connection
                                  exception outside all blocks           and end because of that
-    groupG.n/...  of torch       torch, when it makes the n-th group    torch. Rank 0 deletes these keys when the next
+    groupG.n/...  torch's own    torch, when it makes the n-th group    torch. Rank 0 deletes these keys when the next
                                  of G                                   group is made.
 """
 
@@ -61,50 +61,50 @@ from . import times
 from .sockets import bottom, connected_since, end_connections, end_if_unanswered, open_sockets, still_open
 
 T = TypeVar("T")
-SOCKET_TIMEOUT = "Socket Timeout"  # torch's words for an error by the receive timeout of a socket
-NO_ANSWER = errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH  # errors of a connection if a node is out of reach
-# How a rank was lost, in the words of the error message.
+SOCKET_TIMEOUT = "Socket Timeout"  # the words in torch's error message if the receive timeout of a socket has passed
+NO_ANSWER = errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH  # errors of a connection to an unreachable node
+# The ways in which a rank can be lost, in the words of the error message.
 ENDED = "ended"
 OUT_OF_REACH = "went out of reach"
 RESET = "ended, or its connection was reset"
 
-# The keys of the table above. Some of them name the whole world:
+# The keys that the table in the docstring of this module lists. These keys exist once in a store:
 LOST_KEY = "lost"
 STOP_KEY = "stop"
 UNCAUGHT_KEY = "uncaught"
-# Others name a rank:
+# These keys exist once for each rank, and contain its number:
 member_key = "member/{}".format
 status_key = "status/{}".format
 failures_key = "failures/{}".format
 whereabouts_key = "whereabouts/{}".format
 stops_key = "stops/{}".format
-# Others name a generation, or a slot for loaders:
+# The first two of these keys contain the number of a generation, and the last one the number of a loader's slot:
 arrived_key = "arrived/{}".format
 ended_key = "ended/{}".format
 draws_key = "draws/{}".format
 
 
 class Member(NamedTuple):
-    """The process of a rank and its node."""
+    """The process of a rank, its node and its accelerator."""
 
-    host: str  # see `host_identity`
+    host: str  # identifies the machine and its pid namespace, see `host_identity`
     host_name: str
     pid: int
     local_rank: int
     local_world_size: int
-    accelerator: str = ""  # identifies the host and the accelerator of the rank; empty if they are not known
-    port: int = 0  # the port of rank 0 for the connections of `Links`
+    accelerator: str = ""  # identifies the host and the accelerator of the rank; an empty string if it is not known
+    port: int = 0  # the port at which rank 0 accepts the connections of `Links`; 0 if there are no such connections
 
     @property
     def is_here(self) -> bool:
-        """Return whether this process can use the process id: both are on one machine, in one pid namespace."""
+        """Return whether ``pid`` is valid in this process, because both are on one machine and in one pid namespace."""
         return self.host == host_identity()
 
     def open_process(self) -> int | None:
-        """Return a pidfd of the process, which the caller closes.
+        """Return a pidfd of the process. The caller must close the pidfd.
 
         Returns:
-            None if the process is not on this machine, or the system has no pidfds.
+            None if the process is not on this machine, or if the system has no pidfds.
 
         Raises:
             ProcessLookupError: the process has ended.
@@ -113,20 +113,20 @@ class Member(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """The lost ranks on other nodes, each with the way it was lost: `ENDED`, `OUT_OF_REACH` or `RESET`."""
+    """The ranks on other nodes that rank 0 has lost."""
 
-    how: dict[int, str]
+    how: dict[int, str]  # maps each lost rank to `ENDED`, `OUT_OF_REACH` or `RESET`
 
 
 def death(rank: int, member: Member | None, how: str, lost_after_s: float, what: object = None) -> WorkerDiedError:
     """Return the error for a rank that is lost.
 
     Args:
-        rank: the rank.
+        rank: the lost rank.
         member: the process of the rank; None if it is not known.
-        how: the way the rank was lost, as in `Lost`.
+        how: `ENDED`, `OUT_OF_REACH` or `RESET`.
         lost_after_s: how long its node has not answered, if ``how`` is `OUT_OF_REACH`.
-        what: the call that the rank had to finish and the others wait for; None if there is no such call.
+        what: the call that the rank had to finish, and for which the others wait; None if there is no such call.
     """
     who = f"Rank {rank} (pid {member.pid} on {member.host_name})" if member else f"Rank {rank}"
     when = f" before it finished {what}" if what else ""
@@ -135,22 +135,22 @@ def death(rank: int, member: Member | None, how: str, lost_after_s: float, what:
 
 
 class StoreHost:
-    """The process that hosts the store, as seen from this rank: the limits for its answers, and how it was lost.
+    """The limits within which the process that hosts the store must answer, and the error if it has not answered.
 
-    If the hosting process is stopped by a signal, it does not answer, but the connections to it stay open. Only a
-    receive timeout then ends a request. After a timeout this rank gives up the store: the connections are shut down,
-    and every later request raises `error`.
+    If the hosting process is stopped by a signal, it does not answer, but the connections to it stay open. A request
+    then ends only by a receive timeout. After a timeout, this rank gives up the store. It shuts down its connections
+    to the store, and every later request raises `error`.
     """
 
     def __init__(self, rank: int | None, rank_0: Member | None, world_size: int, timeout_s: float, lost_after_s: float):
-        """Remember the limits.
+        """Store the limits.
 
         Args:
-            rank: the rank that hosts the store; None: the launcher hosts the store, on the node of rank 0.
+            rank: the rank that hosts the store. If None, the launcher hosts the store, on the node of rank 0.
             rank_0: the process of rank 0.
             world_size: the number of ranks.
-            timeout_s: how long a request may take. A wait with an earlier deadline limits its requests further, see
-                `StoreClient.answer_by`.
+            timeout_s: how long a request may take. If the request belongs to a wait with an earlier deadline, this
+                deadline is the limit, see `StoreClient.answer_by`.
             lost_after_s: how long the node of the store may be out of reach.
         """
         self.timeout_s = timeout_s
@@ -165,9 +165,9 @@ class StoreHost:
         """Give up the store if a request to it has failed because no answer came.
 
         Args:
-            error: of the request.
-            store: the connection of the request.
-            waited_s: how long the request waited.
+            error: the error that the request has raised.
+            store: the connection through which the request was sent.
+            waited_s: how long the request has waited.
         """
         if SOCKET_TIMEOUT in str(error):
             self.error = self._silence(waited_s)
@@ -177,8 +177,8 @@ class StoreHost:
             self.error = rank_error("The connection", self._world_size, {0: died})
         else:
             return
-        # The connections cannot be used further: a late answer would be taken for the answer to the next request. To
-        # shut down all of them also frees other threads of this process that wait for an answer.
+        # All connections to the store are shut down, because a late answer would be taken for the answer to the next
+        # request. This also frees other threads of this process that wait for an answer.
         end_connections(connected_since({}, store))
 
     def _silence(self, waited_s: float) -> RankTimeoutError:
@@ -193,7 +193,10 @@ class StoreHost:
 
 
 class StoreClient:
-    """A connection to the store for one thread, because a connection serves only one request at a time."""
+    """A connection to the store.
+
+    Each thread needs its own connection, because a connection serves only one request at a time.
+    """
 
     def __init__(
         self,
@@ -205,25 +208,25 @@ class StoreClient:
         """Wrap a connection that is open.
 
         Args:
-            store: the connection.
-            rank: this rank.
+            store: the open connection.
+            rank: the number of this rank.
             world_size: the number of ranks.
-            host: the rank that hosts the store; None: the store is in another process, such as the launcher's.
+            host: the rank that hosts the store; None if another process hosts it, such as the launcher.
         """
         self.store = store
-        self.answer_by = math.inf  # the deadline of the wait that the requests serve; after it no answer is needed
+        self.answer_by = math.inf  # the deadline of the present wait, after which it needs no answer to its requests
         self._rank = rank
         self._world_size = world_size
         self._host = host
         self._limits: StoreHost | None = None
         self._socket: socket.socket | None = None
-        self._limit_s: float | None = None  # the limit for which the receive timeout of the socket was set last
+        self._limit_s: float | None = None  # the limit for which the receive timeout of the socket is set now
 
     def limit_requests(self, limits: StoreHost, sockets: dict[int, int]) -> None:
-        """Make requests fail that are not answered in time.
+        """Limit how long later requests may wait for their answers. A request that takes longer raises an error.
 
         Args:
-            limits: the limits, and the error once the store has been given up.
+            limits: the limits. Once the store has been given up, this object also holds the error.
             sockets: the socket of this connection, as ``{descriptor: inode}``.
         """
         self._limits = limits
@@ -238,8 +241,8 @@ class StoreClient:
     def get(self, key: str) -> str | None:
         """Return the text under ``key``, or None if there is no such key.
 
-        Torch's `get` would take two round trips and wait for the key. Its `compare_set` takes one round trip. For a key
-        that does not exist it returns the expected text, ``"?"``.
+        Torch's `get` is not used, because it takes two round trips and waits until the key exists. Torch's
+        `compare_set` takes one round trip. If the key does not exist, it returns the expected text, here ``"?"``.
         """
         text = self.swap(key, "?", "?")
         return None if text == "?" else text
@@ -249,10 +252,10 @@ class StoreClient:
         self._ask(self.store.set, key, text)
 
     def swap(self, key: str, expected: str, text: str) -> str:
-        """Set ``key`` to ``text`` if it holds ``expected``, and return the text that it holds afterwards.
+        """Set ``key`` to ``text`` if it holds ``expected``. Return the text that it then holds.
 
-        An empty ``expected`` means that the key must not exist. If the key does not exist but ``expected`` is not
-        empty, the key is not set, and ``expected`` is returned.
+        If ``expected`` is an empty string, the key is set only if it does not exist. If ``expected`` is not empty and
+        the key does not exist, the key is not set, and ``expected`` is returned.
         """
         return self._ask(self.store.compare_set, key, expected, text).decode(errors="replace")
 
@@ -264,14 +267,14 @@ class StoreClient:
         self._ask(self.store.delete_key, key)
 
     def write(self, key: str, record: tuple[Any, ...]) -> None:
-        """Set ``key`` to a record, which `read` returns."""
+        """Set ``key`` to an encoded record, which `read` can read."""
         self.set(key, encode(record))
 
     def read(self, key: str, kind: type[T]) -> T | None:
         """Return the record under ``key``, or None if there is no such key.
 
         Raises:
-            ParallelError: the value under the key is no record of this ``kind``.
+            ParallelError: the value under the key is not a record of this ``kind``.
         """
         text = self.get(key)
         return None if text is None else decode(kind, key, text)
@@ -293,8 +296,8 @@ class StoreClient:
         """Send a request and return its answer.
 
         Raises:
-            RankError, RankTimeoutError: the rank that hosts the store is lost or does not answer.
-            ParallelError: the store is lost, and no other rank hosts it.
+            RankError, RankTimeoutError: the process that hosts the store is lost or does not answer.
+            ParallelError: the store is lost, and it was hosted by this rank or by a process that is not a rank.
         """
         began = 0.0
         limits = self._limits
@@ -306,7 +309,7 @@ class StoreClient:
             if limits is not None:
                 limits.note(error, self.store, time.monotonic() - began)
                 if limits.error is not None:
-                    # The error may have been raised before, by an earlier request. Its old traceback is dropped.
+                    # An earlier request may already have raised this error. The traceback of that request is dropped.
                     raise limits.error.with_traceback(None) from error
             if self._host is None or self._host == self._rank:
                 raise ParallelError(f"The store through which the ranks talk is gone: {error}") from error
@@ -320,20 +323,21 @@ class StoreClient:
         if self._socket is not None and limit_s != self._limit_s:
             self._limit_s = limit_s
             seconds, fraction = divmod(limit_s + times.ANSWER_MARGIN_S, 1)
-            with contextlib.suppress(OSError):  # the connection has ended: the request itself will fail
+            with contextlib.suppress(OSError):  # if the connection has ended, the request itself will fail
                 value = struct.pack("ll", int(seconds), int(fraction * 1_000_000))
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         return now
 
 
-encode = json.dumps  # for records: NamedTuples of strings, numbers, other records, and tuples and dicts of these
+# Encodes a record, which is a NamedTuple of strings, numbers, other records, and tuples and dicts of these.
+encode = json.dumps
 
 
 def decode(kind: type[T], key: str, text: str) -> T:
     """Return the record of a ``kind`` that ``encode`` has written as ``text``.
 
     Raises:
-        ParallelError: ``text`` is no such record. The message names ``key``.
+        ParallelError: ``text`` is not such a record. The message names ``key``.
     """
     try:
         record: T = _reader(kind)(json.loads(text))  # type: ignore[arg-type]  # types are hashable
@@ -370,8 +374,8 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
 def _reader_of_fields(kind: Any, hints: list[Any]) -> Callable[[Any], Any]:
     """Return a function that rebuilds a NamedTuple from parsed JSON.
 
-    All fields of plain types are checked by one expression, because this must be fast: a rank that waits decodes a
-    status at every call.
+    The function must be fast, because a rank that waits decodes a status at every call. Therefore it checks all fields
+    of plain types with a single expression.
     """
     plain = [hint if hint in (bool, int, float, str) else object for hint in hints]
     others = [(index, _reader(hint)) for index, hint in enumerate(hints) if plain[index] is object]
@@ -387,7 +391,7 @@ def _reader_of_fields(kind: Any, hints: list[Any]) -> Callable[[Any], Any]:
 
 
 def _checked(kind: Any, value: Any) -> Any:
-    """Return ``value``. Raise TypeError if it is not of this type."""
+    """Return ``value``. Raise TypeError if it is not an instance of ``kind``."""
     if not isinstance(value, kind):
         raise TypeError(kind)
     return value
@@ -397,16 +401,16 @@ def clone_store(store: dist.Store, unanswered_s: float | None) -> tuple[dist.Sto
     """Return a new connection to the store, and the socket of this connection as ``{descriptor: inode}``.
 
     Args:
-        store: the store, by the connection that exists.
-        unanswered_s: how long the new connection may get no answer before it ends; None: without limit.
+        store: the existing connection to the store.
+        unanswered_s: how long the new connection may get no answer before it ends; no limit if None.
 
     Raises:
         LaunchError: the store cannot be reached.
     """
     before = open_sockets()
     inner_store = bottom(store)
-    # `clone` tries to connect for as long as the timeout of the store, even if the process of the store has ended, and
-    # Ctrl-C does not interrupt it. So the timeout is lowered meanwhile.
+    # The timeout of the store is lowered during the call of `clone`. If the process that hosts the store has ended,
+    # `clone` tries to connect until this timeout has passed, and Ctrl-C does not interrupt it.
     timeout = inner_store.timeout  # type: ignore[attr-defined]  # missing in torch's stubs
     inner_store.set_timeout(min(timeout, times.CONNECTS_WITHIN))
     try:
@@ -428,7 +432,7 @@ def end_unanswered(sockets: dict[int, int], unanswered_s: float | None) -> None:
 
     Args:
         sockets: the connections, as ``{descriptor: inode}``.
-        unanswered_s: how long a node may not answer; None: all ranks are on one node, and nothing is done.
+        unanswered_s: how long a node may not answer. If None, all ranks are on one node, and the function does nothing.
     """
     if unanswered_s is not None:
         for connection in still_open(sockets):
@@ -438,9 +442,9 @@ def end_unanswered(sockets: dict[int, int], unanswered_s: float | None) -> None:
 
 @functools.cache
 def host_identity() -> str:
-    """Return a text that is equal in two processes if a process id means the same process in both.
+    """Return a text that is equal in two processes if they can use each other's process ids.
 
-    This is so if they run since the same boot of one machine, in the same pid namespace.
+    This is so if both run on one machine, since the same boot, and in the same pid namespace.
     """
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

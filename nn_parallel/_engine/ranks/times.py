@@ -1,6 +1,6 @@
-"""The times of a rank: how long it waits, and how often it looks for changes.
+"""The time limits and intervals of a rank: how long it waits, and how often it looks for changes.
 
-The ``timeout`` that users choose is not here: it is in `RankContext`.
+The ``timeout`` that users choose is not in this module, but in `RankContext`.
 """
 
 from __future__ import annotations
@@ -10,74 +10,76 @@ from datetime import timedelta
 
 # Limits that a user notices.
 
-# The limit of a collective, of the wait for other ranks at the beginning of a block, and of an answer of the store.
+# The default limit of a collective, of the wait for other ranks at the beginning of a block, and of a store's answer.
 DEFAULT_TIMEOUT = timedelta(minutes=60)
-# A rank that has waited for other ranks this long logs a warning.
+# A rank that has waited this long for other ranks logs a warning.
 WARN_AFTER_S = 30.0
-# A node that has answered nothing for this long counts as lost; after a third of the timeout, if that is shorter.
+# A node that has not answered for this long counts as lost. If a third of the user's timeout is shorter, it is used
+# instead.
 LOST_AFTER = timedelta(seconds=60)
-# The process that holds the store waits this long at its end, so that other ranks can read what they still need.
+# The process that hosts the store waits at most this long before it ends, so that other ranks can still read the store.
 LINGER_S = 30.0
-# At the end of the program, the work that is queued on an accelerator has this long to finish.
+# At the end of the program, the work that is queued on an accelerator is aborted if it takes longer than this.
 EXIT_WITHIN_S = 60.0
 
 # How often a waiting rank looks into the store.
 
-# The three arguments of `polling.looks`. Before each look a rank sleeps for a share of the time that it has waited so
-# far. The numbers are this share, the shortest sleep and the longest sleep, both in seconds.
+# The three arguments of `polling.looks`. Before each look a rank sleeps for a fraction of the time that it has waited.
+# The numbers are this fraction, and the shortest and the longest sleep in seconds.
 POLL = 0.05, 5e-5, 0.02
 POLL_MOST_S = POLL[-1]
-# Until a rank has waited this long, it does not check whether the awaited rank has died or left.
+# Until a rank has waited this long, it does not check whether the rank for which it waits has died or left.
 LOOK_UP_PEER_AFTER_S = 0.01
-# A rank asks the store at most this often which ranks rank 0 has lost. It asks as often for the processes of ranks that
-# have not written their `Member` record yet.
+# The shortest interval between two requests in which a rank asks the store which ranks rank 0 has lost. The same
+# interval, times the number of ranks, is used for reading the `Member` record of a rank that has not written it yet.
 ASK_EVERY_S = 0.1
 # A rank that has waited this long publishes which ranks it waits for.
 PUBLISH_WAIT_AFTER_S = 0.05
-# A rank whose collective has lost a connection searches this long for the rank that has died.
+# If a collective in a block loses a connection, the rank searches this long for a rank that has died.
 CAUSE_WITHIN_S = 0.5
-# How often a rank checks whether the work on its accelerator has finished. At the end of the process that holds the
-# store, the same is the time between two checks whether the other ranks still need the store.
+# The interval at which a rank checks whether the work on its accelerator has finished, and at which the process that
+# hosts the store checks, at its end, whether the other ranks still need the store.
 END_EVERY_S = 0.002
-# A rank that has lost a connection outside all blocks searches this long for an exception or a death on another rank.
+# If a rank loses a connection outside of all blocks, it searches this long for an exception or a death of another rank.
 DIES_WITHIN_S = 2.0
 
 # How often the watchdog looks.
 
-# The watchdog looks at a new block only after this time, because most blocks are over by then.
+# The watchdog looks at a new block only after this time, because most blocks have ended by then.
 FIRST_LOOK_AFTER_S = 0.001
-# How often the watchdog checks the whereabouts of its rank, and publishes changes.
+# The interval at which the watchdog checks where in its program its rank is, and publishes changes.
 STAND_EVERY_S = 0.02 if os.environ.get("NN_PARALLEL_DEBUG") == "1" else 0.5
 # If all ranks are stuck, all of them together read at most this many `Whereabouts` per second.
 WHEREABOUTS_READ_PER_S = 10_000
-# When a group is closed, a background thread that is in a collective of the group leaves it within this time. A thread
-# that takes longer is not in a collective: it writes a file.
+# When a group is closed, the rank waits this long for its background thread to leave a collective of the group. If the
+# thread takes longer, it is not in a collective but writes a file, so that the rank need not wait for it.
 THREAD_LEAVES_WITHIN_S = 0.2
-# How long `Watchdog.stop` waits for the thread. The thread may be waiting for a store whose host is gone.
+# How long `Watchdog.stop` waits for its thread to end. The limit is needed because the thread may be waiting for a
+# store whose host is gone.
 WATCHDOG_ENDS_WITHIN_S = 1.0
 
 # Connections.
 
-# The arguments of `polling.looks` between attempts to connect to a store that does not listen yet. The sleeps are
+# The arguments of `polling.looks` for repeated attempts to connect to a store that does not listen yet. The sleeps are
 # longer than in `POLL`, because each attempt may ask a name server.
 ATTEMPTS = 0.1, 0.01, 1.0
-# Each attempt waits for an answer for at least, and at most, this long.
+# The shortest and the longest time that an attempt waits for an answer.
 ATTEMPT_MIN_S = 0.01
 ATTEMPT_MAX_S = 1.0
-# The limit of a further connection to a store that has answered before.
+# The time limit for opening another connection to a store to which this rank is already connected.
 CONNECTS_WITHIN = timedelta(seconds=10)
-# A request to the store is given up this long after the deadline of the wait that it belongs to.
+# A request to the store is given up when the deadline of its wait has passed by this long.
 ANSWER_MARGIN_S = 0.5
 # To make a group, gloo waits up to one timeout until another rank has written its address into the store, and then up
-# to five timeouts until that rank has connected. So the timeout that gloo gets for this is a fifth of the user's one,
-# but at least five seconds.
+# to five timeouts until that rank has connected. Therefore gloo gets only a fifth of the user's timeout for making a
+# group, but at least five seconds.
 GLOO_CONNECTS_WITHIN = 5
 GLOO_CONNECT_AT_LEAST = timedelta(seconds=5)
 
 # Collectives of accelerators.
 
-# The limit of the abort of a process group.
+# How long the abort of process groups may take before it counts as hanging.
 ABORT_WITHIN_S = 30.0
-# A lost connection is no failure if the queued work of this rank still finishes within this time: then the other rank
-# has closed the connection only after the collective.
+# A lost connection is not a failure if the work that this rank has queued still finishes within this time, because the
+# other rank has then closed the connection only after the collective.
 ENDS_WITHIN_S = 0.25

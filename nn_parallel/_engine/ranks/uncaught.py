@@ -1,8 +1,8 @@
-"""Exceptions outside of all blocks, which end a rank: the other ranks show the first one above their own error.
+"""Exceptions that end a rank outside of all blocks, and how the other ranks show the first of them.
 
-If a rank ends by an exception, the collectives of the other ranks fail too, but only by a lost connection. So the first
-rank that fails writes its exception into the store before its process ends. A rank that then loses the connection
-prints this cause above its own traceback.
+If an exception ends a rank, the collectives of the other ranks fail too, but their errors say only that a connection
+was lost. Therefore the first rank that fails writes its exception into the store before its process ends. A rank that
+then loses the connection prints this exception, which is the cause, above its own traceback.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .watchdog import has_left, is_consequence
 
 
 class Uncaught(NamedTuple):
-    """The first cause for which a rank has ended outside of all blocks. It is the same for all ranks."""
+    """The reason why the first rank has ended outside of all blocks. All ranks read the same record."""
 
-    description: str  # the exception with its traceback; without an exception, the ranks that have died or left
+    description: str  # the exception with its traceback; if there was no exception, the ranks that have died or left
 
 
 def share_uncaught(context: RankContext) -> None:
-    """Install an excepthook, until this rank leaves the world, that shares uncaught exceptions with other ranks."""
+    """Install an excepthook that shares uncaught exceptions with the other ranks, until this rank leaves the world."""
 
     def excepthook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         context.ends_by_exception = True
@@ -61,11 +61,11 @@ def _publish_or_show_cause(context: RankContext, error: BaseException) -> None:
 
 
 def _cause(context: RankContext) -> str:
-    """Return the reason for which this rank has lost a connection; empty if none is found in time.
+    """Return a text that says why this rank has lost a connection; an empty string if no reason is found in time.
 
-    It is the published exception of the first rank that failed, or else the ranks that have died. If there is neither
-    for a while, it is the ranks that have left the world. The first rank that finds dead ranks, or ranks that have
-    left, publishes them, so that all ranks show the same reason.
+    The reason is the exception that the first failed rank has published, or else the death of ranks. If neither is
+    found within `times.DIES_WITHIN_S`, the reason is that ranks have left the world. The first rank that finds dead
+    ranks, or ranks that have left, publishes them, so that all ranks show the same reason.
     """
     connection = context.connection
     try:
@@ -89,7 +89,10 @@ def _cause(context: RankContext) -> str:
 
 
 def _stopped_ranks(context: RankContext) -> str:
-    """Return lines that name the ranks on this node that are stopped by a signal: a collective waited for them."""
+    """Return a line for each rank on this node that is stopped by a signal.
+
+    Such a rank may be the reason why a collective of this rank has timed out.
+    """
     with contextlib.closing(Liveness(context, context.connection)) as liveness:
         stopped = [rank for rank in _others(context) if liveness.is_stopped(rank)]
     return "\n".join(f"Rank {rank} is stopped by a signal." for rank in stopped)

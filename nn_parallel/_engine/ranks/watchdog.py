@@ -1,11 +1,12 @@
 """The watchdog: a thread that frees this rank from a block or a collective that cannot come to its end.
 
-When a block fails on one rank, the main threads of the other ranks run user code: a collective, a sleep, a loop. That
-code learns nothing of the failure. Gloo waits until its timeout is over, and NCCL's kernel waits on the GPU without
+When a block fails on one rank, the main threads of the other ranks run user code: a collective, a sleep, a loop. This
+code does not learn of the failure. Gloo waits until its timeout has passed, and NCCL's kernel waits on the GPU without
 raising anything. If the failing rank closed its connections, only the ranks that are in a collective with it would be
 freed, and their error would be a lost connection, not the cause.
 
-So each rank has this thread, which looks again and again while the rank is in a block. The rank must leave the block if
+Therefore each rank has a watchdog thread, which checks the rank again and again while it is in a block. The rank must
+leave the block if
 
 - another rank has ended the generation (`blocks`), and so the block has failed,
 - the next rank has died,
@@ -13,15 +14,16 @@ So each rank has this thread, which looks again and again while the rank is in a
 - a collective has failed on the accelerator, or
 - the rank is in a deadlock: it waits in a collective for a rank that waits for it.
 
-The watchdog then frees its own rank. First it interrupts the main thread, by a signal that raises `Interrupted` in the
-body of the block and only there. Then it aborts the process groups, so that a collective returns (`group`). The
-interrupt comes first because an aborted collective of an accelerator returns normally, with wrong numbers. Both are
-repeated at each look until the rank has left the block: a signal that arrives just before the main thread begins to
-wait in C is lost, and a group that is being made may not have its connections yet.
+The watchdog then frees its own rank. First it interrupts the main thread with a signal that raises `Interrupted` in the
+body of the block, and only there. Then it aborts the process groups, so that a collective returns (`group`). The
+interrupt comes first because an aborted collective of an accelerator returns normally, with wrong numbers. Both steps
+are repeated at each look until the rank has left the block. Otherwise the rank could be stuck, because a signal that
+arrives just before the main thread begins to wait in C is lost, and because a group that is being made may not have its
+connections yet.
 
 About twice a second the watchdog also publishes the `Whereabouts` of its rank, if they have changed. Other ranks show
-them in the errors of timeouts, and find deadlocks by them. Outside of all blocks the watchdog does only this, and ends
-collectives that cannot end.
+them in the errors of timeouts, and use them to detect deadlocks. Outside of all blocks, the watchdog publishes the
+`Whereabouts` too, and ends collectives that can never end.
 """
 
 from __future__ import annotations
@@ -60,37 +62,41 @@ from .store import LOST_KEY, Lost, StoreClient, ended_key, status_key, whereabou
 
 logger = logging.getLogger("nn_parallel")
 
-UNINTERRUPTED = True  # read by `interrupts`: its signal handler raises nothing in the lines of this module
+UNINTERRUPTED = True  # the signal handler in `interrupts` reads this, and raises no exception in lines of this module
 
 
 @dataclass(eq=False)
 class BlockState:
-    """A block that this rank is in. A barrier without a block also has a state: it never begins, and only ends."""
+    """The state of a block that this rank is in.
+
+    A separate barrier, which is not the beginning or the end of a block, has a `BlockState` too. This has an ``end``,
+    but no ``begin``.
+    """
 
     call: Call
-    outer: BlockState | None = None  # the block around this one
+    outer: BlockState | None = None  # the block around this block
     timeout_s: float | None = None
-    begin: float = math.inf  # the number of the barrier at which the block begins; infinite until this rank comes there
-    end: float = math.inf  # the number of the barrier at which the block ends; infinite until this rank comes there
-    deadline: float = math.inf  # of the block, as a value of `time.monotonic`
+    begin: float = math.inf  # the number of the barrier at which the block begins; infinite until this rank reaches it
+    end: float = math.inf  # the number of the barrier at which the block ends; infinite until this rank reaches it
+    deadline: float = math.inf  # the time at which the block times out, as a value of `time.monotonic`
     body: CancelScope = field(default_factory=CancelScope)  # the code of the block, which the watchdog can interrupt
-    is_active: bool = False  # this rank runs the body
-    has_passed: bool = False  # all ranks have come; set only for a barrier without a block
-    is_mixed: bool = False  # another rank was at another barrier, see `Blocks._check_neighbor`
-    must_leave: bool = False  # see `make_leave`, as for `reason`
-    reason: Exception | None = None
+    is_active: bool = False  # whether this rank runs the body
+    has_passed: bool = False  # whether all ranks have come to a separate barrier; always False for a block
+    is_mixed: bool = False  # whether another rank was at another barrier, see `Blocks._check_neighbor`
+    must_leave: bool = False  # whether this rank must leave the block, because the block has failed
+    reason: Exception | None = None  # the error for which this rank must leave, see `make_leave`
 
     def make_leave(self, reason: Exception | None = None) -> None:
-        """Note that this rank must leave the block, by `Interrupted`.
+        """Note that this rank must leave the block. The caller then raises `Interrupted` in the block.
 
         Args:
-            reason: the error that all ranks shall raise. None: another rank has written the cause into the store.
+            reason: the error that all ranks then raise. If None, another rank has already written it into the store.
         """
         self.must_leave = True
         self.reason = self.reason or reason
 
     def first_due(self) -> BlockState:
-        """Return the block whose deadline is the earliest, among this block and those around it."""
+        """Return the block that has the earliest deadline, among this block and the blocks around it."""
         outer = self.outer.first_due() if self.outer is not None else self
         return outer if outer.deadline < self.deadline else self
 
@@ -102,9 +108,9 @@ class Watchdog:
         """Start the thread.
 
         Args:
-            context: of this rank.
-            board: has the position of this rank, and its present wait.
-            entered: the blocks that this rank is in, the innermost last; `entered` appends to this list.
+            context: the context of this rank.
+            board: the object that knows the position of this rank in its calls, and its present wait.
+            entered: the blocks that this rank is in, the innermost last. The method `entered` changes this list.
         """
         self._context = context
         self._board = board
@@ -117,22 +123,24 @@ class Watchdog:
         self._stopped = False
         self._next_look = 0.0  # the time of the next `_look`
         self._published: Whereabouts | None = None
-        self._seen_state: Any = None  # at the last look, see `_last_collectives`
-        self._seen_collectives: list[Collective] = []  # the collectives that belong to `_seen_state`; empty: not read
-        self._seen_nccl_state = ""  # at the last look, see `Group.state_of_nccl`
-        # The group in which a failure on the accelerator has been raised, as its value of `Group.times_closed`.
+        self._seen_state: Any = None  # the state that `_last_collectives` has seen at the last look
+        self._seen_collectives: list[Collective] = []  # the collectives in this state; empty if they were not read
+        self._seen_nccl_state = ""  # the text that `Group.state_of_nccl` returned at the last look
+        # The value of `Group.times_closed` when a failure on the accelerator was raised in the main thread. While this
+        # value has not changed, no further failure is raised, because the group has not been closed yet.
         self._raised_in = -1
-        self._reason: Exception | None = None  # see `reason`
+        self._reason: Exception | None = None  # the value of the property `reason`
         on_cpu = context.world.device.type == "cpu"
-        self._can_raise = not on_cpu and stay_ready(context.on_leave)  # in the main thread, outside of all blocks
+        # Whether this thread can raise errors in the main thread outside of all blocks.
+        self._can_raise = not on_cpu and stay_ready(context.on_leave)
         self._thread = threading.Thread(target=self._loop, name="nn_parallel watchdog", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
     def entered(self, block: BlockState) -> Iterator[None]:
-        """Make ``block`` the innermost one until it has ended and its failure, if there is one, has been handled.
+        """Make ``block`` the innermost block until it has ended and its failure, if there is one, has been handled.
 
-        Only the innermost block is watched. So nothing interrupts this rank on behalf of a block around it meanwhile.
+        Only the innermost block is watched. Meanwhile this rank is therefore not interrupted for a block around it.
         """
         with self._changed:
             self._blocks.append(block)
@@ -142,7 +150,7 @@ class Watchdog:
             with self._changed:
                 self._blocks.remove(block)
                 if self._blocks:
-                    self._changed.notify()  # the block around this one is watched again
+                    self._changed.notify()  # so that the watchdog watches the block around this one again
 
     @contextlib.contextmanager
     def watching(self, block: BlockState) -> Iterator[None]:
@@ -153,22 +161,25 @@ class Watchdog:
         try:
             with block.body:
                 yield
-                synchronize(self._context.world.device)  # errors of the work that the body has queued belong to it
+                synchronize(self._context.world.device)  # so that errors of queued work are raised inside the body
         finally:
-            # The watchdog holds this lock while it frees the rank from an active block. So after these lines it does
-            # nothing more for this block.
+            # The watchdog holds this lock while it frees the rank from an active block. After these lines the watchdog
+            # can therefore no longer interrupt this rank for this block.
             with self._changed:
                 block.is_active = False
-        if block.must_leave:  # the signal came too late to raise in the body
+        if block.must_leave:  # the signal came too late to raise `Interrupted` in the body
             raise Interrupted
 
     @property
     def reason(self) -> Exception | None:
-        """Why the watchdog has ended a collective outside of all blocks; None if it has not, or the group is closed."""
+        """The error for which the watchdog has ended a collective outside of all blocks.
+
+        None if the watchdog has ended no collective, or if the group has been closed since.
+        """
         return self._reason if self._context.group.interrupted else None
 
     def stop(self) -> None:
-        """Stop the thread. A thread that does not end in time goes on as a daemon thread."""
+        """Stop the thread, and wait until it has ended, but not longer than `times.WATCHDOG_ENDS_WITHIN_S`."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
@@ -176,7 +187,10 @@ class Watchdog:
         self._liveness.close()
 
     def _loop(self) -> None:
-        """Look again and again, until `stop` is called: at growing intervals in a block, and twice a second outside."""
+        """Check the rank again and again until `stop` is called.
+
+        In a block, the intervals between the checks grow. Outside of all blocks, the rank is checked twice a second.
+        """
         share, least_s, most_s = times.POLL
         pause = least_s
         seen: BlockState | None = None
@@ -189,7 +203,7 @@ class Watchdog:
                 if block is not seen:
                     pause = least_s
                     seen = block
-                    if block is not None:  # most blocks end within this time; a look would only slow them down
+                    if block is not None:  # most blocks end within this time, and a check would only slow them down
                         self._changed.wait(times.FIRST_LOOK_AFTER_S)
                         continue
                 if block is None and (left := self._next_look - time.monotonic()) > 0:
@@ -200,13 +214,16 @@ class Watchdog:
             reason: Exception | None = None
             try:
                 self._check_links()
-                if block is not None:  # checked first, because a death or error below may be a consequence of this end
+                # The end of the generation is checked first, because a death or an error may be a consequence of it.
+                if block is not None:
                     must_leave = block.must_leave or self._has_ended(generation)
                 if not must_leave and block is not None:
                     reason = self._death(block) or self._timeout(block) or self._context.group.error()
                 if not must_leave and reason is None and time.monotonic() >= self._next_look:
                     reason = self._look(block)
-            except Exception as error:  # for instance the store is gone: this rank would never learn of a failure
+            except Exception as error:
+                # After such an error the rank must leave the block too. For instance, if the store is gone, this rank
+                # would never learn of a failure on another rank.
                 reason = _as_reason(error)
                 self._next_look = time.monotonic() + times.STAND_EVERY_S
                 if block is None and self._is_host_out_of_reach() and location().may_wait:
@@ -223,8 +240,8 @@ class Watchdog:
     def _check_links(self) -> None:
         """Check the connections to other nodes. Rank 0 publishes which ranks it has lost.
 
-        Rank 0 then delays its own look, so that the other ranks leave their collectives first. If rank 0 failed first,
-        a launcher that ends the ranks beside a failed one would end them before they can report the loss.
+        After that, rank 0 delays its own look, so that the other ranks leave their collectives first. If rank 0 failed
+        first, a launcher that ends all ranks after the failure of one would end them before they report the loss.
         """
         links = self._context.links
         if links is not None and links.look() and self._context.rank == 0:
@@ -232,21 +249,22 @@ class Watchdog:
             self._next_look = time.monotonic() + 2 * times.STAND_EVERY_S
 
     def _is_host_out_of_reach(self) -> bool:
-        """Return whether the node of the store is out of reach, and this rank's connections have not been ended yet.
+        """Return whether the node of the store is out of reach, but this rank's collectives have not been ended yet.
 
-        The network ends no connection then, so a collective with that node would go on waiting.
+        They must be ended by this rank. The network does not end the connections to a node that is out of reach, so
+        that a collective with this node would wait until its timeout.
         """
         host = self._context.host
         return host is not None and host.is_out_of_reach and not self._context.group.interrupted
 
     def _free(self, block: BlockState, generation: int, reason: Exception | None) -> None:
-        """Make this rank leave ``block``. This is repeated at each look until the rank has left."""
+        """Make this rank leave ``block``. The watchdog repeats this at each look until the rank has left the block."""
         self._end_body(block, generation, reason)
         if self._find_connections():
             self._end_body(block, generation, reason)
 
     def _end_body(self, block: BlockState, generation: int, reason: Exception | None) -> None:
-        """Interrupt the body of ``block`` and abort the process groups, unless the body has ended meanwhile."""
+        """Interrupt the body of ``block`` and abort the process groups. Do nothing if the body has already ended."""
         with self._changed:
             if block is self._innermost() and generation == self._context.generation:
                 block.make_leave(reason)
@@ -254,13 +272,16 @@ class Watchdog:
                 self._context.group.abort()
 
     def _find_connections(self) -> bool:
-        """Find the connections of groups that the user has made. Return whether `Group.abort` can now end more."""
-        with contextlib.suppress(Exception):  # an error must not end the watchdog, which has to free this rank again
+        """Find the connections of groups that the user has made, so that `Group.abort` can end them.
+
+        Return whether further connections have been found.
+        """
+        with contextlib.suppress(Exception):  # an error must not end the watchdog, which may have to free this rank
             return self._context.group.find_connections(self._connection.store)
         return False
 
     def _innermost(self) -> BlockState | None:
-        """Return the innermost block if its body runs. Blocks around it are watched again when it has ended."""
+        """Return the innermost block if its body is running; otherwise None, even if there are blocks around it."""
         return self._blocks[-1] if self._blocks and self._blocks[-1].is_active else None
 
     def _has_ended(self, generation: int) -> bool:
@@ -268,14 +289,18 @@ class Watchdog:
         return self._connection.get(ended_key(generation)) is not None
 
     def _death(self, block: BlockState) -> RankError | None:
-        """Return the error of all ranks if the next rank has died. Each rank watches only the rank after it."""
+        """Return the error that all ranks raise if the next rank has died; otherwise None.
+
+        Each rank watches only the next rank, which is the rank after it. If the next rank has died, the error also
+        names all other dead ranks.
+        """
         if not self._liveness.is_dead(self._next_rank):
             return None
         deaths = self._liveness.deaths(self._others, block.call)
         return rank_error(block.call.function, self._context.world_size, deaths)
 
     def _timeout(self, block: BlockState) -> RankTimeoutError | None:
-        """Return the error that all ranks raise if the time of ``block``, or of a block around it, is over."""
+        """Return the error that all ranks raise if ``block``, or a block around it, has timed out; otherwise None."""
         due = block.first_due()
         if block.must_leave or time.monotonic() <= due.deadline:
             return None
@@ -288,18 +313,18 @@ class Watchdog:
     def _look(self, block: BlockState | None) -> ParallelError | None:
         """Publish the whereabouts of this rank, and check whether the rank is in a collective that can never end.
 
-        Outside of all blocks (``block`` is None), such a collective is ended here.
+        Outside of all blocks (``block`` is None), this method ends such a collective itself.
 
         Returns:
-            The reason for which this rank must leave ``block``; None if there is no reason, or no block.
+            The reason why this rank must leave ``block``; None if there is no reason, or no block.
         """
         self._next_look = time.monotonic() + times.STAND_EVERY_S
         if block is None and self._can_raise and (failure := self._failure_on_accelerator()):
             self._end_collective(failure)
             return None
-        # The position and the wait are read before the collectives are counted. If the rank enters a collective in
-        # between, the count is too high, and a deadlock is found only at the next look. In the other order the count
-        # could be too low, and other ranks would find a deadlock that does not exist.
+        # The position and the wait must be read before the collectives are counted. If the rank enters a collective
+        # between these two steps, the count is too high, and other ranks find a deadlock only at the next look. In the
+        # other order the count could be too low, and other ranks would find a deadlock that does not exist.
         position = self._board.position()
         place = location()
         waits = self._board.waits
@@ -309,7 +334,7 @@ class Watchdog:
         if waits is not None or stuck_in is None:
             return None
         others = sorted(set(stuck_in.members) - {self._context.rank})
-        # In a block the loss of a rank is found by `_death`, here or on another rank.
+        # In a block, this check is not needed, because `_death` on this or on another rank notices a lost rank.
         reason = self._loss_error(place, others) if block is None else None
         reason = reason or self._deadlock(position, place, stuck_in, others)
         if block is not None:
@@ -325,19 +350,22 @@ class Watchdog:
             self._connection.write(whereabouts_key(self._context.rank), whereabouts)
 
     def _entered_at_most(self, last: list[Collective]) -> dict[str, int]:
-        """Return, by process group, the most collectives that this rank can have entered."""
+        """Return an upper limit for the number of collectives that this rank has entered, by process group."""
         return {self._key_of(group): number for group, number in flight_recorder.entered(last).items()}
 
     def _key_of(self, group: str) -> str:
-        """Return a name of a process group that no later group gets. Torch uses its own names again for new groups."""
+        """Return a name for a process group that no later group gets.
+
+        Torch's own name does not suffice, because torch gives the names of closed groups to new groups.
+        """
         generation, made = self._context.group.begun
         return f"{generation}.{made}/{group}"
 
     def _failure_on_accelerator(self) -> Exception | None:
-        """Return the failure for which a collective on the accelerator cannot end; None if there is none.
+        """Return the failure because of which a collective on the accelerator cannot end; None if there is none.
 
-        NCCL does not always notice that a rank has died. So if NCCL's collectives have made no progress since the last
-        look, this looks for a death itself.
+        NCCL does not always notice that a rank has died. Therefore, if NCCL's collectives have made no progress since
+        the last look, this method itself checks whether the next rank has died.
         """
         group = self._context.group
         if self._raised_in == group.times_closed:
@@ -348,7 +376,8 @@ class Watchdog:
         next_rank = self._next_rank
         try:
             failure = group.error()
-            # A rank that leaves the world closes its connections. To NCCL this looks like a failure, but is none.
+            # If another rank has left the world properly, the failure is ignored unless it is a timeout. A rank that
+            # leaves closes its connections, which NCCL reports as a failure.
             if failure is not None and (collective_timed_out(failure) or not self._has_any_left()):
                 return failure
             is_dead = stands_still and self._liveness.is_dead(next_rank)
@@ -363,10 +392,11 @@ class Watchdog:
         return any(has_left(self._context, self._connection, rank) for rank in self._others)
 
     def _end_collective(self, reason: Exception) -> None:
-        """End the collective of this rank, outside of all blocks.
+        """End the collective that this rank is in, outside of all blocks.
 
-        A collective of gloo then raises torch's error of a lost connection, so ``reason`` is logged before. A
-        collective on an accelerator would return wrong numbers, so ``reason`` is raised in the main thread before.
+        When a collective of gloo is ended, it raises torch's error of a lost connection. To show the cause, ``reason``
+        is logged first. When a collective on an accelerator is ended, it returns wrong numbers. To avoid that they are
+        used, ``reason`` is raised in the main thread first.
         """
         times_closed = self._context.group.times_closed
         self._find_connections()
@@ -386,7 +416,10 @@ class Watchdog:
                 self._context.group.abort(times_closed)
 
     def _loss_error(self, place: CodeLocation, others: list[int]) -> ParallelError | None:
-        """Return the error of this rank if it waits for ``others`` and the node of one of them is out of reach."""
+        """Return the error to raise if one of the ``others``, for which this rank waits, is on an unreachable node.
+
+        Return None if there is no such rank.
+        """
         if lost := self._liveness.out_of_reach(others):
             return self._never_ends(place, self._liveness.death(lost[0]))
         return None
@@ -394,20 +427,20 @@ class Watchdog:
     def _deadlock(
         self, position: Position, place: CodeLocation, stuck_in: Collective, others: list[int]
     ) -> ParallelError | None:
-        """Return the error of this rank if it is in a deadlock with another rank; None if it is not.
+        """Return the error to raise if this rank is in a deadlock with another rank; None if it is not.
 
-        In a deadlock this rank waits in a collective for the other rank, which has not entered the collective, but
-        waits in a call of this package for this rank. Nothing else counts as a deadlock, because a rank that is late
-        may still come, even after hours.
+        In a deadlock, this rank waits in a collective for another rank. The other rank has not entered the collective,
+        but waits for this rank in a call of this package. Nothing else counts as a deadlock, because a slow rank may
+        still come, even after hours.
 
         Args:
-            position: of this rank in its calls.
-            place: of this rank in its code, for the error.
-            stuck_in: the collective that this rank waits in.
-            others: the other ranks of that collective.
+            position: the position of this rank in its calls.
+            place: the place of this rank in its code, for the error.
+            stuck_in: the collective in which this rank waits.
+            others: the other ranks of this collective.
         """
-        # Each stuck rank reads the whereabouts of the other ranks. The next look is delayed in proportion to the reads
-        # of all ranks together, so that they do not overload the store.
+        # Each stuck rank reads the whereabouts of the other ranks. To avoid overloading the store, the next look is
+        # delayed in proportion to the number of reads by all ranks together.
         self._next_look += (len(others) + 1) * self._context.world_size / times.WHEREABOUTS_READ_PER_S
         key = self._key_of(stuck_in.group)
         number = stuck_in.number
@@ -426,10 +459,10 @@ class Watchdog:
         return ParallelError(f"Rank {self._context.rank} is {place}, which can never end: {why}")
 
     def _last_collectives(self, waits: Waits | None, place: CodeLocation) -> list[Collective]:
-        """Return the last collectives of this rank if it has waited since the last look; an empty list if it goes on.
+        """Return the last collectives of this rank if it has made no progress since the last look; otherwise [].
 
-        Whether the rank goes on is seen from a state that is quick to read. The collectives themselves are read only if
-        that state has not changed, because this takes much longer.
+        To detect progress, the method compares a state that is quick to read. It reads the collectives themselves only
+        if this state has not changed, because this takes much longer.
         """
         first_id = self._context.group.first_id
         state = under_way, _ = flight_recorder.running_collectives(first_id), waits
@@ -443,9 +476,9 @@ class Watchdog:
 
 
 def has_left(context: RankContext, connection: StoreClient, rank: int) -> bool:
-    """Return whether ``rank`` has left the world properly in the present generation, so that it has not failed."""
+    """Return whether ``rank`` has left the world properly in the present generation, and therefore has not failed."""
     status = connection.read(status_key(rank), RankStatus)
-    if status is None or status.position.generation < context.generation:  # the status is of an earlier `run`
+    if status is None or status.position.generation < context.generation:  # the status belongs to an earlier `run`
         return False
     return status.position.phase == HAS_LEFT
 
@@ -456,11 +489,11 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def cause_of(error: BaseException, reason: Exception | None) -> BaseException:
-    """Return the exception to raise for ``error``.
+    """Return the exception that this rank must raise or report in place of ``error``.
 
     Args:
-        error: the exception that this rank has raised.
-        reason: why the watchdog has freed this rank; None if it has not.
+        error: the exception that was raised on this rank.
+        reason: the error for which the watchdog has freed this rank; None if the watchdog has not freed it.
 
     Returns:
         ``reason`` if ``error`` is only a consequence of being freed, otherwise ``error``.
@@ -468,10 +501,10 @@ def cause_of(error: BaseException, reason: Exception | None) -> BaseException:
     if reason is None or not is_consequence(error):
         return error
     frames = error.__traceback__
-    error.__traceback__ = None  # the frames refer to the error: this would be a reference cycle
+    error.__traceback__ = None  # to avoid a reference cycle, because the frames of the traceback refer to the error
     return reason.with_traceback(frames)
 
 
 def _as_reason(error: Exception) -> ParallelError:
-    """Return ``error`` as an error that all ranks raise."""
+    """Return ``error`` itself if it is a `ParallelError`, otherwise a `ParallelError` that describes it."""
     return error if isinstance(error, ParallelError) else ParallelError(f"The watchdog of this rank failed: {error!r}")

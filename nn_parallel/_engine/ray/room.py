@@ -4,8 +4,9 @@ This module connects to the cluster and asks for the room for all workers. The r
 has a bundle of resources for each worker. Ray reserves all bundles at once. If a node is lost, Ray searches for other
 nodes that have room for its bundles. The workers of one node have successive ranks.
 
-The thread of the pool must not wait. So it makes only calls to Ray's head node that return within milliseconds. Actions
-that take longer, such as the search for room, go on in Ray, and the thread asks at intervals whether they have ended.
+The thread of the pool must not wait. So it makes only those calls to Ray's head node that return within milliseconds.
+Actions that take longer, such as the search for room, go on in Ray, and the thread asks at intervals whether they have
+ended.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ if TYPE_CHECKING:
 
 REACHED_WITHIN_S = 10.0  # how long to try to connect to a cluster
 WARN_AFTER_S = 5.0  # how long to wait for room before a warning
-STARTED_WITHIN_S = 60.0  # how long workers may take to start in their room, at least: they must import torch
+STARTED_WITHIN_S = 60.0  # the least time that workers get to start in their room, because they must import torch
 LOOKS_EACH_S = 0.5  # how often to ask Ray whether it has found room, and whether it still runs
-FIRST_LOOK_S = 0.01  # when to ask for the room of a resized pool first; the interval then doubles up to LOOKS_EACH_S
+FIRST_LOOK_S = 0.01  # the first interval at which to ask for the room of a resized pool; it doubles up to LOOKS_EACH_S
 OTHER_CALLS = 100  # how many calls the actor `Orders` serves at once beside those of the workers
 logger = logging.getLogger("nn_parallel")
 
@@ -77,7 +78,7 @@ def connect() -> None:
     address = os.environ.get("RAY_ADDRESS", "")
     try:
         parts = urlsplit(address if "//" in address else f"//{address}")
-        if parts.hostname and parts.port:  # tried first, because Ray itself would try for some minutes
+        if parts.hostname and parts.port:  # tested first, because Ray would try for some minutes
             socket.create_connection((parts.hostname, parts.port), REACHED_WITHIN_S).close()
         with _own_handlers():
             ray.init()
@@ -88,7 +89,7 @@ def connect() -> None:
 
 @contextlib.contextmanager
 def _own_handlers() -> Iterator[None]:
-    """Restore the script's handlers of signals at the end of the block, because Ray replaces them."""
+    """Restore the script's signal handlers at the end of the block, because Ray replaces them."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -105,7 +106,7 @@ def resources_for(
 
     Raises:
         ValueError: ``devices`` names another device than the CPU, or a number is below one.
-        TypeError: a number is no integer.
+        TypeError: a number is not an integer.
         LaunchError: as `connect`.
     """
     if devices is not None and str(devices) != "cpu":
@@ -127,7 +128,7 @@ class Room:
     """The room for a number of workers: a placement group of Ray, with a bundle of resources for each worker."""
 
     def __init__(self, workers: int, wanted: Wanted) -> None:
-        """Ask Ray for the room, which it then searches for.
+        """Ask Ray for the room. Ray then searches for it, but this method does not wait.
 
         Args:
             workers: the number of workers.
@@ -138,9 +139,10 @@ class Room:
         self._size = workers
         self._wanted = wanted
         self._group = placement_group([dict(wanted.resources)] * workers, strategy=wanted.placement.upper())
-        # By rank, the number of its bundle. The bundles of a node follow each other. Empty until there is room.
+        # The number of the bundle of each rank, in the order of the ranks. Bundles on the same node follow each other.
+        # The list is empty until `look` has seen that Ray has found the room.
         self._bundles: list[int] = []
-        self._has_warned = False  # of a long wait
+        self._has_warned = False  # True once `raise_if_late` has warned of a long wait
 
     @property
     def is_there(self) -> bool:
@@ -148,7 +150,10 @@ class Room:
         return bool(self._bundles)
 
     def look(self) -> bool:
-        """Ask Ray whether it has reserved the whole room. After the loss of a node it searches for a part again."""
+        """Return whether Ray has reserved the whole room.
+
+        After the loss of a node, this is False until Ray has found another place for the bundles of that node.
+        """
         table = placement_group_table(self._group)
         is_whole: bool = table["state"] == "CREATED"
         if is_whole and not self._bundles:
@@ -161,17 +166,17 @@ class Room:
         """Wait until Ray has found the room.
 
         Raises:
-            LaunchError: Ray has not found it in time.
+            LaunchError: Ray has not found the room in time.
         """
         began = time.monotonic()
         while not (self._group.wait(LOOKS_EACH_S) and self.look()):
             self.raise_if_late(began)
 
     def raise_if_late(self, began: float) -> None:
-        """Raise `LaunchError` if the wait for room takes too long; warn once, some time before that.
+        """Raise `LaunchError` if the wait for room takes too long. Warn once after `WARN_AFTER_S`.
 
         Args:
-            began: when the wait began, by `time.monotonic`.
+            began: the time at which the wait began, on the clock of `time.monotonic`.
         """
         waited_s = time.monotonic() - began
         wanted = self._wanted.describe(self._size)
@@ -189,7 +194,7 @@ class Room:
         """Raise `ParallelError` if the start of workers in the room takes too long.
 
         Args:
-            began: when the first of them was asked for, by `time.monotonic`.
+            began: the time at which the pool asked for the first of them, on the clock of `time.monotonic`.
         """
         within_s = max(self._wanted.within_s, STARTED_WITHIN_S)
         if time.monotonic() > began + within_s:
@@ -236,9 +241,9 @@ class RaySite:
         """
         self._size = workers
         self._wanted = wanted
-        self._workers: dict[int, RayWorker] = {}  # by rank, the worker that was started last
+        self._workers: dict[int, RayWorker] = {}  # the last worker of each rank
         self._looks_again_s = LOOKS_EACH_S  # the interval at which to ask whether Ray has found room
-        # None after `resize`, until the next worker is started; also if Ray did not find the room in time.
+        # The present room. After a `resize`, or if Ray found no room in time, it is None until the next `start`.
         self._room: Room | None = Room(workers, wanted)
         self._former_rooms: set[Room] = set()  # rooms of other sizes, whose workers are leaving
         self._is_open = False
@@ -254,18 +259,18 @@ class RaySite:
         return [device] * count("num_workers", self._size if workers is None else workers)
 
     def make_packer(self, on_forgotten: Callable[[int], None]) -> Packer:
-        """As `Site.make_packer`."""
+        """Implement `Site.make_packer`."""
         return Packer(Sent, on_forgotten, is_elsewhere=True)
 
     def open(self, loop: EventLoop, events: WorkerEvents) -> None:
-        """As `Site.open`."""
+        """Implement `Site.open`."""
         self._loop = loop
         self._events = events
         self._is_open = True
         self._look_at_times()
 
     def start(self, rank: int, device: torch.device) -> RayWorker:
-        """As `Site.start`."""
+        """Implement `Site.start`."""
         worker = RayWorker(rank, device, self._loop, self._events, self._forget_worker)
         self._workers[rank] = worker
         if ray.is_initialized():
@@ -280,7 +285,7 @@ class RaySite:
         return worker
 
     def resize(self, workers: int) -> bool:
-        """As `Site.resize`. Another number of workers needs another room, so the workers in the present one leave."""
+        """Implement `Site.resize`. Another number of workers needs another room, so the present workers must leave."""
         if workers == self._size:
             return True
         self._size = workers
@@ -292,17 +297,17 @@ class RaySite:
         return False
 
     def cores_for(self, workers: int) -> int:
-        """As `Site.cores_for`."""
+        """Implement `Site.cores_for`."""
         return max(1, int(self._wanted.resources.get("CPU", 1)))
 
     def ranks(self, world_size: int, group: int) -> Ranks:
-        """As `Site.ranks`. The ranks ask the actor `Orders` for the address of the store."""
+        """Implement `Site.ranks`. The ranks ask the actor `Orders` for the address of the store."""
         names = [self._workers[rank].node for rank in range(world_size)]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return Ranks(world_size, group=group, nodes=[numbers[name] for name in names])
 
     def close(self) -> None:
-        """As `Site.close`."""
+        """Implement `Site.close`."""
         self._is_open = False
         for room in (*self._former_rooms, *([] if self._room is None else [self._room])):
             room.give_back()
@@ -311,7 +316,7 @@ class RaySite:
         self._workers.clear()
 
     def ask_to_stop(self) -> None:
-        """Make `stop_requested` return true on the ranks. The handler of a signal may call this."""
+        """Make `stop_requested` return True on the ranks. A signal handler may call this."""
         self._loop.post(self._pass_on_stop)
 
     def _pass_on_stop(self) -> None:
@@ -380,7 +385,7 @@ class RaySite:
         worker.begin(room.actor_class(worker.rank), room.orders, setup)
 
     def _forget_worker(self, worker: RayWorker) -> None:
-        """Forget a worker, which has exited."""
+        """Forget a worker that has exited."""
         for room in (self._room, *self._former_rooms):
             if room is not None:
                 room.workers.discard(worker)
@@ -405,6 +410,6 @@ def _describe_cluster() -> str:
     )
 
 
-# Ray has registered a function when it was imported. A function that is registered later is called earlier. So pools
-# are closed while Ray still runs.
+# Ray shuts itself down in a function that it has registered with `atexit` when it was imported. A function that is
+# registered later is called earlier. So pools are closed while Ray still runs.
 atexit.register(close_pools)

@@ -1,10 +1,10 @@
-"""A worker of a pool that is an actor of Ray.
+"""The worker of a pool on a Ray cluster, which is an actor of Ray.
 
-`WorkerActor` runs in the process of the worker, and `RayWorker` is the worker as its pool sees it, in the script.
+`WorkerActor` runs in the process of the worker. `RayWorker` represents the worker in the script, for the pool.
 
-The problem. A task must run in the main thread, because only there it can be interrupted (`interrupts`). Ray runs the
-methods of an actor in the main thread only if the actor has a single thread and no concurrency groups. But while such
-an actor runs a task, it takes no other call, so it cannot be asked to cancel the task or to tell its stack.
+The problem. A task must run in the main thread, because only there it can be interrupted (see `interrupts`). Ray runs
+the methods of an actor in the main thread only if the actor has a single thread and no concurrency groups. But while
+such an actor runs a task, it takes no other call, so it cannot be asked to cancel the task or to tell its stack.
 
 The solution. Such orders go through another actor, `Orders`, which all workers of the pool share. A second thread of
 each worker asks `Orders` for the next order for this worker, and waits until there is one.
@@ -51,22 +51,23 @@ from ..stack_dump import main_stack
 if TYPE_CHECKING:
     from ..pool.protocols import WorkerEvents
 
-# How long it may take until Ray reports the exit of a worker. If all processes of a node end at once: 1.5 s, measured.
+# How long Ray may take to report the exit of a worker. When all processes of a node ended at once, it took 1.5 s.
 EXIT_TOLD_WITHIN_S = 3.0
 ASK_AGAIN_AFTER_S = 0.5  # the interval at which to call the actor `Orders` again, while Ray restarts it
-ORDERS_WITHIN_S = 60.0  # how long Ray may take to restart it
+ORDERS_WITHIN_S = 60.0  # how long Ray may take to restart the actor `Orders`
 
 
 class Parcel(NamedTuple):
-    """A packed object in a message of Ray."""
+    """A packed object in a message that Ray carries between the script and a worker."""
 
-    # The pickle, the buffers and the shared memory. None: they are large, and a separate argument of the call of Ray.
+    # The pickle, the buffers and the shared memory, in this order. None if they are large, because then they are sent
+    # beside the message, as a separate argument of the call of Ray.
     parts: Sequence[bytes] | None
-    shared: int  # the number of the last parts that are shared memory in the sender; the receiver gets a copy
+    shared: int  # how many of the last parts are shared memory in the sender; the receiver gets copies of them
 
 
 class Sent:
-    """A packed object as the script sends it to workers. A large object is put into Ray's object store once for all."""
+    """A packed object as the script sends it to workers. Ray's object store holds a large one for all of them."""
 
     def __init__(self, packed: Packed) -> None:
         """Copy the memory of the object, because its owner may change it later.
@@ -76,7 +77,7 @@ class Sent:
             ParallelError: Ray has been shut down.
         """
         self.parcel, large = _parcel_of(packed)
-        self.reference = None  # to the parts of a large object in Ray's object store
+        self.reference = None  # Ray's reference to the parts of a large object in its object store
         if large:
             raise_if_shut_down()
             try:
@@ -86,7 +87,7 @@ class Sent:
 
 
 def raise_if_shut_down() -> None:
-    """Raise `ParallelError` if Ray has been shut down. Otherwise the next call of Ray would start it again."""
+    """Raise `ParallelError` if Ray has been shut down. Otherwise the next call of Ray would start Ray again."""
     if not ray.is_initialized():
         raise ParallelError("Ray has been shut down.")
 
@@ -108,7 +109,8 @@ def _received(parcel: Parcel, beside: Iterable[Any]) -> Received:
 
     Args:
         parcel: the parcel.
-        beside: an iterator of the large objects beside the message. It is advanced if the parcel has no parts.
+        beside: the large objects that came beside the message. If the parcel has no parts, its object is the next one
+            of them.
     """
     parts = next(iter(beside)) if parcel.parts is None else parcel.parts
     first, *buffers = parts
@@ -117,7 +119,7 @@ def _received(parcel: Parcel, beside: Iterable[Any]) -> Received:
     return Received(bytes(first), copies[:unshared], copies[unshared:])
 
 
-# In the processes of the cluster
+# Code that runs in the processes of the cluster
 
 
 class Orders:
@@ -130,7 +132,7 @@ class Orders:
     def __init__(self) -> None:
         end_with(os.getppid())  # otherwise the process of an actor may outlive Ray's process of this node
         self._store = PoolStore(ray.util.get_node_ip_address())
-        self._mailboxes: dict[int, _Mailbox] = {}  # by the key of the worker
+        self._mailboxes: dict[int, _Mailbox] = {}  # the mailbox of each worker, by its key
 
     def __repr__(self) -> str:
         return "nn_parallel"  # Ray prints this before each line that the actor prints
@@ -145,7 +147,7 @@ class Orders:
         return await self._mailbox(key).order(number)
 
     async def next(self, key: int, reply: Any) -> int:
-        """Return the next order for a worker, once there is one. ``reply`` is its reply to the order before."""
+        """Return the next order for a worker, once there is one. ``reply`` is its reply to the previous order."""
         return await self._mailbox(key).next(reply)
 
     async def forget(self, key: int) -> None:
@@ -171,16 +173,16 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self._waiting = asyncio.Queue[tuple[int, asyncio.Future[Any]]]()
-        self._followed: asyncio.Future[Any] | None = None  # of the worker's reply to the order that it follows now
+        self._followed: asyncio.Future[Any] | None = None  # gets the reply to the order that the worker follows now
 
     async def order(self, number: int) -> Any:
-        """As `Orders.order`."""
+        """Implement `Orders.order` for this worker."""
         answered = asyncio.get_running_loop().create_future()
         self._waiting.put_nowait((number, answered))
         return await answered
 
     async def next(self, reply: Any) -> int:
-        """As `Orders.next`."""
+        """Implement `Orders.next` for this worker."""
         if self._followed is not None and not self._followed.done():
             self._followed.set_result(reply)
         number, self._followed = await self._waiting.get()
@@ -191,7 +193,7 @@ class ActorSetup(NamedTuple):
     """The first message to a worker."""
 
     rank: int
-    key: int  # by which `Orders` knows the worker
+    key: int  # the key that identifies the worker in calls of `Orders`
     has_accelerator: bool
     directory: str
     path: list[str]
@@ -248,8 +250,8 @@ class WorkerActor:
         """Store the objects that come with a task, and do the task. Return the pickled answer and its parcel.
 
         Args:
-            message: the pickled header, stored objects and call.
-            beside: large objects that are not in the message. If the answer is large, it is returned in the same way.
+            message: the pickled header of the task, and the parcels of the stored objects and of the call.
+            beside: large objects that are not in the message. A large answer is returned beside its message, too.
         """
         header, kept, parcel = pickle.loads(message)
         arrived = iter(beside)
@@ -264,7 +266,7 @@ class WorkerActor:
         return (message_back, large) if large else message_back
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Delete stored objects whose handles are gone."""
+        """Delete the stored objects of handles that were deleted."""
         for number in numbers:
             forget(number)
 
@@ -281,10 +283,10 @@ class _Runner(TaskRunner):
         super().__init__(rank, device, dict(os.environ), self._reply_with)
         self._key = key
         self._orders = orders
-        self._reply: Any = None  # to the last order
+        self._reply: Any = None  # the reply to the last order, which `Orders` gets with the request for the next one
 
     def store_address(self, ranks: Ranks) -> tuple[str, int]:
-        """As `TaskRunner.store_address`. `Orders` is asked each time, because the store moves with that actor.
+        """Return the address that `Orders` reports now, because the store moves when Ray restarts `Orders`.
 
         Raises:
             ParallelError: `Orders` was lost, and Ray has not started it again in time.
@@ -305,9 +307,9 @@ class _Runner(TaskRunner):
 
     def follow_orders_of_actor(self) -> None:
         """Follow one order after another until this process ends."""
-        must_repeat = False  # the cancelled task has not ended
+        must_repeat = False  # True while the cancelled task runs, which must then be interrupted again
         while True:
-            # Not by `ray.get`, because Ray would assume that this process waits and does not use its cores.
+            # `ray.get` is not used, because Ray would assume that the whole process waits and does not need its cores.
             order = self._orders.next.remote(self._key, self._reply).future()
             while must_repeat and not _is_done(order, INTERRUPT_EVERY_S):
                 must_repeat = self.interrupt_cancelled()
@@ -362,7 +364,7 @@ class _PrefixedStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """As `io.TextIOBase.write`."""
+        """Write text as `io.TextIOBase.write`, with the prefix at the beginning of each line."""
         if text:
             first = self._prefix if self._begins_line else ""
             self._begins_line = text.endswith("\n")
@@ -372,12 +374,12 @@ class _PrefixedStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """As `io.IOBase.writelines`."""
+        """Write lines as `io.IOBase.writelines`, with the prefix."""
         for line in lines:
             self.write(line)
 
 
-# In the script
+# Code that runs in the script
 
 
 class RayWorker:
@@ -394,20 +396,20 @@ class RayWorker:
         events: WorkerEvents,
         on_exit: Callable[[RayWorker], None],
     ) -> None:
-        """Make a worker that waits for room. `begin` starts its actor.
+        """Make a worker that waits for room on the cluster. `begin` starts its actor.
 
         Args:
             rank: the rank of the worker.
-            device: the device that the worker will probably have.
+            device: the device that the worker will probably have. Its actor reports the actual one.
             loop: the event loop of the pool.
             events: receives the answers and the exit of the worker.
-            on_exit: called when the worker has exited or was withdrawn.
+            on_exit: called with this object when the worker has exited or was given up.
         """
         self.rank = rank
         self.device = device
-        self.pid = 0  # until the actor has started
+        self.pid = 0  # it stays 0 until the actor has started
         self.node = ""
-        self.key = next(_keys)  # by which `Orders` knows the worker
+        self.key = next(_keys)  # identifies the worker in calls of `Orders`
         self.asked_at = time.monotonic()
         self._host = ""
         self._loop = loop
@@ -417,8 +419,8 @@ class RayWorker:
         self._orders: Any = None
         self._is_over = False
         self._kept_handles: set[int] = set()  # the numbers of the handles whose objects the worker keeps
-        self._hands_back = False  # the worker was asked to hand back calls, and has not replied yet
-        # The answer to the worker's task, if it has arrived before that reply. It must be handled after the reply.
+        self._hands_back = False  # True while a reply to HAND_BACK is awaited
+        # The answer to the worker's task, if it arrives while that reply is awaited. The reply must be handled first.
         self._held: Future[Any] | None = None
 
     @property
@@ -445,7 +447,7 @@ class RayWorker:
         self._then(self._hear_start, self._actor.start.remote(__version__, pickle.dumps(setup), orders))
 
     def send(self, task: TaskHeader, call: PackedCall) -> None:
-        """As `Worker.send`."""
+        """Implement `Worker.send`."""
         new = {handle.number: handle.payload for handle in call.handles if handle.number not in self._kept_handles}
         payloads = [*new.values(), *([] if call.payload is None else [call.payload])]
         kept = [(number, payload.parcel) for number, payload in new.items()]
@@ -460,39 +462,39 @@ class RayWorker:
         self._kept_handles.update(new)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """As `Worker.forget`."""
+        """Implement `Worker.forget`."""
         gone = self._kept_handles.intersection(numbers)
         self._kept_handles -= gone
         if gone and ray.is_initialized():
             self._actor.forget.remote(list(gone))
 
     def cancel(self, number: int) -> None:
-        """As `Worker.cancel`."""
+        """Implement `Worker.cancel`."""
         if ray.is_initialized():
             self._orders.order.remote(self.key, number)
 
     def ask_for_stack(self) -> None:
-        """As `Worker.ask_for_stack`."""
+        """Implement `Worker.ask_for_stack`."""
         if ray.is_initialized():
             self._then(self._hear_stack, self._orders.order.remote(self.key, TELL_STACK))
 
     def hand_back(self) -> None:
-        """As `Worker.hand_back`."""
+        """Implement `Worker.hand_back`."""
         if ray.is_initialized():
             self._hands_back = True
             self._then(self._hear_handed_back, self._orders.order.remote(self.key, HAND_BACK))
 
     def leave(self) -> None:
-        """As `Worker.leave`."""
+        """Implement `Worker.leave`."""
         if self._actor is None or not ray.is_initialized():
             self.kill()
         else:
             self._then(self._hear_exit, self._actor.leave.remote())
 
     def kill(self) -> None:
-        """As `Worker.kill`."""
+        """Implement `Worker.kill`."""
         self.end_actor()
-        # Posted, because the pool calls this method at times when it cannot handle the exit of a worker.
+        # The exit is only posted, because the pool calls this method at times when it cannot handle an exit.
         self._loop.post(self._exit, -signal.SIGKILL, "")
 
     def end_actor(self) -> None:
@@ -507,10 +509,10 @@ class RayWorker:
         self._on_exit(self)
 
     def _then(self, hear: Callable[[Future[Any]], object], reference: Any) -> None:
-        """Call ``hear`` with the future of a call of Ray, when that is done, unless the worker has exited by then.
+        """Call ``hear`` when a call of Ray has ended, unless the worker has exited by then.
 
         Args:
-            hear: the function. It runs in the thread of the pool.
+            hear: takes the future of the call of Ray. It runs in the thread of the pool.
             reference: Ray's reference to the result of the call.
         """
         reference.future().add_done_callback(functools.partial(self._loop.post, self._hear, hear))
@@ -569,7 +571,8 @@ class RayWorker:
     def _hear_exit(self, future: Future[Any]) -> None:
         """Note that the actor has exited.
 
-        If Ray only cannot reach the actor, the actor is killed, because another one takes its place.
+        Perhaps Ray only cannot reach the actor, and the actor still runs. So it is killed, because another worker takes
+        its place.
         """
         error = future.exception()
         self.end_actor()
