@@ -12,7 +12,10 @@ R = TypeVar("R")
 
 
 def start(work: Callable[[], R], name: str) -> Future[R]:
-    """Begin ``work`` in a thread called ``name``. The process must not end before the work is done, see `finish`."""
+    """Begin ``work`` in a thread called ``name``, if it must be done before the process ends.
+
+    Before a process ends, this package calls `finish`, which waits for such work.
+    """
     end = in_thread(work, name)
     _under_way.add(end)
     end.add_done_callback(_under_way.discard)
@@ -20,7 +23,7 @@ def start(work: Callable[[], R], name: str) -> Future[R]:
 
 
 def in_thread(work: Callable[[], R], name: str) -> Future[R]:
-    """Begin ``work`` in a thread called ``name``. The process may end before the work is done, and ends the thread."""
+    """Begin ``work`` in a thread called ``name``. When the process ends, the work may be left unfinished."""
     end = Future[R]()
 
     def run(end: Future[R] | None) -> None:
@@ -30,7 +33,7 @@ def in_thread(work: Callable[[], R], name: str) -> Future[R]:
         except BaseException as error:
             end.set_exception(error)
             # The traceback of the error refers to this frame. If the frame referred to the future, which refers to the
-            # error, this cycle would keep all objects alive that the work has used.
+            # error, this reference cycle would keep all objects alive that the work has used.
             end = None
 
     threading.Thread(target=run, args=[end], name=name, daemon=True).start()
@@ -38,10 +41,10 @@ def in_thread(work: Callable[[], R], name: str) -> Future[R]:
 
 
 def finish(within_s: float | None = None) -> None:
-    """Wait until all work that `start` has begun has ended, but no longer than ``within_s``."""
+    """Wait until all work that `start` has begun has ended, but no longer than ``within_s`` seconds."""
     if _under_way:  # a `wait` for nothing takes 25 us, and each task of a pool calls this function
         wait(set(_under_way), within_s)
 
 
-_under_way = set[Future[Any]]()
+_under_way = set[Future[Any]]()  # the futures of all unfinished work that `start` has begun
 os.register_at_fork(after_in_child=_under_way.clear)  # the threads do not exist in a fork

@@ -37,7 +37,7 @@ def split_run_gather(
     devices = devices[: lengths[0]]
     columns = [_over_devices(leaf, devices) for leaf in leaves]
     calls = [pytree.tree_unflatten(row, structure) for row in zip(*columns, strict=True)]
-    # These settings are local to a thread. The threads below must run with those of the calling thread.
+    # These settings belong to a thread, so each new thread must be given those of the calling thread.
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
     kind = devices[0].type
@@ -82,8 +82,9 @@ def _over_devices(leaf: Any, devices: list[torch.device]) -> list[Any]:
 def _replica(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Return a copy of ``module`` on ``device``, from whose parameters gradients flow back to the original ones.
 
-    `copy.deepcopy` itself would make independent parameters. Its memo maps the original tensors to moved tensors, which
-    are results of differentiable operations, so that `copy.deepcopy` takes these as the copies.
+    `copy.deepcopy` alone would make independent parameters. So its memo, the dict of objects that are copied already,
+    maps each original tensor to the result of moving this tensor, which is a differentiable operation. `copy.deepcopy`
+    then uses these results as the copies.
     """
     tensors = itertools.chain(module.parameters(), module.buffers())
     return copy.deepcopy(module, {id(tensor): tensor.to(device) for tensor in tensors})

@@ -1,4 +1,4 @@
-"""Processes on Linux: the descendants of a process, its end together with its parent, and stopped processes."""
+"""Functions for processes on Linux: find descendants, end a process together with its parent, recognize a stop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def descendants_of(pid: int) -> list[int]:
-    """Return all descendants of a process.
+    """Return the ids of all descendants of a process.
 
-    When a process ends, the kernel gives its children to the nearest ancestor that is a subreaper, or else to process
-    1. Such children are missing here if their new parent is no descendant of ``pid`` and not ``pid`` itself.
+    When a process ends, its children get another parent: the nearest ancestor that is a subreaper, or else process 1.
+    Such children are found only if their new parent is ``pid`` or one of its descendants.
     """
     pids = [pid]
     for parent in pids:  # the list grows during the loop, so that the children of children are visited too
@@ -24,7 +24,7 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the child processes of a process, including those that it has inherited as their subreaper."""
+    """Return the ids of the children of a process, including orphans that it has adopted as a subreaper."""
     children = list[int]()
     with contextlib.suppress(OSError):  # the process has ended
         for thread in os.listdir(f"/proc/{pid}/task"):  # the kernel keeps a list of children for each thread
@@ -41,7 +41,8 @@ def prctl(option: int, value: int) -> None:
 def end_with(parent: int) -> None:
     """Make the kernel kill this process when its parent ends.
 
-    The setting is lost when this process changes its user, so that this must be called again.
+    The setting is PR_SET_PDEATHSIG. The kernel drops it when the process changes its user, so call this function again
+    then.
 
     Args:
         parent: the process id of the parent. If the parent has ended already, this process exits now.

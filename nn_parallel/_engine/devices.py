@@ -1,7 +1,7 @@
 """Devices: the accelerators that exist, the device of a rank, and the parameter ``device`` of a user's function.
 
-Unless a function says otherwise, it does not initialize CUDA. A process that has initialized CUDA uses memory on a GPU,
-and its forks cannot use CUDA.
+The functions of this module do not initialize CUDA, unless their docstrings say so. A process that has initialized CUDA
+uses memory on a GPU, and its forks cannot use CUDA.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def existing_device(device: torch.device | str) -> torch.device:
         return torch.device("cpu")
     if wanted.type not in ("cuda", available[0].type):
         raise ValueError(f"There is no {wanted}: {what_exists(available)}.")
-    _, _, number = text.partition(":")  # not `wanted.index`: torch keeps only 8 bits of the number, so 256 would be 0
+    _, _, number = text.partition(":")  # `wanted.index` keeps only 8 bits of the number, so 256 would be 0
     index = int(number) if number else current_index(available[0].type)
     if index >= len(available):
         raise ValueError(f"There is no {device}: {what_exists(available)}.")
@@ -49,7 +49,7 @@ def existing_device(device: torch.device | str) -> torch.device:
 
 
 def named_device(device: torch.device | str | None) -> torch.device | None:
-    """Return the existing device that ``device`` names, or None if it names no certain one, as ``"cuda"`` does."""
+    """Return the existing device that ``device`` names, or None if it names only a type, as ``"cuda"`` does."""
     if device is None:
         return None
     resolved = existing_device(device)
@@ -57,10 +57,11 @@ def named_device(device: torch.device | str | None) -> torch.device | None:
 
 
 def hardware_id(device: torch.device) -> str | None:
-    """Return a name of an accelerator that is the same in every process of its host, or None if there is none.
+    """Return a name of an accelerator that is the same in every process of its host, or None if it has no such name.
 
-    The name is the address on the PCI bus, by which NCCL distinguishes GPUs. All slices of a GPU in MIG mode have the
-    same address. If the driver does not report an address, the name is the UUID. This function initializes CUDA.
+    The name is the address of the accelerator on the PCI bus, with which NCCL distinguishes GPUs. All slices of a GPU
+    in MIG mode have the same address. If torch does not report an address, the name is the UUID. This function
+    initializes CUDA.
     """
     if device.type == "cpu":
         return None
@@ -72,9 +73,9 @@ def hardware_id(device: torch.device) -> str | None:
 
 
 def device_properties(device: torch.device) -> object:
-    """Return the properties of an accelerator, such as ``name`` and ``uuid``, or None if torch has none, as for MPS.
+    """Return the properties of an accelerator, such as ``name`` and ``uuid``, or None if torch does not report any.
 
-    This function initializes CUDA.
+    torch reports none for MPS, for example. This function initializes CUDA.
     """
     ask = getattr(torch.get_device_module(device), "get_device_properties", None)
     return ask(device) if ask else None
@@ -91,8 +92,8 @@ def accelerators() -> list[torch.device]:
 def current_index(kind: str) -> int:
     """Return the number of the current accelerator of this ``kind``.
 
-    If CUDA is not initialized yet, the answer is 0, because torch then begins with the first one. To ask torch would
-    initialize CUDA.
+    If CUDA is not initialized yet, the number is 0, because torch begins with the first accelerator. Torch is not asked
+    then, because that would initialize CUDA.
     """
     is_initialized = getattr(torch.get_device_module(kind), "is_initialized", None)
     if is_initialized is not None and not is_initialized():
@@ -107,10 +108,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def synchronize_in_thread(device: torch.device) -> Future[None]:
-    """Call `synchronize` in a thread, and return a future of its end.
+    """Call `synchronize` in a thread, and return a future that is done when `synchronize` returns.
 
-    No signal interrupts `synchronize`. But the caller may stop waiting for the future, and the program may end before
-    the thread.
+    This is for callers that must be able to give up: no signal interrupts `synchronize`, but a caller may stop waiting
+    for the future, and the program may end before the thread does.
     """
     return in_thread(functools.partial(synchronize, device), "nn_parallel synchronize")
 
@@ -124,8 +125,8 @@ def parse_devices(devices: str | torch.device | Sequence[str | torch.device | in
             several workers share it.
 
     Raises:
-        ValueError: a named device does not exist, or a part of the text names no device. The message says which devices
-            exist.
+        ValueError: a named device does not exist, or a part of the string names no device. The message says which
+            devices exist.
     """
     available = accelerators()
     if isinstance(devices, torch.device):
@@ -172,12 +173,12 @@ def choose_devices(
 
 
 def count(name: str, value: SupportsIndex, what_exists: str = "") -> int:
-    """Return an argument that is a number of things as an int.
+    """Check an argument that is a number of things, such as workers, and return it as an int.
 
     Args:
         name: the name of the argument, for error messages.
         value: the argument.
-        what_exists: the end of the message of the ValueError.
+        what_exists: a clause that is added to the message of the ValueError; see the function of this name.
 
     Raises:
         TypeError: the argument is no integer; True and 2.0 are not accepted.
@@ -197,9 +198,10 @@ def count(name: str, value: SupportsIndex, what_exists: str = "") -> int:
 def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
     """Return the device of a rank.
 
-    If one accelerator is visible, that is the device, because a launcher may show each rank only its own. If several
-    are visible, the device is the one whose number is the local rank. If none is visible, the device is the CPU. The
-    number is not taken modulo the number of accelerators, because two ranks would silently share one.
+    If one accelerator is visible, it is the device, because a launcher may show each rank only its own accelerator. If
+    several are visible, the device is the one whose number is the local rank. This number is not taken modulo the
+    number of accelerators, because two ranks would silently share one of them. If none is visible, the device is the
+    CPU.
 
     Args:
         local_rank: the number of the rank among those on its node.
@@ -222,7 +224,7 @@ def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
 
 
 def as_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a text with one line for each row and with aligned columns."""
+    """Return a string with one line for each row and with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -239,14 +241,15 @@ def call_on_device(
 ) -> Any:
     """Call ``fn`` with ``device`` as the argument of its parameter ``device``, at any place among its parameters.
 
-    The positional arguments fill the other parameters. For example, ``def f(device, data)`` can be called with ``data``
-    as its only argument.
+    The positional arguments are for the other parameters. For example, ``def f(device, data)`` can be called with
+    ``data`` as its only positional argument.
 
     ``fn`` is called without ``device`` if it has no such parameter, if it is a function of an installed library, such
     as `numpy.zeros`, if ``kwargs`` has a ``device``, or if ``device`` is None.
 
     Raises:
-        TypeError: there are more positional arguments than other parameters. Any exception that ``fn`` raises.
+        TypeError: there are more positional arguments than other parameters.
+        Exception: any exception that ``fn`` raises.
     """
     if device is None or "device" in kwargs or not (parameter := _device_parameter(fn)) or _is_of_a_library(fn):
         return fn(*args, **kwargs)
@@ -284,13 +287,13 @@ def _device_parameter(fn: Callable[..., Any]) -> tuple[Any, int, float] | None:
         takes_all = code.co_flags & inspect.CO_VARARGS
         return kind, before, math.inf if takes_all else code.co_argcount - (before < code.co_argcount)
     if isinstance(fn, types.BuiltinFunctionType) and "device" not in (getattr(fn, "__text_signature__", None) or ""):
-        # Not by `inspect`: to parse the signature touches all modules, and so copies memory that forked workers share.
+        # `inspect` would touch all modules to parse the signature, and so copy memory that forked workers share.
         return None
     if isinstance(fn, functools.partial) and "device" in fn.keywords:
         return None
     try:
         kinds = {name: parameter.kind for name, parameter in inspect.signature(fn).parameters.items()}
-    except (ValueError, TypeError):  # a function in C that has no signature
+    except (ValueError, TypeError):  # a function written in C, without a signature
         return None
     if kinds.get("device") not in _KINDS:
         return None
@@ -347,7 +350,8 @@ def _warn_no_accelerator_once(wanted: str) -> None:
 
 
 ALL_ACCELERATORS = "all", "gpu", "cuda"  # words for all accelerators in an argument ``devices=``
-_warned = False  # `_warn_no_accelerator_once` has warned
+_warned = False  # whether `_warn_no_accelerator_once` has warned
+# The kinds of parameters that take a single argument, in the order in which they stand in a signature.
 _KINDS = (
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,

@@ -15,12 +15,11 @@ LEVELS = 20  # the depth at which the search stops and names the object that it 
 def find_unpicklable(parts: Mapping[str, Any], can_be_pickled: Callable[[Any], bool]) -> tuple[str, Any]:
     """Return the path to the innermost object that cannot be pickled, and this object.
 
+    If each of ``parts`` can be pickled by itself, the first of them is returned.
+
     Args:
         parts: the objects to search, by their paths.
-        can_be_pickled: the test of a single object.
-
-    Returns:
-        The first of ``parts`` and its path if each of them can be pickled by itself.
+        can_be_pickled: tests a single object.
     """
     return _search(parts, can_be_pickled, set(), LEVELS) or next(iter(parts.items()))
 
@@ -31,8 +30,8 @@ def _search(
     """Return path and object of the innermost culprit within ``parts``, or None.
 
     Args:
-        parts: objects by their paths.
-        can_be_pickled: the test of a single object.
+        parts: the objects to search, by their paths.
+        can_be_pickled: tests a single object.
         seen: the ids of the objects that the search has entered already.
         levels: how much deeper the search may go.
     """
@@ -44,8 +43,8 @@ def _search(
         seen.add(id(part))
         inner = dict(_parts(part, path))
         culprit = _search(inner, can_be_pickled, seen, levels - 1)
-        # Without a culprit among the inner parts, this part itself is the culprit. The exception is an inner part that
-        # the search has entered already: then this part may fail only because of that object, so it is not blamed.
+        # If no inner part is the culprit, this part itself is. But if the search has entered one of the inner parts
+        # already, this part is not blamed, because it may fail only because of that inner part.
         if culprit or not any(id(value) in seen for value in inner.values()):
             return culprit or (path, part)
     return None
@@ -85,7 +84,7 @@ def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _refuses(obj: Any) -> bool:
-    """Return whether the class of ``obj`` defines a ``__reduce__`` that raises. Then no part of ``obj`` is to blame."""
+    """Return whether the class of ``obj`` defines a ``__reduce__`` that raises. Then ``obj`` itself is the culprit."""
     if not any("__reduce__" in vars(kind) for kind in type(obj).__mro__[:-1]):
         return False
     try:
@@ -109,6 +108,6 @@ def _listed(slots: str | Sequence[str]) -> Sequence[str]:
 
 
 def _global_names(code: types.CodeType) -> set[str]:
-    """Return the global names that the code of a function and of its inner functions uses."""
+    """Return the names in the code of a function and of its inner functions that may be names of globals."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*map(_global_names, inner))

@@ -1,8 +1,8 @@
-"""Failures: an exception as plain data, the error that all ranks raise together, and texts for error messages.
+"""Failures: an exception as plain data, the error that all ranks raise together, and parts of error messages.
 
 An exception must reach the other ranks through the store. It cannot be pickled for this, because nothing that comes
-from the store is unpickled. So a `Failure` describes the exception by texts and numbers. From these the receiver makes
-an exception of the same type, if the type is one of those that the receiver allows, and otherwise a `RemoteError`.
+from the store is unpickled. So a `Failure` describes the exception with strings and numbers, from which the receiver
+makes an exception of the same type, if the receiver allows this type, and otherwise a `RemoteError`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .tracebacks import format_traceback
 
 
 class Verbatim(str):
-    """A text that is shown as it is by exceptions that show the `repr` of their argument, such as `KeyError`.
+    """A message that an exception shows unchanged even if it shows the `repr` of its argument, as `KeyError` does.
 
-    The loader of torch has such a class as well, because it puts a whole traceback into a KeyError.
+    torch's DataLoader has such a class as well, `KeyErrorMessage`.
     """
 
     __slots__ = ()
@@ -30,14 +30,14 @@ class Verbatim(str):
 
 
 class Failure(NamedTuple):
-    """An exception as plain data, which is all of it that crosses a network."""
+    """An exception as plain data, in the form in which it is sent to other ranks."""
 
     type_name: str
-    args: list[str | float | int | None] | None  # the arguments of its constructor, if all of them are plain scalars
+    args: list[str | float | int | None] | None  # the arguments of its constructor, or None if one is no plain scalar
     message: str
     where: str  # the process that has raised the exception, for example "rank 1 of 2 (pid 8123 on node7)"
     traceback: str
-    stacks: dict[int, str]  # of a `RankTimeoutError`: by silent rank, its stack, or an empty text if that is not known
+    stacks: dict[int, str]  # for a `RankTimeoutError`: the stack of each silent rank, or an empty string
 
     @classmethod
     def from_exception(cls, error: BaseException, where: str) -> Failure:
@@ -63,11 +63,11 @@ class Failure(NamedTuple):
         )
 
     def rebuild(self, allowed: Mapping[str, type[Exception]]) -> Exception:
-        """Return an exception like the one that was described.
+        """Return an exception like the described one.
 
         Args:
-            allowed: by name, the types that the exception may have. If its own type is none of them, or cannot be made
-                from the arguments, the exception is a `RemoteError`.
+            allowed: the types that the exception may have, by their names. If its type is not among them, or if the
+                constructor does not accept the arguments, a `RemoteError` is returned.
         """
         error: Exception | None = None
         if self.stacks:
@@ -92,20 +92,21 @@ class Failure(NamedTuple):
 
 
 def set_cause(error: BaseException, cause: BaseException) -> None:
-    """As ``error.__cause__ = cause``, even if the class forbids assignments, as a frozen dataclass does."""
+    """Set ``error.__cause__``, even if the class forbids assignments, as a frozen dataclass does."""
     vars(BaseException)["__cause__"].__set__(error, cause)
 
 
 def rank_error(function: str, world_size: int, failures: Mapping[int, Exception]) -> RankError:
-    """Return a `RankError` of failures.
+    """Return the `RankError` for the failures of several ranks.
 
-    A connection that was lost because another rank had failed is left out, unless there are no other failures. A
-    traceback that several ranks have in common is shown once.
+    An error that says that a connection to another rank was lost is left out, because it follows from the failure of
+    that rank, unless there are no other failures. A traceback that several ranks have in common is shown once.
 
     Args:
         function: the name of the function that failed, for the message.
         world_size: the number of ranks.
-        failures: by rank, the failures in the order of their arrival. The first one that remains is called the cause.
+        failures: maps each rank to its failure, in the order of their arrival. The first failure that is not left out
+            is called the cause.
     """
     causes = {rank: failure for rank, failure in failures.items() if not lost_connection(failure)} or failures
     cause, *others = causes
@@ -147,9 +148,9 @@ def lost_connection(error: BaseException) -> bool:
 
 
 def collective_timed_out(error: BaseException) -> bool:
-    """Return whether a rank has waited in a collective until the timeout of its process group.
+    """Return whether ``error`` says that a rank has waited in a collective until the timeout of its process group.
 
-    The other ranks then lose their connections to it.
+    It is not a lost connection, although the other ranks then lose their connections to this rank.
     """
     if not isinstance(error, RuntimeError) or _TIMED_OUT not in (text := _text_of(error)):
         return False
@@ -157,7 +158,10 @@ def collective_timed_out(error: BaseException) -> bool:
 
 
 def exit_reason(exitcode: int | None) -> str:
-    """Return ``"exited with code 3"`` or ``"was killed by SIGKILL"``; ``"died"`` if the exit code is not known."""
+    """Return how a process has ended, as in ``"exited with code 3"``, ``"was killed by SIGKILL"`` or ``"died"``.
+
+    ``"died"`` means that the exit code is not known.
+    """
     if exitcode is None:
         return "died"
     if exitcode >= 0:
@@ -183,23 +187,23 @@ def _text_of(error: BaseException) -> str:
 
 
 def _is_short(value: Any) -> bool:
-    """Return whether ``value`` is an integer with few digits. Python refuses to convert longer ones to text."""
+    """Return whether ``value`` is an integer with few digits. Python refuses to convert longer ones to strings."""
     return isinstance(value, int) and value.bit_length() <= 10_000
 
 
 # The methods that return the arguments of an exception. A class with another ``__reduce__`` may return anything.
 _PLAIN_REDUCE = (BaseException.__reduce__, OSError.__reduce__, ImportError.__reduce__)
-_NO_GROUP = "Default process group has not been initialized"  # in the message of torch
+_NO_GROUP = "Default process group has not been initialized"  # a part of torch's error message
 _CALL_INITIALIZE_DDP = (
     "Call nn_parallel.initialize_ddp() first: it connects the ranks by a process group. Call it again after a failure."
 )
-_TIMED_OUT = "Timed out waiting"  # in the messages of gloo and NCCL
+_TIMED_OUT = "Timed out waiting"  # a part of the error messages of gloo and NCCL
 _LOST_CONNECTION_MARKS = (
     "gloo/transport",
     "Connection closed by peer",
     "Connection reset by peer",
     "NCCL communicator was aborted",
     "ncclRemoteError",
-    "Failed to recv, got 0 bytes",  # of the store, which `new_group` uses to wait for the other ranks
-    "Another rank failed while",  # of this package, from a rank that waits for the others to make a process group
+    "Failed to recv, got 0 bytes",  # an error of the store, with which `new_group` waits for the other ranks
+    "Another rank failed while",  # an error of `group` in this package, while a rank waits for the others
 )

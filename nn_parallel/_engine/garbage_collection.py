@@ -1,4 +1,4 @@
-"""A pause of Python's garbage collector, for an import."""
+"""A pause of Python's garbage collector, to make an import faster."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Pause the garbage collector in this block.
+    """Pause the garbage collector in this block, which contains an import.
 
-    An import creates many objects, so Python would start collections during it. They would find nothing, because the
-    objects of a module stay alive. A full collection looks at all objects of the process; the objects of torch alone
-    take 80 ms.
+    An import creates many objects, so Python would start collections during the import. These would free nothing,
+    because the objects of a module stay alive. But a full collection visits all objects of the process, and takes 80 ms
+    for the objects of torch alone.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -8,19 +8,20 @@ What does not work. CPython has a function for this, ``PyThreadState_SetAsyncExc
 when the main thread next runs bytecode, so a sleep or a wait for a lock goes on to its end.
 
 The solution is the mechanism of Ctrl-C. A signal ends sleeps and waits, and Python then runs the handler of the signal
-in the main thread. If the handler raises an exception, the function ends with it. Code in C is not interrupted: the
-handler runs when that returns. The signal is SIGURG, because nothing else uses it, and its default action is to be
+in the main thread. If the handler raises an exception, the exception ends the function. Code in C is not interrupted:
+the handler runs when the C code returns. The signal is SIGURG, because nothing else uses it, and by default it is
 ignored. `CancelScope` is a block that another thread can end in this way. `raise_in_main_thread` works outside of all
 blocks.
 
-Some lines must not be left half done, so the handler raises nothing while they run. The signal has no effect then, and
-the thread that sends it must send it again and again, until the exception was raised. These lines are:
+Some lines of code must not be left half done, so the handler raises nothing while they run. The signal then has no
+effect. So the thread that sends the signal must send it again and again, until the exception was raised. These lines
+are:
 
-- lines that enter and leave blocks. A module that has such lines has ``UNINTERRUPTED = True`` among its globals.
+- lines that enter and leave blocks. A module with such lines has a global ``UNINTERRUPTED = True``.
 - an import that the block has begun, because many modules cannot be imported again after they were executed in part.
 - the functions that Python calls before and after a fork (`_begin_fork`), and `shutil.rmtree` (`_is_rmtree`).
 
-Python or user code may also drop the exception; see `CancelScope`.
+The exception may also be lost, because Python or user code drops it; see `CancelScope`.
 
 `DeferredSignals` is the opposite: a block that is not interrupted. Ctrl-C and SIGURG take effect at its end.
 """
@@ -28,7 +29,7 @@ Python or user code may also drop the exception; see `CancelScope`.
 from __future__ import annotations
 
 import contextlib
-import logging  # noqa: F401  # so that its functions around a fork run between `_begin_fork` and `_end_fork`
+import logging  # noqa: F401  # registers its functions for forks before this module does; see `_begin_fork`
 import operator
 import os
 import shutil
@@ -44,12 +45,12 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     import signal as _signal
 else:
-    import _signal  # the functions of `signal` take ten times as long: they also look up each handler in an enum
+    import _signal  # the functions of `signal` take ten times as long, because they look up each handler in an enum
 
-UNINTERRUPTED = True
+UNINTERRUPTED = True  # see `_must_finish`
 PATIENCE_S = 1.0  # how long Ctrl-C waits for the end of a `DeferredSignals` block
 IMPORT_SYSTEM = "<frozen importlib._bootstrap>"  # the file name of frames of the import system
-IMPORT_PATIENCE_S = 30.0  # how long an interrupt waits for the end of an import; a whole program may run in an import
+IMPORT_PATIENCE_S = 30.0  # how long an interrupt waits for the end of an import, which may be a whole program
 
 
 class Interrupted(BaseException):
@@ -57,27 +58,27 @@ class Interrupted(BaseException):
 
 
 class CancelScope:
-    """A block of the main thread that other threads can end by `Interrupted`. In other threads it is a plain block.
+    """A block of the main thread that other threads can end with `Interrupted`. In other threads it is a plain block.
 
     A sleep or a wait for a lock ends at once, a loop in Python at its next line, and a call into C when it returns.
 
-    The exception may be dropped, and the block would never end. Python drops an exception that is raised in
-    ``__del__``, in the callback of a weak reference or in the garbage collector: it prints the exception and goes on.
-    User code drops it by ``except BaseException: pass``. A list of such places could not be complete. So before the
-    handler of the signal raises again, it asks whether the exception that it has raised before is still on its way out
-    of the block. That is so while ``finally`` and ``except`` clauses run: the exception is then the one that Python
-    handles, or is in the context of that one, and the handler raises nothing. Otherwise the exception was dropped, and
-    the handler raises another one.
+    The exception may be dropped, and then the block would never end. If the exception is raised in ``__del__``, in the
+    callback of a weak reference or in the garbage collector, Python prints it and goes on. User code drops it with
+    ``except BaseException: pass``. A list of such places could not be complete. So before the handler of the signal
+    raises another exception, it checks whether the last exception is still on its way out of the block. This is so
+    while ``finally`` and ``except`` clauses run: Python is then handling this exception, or an exception whose context
+    leads to it. In this case the handler raises nothing. Otherwise the last exception was dropped, and the handler
+    raises another one.
     """
 
     def __init__(self) -> None:
         self.interrupted = False
-        self._raised: Callable[[], Interrupted | None] = _nothing_raised  # a weak reference to the last exception
+        self._raised: Callable[[], Interrupted | None] = _nothing_raised  # refers weakly to the last exception
         self._before: Any = _raise_in_the_outermost  # the handler to put back at the end
-        # The number of imports in which the block itself runs. It is counted in this method because `__enter__` must be
-        # fast: a worker enters the same block again for each task, and a small task takes only 50 us.
+        # The number of imports during which the block itself runs. They are counted in this method because `__enter__`
+        # must be fast: a worker enters the same block again for each task, and a small task takes only 50 us.
         self._imports_around = _imports(sys._getframe())
-        self._import_seen_at: float | None = None  # when an interrupt first came during an import of the block
+        self._import_seen_at: float | None = None  # when an interrupt first came during an import in the block
 
     def __enter__(self) -> None:
         """Begin the block. From now on and until `__exit__` is called, `Interrupted` may be raised."""
@@ -88,7 +89,7 @@ class CancelScope:
         if not _is_handler_kept and signal.getsignal(signal.SIGURG) is not _raise_in_the_outermost:
             self._before = signal.signal(signal.SIGURG, _raise_in_the_outermost)
         _running.append(self)
-        if self.interrupted:  # before the block began
+        if self.interrupted:  # `interrupt` was called before the block began
             self.__exit__()
             raise Interrupted
 
@@ -99,18 +100,18 @@ class CancelScope:
             signal.signal(signal.SIGURG, self._before)
 
     def interrupt(self) -> None:
-        """Raise `Interrupted` in the block, if the block still runs. Any thread may call this.
+        """Raise `Interrupted` in the block, if the block still runs. Any thread may call this method.
 
-        Call this again and again until the block has ended. The handler may have raised nothing, or the signal may have
-        come just before a wait in C began, which the signal does not end then.
+        Call it again and again until the block has ended, because a call may have no effect: the handler may have
+        raised nothing, or the signal may have come just before a wait in C code began, and does not end this wait.
         """
         self.interrupted = True
         signal.pthread_kill(_main, signal.SIGURG)
 
     def is_being_left(self) -> bool:
-        """Return whether the last exception is still on its way out of the block. Called by the handler of the signal.
+        """Return whether the last exception is still on its way out of the block, and so was not dropped.
 
-        A dropped exception is not.
+        The handler of the signal calls this method.
         """
         raised = self._raised()
         handled = sys.exc_info()[1] if raised is not None else None
@@ -121,7 +122,7 @@ class CancelScope:
     def make_exception(self) -> Interrupted:
         """Return the exception to raise in the block."""
         exception = Interrupted()
-        self._raised = weakref.ref(exception)  # the exception keeps the local variables of its frames alive
+        self._raised = weakref.ref(exception)  # weak, because the exception keeps local variables alive
         return exception
 
     def is_importing(self, frame: FrameType | None) -> bool:
@@ -139,10 +140,10 @@ class CancelScope:
 
 
 def raise_in_main_thread(error: Exception) -> None:
-    """Raise ``error`` in the main thread once, even outside of all blocks. Any thread may call this.
+    """Raise ``error`` in the main thread once, even outside of all blocks. Any thread may call this function.
 
-    Call `stay_ready` before. Afterwards call `raise_if_due` until that returns false, because the handler may have
-    raised nothing.
+    The main thread must have called `stay_ready`. After this function, call `raise_if_due` until it returns false,
+    because the handler may have raised nothing.
     """
     global _due
     _due = error
@@ -150,7 +151,7 @@ def raise_in_main_thread(error: Exception) -> None:
 
 
 def raise_nothing() -> None:
-    """Withdraw the exception of `raise_in_main_thread`, if it was not raised yet."""
+    """Withdraw the exception of `raise_in_main_thread`, unless it was raised already."""
     global _due
     _due = None
 
@@ -164,10 +165,10 @@ def raise_if_due() -> bool:
 
 
 class DeferredSignals:
-    """A block of the main thread that is not interrupted: Ctrl-C and SIGURG take effect at its end.
+    """A block of the main thread that is not interrupted, because Ctrl-C and SIGURG take effect only at its end.
 
     When one of these signals arrives, ``due`` is set and ``on_arrival`` is called, so that the block can end soon. If
-    the block has not ended a second later, another Ctrl-C takes effect at once. In other threads this is a plain block.
+    the block runs for another second, the next Ctrl-C takes effect at once. In other threads this is a plain block.
 
     Example::
 
@@ -181,9 +182,9 @@ class DeferredSignals:
     def __init__(self, on_arrival: Callable[[], object] = lambda: None) -> None:
         self._on_arrival = on_arrival
         self._before: Any = None  # the handler to put back at the end
-        # The handler to call at the end, and the number of the signal that has arrived.
+        # The handler to call at the end and the number of the signal that has arrived; None if no signal has arrived.
         self.due: tuple[Callable[..., object], int] | None = None
-        self._since = 0.0  # when the first Ctrl-C arrived
+        self._since = 0.0  # when the first Ctrl-C arrived; 0 before that
 
     def __enter__(self) -> Self:
         if threading.get_ident() == _main:
@@ -203,7 +204,7 @@ class DeferredSignals:
                 handler(signum, sys._getframe(1))
 
     def note(self, handler: Callable[..., object], signum: int) -> None:
-        """Note the handler of a signal, which is called at the end. Ctrl-C takes precedence over SIGURG."""
+        """Note the handler to call at the end of the block. Ctrl-C takes precedence over SIGURG."""
         if self.due is None or signum == _SIGINT:
             self.due = handler, signum
         self._on_arrival()
@@ -212,11 +213,12 @@ class DeferredSignals:
         """Restore the handler of Ctrl-C that was installed before the block."""
         if self._before is not None:
             replaced = _signal.signal(_SIGINT, self._before)
-            if replaced != self._ctrl_c:  # code in the block has installed a handler of its own, which is to stay
+            if replaced != self._ctrl_c:  # code in the block has installed a handler, which must stay
                 _signal.signal(_SIGINT, replaced)
 
     def _ctrl_c(self, signum: int, frame: FrameType | None) -> None:
-        # The signal came while the block began or ended, or another handler has raised an exception at that time.
+        # The block has only begun or is about to end. Or another handler has raised an exception at such a moment, so
+        # that this handler has stayed installed.
         if self not in _delayed:
             self.put_back()
             self._before(signum, frame)
@@ -232,9 +234,9 @@ class DeferredSignals:
 class Condition(threading.Condition):
     """A condition that Ctrl-C does not leave locked.
 
-    The methods of `threading.Condition` are written in Python, so Ctrl-C may be raised in them after the lock was taken
-    and before the block begins. In this class a ``with`` statement calls the methods of the lock, which are written in
-    C.
+    The methods of `threading.Condition` are written in Python. So KeyboardInterrupt may be raised in ``__enter__``
+    after it has taken the lock and before the block begins, and then nothing releases the lock. In this class a
+    ``with`` statement calls the methods of the lock, which are written in C.
     """
 
     __enter__ = property(operator.attrgetter("_lock.__enter__"))
@@ -261,12 +263,12 @@ def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
 
 
 def _nothing_raised() -> None:
-    """Return None, as a dead weak reference does: nothing was raised in the block yet."""
+    """Return None, as a dead weak reference does, because nothing was raised in the block yet."""
 
 
 def _must_finish(frame: FrameType | None) -> bool:
     """Return whether the handler of SIGURG must raise nothing at this innermost frame of the main thread."""
-    # `contextlib` runs between a ``with`` statement and a block that is written as a generator.
+    # If a context manager is written as a generator, a ``with`` statement enters and leaves it through `contextlib`.
     if frame is not None and frame.f_code.co_filename == contextlib.__file__:
         return True
     if frame is not None and _is_rmtree(frame):
@@ -287,7 +289,7 @@ def _is_rmtree(frame: FrameType) -> bool:
 
 
 def _imports(frame: FrameType | None) -> int:
-    """Return how many frames on the stack are those of the import system."""
+    """Return the number of frames of the import system on the stack, which grows with each nested import."""
     count = 0
     while frame is not None:
         count += frame.f_code.co_filename == IMPORT_SYSTEM
@@ -296,7 +298,10 @@ def _imports(frame: FrameType | None) -> int:
 
 
 def keep_handler() -> None:
-    """Install the handler of SIGURG for good. For a worker, so that the blocks of its tasks need not check for it."""
+    """Install the handler of SIGURG for good.
+
+    A worker calls this function, so that the blocks of its tasks need not check for the handler.
+    """
     global _is_handler_kept
     _is_handler_kept = True
     signal.signal(signal.SIGURG, _raise_in_the_outermost)
@@ -306,7 +311,7 @@ def stay_ready(until: contextlib.ExitStack) -> bool:
     """Install the handler of SIGURG, for `raise_in_main_thread`, until the stack ``until`` is closed.
 
     Returns:
-        False if this is not the main thread: only that may install handlers of signals.
+        False if this is not the main thread, because only the main thread may install handlers of signals.
     """
     if threading.get_ident() != _main:
         return False
@@ -325,8 +330,12 @@ def stay_ready(until: contextlib.ExitStack) -> bool:
 def _begin_fork() -> None:
     """Keep the handler of SIGURG from raising in the functions that Python calls before and after a fork.
 
-    Python prints an exception of such a function and goes on. For example, `logging` releases its lock in one of them,
-    and would hold the lock for ever.
+    If such a function raises, Python prints the exception and goes on. For example, a function of `logging` releases a
+    lock after the fork. If it were interrupted, `logging` would hold the lock for ever.
+
+    Python calls the functions before a fork in the reverse order of their registration, and those after a fork in the
+    order of their registration. This module imports `logging` first, so the functions of `logging` run between
+    `_begin_fork` and `_end_fork`.
     """
     global _is_forking
     _is_forking = True
@@ -340,8 +349,8 @@ def _end_fork() -> None:
 def _begin_anew() -> None:
     """Reset the state of this module in the child of a fork.
 
-    The thread that has forked is the main thread of the child. It is in none of the `DeferredSignals` blocks of the
-    parent's main thread.
+    The thread that has forked is the main thread of the child. The child leaves the `DeferredSignals` blocks in which
+    the parent's main thread was.
     """
     global _main
     _end_fork()
@@ -351,10 +360,10 @@ def _begin_anew() -> None:
 
 
 _main = threading.main_thread().ident or 0  # the thread in which Python runs handlers of signals
-_is_handler_kept = False  # `keep_handler` was called
+_is_handler_kept = False  # whether `keep_handler` was called
 _due: Exception | None = None  # the exception of `raise_in_main_thread`, until it is raised
 _SIGINT = int(signal.SIGINT)
-_running: list[CancelScope] = []  # the blocks that the main thread is in, the outermost first
-_delayed: list[DeferredSignals] = []  # the blocks that the main thread is in, the innermost last
-_is_forking = False  # some thread runs the functions around a fork
+_running: list[CancelScope] = []  # the scopes that the main thread is in, the outermost first
+_delayed: list[DeferredSignals] = []  # the blocks with deferred signals that the main thread is in, the innermost last
+_is_forking = False  # whether some thread runs the functions that Python calls before and after a fork
 os.register_at_fork(before=_begin_fork, after_in_parent=_end_fork, after_in_child=_begin_anew)

@@ -1,8 +1,8 @@
-"""Objects to bytes and back, with the memory of large tensors outside of the pickle.
+"""Functions to pickle and unpickle objects, with the memory of large tensors outside of the pickle.
 
 The problem. The memory of a large tensor should be copied once, and not also into a pickle and out of it. But a tensor
 is only a view of a `torch.UntypedStorage`. Several tensors may be views of one storage, and must be so in the other
-process as well; and a small view of a large storage should not bring the whole storage.
+process as well. But a small view of a large storage should not bring the whole storage.
 
 The solution is one rule for all tensors. A tensor is pickled as a reference to its storage, together with its place in
 the storage. A storage is pickled once. If it is large, the pickle contains only a number, and the parts of the storage
@@ -37,7 +37,7 @@ from .diagnostics import find_unpicklable
 from .failures import qualified_name
 
 Buffer = bytearray | memoryview | pickle.PickleBuffer
-_Parts = list[tuple[int, torch.UntypedStorage]]  # the parts of a storage that have arrived, each with its first byte
+_Parts = list[tuple[int, torch.UntypedStorage]]  # the parts of a storage that have arrived, each with its offset
 LARGE_BYTES = 1 << 15  # smaller buffers stay in the pickle
 _ATOMS: set[type] = {type(None), bool, int, float}
 _ALIGNMENT = 64  # parts of a storage begin at a multiple of this number of bytes, as torch aligns storages
@@ -69,7 +69,7 @@ def dumps(obj: Any, parts: Callable[[], Mapping[str, Any]] | None = None) -> Pac
 
 
 def dump_atoms(obj: Any) -> bytes | None:
-    """Pickle numbers, short texts and the like, and short tuples of them. Of any other object return None.
+    """Pickle a number, a short string or the like, or a short tuple of these. For any other object return None.
 
     `pickle.loads` can read the pickle, in a tenth of the time that `loads` of this module takes.
     """
@@ -85,13 +85,16 @@ def loads(
     device: torch.device | None = None,
     shared: Sequence[Buffer] = (),
 ) -> Any:
-    """Rebuild an object that `dumps` has packed. Raises any exception that unpickling raises.
+    """Rebuild an object that `dumps` has packed.
 
     Args:
         packed: the pickle.
-        buffers: must be writable, because they become the memory of the tensors.
-        device: for tensors that were on an accelerator; None: the CPU.
+        buffers: the buffers of `Packed`. They must be writable, because they become the memory of the tensors.
+        device: the device for tensors that were on an accelerator; None stands for the CPU.
         shared: the shared memory, mapped in this process. It becomes the memory of the tensors.
+
+    Raises:
+        Exception: any exception that unpickling raises.
     """
     with torch._C.DisableTorchFunction():  # the user's default device must have no effect on rebuilt tensors
         table, *others = buffers or [bytearray()]
@@ -119,17 +122,22 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """
 
     def __init__(self, share: bool = False) -> None:
-        """If ``share`` is true, shared memory of tensors stays shared: the other process must be on this machine."""
+        """Make a pickler.
+
+        Args:
+            share: whether the memory of tensors in shared memory stays shared. Then the other process must be on this
+                machine.
+        """
         self.file = io.BytesIO()
         self._share = share
-        self._storages: dict[int, _Storage] = {}  # by the address of the storage in C
-        self.shared: list[torch.UntypedStorage] = []  # shared memory, by the numbers in the pickle
-        self.large: list[_Storage] = []  # storages whose memory is not in the pickle, by the numbers in the pickle
+        self._storages: dict[int, _Storage] = {}  # maps the address of a storage to its record
+        self.shared: list[torch.UntypedStorage] = []  # shared memory, in the order of their numbers in the pickle
+        self.large: list[_Storage] = []  # sent beside the pickle, in the order of their numbers in the pickle
         buffers: list[memoryview] = []
-        self.buffers = buffers  # of other objects than tensors
+        self.buffers = buffers  # the buffers of objects that are not tensors
 
-        # `stays` is no method and does not use ``self``: pickler and callback would refer to each other, and everything
-        # that was pickled would live until the collector runs.
+        # `stays` is not a method and does not use ``self``. Otherwise it would form a reference cycle with the pickler,
+        # so that everything that was pickled would live until the garbage collector runs.
         def stays(buffer: pickle.PickleBuffer) -> bool:
             raw = buffer.raw()
             if raw.nbytes < LARGE_BYTES:
@@ -144,8 +152,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
 
         Args:
             obj: the object. The returned buffers are views of its memory: use them before anything writes to it.
-            parts: returns the objects of which ``obj`` consists, by the names that the error gives them. None stands
-                for ``{"the object": obj}``.
+            parts: returns the objects of which ``obj`` consists, under the names that an error message gives them. If
+                None, the message calls ``obj`` "the object".
 
         Raises:
             TransferError: ``obj`` cannot be pickled. The message has the path to the part that cannot be pickled.
@@ -198,7 +206,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
                 self.large.append(obj)
                 return _large_storage, (len(self.large) - 1, obj.on_accelerator)
             return _small_storage, (pickle.PickleBuffer(obj.bytes(0, obj.size)), obj.on_accelerator)
-        if kind is torch.storage.TypedStorage:  # torch's own functions reduce tensors to such storages
+        if kind is torch.storage.TypedStorage:  # torch's own functions reduce some tensors to such storages
             return _typed_storage, (obj._untyped_storage, obj.dtype)
         if kind is torch.UntypedStorage and obj.device.type != "meta":
             storage = self._record_of(obj)
@@ -215,7 +223,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         return super().reducer_override(obj)
 
     def _record_of(self, storage: torch.UntypedStorage) -> _Storage:
-        """Return the record of a storage, which is the same one for all tensors in the storage."""
+        """Return the record of a storage, which is the same for all tensors in the storage."""
         if storage._cdata not in self._storages:
             # The memory of `torch.from_file` has a file name. It is shared too, but torch keeps no descriptor of it.
             can_be_shared = storage.device.type == "cpu" and storage.is_shared() and storage.filename is None
@@ -232,10 +240,13 @@ class _Unpickler(pickle.Unpickler):
     _parts: dict[int, list[tuple[int, Buffer]]]
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the object that a pickle refers to by name, or a function in its place that has the buffers."""
+        """Return the object to which a pickle refers by name.
+
+        If the object is a placeholder, such as `_small_storage`, return a function that rebuilds the storage.
+        """
         obj = super().find_class(module, name)
-        # A returned function must not refer to the unpickler, whose memo refers to the function: everything that was
-        # unpickled would live until the collector runs.
+        # A returned function must not refer to the unpickler. The memo of the unpickler refers to the function, so with
+        # this reference cycle everything that was unpickled would live until the garbage collector runs.
         device = self._device
         shared = self._shared
         parts = self._parts
@@ -260,7 +271,7 @@ class _Storage:
         self.is_shared = is_shared
         self.size = storage.nbytes()
         self.on_accelerator = storage.device.type != "cpu"
-        self.used: list[tuple[int, int]] = []  # begin and end of parts that tensors use, in bytes
+        self.used: list[tuple[int, int]] = []  # the begin and the end, in bytes, of parts that tensors use
 
     def use(self, tensor: torch.Tensor) -> None:
         """Note the bytes that ``tensor`` uses."""
@@ -270,10 +281,10 @@ class _Storage:
             self.used.append((start, start + length * tensor.dtype.itemsize))
 
     def parts(self) -> list[tuple[int, int]]:
-        """Return begin and end of each part to send.
+        """Return the begin and the end of each part to send.
 
-        If tensors use more than half of the storage, that is a single part, the whole storage. Otherwise these are the
-        parts that tensors use; parts that overlap are joined.
+        If tensors use more than half of the storage, the whole storage is the only part. Otherwise the parts are those
+        that tensors use, where parts that overlap are joined.
         """
         parts: list[tuple[int, int]] = []
         for start, end in sorted((start - start % _ALIGNMENT, end) for start, end in self.used):
@@ -287,7 +298,7 @@ class _Storage:
         """Return a part of the memory as an object with the buffer interface, which keeps the memory alive.
 
         Memory of an accelerator is copied first. The object is no memoryview, because Python before 3.13 crashes when
-        the collector clears a memoryview that a `PickleBuffer` exports.
+        the garbage collector clears a memoryview that a `PickleBuffer` exports.
         """
         if start == end:
             return bytearray()
@@ -310,7 +321,7 @@ def memory_of(storage: torch.UntypedStorage, start: int = 0, end: int | None = N
 
 
 def _is_atomic(obj: Any) -> bool:
-    """Return whether ``obj`` is a number, a short text or the like, or a short tuple of these."""
+    """Return whether ``obj`` is a number, a short string or the like, or a short tuple of these."""
     kind = type(obj)
     if kind in _ATOMS:
         return True
@@ -365,7 +376,10 @@ def _rebuild_tensor_of_any_dtype(
     dtype: torch.dtype,
     metadata: Any = None,
 ) -> torch.Tensor:
-    """Rebuild a tensor of a dtype that no typed storage has, such as float8, in the place of `_rebuild_tensor_v3`."""
+    """Rebuild a tensor of a dtype that no typed storage has, such as float8.
+
+    Unpickling calls this function in the place of torch's function `_rebuild_tensor_v3`.
+    """
     tensor = _plain_tensor([(0, storage)], dtype, offset, tuple(size), tuple(stride), requires_grad)
     if metadata:
         torch._utils.set_tensor_metadata(tensor, metadata)  # type: ignore[no-untyped-call]
@@ -378,15 +392,19 @@ def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.s
 
 
 def _small_storage(buffer: Buffer, on_accelerator: bool) -> Any:
-    """Represent in a pickle the function by which `_Unpickler.find_class` replaces this one."""
+    """Represent, in a pickle, a storage whose memory is in the pickle too.
+
+    This function is a placeholder. It is never called, because `_Unpickler.find_class` returns another function in its
+    place.
+    """
 
 
 def _large_storage(number: int, on_accelerator: bool) -> Any:
-    """As `_small_storage`."""
+    """Represent, as `_small_storage` does, a storage whose memory is sent beside the pickle."""
 
 
 def _shared_storage(index: int, size: int) -> Any:
-    """As `_small_storage`."""
+    """Represent, as `_small_storage` does, a storage in shared memory."""
 
 
 def _last(memory: memoryview, size: int) -> memoryview:
@@ -409,9 +427,9 @@ def _rebuild_storage(
 
 
 def _part_with(parts: _Parts, offset: int, itemsize: int) -> tuple[torch.UntypedStorage, int]:
-    """Return the part of a storage that has a tensor, and the tensor's offset in this part, in elements.
+    """Return the part of a storage that contains a tensor, and the tensor's offset in this part, in elements.
 
-    An empty tensor may lie before the first part.
+    An empty tensor may lie before the first part. Then the first part is returned.
     """
     index = bisect.bisect_right(parts, offset * itemsize, key=operator.itemgetter(0)) - 1
     start, storage = parts[max(index, 0)]
@@ -452,6 +470,6 @@ def make_cached(fn: Callable[..., Any], parameters: dict[str, Any], attributes: 
     return made
 
 
-_NAMED = {types.FunctionType, functools._lru_cache_wrapper}  # types of objects that a module may have by their name
-_MAX_ELEMENTS = 8  # of a tuple that `dump_atoms` pickles
-_NONE_USED: list[tuple[int, Buffer]] = [(0, bytearray())]  # the parts of a storage of which no part was sent
+_NAMED = {types.FunctionType, functools._lru_cache_wrapper}  # pickled by name if a module has the object as a global
+_MAX_ELEMENTS = 8  # the greatest length of a tuple that `dump_atoms` pickles
+_NONE_USED: list[tuple[int, Buffer]] = [(0, bytearray())]  # for a storage of which no part was sent

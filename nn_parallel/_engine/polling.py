@@ -8,21 +8,21 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 SPIN_S = 3e-4  # how long `Spin` looks before it gives up
-CROWDED_S = 1e-3  # if another process keeps an offered core for longer, it computes, and this time counts as lost
-LOSS_SHARE = 0.02  # the share of all time that may be lost
-CREDIT_S = 0.02  # the time that may be lost in a row
-PAID_AHEAD_S = CREDIT_S / LOSS_SHARE  # the time until a loss of CREDIT_S is no more than this share
+CROWDED_S = 1e-3  # if another process keeps the core for longer than this, the time counts as lost
+LOSS_SHARE = 0.02  # the fraction of all time that may be lost
+CREDIT_S = 0.02  # the time that may be lost in one go
+PAID_AHEAD_S = CREDIT_S / LOSS_SHARE  # the bucket in `Spin` is full if it takes longer than this to become empty
 
 T = TypeVar("T")
 
 
 def looks(share: float, least_s: float, most_s: float) -> Iterator[float]:
-    """Yield the seconds waited so far, once for each look that the caller is to take.
+    """Yield whenever the caller is to look again. The yielded values are the seconds since the first look.
 
     The first two looks follow each other immediately. Before each further look this function sleeps.
 
     Args:
-        share: of the time waited so far, the part that each sleep takes.
+        share: the fraction of the elapsed time that each sleep takes.
         least_s: the shortest sleep.
         most_s: the longest sleep.
     """
@@ -40,21 +40,21 @@ class Spin:
     A short answer often comes sooner than the kernel can put this process to sleep and wake it up. A process that has
     slept also runs slowly at first, because other processes have used its core and its caches meanwhile.
 
-    But the process that is to answer may need this core. So before each look the core is offered to other processes, by
-    `os.sched_yield`. A process that only answers returns the core soon. A process that computes keeps the core for
-    milliseconds, which are lost here. Such a loss is harmless now and then. If it happens again and again, the core is
-    offered only so often that 2 % of the time is lost: the losses fill a leaky bucket, and while it is full, the core
-    is not offered.
+    But the process that is to answer may need this core. So before each look the core is offered to other processes
+    with `os.sched_yield`. A process that only answers returns the core soon. A process that computes keeps the core for
+    milliseconds, which this process loses. Such a loss is harmless now and then. If it happens again and again, the
+    core is offered only so often that 2 % of the time is lost: the losses fill a leaky bucket, and while the bucket is
+    full, the core is not offered.
     """
 
     def __init__(self) -> None:
-        self._paid_at = 0.0  # the time at which all losses so far are no more than LOSS_SHARE of the time
+        self._paid_at = 0.0  # when the bucket will be empty, because the losses are then LOSS_SHARE of the time
 
     def offer_core(self) -> bool:
-        """Let other processes use the core first, unless this has cost too much time recently.
+        """Offer the core to other processes, unless this has cost too much time recently.
 
         Returns:
-            False if the core was not offered.
+            Whether the core was offered.
         """
         begun = time.monotonic()
         if self._paid_at - begun > PAID_AHEAD_S:
@@ -66,9 +66,9 @@ class Spin:
         return True
 
     def until(self, look: Callable[[], T]) -> T:
-        """Call ``look`` until its result is true, but for at most `SPIN_S`, and return the last result.
+        """Call ``look`` until its result is true, but for at most `SPIN_S` seconds, and return the last result.
 
-        ``look`` must be fast. As soon as the core may not be offered, ``look`` is called one last time.
+        ``look`` must be fast. When the core must not be offered, ``look`` is called one last time.
         """
         end = time.monotonic() + SPIN_S
         while self.offer_core():

@@ -1,7 +1,7 @@
 """The attributes and the environment that a worker takes over from the script.
 
-A worker should behave as if the script had just forked it. But the fork server forks it, which began earlier, or Ray
-starts it on another machine. So two kinds of state are sent to it:
+A worker should behave as if the script had just forked it. But it is forked by the fork server, which has started
+earlier, or started by Ray on another machine. So two kinds of state are sent to it:
 
 - `ProcessAttributes`, such as limits and the umask. A worker on the same machine gets them when it starts.
 - `ProcessEnvironment`: environment variables, working directory and import path. The script often changes them later,
@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 class ProcessAttributes(NamedTuple):
     """The attributes of a process that a child inherits.
 
-    A worker cannot inherit them from the fork server, which has those that the script had when the server began.
+    A worker cannot inherit them from the fork server, because the server has the attributes that the script had when
+    the server started.
     """
 
     blocked_signals: frozenset[int]
@@ -34,12 +35,12 @@ class ProcessAttributes(NamedTuple):
     affinity: frozenset[int]
     limits: dict[int, tuple[int, int]]
     groups: tuple[int, ...]
-    group_ids: tuple[int, int, int]  # real, effective, saved
-    user_ids: tuple[int, int, int]
+    group_ids: tuple[int, int, int]  # the real, the effective and the saved id
+    user_ids: tuple[int, int, int]  # the real, the effective and the saved id
 
     @classmethod
     def of_this_process(cls) -> ProcessAttributes:
-        """Return the attributes of this process. Some attributes belong to a thread; these are the calling thread's."""
+        """Return the attributes of this process, and of the calling thread if an attribute belongs to a thread."""
         return cls(
             frozenset(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
             _umask(),
@@ -54,10 +55,10 @@ class ProcessAttributes(NamedTuple):
     def adopt(self) -> None:
         """Give these attributes to this process.
 
-        Most attributes are set only if the process has others, because to set them may need privileges.
+        Most attributes are set only if they differ, because setting them may need privileges.
 
         Raises:
-            OSError, ValueError: this process lacks the privileges for one of them.
+            OSError, ValueError: this process lacks the privileges to set one of the attributes.
         """
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked_signals)
         now = self.of_this_process()
@@ -73,14 +74,15 @@ class ProcessAttributes(NamedTuple):
             os.setgroups(self.groups)
         if self.group_ids != now.group_ids:
             os.setresgid(*self.group_ids)
-        if self.user_ids != now.user_ids:  # last, because the present user may have the privileges for the others
+        if self.user_ids != now.user_ids:  # last, because the other settings may need the present user's privileges
             os.setresuid(*self.user_ids)
 
 
 class ProcessEnvironment:
     """The environment variables, working directory, import path and resource tracker of the script.
 
-    A pickle of this object contains all changes since the object was made. To unpickle it in a worker applies them.
+    A pickle of this object contains all changes since the object was made. Unpickling it in a worker makes these
+    changes there.
     """
 
     def __init__(self, is_elsewhere: bool = False) -> None:
@@ -93,13 +95,13 @@ class ProcessEnvironment:
         self._environ = _environ().copy()
         self._directory = working_directory()
         self._path = list(sys.path)
-        # The descriptor of the pipe to the resource tracker of `multiprocessing`, if that was started.
+        # The descriptor of the pipe to the resource tracker of `multiprocessing`, or None if no tracker was started.
         self._tracker: int | None = None
-        # The variables that were changed since this object was made. None: the variable was deleted.
+        # Maps each variable that has changed since this object was made to its value, or to None if it was deleted.
         self._changes: dict[bytes, bytes | None] = {}
 
     def changed(self) -> bool:
-        """Record the present environment, and return whether it has changed since the last time."""
+        """Record the present environment, and return whether it has changed since it was last recorded."""
         directory = working_directory()
         tracker = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]  # `getfd` would start a tracker
         is_same = _environ() == self._environ and directory == self._directory and sys.path == self._path
@@ -116,7 +118,7 @@ class ProcessEnvironment:
         return True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Reduce the environment to a call of `adopt`."""
+        """Reduce this object to a call of `adopt` with the changes."""
         path = user_sys_path() if self._is_elsewhere else self._path
         tracker = None if self._is_elsewhere or self._tracker is None else (os.getpid(), self._tracker)
         return adopt, (self._changes, self._directory, path, tracker, self._is_elsewhere)
@@ -132,14 +134,15 @@ def adopt(
     """Apply the environment of the script to this process.
 
     Args:
-        environ: the variables that have changed in the script. None: the variable was deleted.
+        environ: the variables that have changed in the script; None stands for a deleted variable.
         directory: the working directory.
         path: the import path.
         tracker: the process id of the script, and its descriptor of the pipe to the resource tracker of
-            `multiprocessing`. The worker must use the same tracker: one of its own would remove the script's shared
-            memory when the worker ends. None: the script has started no tracker.
-        is_elsewhere: whether the script is on another machine. Then this process keeps its own import path after
-            ``path``.
+            `multiprocessing`; None if there is no tracker on this machine that this process could use. This process
+            must use the script's tracker, because a tracker of its own would remove the script's shared memory when
+            this process ends.
+        is_elsewhere: whether the script is on another machine. Then the folders of this process's own import path
+            stay in the import path, after those in ``path``.
     """
     for name, value in environ.items():
         if value is None:
@@ -150,7 +153,7 @@ def adopt(
     with contextlib.suppress(OSError):  # the directory was removed, or does not exist on this machine
         os.chdir(directory)
     if tracker is not None:
-        with contextlib.suppress(OSError):  # the script runs on another machine, or under another user
+        with contextlib.suppress(OSError):  # the script has ended, or runs under another user
             fd = os.open("/proc/{}/fd/{}".format(*tracker), os.O_WRONLY | os.O_CLOEXEC)
             resource_tracker._resource_tracker._fd = fd  # type: ignore[attr-defined]  # as `multiprocessing` does
     sys.path[:] = [*path, *(folder for folder in sys.path if is_elsewhere and folder not in path)]
@@ -162,7 +165,7 @@ def user_sys_path() -> list[str]:
 
 
 def is_installed(module: str | None) -> bool:
-    """Return whether a loaded module is part of Python or of an installed package, and not a module of the user's."""
+    """Return whether a loaded module belongs to Python or to an installed package, and not to the user."""
     if module == "__main__":
         return False
     file = getattr(sys.modules.get(module or ""), "__file__", None)
@@ -181,14 +184,14 @@ def _umask() -> int:
 
 
 def working_directory() -> str:
-    """Return the working directory, or an empty text if the directory was removed."""
+    """Return the working directory, or an empty string if the directory was removed."""
     with contextlib.suppress(OSError):
         return os.getcwd()
     return ""
 
 
 def _installation() -> Iterator[str]:
-    """Yield the folders of Python's own modules and of installed packages, including those of user and system."""
+    """Yield the folders with Python's own modules and those with packages that pip or the system has installed."""
     for kind in ("stdlib", "platstdlib", "purelib", "platlib"):
         yield sysconfig.get_path(kind)
     for path in sys.path:
@@ -197,4 +200,5 @@ def _installation() -> Iterator[str]:
 
 
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+# With such a prefix, the path of a file belongs to Python or to an installed package.
 INSTALLED = tuple(f"{path}{os.sep}" for path in dict.fromkeys(_installation()))

@@ -1,10 +1,10 @@
 """The Python stacks of the processes of a job, and a summary of them with one line for each call site.
 
-`stacks_below` reads the stacks of other processes by py-spy, which reads their memory. These processes need not do
-anything for this. So the stack is known even of a process that is stopped, that holds the GIL in C code, or that does
-not use this package.
+`stacks_below` reads the stacks of other processes with py-spy, which reads their memory. These processes need not take
+part. So the stack of a process can be read even if the process is stopped, holds the GIL in C code, or does not use
+this package.
 
-A stack is a text, as `faulthandler` writes it: one line for each frame, the innermost frame first.
+A stack is a string in the form in which `faulthandler` writes it: one line for each frame, the innermost frame first.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from .descendants import descendants_of, is_stopped
 from .failures import rank_names
 from .tracebacks import PACKAGE_FOLDER
 
-MAX_FRAMES = 100  # of a stack, as in `faulthandler`
+MAX_FRAMES = 100  # a longer stack is shortened, as by `faulthandler`
 PY_SPY_WITHIN_S = 30.0  # how long py-spy may take for one process
 
 
 def stacks_below(pid: int) -> dict[int, str]:
-    """Return the stacks of the main threads of a process and of its descendants, by their process ids.
+    """Return the stacks of the main threads of a process and of its descendants.
 
-    Processes that do not run Python are left out.
+    Returns:
+        A dict that maps the process id of each process that runs Python to the stack of its main thread.
 
     Raises:
         ImportError: py-spy is not installed.
@@ -65,11 +66,12 @@ def stacks_below(pid: int) -> dict[int, str]:
 def name_of(pid: int, rank_in: Callable[[Mapping[str, str]], int | None]) -> str:
     """Return ``rank 3`` for a rank, and ``process 4711`` for any other process.
 
-    A worker of a pool has set the name of its process (`take_name`). The rank of another process is in its environment.
+    A worker of a pool has set the name of its process to its rank (`take_name`). The rank of a process that a launcher
+    has started is in its environment variables.
 
     Args:
         pid: the process id.
-        rank_in: returns the rank that an environment has, or None.
+        rank_in: returns the rank that is in these environment variables, or None.
     """
     rank = None
     with contextlib.suppress(OSError):  # the process has ended
@@ -83,7 +85,7 @@ def name_of(pid: int, rank_in: Callable[[Mapping[str, str]], int | None]) -> str
 
 
 def take_name(rank: int) -> None:
-    """Set the name of this process to ``rank 3`` or the like, for `name_of` and for ``ps``."""
+    """Name this process after its rank, as in ``rank 3``, so that `name_of` and ``ps`` show the rank."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(f"rank {rank}")
 
@@ -101,24 +103,27 @@ def main_stack() -> str:
 
 
 def is_whole(stack: str) -> bool:
-    """Return whether a stack has arrived completely: up to the outermost frame, or to the mark of a shortened stack."""
+    """Return whether a stack was written to its end.
+
+    The end is the outermost frame, or the line ``...`` of a shortened stack.
+    """
     return stack.endswith((" in <module>\n", "  ...\n"))
 
 
 def by_call_site(stacks: Mapping[str, str]) -> str:
-    """Return a line for each call site, with the names of the processes that are there; see `by_place`.
+    """Return a summary with one line for each call site, which names the processes there; see `by_place`.
 
     Args:
-        stacks: by the name of the process.
+        stacks: maps the names of processes to their stacks.
     """
     return by_place({name: call_site_of(stack) for name, stack in stacks.items()})
 
 
 def by_place(places: Mapping[str, str]) -> str:
-    """Return a line for each place, as in ``ranks 0, 2-7: in all_reduce(), called at train.py:41``.
+    """Return a summary with lines such as ``ranks 0, 2-7: in all_reduce(), called at train.py:41``.
 
     Args:
-        places: by the name of the process, such as ``rank 3``, the place where it is.
+        places: maps the name of each process, such as ``rank 3``, to the place in the code where the process is.
     """
     names = dict[str, list[str]]()
     for name, place in places.items():
@@ -127,9 +132,10 @@ def by_place(places: Mapping[str, str]) -> str:
 
 
 def call_site_of(stack: str) -> str:
-    """Return the innermost line of the user's code in a stack.
+    """Return the innermost line of the user's code in a stack, as in ``in all_reduce(), called at train.py:41``.
 
-    If the line calls a function of this package or of torch.distributed, the function is named as well.
+    If the line calls a function of this package or of torch.distributed, this function is named. Otherwise the user's
+    function is named.
     """
     called = ""
     for path, line, function in _FRAME.findall(stack):
@@ -175,10 +181,12 @@ def _call(function: str) -> str:
     return function if function.startswith("<") else f"{function}()"
 
 
+# The file, the line and the function in each line of a stack.
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LIBRARIES = PACKAGE_FOLDER, _TORCH, sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep
 _DISTRIBUTED = os.path.join(_TORCH, "distributed", "")
-_WRAPPERS = "wrapper", "_fn", "__enter__", "__exit__"  # functions that are not named, but the function that they call
-# The beginning of the line of the frame in `devices` that calls the function of a task.
+# These functions are not named, because only the function that they call is of interest.
+_WRAPPERS = "wrapper", "_fn", "__enter__", "__exit__"
+# The frame of `devices` that calls the function of a task: the frames before it in a stack belong to the function.
 _TASK = f'  File "{devices.__file__}", line'

@@ -1,12 +1,13 @@
 """Tracebacks as users see them: without frames of this package.
 
-Users look in a traceback for a line of their own code, and they look at its end. But the last frame is always the frame
-of the function that raises, which for an error of this package is a function of this package. Python cannot raise an
-exception without this frame.
+Users look at the end of a traceback for a line of their own code. But the last frame of a traceback always belongs to
+the function that raises the exception. For an error of this package that is a function of this package. Python cannot
+raise an exception without this frame.
 
-So the frame is left out when a traceback is shown. For pytest, functions have a local variable ``__tracebackhide__``,
-which makes pytest skip their frames. For the main thread of a script, `hide_own_frames` wraps `sys.excepthook`. A
-notebook still shows the frame, because IPython prints exception groups in the same way as Python.
+So the frame is left out when a traceback is shown. For pytest, functions of this package that raise have a local
+variable ``__tracebackhide__``, which makes pytest skip their frames. For a script, `hide_own_frames` wraps
+`sys.excepthook`, which prints the exception that ends the main thread. A notebook still shows the frame, because
+IPython prints exception groups in the same way as Python.
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + o
 
 
 def format_traceback(error: BaseException) -> str:
-    """Return the traceback as Python prints it, without the first frames of this package, bounded in length."""
+    """Return the traceback of ``error`` as Python prints it, with two exceptions.
+
+    The outermost frames, if they belong to this package, are left out, and the middle of a long text is cut out.
+    """
     text = "".join(traceback.format_exception(type(error), error, user_frames(error)))
     half = MAX_TRACEBACK_CHARS // 2
     return text if len(text) <= MAX_TRACEBACK_CHARS else f"{text[:half]}\n  [...]\n{text[-half:]}"
 
 
 def user_frames(error: BaseException) -> TracebackType | None:
-    """Return the traceback of ``error`` from its first frame outside of this package on.
+    """Return the traceback of ``error`` from the first frame outside of this package on.
 
-    If all frames lie in this package, the whole traceback is returned.
+    If all frames belong to this package, the whole traceback is returned.
     """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
@@ -71,7 +75,7 @@ def importing_module() -> str | None:
 def hide_own_frames() -> None:
     """Make `sys.excepthook` print errors of this package without frames of this package.
 
-    The frames are removed only while the hook runs. A debugger and `traceback.print_exception` show all of them.
+    The frames are removed only while the hook runs. A debugger and `traceback.print_exception` still show all frames.
     """
     before = sys.excepthook
 
@@ -91,7 +95,7 @@ def hide_own_frames() -> None:
 def _own_errors(error: BaseException) -> list[BaseException]:
     """Return the errors of this package among ``error``, its causes and its contexts.
 
-    If an exception group is an error of this package, all exceptions in it are included, of whatever type they are.
+    If an exception group is an error of this package, all exceptions in the group are included, of any type.
     """
     errors = list[BaseException]()
     seen = set[int]()
@@ -113,7 +117,7 @@ def _own_errors(error: BaseException) -> list[BaseException]:
 def _without_own_frames(frames: TracebackType | None) -> TracebackType | None:
     """Return a copy of a traceback without the frames of this package and of `contextlib`.
 
-    If there are no other frames, the traceback itself is returned.
+    If no other frames remain, the traceback itself is returned.
     """
     kept = list[TracebackType]()
     frame = frames

@@ -1,8 +1,8 @@
 """The file of a checkpoint. A process that is killed while it saves never leaves a damaged checkpoint.
 
-A process that wrote over the old checkpoint, and was killed meanwhile, would leave half of a file. So a new checkpoint
-is written into a second file, ``.last.pt.new`` beside ``last.pt``, and flushed to the disk. Then `os.replace` puts it
-in the place of the old one, in one step. Therefore the path always holds a complete checkpoint, the old or the new one.
+A process that overwrites the old checkpoint, and is killed meanwhile, leaves half of a file. So a new checkpoint is
+written into a second file, ``.last.pt.new`` beside ``last.pt``, and flushed to the disk. Then `os.replace` puts it in
+the place of the old one, in one step. Therefore the path always holds a complete checkpoint, the old or the new one.
 
 Two processes may save to the same path. Each locks the second file while it writes it, so that they do not write into
 one file at the same time. A killed process leaves its second file behind, without a lock: the next process that saves
@@ -42,7 +42,7 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object], keep: int) ->
 
     Args:
         path: the checkpoint. Its folder must exist.
-        write: writes the content into the open file that it is given.
+        write: is called with the open file, and writes the content into it.
         keep: the number of checkpoints that are kept, including the new one.
 
     Raises:
@@ -56,7 +56,7 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object], keep: int) ->
     with _locked(new) as file:
         try:
             with contextlib.suppress(OSError):  # there is no old file, or the file system has no modes
-                # The owner may always write: if this process is killed, the next one has to open this file again.
+                # The owner may always write, because the next process must open this file if this one is killed.
                 new.chmod(path.stat().st_mode | stat.S_IWUSR)
             write(file)
             file.flush()
@@ -76,7 +76,7 @@ def dump(states: dict[str, Any], file: IO[bytes]) -> None:
     """Write ``states`` into ``file``, and check that they can be loaded again.
 
     Raises:
-        ValueError: a state holds an object that is more than data.
+        ValueError: a state holds an object that is not plain data.
         OSError: the file cannot be written.
     """
     try:
@@ -90,15 +90,15 @@ def dump(states: dict[str, Any], file: IO[bytes]) -> None:
             torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
     except (TypeError, AttributeError, pickle.PickleError) as error:
         raise _unloadable(states, error) from error
-    except RuntimeError as error:  # when writing fails, torch closes its archive, which raises this second error
+    except RuntimeError as error:  # when a write fails, torch closes its archive, and this raises a second error
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 @contextlib.contextmanager
 def _read_on_the_cpu() -> Iterator[None]:
-    """Make `torch.save` note, for tensors on accelerators, that they are to be loaded on the CPU.
+    """Make `torch.save` record the CPU as the device of tensors that are on accelerators.
 
-    The machine that loads the checkpoint may have no accelerator.
+    Otherwise `torch.load` would need an accelerator, but the machine that loads the checkpoint may have none.
     """
     token = _reads_on_the_cpu.set(True)
     try:
@@ -108,12 +108,13 @@ def _read_on_the_cpu() -> Iterator[None]:
 
 
 def _location(storage: Any) -> str | None:
-    """Return the device that `torch.save` notes for ``storage``; None leaves the choice to torch."""
+    """Return the device that `torch.save` records for ``storage``, or None to leave the choice to torch."""
     return "cpu" if _reads_on_the_cpu.get() and storage.device.type not in ("cpu", "meta") else None
 
 
-_reads_on_the_cpu = contextvars.ContextVar("_reads_on_the_cpu", default=False)
-# Torch asks the registered functions in the order of their numbers, which must be unique. Torch's own begin with 10.
+_reads_on_the_cpu = contextvars.ContextVar("_reads_on_the_cpu", default=False)  # True inside `_read_on_the_cpu`
+# Torch calls the registered functions in the order of their numbers. Its own functions have numbers from 10 on, so the
+# number 7 puts `_location` before them.
 torch.serialization.register_package(7, _location, lambda storage, location: None)
 
 
@@ -128,11 +129,11 @@ def dumped(states: dict[str, Any]) -> IO[bytes]:
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], FileIdentity]:
     """Return the checkpoint at ``path``, and the identity of the file.
 
-    The tensors are mapped from the file: their numbers are read from the disk when they are used.
+    The tensors are mapped from the file, so their values are read from the disk when they are used.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is damaged, is not a checkpoint, or holds objects that are more than data.
+        ValueError: the file is damaged, is not a checkpoint, or holds objects that are not plain data.
     """
     while True:
         with open(path, "rb") as file:
@@ -164,9 +165,9 @@ def _why_unreadable(path: Path, error: Exception) -> str:
 
 
 def _rotate(path: Path, keep: int) -> None:
-    """Keep the file at ``path`` under the first number too, and give each older file the next number.
+    """Rename each older checkpoint, ``last.1.pt`` to ``last.2.pt`` and so on, and copy ``last.pt`` to ``last.1.pt``.
 
-    The file also stays at ``path``, so that the path is never without a checkpoint.
+    The file at ``path`` also stays there, so that the path is never without a checkpoint.
     """
     before = [path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(1, keep)]
     for newer, older in reversed(list(itertools.pairwise(before))):
@@ -184,9 +185,9 @@ def _rotate(path: Path, keep: int) -> None:
 
 @contextlib.contextmanager
 def _locked(new: Path) -> Iterator[IO[bytes]]:
-    """Open the file ``new`` once no other process writes it. It is empty, and locked during the block.
+    """Open an empty file at ``new``, as soon as no other process writes it, and lock it during the block.
 
-    A file that a killed process has left there is emptied and used.
+    If a killed process has left a file there, this file is emptied and used.
     """
     while True:
         with open(new, "ab") as file:
@@ -206,7 +207,7 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
 
 
 def _unloadable(states: dict[str, Any], error: Exception) -> ValueError:
-    """Return the error that names the part of ``states`` that cannot be loaded again, and its path."""
+    """Return the error for ``states``, which names the part that cannot be loaded again and its path."""
     for name, state in states.items():
         if not _is_loadable(state):
             path, part = _unloadable_part(name, state)

@@ -5,16 +5,16 @@ differs between the ranks, some samples come twice and others never, without any
 if a sampler already takes the part of its rank, if a generator is not seeded, or if samples come in the order of a set.
 
 The ranks compare their draws through the store, and no rank waits for another. The first rank that begins an iteration
-of a loader writes what it has drawn there. Each other rank compares its own draws with that record when it begins the
-same iteration of the same epoch. If the record belongs to another iteration, nothing is compared. So one rank alone may
-look at a batch: the others neither wait nor fail.
+of a loader writes a record of its draws into the store. Each other rank compares its own draws with this record when it
+begins the same iteration of the same epoch. If the record belongs to another iteration, nothing is compared. So one
+rank alone may look at a batch, and the other ranks neither wait nor fail.
 
 The ranks compare the length of an epoch, and checksums of the first samples. The checksums cover only integers and
-text, such as an index, a label or a file name. All other numbers may differ, because each rank may augment its samples
-in its own way.
+strings, such as an index, a label or a file name. Other numbers, such as floats, are not compared, because each rank
+may augment its samples in its own way.
 
 An augmented stream may hold random integers as well, such as the index of a randomly chosen negative example. So each
-*place* in the samples has a checksum of its own: the first integer or text of all samples, the second one, and so on.
+*place* in the samples has a checksum of its own: the first integer or string of all samples, the second one, and so on.
 Places at which all samples hold the same value are ignored. The order counts as different only if the checksums of the
 two ranks differ at every remaining place. If there are places at which all samples of a rank differ, as an index does,
 only those are compared.
@@ -38,43 +38,43 @@ from .._engine.ranks.store import decode, draws_key, encode
 from ..errors import ParallelError
 
 SAMPLES = 16  # the number of samples that are compared in each iteration
-PLACES = 8  # the number of integers and texts of each sample that are compared
-SLOTS = 64  # the number of keys in the store. Loaders share them, so that many loaders do not fill the store.
+PLACES = 8  # the number of integers and strings of each sample that are compared
+SLOTS = 64  # the number of keys in the store, which all loaders share, so that many loaders do not fill the store
 LEADING = 256  # the number of elements of a tensor, or of bytes of an array, that are compared
 
 
 class LoaderId(NamedTuple):
     """The identity of a prepared loader, the same on every rank."""
 
-    slot: int  # the number of its key in the store
-    name: str  # tells it from other loaders with the same slot
+    slot: int  # the number of the key in the store that the loader shares with others
+    name: str  # distinguishes the loader from the others
 
 
 class Checksums(NamedTuple):
     """The checksums of the first samples.
 
-    Each list has one checksum for each of the first `PLACES` in a sample. A checksum is 0 if the place is not of the
-    kind that the list is for.
+    Each list has one checksum for each of the first `PLACES` places in a sample; see the docstring of this module. A
+    checksum is 0 if the place is not of the kind that the list is for.
     """
 
-    samples: int = 0  # the number of samples; 0: nothing has been drawn yet
+    samples: int = 0  # the number of samples; 0 if nothing has been drawn yet
     of_keys: list[int] = [0] * PLACES  # for places at which all samples differ, such as an index
     of_others: list[int] = [0] * PLACES  # for places at which only some samples differ, such as a label
 
 
 class Draws(NamedTuple):
-    """The record of what one rank has drawn at the beginning of an iteration."""
+    """The record of the samples that one rank has drawn at the beginning of an iteration."""
 
     loader: str  # see `LoaderId.name`
     iteration: int  # the number of iterations of this loader that the rank has begun
     epoch: int
-    position: int  # in the epoch, at which the iteration began
+    position: int  # the position in the epoch at which the iteration began
     rank: int
-    length: int | None  # of an epoch; None if it is not known
-    first: Checksums  # of the first samples
+    length: int | None  # the length of an epoch; None if it is not known
+    first: Checksums  # the checksums of the first samples
 
     def is_of_iteration(self, other: Draws) -> bool:
-        """Return whether both records are of the same iteration, so that they should be alike."""
+        """Return whether both records belong to the same iteration, so that they should be alike."""
         return (self.loader, self.iteration, self.epoch, self.position) == (
             other.loader,
             other.iteration,
@@ -101,15 +101,15 @@ def checksums(drawn: list[Any]) -> Checksums:
 
 
 def check_alike(loader: LoaderId | None, name: str, draws: Draws) -> None:
-    """Compare the draws of this rank with the record in the store, or write this record if there is none yet.
+    """Compare the draws of this rank with the record in the store. If there is no record yet, write it.
 
     Nothing is compared if the ranks are not expected to draw alike: in a world of one rank, inside a function that only
     some ranks run, in a forked process, in a thread other than the main one, or after the store is gone.
 
     Args:
-        loader: the identity of the loader; None if the ranks have not agreed on one.
-        name: the name of the sampler or dataset, for the error.
-        draws: what this rank has drawn.
+        loader: the identity of the loader; None if the ranks have not agreed on an identity.
+        name: the name of the sampler or dataset, for the error message.
+        draws: the draws of this rank.
 
     Raises:
         ValueError: the ranks draw different samples, or a different number of them.
@@ -128,7 +128,7 @@ def check_alike(loader: LoaderId | None, name: str, draws: Draws) -> None:
             other = None if text is None else decode(Draws, key, text)
             if other is not None and other.loader == draws.loader and other.iteration >= draws.iteration:
                 break
-            # The record is of another loader, or of an earlier iteration: this rank is the first in its iteration.
+            # The record belongs to another loader or an earlier iteration, so this rank is the first in its iteration.
             present = context.connection.swap(key, text or "", own_record)
             if present == own_record:
                 return
@@ -146,7 +146,7 @@ def check_alike(loader: LoaderId | None, name: str, draws: Draws) -> None:
 
 
 def _difference(mine: Draws, other: Draws) -> str:
-    """Return in words how the draws differ; an empty string if they are alike or cannot be compared."""
+    """Return the difference of the draws in words, or an empty string if they are alike or cannot be compared."""
     if mine.length is not None and other.length is not None and mine.length != other.length:
         return f"rank {mine.rank} draws {mine.length} times and rank {other.rank} {other.length} times"
     if mine.first.samples != other.first.samples:
@@ -161,7 +161,7 @@ def _difference(mine: Draws, other: Draws) -> str:
 
 
 def _identifying_parts(sample: Any) -> Iterator[Any]:
-    """Yield the integers and texts in ``sample``, which augmentation seldom changes."""
+    """Yield the integers and strings in ``sample``, which augmentation seldom changes."""
     for leaf in tree_leaves(sample):
         if isinstance(leaf, int | str | bytes):
             yield leaf
@@ -171,4 +171,4 @@ def _identifying_parts(sample: Any) -> Iterator[Any]:
             yield tuple(leaf.shape), *leaf.flatten()[:LEADING].tolist()
 
 
-_count = itertools.count()
+_count = itertools.count()  # numbers the loaders

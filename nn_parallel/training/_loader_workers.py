@@ -1,16 +1,17 @@
 """The worker processes of a prepared loader ignore the signals that ask a job to stop.
 
-SLURM sends SIGUSR1 or SIGTERM to every process of a job step. The rank handles the signal by `stop_requested`, and goes
-on to its next step, where it may save a checkpoint. It needs its loader workers for that step, so the workers must
-ignore the signal.
+SLURM sends SIGUSR1 or SIGTERM to every process of a job step. A rank that uses `stop_requested` handles the signal, and
+goes on to its next step, where it may save a checkpoint. The rank needs its loader workers for that step, so the
+workers must ignore the signal.
 
-For SIGTERM this is difficult, because ``Process.terminate()`` sends SIGTERM too. Torch's loader calls it for workers
-that do not end by themselves, and `multiprocessing` calls it for all workers that are left when the rank ends. A worker
-that ignored every SIGTERM would never end, and a Python signal handler does not learn which process sent the signal.
+For SIGTERM this is difficult, because ``Process.terminate()`` sends SIGTERM too. Torch's loader calls this method for
+workers that do not end by themselves, and `multiprocessing` calls it for all workers that are left when the rank ends.
+So a worker that ignores every SIGTERM would never end. And a signal handler in Python does not learn which process has
+sent the signal.
 
-So the rank and its workers share a flag. ``terminate()`` of these workers sets the flag before it sends SIGTERM, and
-the handler in the worker ends the process only if the flag is set. A worker that is stuck in C code runs no handler:
-the rank kills it after a second.
+So the rank and its workers share a flag. For these workers ``terminate()`` sets the flag before it sends SIGTERM, and
+the handler in the worker ends the process only if the flag is set. A worker that is stuck in C code cannot run the
+handler, so the rank kills the worker after a second.
 
 The handlers are installed by a ``worker_init_fn`` in the worker, because torch installs its own handlers when a worker
 begins, just before it calls that function.
@@ -31,8 +32,8 @@ from torch.utils.data import get_worker_info
 
 from .._engine.ranks.stop_signals import SIGNALS, pass_over
 
-KILL_AFTER_S = 1.0
-SIGNALS_SENT = 20  # before the worker is killed
+KILL_AFTER_S = 1.0  # how long the rank waits for a worker to end before it kills the worker
+SIGNALS_SENT = 20  # how often the rank sends SIGTERM before it kills a worker
 
 
 class WorkerInit:
@@ -45,34 +46,41 @@ class WorkerInit:
 
     def __call__(self, worker: int) -> None:
         for number in SIGNALS:
-            if number == signal.SIGTERM:  # there is no handler of the user to keep: torch has replaced it
+            if number == signal.SIGTERM:  # torch has already replaced the user's handler
                 signal.signal(number, self._end_if_flag_is_set)
             elif not callable(signal.getsignal(number)):
                 signal.signal(number, pass_over)
         if self._initialize is not None:
             if self._is_stream:
                 info: Any = get_worker_info()
-                # The user's function looks for the user's dataset there. `WorkerInfo` itself refuses to be changed.
+                # The user's function expects the user's dataset, and not the `Stream`. `WorkerInfo` refuses changes, so
+                # its ``__setattr__`` is bypassed.
                 object.__setattr__(info, "dataset", info.dataset.source)
             self._initialize(worker)
 
     def guard(self, workers: list[Any]) -> None:
-        """Replace ``terminate()`` of ``workers``, processes of `multiprocessing`, by `_terminate`."""
+        """Replace the method ``terminate()`` of each worker process with `_terminate`."""
         for worker in workers:
-            popen = worker._popen  # at the end of the rank, `multiprocessing` terminates this object, not ``worker``
+            popen = worker._popen  # `multiprocessing` calls ``terminate()`` of this object, not of ``worker``
             popen.terminate = functools.partial(_terminate, weakref.ref(popen), self._is_ending)
 
     def _end_if_flag_is_set(self, number: int, frame: FrameType | None) -> None:
-        """End the worker if its rank has sent the signal. This is its handler for SIGTERM."""
+        """End the worker if its rank has sent the signal. This is the worker's handler for SIGTERM."""
         if self._is_ending.item():
             os._exit(0)  # torch's own handler does the same; with another exit code, torch would report an error
 
 
 def _terminate(reference: Callable[[], Any], is_ending: torch.Tensor) -> None:
-    """Set the flag ``is_ending`` and end the process: by SIGTERM, or by SIGKILL after `KILL_AFTER_S`."""
+    """End a worker process with SIGTERM, or with SIGKILL after `KILL_AFTER_S` seconds.
+
+    Args:
+        reference: returns the process, as the Popen object of `multiprocessing`.
+        is_ending: the flag that the worker's handler for SIGTERM reads.
+    """
     popen = reference()
     is_ending[0] = True
-    # The signal is repeated: if it arrives just before a wait in C code, Python runs the handler only after that wait.
+    # The signal is repeated, because if it arrives just before a wait in C code begins, Python runs the handler only
+    # after this wait.
     for _ in range(SIGNALS_SENT):
         type(popen).terminate(popen)
         if popen.wait(timeout=KILL_AFTER_S / SIGNALS_SENT) is not None:

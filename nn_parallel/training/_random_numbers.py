@@ -1,4 +1,4 @@
-"""The random states of Python, NumPy and torch on the CPU: save, restore, seed them; exchange them for a block."""
+"""Functions to save, restore, seed and temporarily replace the random states of Python, NumPy and torch on the CPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class OwnRandomNumbers:
         """Begin with ``seed``. Inside the blocks, ``generators`` draw from a sequence with this seed too."""
         self._seed = seed
         self._generators = generators
-        self._states: tuple[Any, ...] | None = None  # at the end of the last block; None before the first one
+        self._states: tuple[Any, ...] | None = None  # at the end of the last block; None before the first block
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:

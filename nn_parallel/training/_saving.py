@@ -1,15 +1,15 @@
 """An asynchronous checkpoint: a thread of each rank writes it while training goes on.
 
 `save_checkpoint` copies the state first, so that training may change the original. Then each rank begins a thread. If
-the checkpoint is sharded, the threads write the shards of all ranks together, by collectives in a process group of
-their own. The thread of rank 0 puts the file of the checkpoint in place after that.
+the checkpoint is sharded, the threads of all ranks write the shards together, with collectives in a process group of
+their own. After that the thread of rank 0 puts the file of the checkpoint in place.
 
-An error in a thread cannot be raised at once, because the main thread is in the user's code. It is raised on all ranks
-by `finish_saving`, which the next `save_checkpoint` or `load_checkpoint` calls. If the program ends before, the error
-is logged.
+An error in a thread cannot be raised at once, because the main thread is in the user's code. `finish_saving` raises the
+error on all ranks, and the next `save_checkpoint` or `load_checkpoint` calls this function. If the program ends without
+such a call, the error is logged.
 
-If the ranks fail together meanwhile, the process groups are closed, and the threads can no longer write the shards. The
-checkpoint is then given up: the previous one stays in place, and the next call only logs a warning.
+If the ranks fail together while the threads run, the process groups are closed, and the threads can no longer write the
+shards. The checkpoint is then given up: the previous checkpoint stays in place, and the next call only logs a warning.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ logger = logging.getLogger("nn_parallel")
 class Saving(NamedTuple):
     """A checkpoint that is being written."""
 
-    end: Future[Exception | None]  # of the thread of this rank; the result is a failure that all ranks are to raise
+    end: Future[Exception | None]  # done when this rank's thread ends; the result is a failure for all ranks to raise
     group: dist.ProcessGroup | None  # the default group when saving began; None if there are no shards
-    writes_file: bool  # True on rank 0
+    writes_file: bool  # whether this rank writes the file of the checkpoint, as rank 0 does
 
     @property
     def is_given_up(self) -> bool:
@@ -60,7 +60,7 @@ def save_in_background(
         shards: the sharded tensors. Their present values are written.
         folder: the folder for the shards; None if there are no shards.
         write_file: puts the file of the checkpoint in place, after the shards of all ranks; None except on rank 0.
-        until_written: closed when the thread ends. If the thread cannot begin, it is closed too.
+        until_written: a stack that is closed when the thread ends, or if the thread cannot begin.
     """
     global _running
     group: dist.ProcessGroup | None = None
@@ -71,7 +71,7 @@ def save_in_background(
             failure: Exception | None = None
             if folder is not None:
                 failure = write_shards(shards, folder, group)
-                # If the group was closed meanwhile, torch has written the shards as if this rank were the only one.
+                # If the group was closed meanwhile, torch has written the shards as if this rank were the only rank.
                 if default is not dist.group.WORLD:
                     raise ParallelError("The process group has been closed.")
             if failure is None and write_file is not None:
@@ -100,7 +100,7 @@ def finish_saving(caller: str) -> None:
     """Wait until the checkpoint that is being written, if any, is complete. All ranks call this function.
 
     Args:
-        caller: the name of the function that the user has called, for errors.
+        caller: the name of the public function that the user has called, for error messages.
 
     Raises:
         OSError: the checkpoint could not be written, and this is the only rank.
@@ -120,8 +120,8 @@ def finish_saving(caller: str) -> None:
                 failure = saving.end.result()
             elif not is_given_up:
                 _running = None
-                # Only this rank has the error, and the threads of the others wait for its thread. The error therefore
-                # has to fail the block: that closes the groups, and so frees these threads.
+                # Only this rank has the error, and the threads of the other ranks wait in collectives with its thread.
+                # So the error is raised in the block, which closes the process groups and so frees these threads.
                 raise error
     _running = None
 
@@ -136,7 +136,7 @@ def finish_saving(caller: str) -> None:
 
 @atexit.register
 def _log_failure_at_exit() -> None:
-    """Log that the last checkpoint has failed, if nothing has raised that before the program ends."""
+    """Log the failure of the last checkpoint, if the program ends without a call that raises the failure."""
     if _running is None:
         return
     if _running.is_given_up and not _running.end.done():
@@ -152,5 +152,5 @@ def _forget_in_fork() -> None:
     _running = None
 
 
-_running: Saving | None = None
+_running: Saving | None = None  # the checkpoint that is being written, until `finish_saving` has checked it
 os.register_at_fork(after_in_child=_forget_in_fork)  # the thread does not exist in a forked process

@@ -1,15 +1,15 @@
 """The sharded tensors of a checkpoint.
 
 No rank holds a whole sharded tensor, so rank 0 cannot write it into the file of the checkpoint. Instead each rank
-writes its part into a folder beside that file, by torch.distributed.checkpoint. In the file, a *stand-in* takes the
-place of the tensor: an empty tensor of the same shape on the device ``meta``.
+writes its shard with torch.distributed.checkpoint into a folder beside the file. In the file, a *stand-in* is the
+placeholder of the tensor: an empty tensor of the same shape on the device ``meta``.
 
 Each checkpoint has a folder of its own below ``last.pt.shards``, and its file names this folder. So the old file and
-the old shards stay together until the new file has replaced the old one. Folders to which no file refers are removed
-afterwards. A folder that is being written has no file yet; a lock keeps other processes from removing it.
+the old shards stay together until the new file has replaced the old one. Then folders to which no file refers are
+removed. No file refers yet to a folder that is being written, so a lock keeps other processes from removing it.
 
 The index of such a folder is a pickle, which could run code when it is loaded. Therefore `DataUnpickler` allows only
-the types of which torch makes an index.
+the types of the objects in an index that torch writes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ import torch.distributed as dist
 from .._engine.failures import Failure, rank_error, summary
 from ..errors import RemoteError
 
-LOCK = "lock"  # the name of the file in a folder that is locked while the folder is written
-# The types in the index of a folder.
+LOCK = "lock"  # the name of a file in each folder, which is locked while the folder is written
+# `DataUnpickler` allows these types, which are in the index of a folder.
 METADATA = {"ChunkStorageMetadata", "TensorStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"}
 METADATA |= {"TensorProperties", "_MEM_FORMAT_ENCODING"}
 ALLOWED = {("torch.distributed.checkpoint.metadata", name) for name in METADATA}
 ALLOWED |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size")}
 ALLOWED |= {("torch.serialization", "_get_layout")}
-PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the second name is that of Python 3.13
+PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the second one is for Python 3.13
 
 
 def is_sharded(value: Any) -> bool:
@@ -48,16 +48,16 @@ def is_sharded(value: Any) -> bool:
 
 
 class Shards:
-    """The sharded tensors of one checkpoint, under the path that each has in the states.
+    """The sharded tensors of one checkpoint, each under the path that it has in the states.
 
     To save, `add` each tensor, and pass this object to `write_shards`. To load, `find` the stand-ins in the file,
-    replace each by the tensor that `place` returns, and then `read` the values of these tensors.
+    replace each stand-in with the tensor that `place` returns, and then `read` the values of these tensors.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self.are_copies = False  # True: the tensors are copies in the memory of the CPU
-        self._path_of: dict[int, str] = {}  # by the id of the stand-in
+        self.are_copies = False  # whether the tensors are copies in the memory of the CPU
+        self._path_of: dict[int, str] = {}  # maps the `id` of a stand-in to its path
 
     def add(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
         """Add a tensor to be written, and return its stand-in."""
@@ -79,12 +79,12 @@ class Shards:
             self.find(value, f"{path}/{key}")
 
     def place(self, stand_in: torch.Tensor, wanted: Any = None) -> torch.Tensor:
-        """Return an empty tensor that `read` will fill with the values that ``stand_in`` stands for.
+        """Return an empty tensor, which `read` will fill with the values of the tensor that was saved.
 
         Args:
-            stand_in: a tensor of the file. If it is not a stand-in, it is returned unchanged.
+            stand_in: the stand-in of the tensor in the file. A tensor that is no stand-in is returned unchanged.
             wanted: a sharded tensor of the same shape, whose sharding the new tensor gets. For any other value, the new
-                tensor is a whole one on the CPU.
+                tensor is not sharded, and is on the CPU.
         """
         path = self._path_of.get(id(stand_in))
         if path is None:
@@ -96,7 +96,7 @@ class Shards:
         return empty
 
     def read(self, folder: Path) -> None:
-        """Fill the tensors that `place` has returned. Each rank reads for itself, without the others.
+        """Fill the tensors that `place` has returned. A rank reads its own tensors, and does not wait for other ranks.
 
         Raises:
             OSError, ValueError: the folder does not exist, is damaged, or has an index that could run code.
@@ -116,7 +116,7 @@ class Shards:
 
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # torch warns of ``no_dist``
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # torch warns because of ``no_dist``
                 checkpoint.load(self.tensors, storage_reader=Reader(folder), no_dist=True)
         except checkpoint.CheckpointException as error:
             cause, *_ = error.failures.values()
@@ -124,7 +124,7 @@ class Shards:
 
 
 def write_shards(shards: Shards, folder: Path, group: dist.ProcessGroup | None = None) -> Exception | None:
-    """Write the part of this rank into ``folder``. All ranks call this function.
+    """Write the shards of this rank into ``folder``. All ranks call this function.
 
     Args:
         shards: the tensors.
@@ -132,18 +132,19 @@ def write_shards(shards: Shards, folder: Path, group: dist.ProcessGroup | None =
         group: the process group for the collectives; None for the default group.
 
     Returns:
-        The failure of one or more ranks, the same on all ranks; None if all ranks have written their parts. All ranks
-        have left their collectives by then, so the process group can stay open.
+        The failure of one or more ranks, the same on all ranks; None if all ranks have written their shards. The
+        failure is returned and not raised, because all ranks have left their collectives, so the process group can stay
+        open.
 
     Raises:
-        Exception: this rank has failed without the others knowing it, so that they may wait in a collective.
+        Exception: this rank has failed, but the others do not know it, and may wait in a collective.
     """
     from torch.distributed import checkpoint
 
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     writer = checkpoint.FileSystemWriter(folder)
-    if shards.are_copies:  # by default torch waits for the first GPU, even if this rank uses another one
+    if shards.are_copies:  # otherwise torch waits for the first GPU, although this rank may use another GPU
         writer.per_thread_copy_ahead = 0
     try:
         checkpoint.save(shards.tensors, storage_writer=writer, process_group=group)
@@ -181,20 +182,20 @@ class DataUnpickler(pickle.Unpickler):
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Make a folder for the shards of the checkpoint ``path``. It is locked during the block.
+    """Make a folder for the shards of the checkpoint ``path``, and lock it during the block.
 
-    While it is locked, `remove_folders` does not remove it.
+    `remove_folders` does not remove a folder that is locked.
     """
     folder = folder_of_all(path) / secrets.token_hex(4)
     folder.mkdir(parents=True)
     with open(folder / LOCK, "wb") as lock:
-        with contextlib.suppress(OSError):  # the file system has no locks, so `remove_folders` removes nothing there
+        with contextlib.suppress(OSError):  # the file system has no locks, so `remove_folders` removes nothing
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             yield folder
         finally:
             with contextlib.suppress(OSError):
-                # Closing the file is not enough: a process that was forked meanwhile would still hold the lock.
+                # To close the file is not enough, because a process that was forked meanwhile would keep the lock.
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
 
@@ -202,7 +203,7 @@ def remove_folders(path: Path, kept: set[Path]) -> None:
     """Remove the folders with shards of the checkpoint ``path``, except those in ``kept`` and those being written."""
     for folder in folder_of_all(path).iterdir():
         if folder not in kept:
-            # Mode "ab" creates a missing lock file: a process may have been killed before it had made one.
+            # Mode "ab" creates a missing lock file, because a process may have been killed before it made the file.
             with contextlib.suppress(OSError), open(folder / LOCK, "ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""The share of one rank: the samples, or batches, that it takes of all that a loader draws.
+"""The share of one rank: the samples, or batches, that the rank takes out of all that a loader draws.
 
 Every rank draws all samples, in the same order, and takes every ``world_size``-th one. So the ranks need not
 communicate, every sampler and every iterable dataset can be shared out, and the order does not depend on the number of
@@ -12,8 +12,9 @@ For a dataset with a length, `RankSampler` replaces the sampler of the loader, i
 iterable dataset, `Stream` replaces the dataset, and runs in each worker process of the loader. A worker may live longer
 than an epoch and then holds an old copy of the `Stream`, so the worker reads the epoch and the seed from shared memory.
 
-Both are `Epochs`: they count epochs and the position within an epoch. Workers draw ahead, so a sampler cannot know how
-many batches the user has received. The prepared loader knows it, and calls `note_taken` for each batch.
+Both are subclasses of `Epochs`, which counts epochs and the position within an epoch. Workers draw ahead, so a sampler
+cannot know how many batches the user has received. The prepared loader does know this, and calls `Epochs.note_taken`
+for each batch.
 """
 
 from __future__ import annotations
@@ -44,22 +45,22 @@ from torch.utils.data import (
 from ._draws import PLACES, Checksums, checksums
 from ._random_numbers import OwnRandomNumbers
 
-State = dict[str, Any]  # of a prepared loader: numbers under their names; None for a number that is not known
+State = dict[str, Any]  # the state of a prepared loader: numbers by their names, or None for a number that is not known
 logger = logging.getLogger("nn_parallel")
-# These draw all their random numbers when an iteration begins, so random numbers are not exchanged for later draws.
+# These samplers draw all random numbers when an iteration begins, so later draws need no `OwnRandomNumbers`.
 DRAW_AT_ONCE = {SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, range, list, tuple}
 
 
 @dataclass(frozen=True)
 class Share:
-    """The part that one rank takes of what all ranks draw alike. See the top of this module.
+    """The rule by which one rank takes its share of the samples that all ranks draw; see the top of this module.
 
     Attributes:
         rank: the rank.
         world_size: the number of ranks.
         together: the number of samples in a round, that is, in the batches of all ranks together.
-        pad: repeat the first samples of the epoch at its end, so that all ranks have equally many.
-        drop: leave the last samples of the epoch out, so that all ranks have equally many.
+        pad: whether to repeat the first samples of the epoch at its end, so that all ranks have equally many samples.
+        drop: whether to leave out the last samples of the epoch, so that all ranks have equally many samples.
     """
 
     rank: int
@@ -69,15 +70,17 @@ class Share:
     drop: bool
 
     def batches(self, draw: Callable[[], list[Any]], first: list[Any]) -> Iterator[list[Any]]:
-        """Yield the part of this rank of each round.
+        """Yield the part of this rank from each round.
 
-        A round is drawn only when its batch is asked for. There is one exception: if every sample has to be on exactly
-        one rank, the next round is drawn too. If that round is too small to give each rank a sample, its samples are
-        added to the batches before it, so that all ranks have equally many batches.
+        A round is drawn only when its batch is asked for. There is one exception: if every sample must be on exactly
+        one rank (neither ``pad`` nor ``drop``), the next round is drawn as well. If that round is too small to give
+        each rank a sample, its samples are added to the batches of the present round, so that all ranks have equally
+        many batches.
 
         Args:
             draw: returns the samples of the next round; fewer than `together` at the end, and then an empty list.
-            first: the first samples of the epoch, which pad its end, if this iteration begins later in the epoch.
+            first: the first samples of the epoch, if this iteration begins later in the epoch and so does not draw
+                them. They are needed to pad the end of the epoch.
         """
         looks_ahead = not self.pad and not self.drop and self.world_size > 1
         drawn = draw()
@@ -100,35 +103,40 @@ class Share:
 
 
 class Epochs:
-    """The epoch of a loader and the position in that epoch, counted alike on all ranks."""
+    """The base class of samplers and datasets that count the epoch of a loader and the position in the epoch.
+
+    All ranks count alike.
+    """
 
     def __init__(self, source: Any, warns: bool) -> None:
         """Begin with epoch 0.
 
-        If ``source`` has a ``set_epoch``, it is called only when the epoch changes here, not before each iteration. So
-        if the user's loop calls it as well, as many loops do, the epoch that the loop has set is used.
+        If ``source`` has a method ``set_epoch``, this object calls the method only when its own epoch changes, and not
+        before each iteration. So if the user's loop calls the method too, as many loops do, the epoch that the loop has
+        set is used.
 
         Args:
             source: the sampler, batch sampler or dataset of the user.
-            warns: log a warning if an epoch begins again because its last iteration ended early.
+            warns: whether to log a warning if an epoch begins again because its last iteration ended early.
         """
         self.source = source
         self.iteration = 0  # the number of iterations that have begun on this rank
-        self.epoch = 0  # of the present iteration; the next one has the same epoch unless this epoch is complete
+        self.epoch = 0  # the present epoch; the next iteration has the same epoch unless this epoch is complete
         self.begin = 0  # the position in the epoch at which an iteration begins; not 0 after a state was loaded
         self.left_after = 0  # the number of batches that the last iteration over this epoch has handed out so far
-        self._is_complete = False  # True: the last batch of this epoch was handed out
+        self._is_complete = False  # whether the last batch of this epoch was handed out
         self._has_warned = not warns
 
     @property
     def name(self) -> str:
-        """The type of the source, for errors."""
+        """The name of the type of the source, for error messages."""
         return type(self.source).__name__
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration draw this epoch.
 
-        If this is already the present epoch, and not complete, the iteration begins at the position that was loaded.
+        If ``epoch`` is already the present epoch, and not complete, the iteration begins at the position that was
+        loaded with the state, if any.
         """
         if epoch != self.epoch or self._is_complete:
             self.begin = 0
@@ -170,21 +178,24 @@ class Epochs:
         self._is_complete = taken >= count
 
     def note_end(self, epoch: int) -> None:
-        """Note that an iteration over ``epoch`` has been asked for a batch after its last one."""
+        """Note that the loop has asked an iteration over ``epoch`` for a batch after the last one.
+
+        The epoch is then complete, so the next epoch becomes the present one.
+        """
         if epoch == self.epoch:
             self.set_epoch(epoch + 1)
 
 
 def set_epoch_of(source: Any, epoch: int) -> None:
-    """Call ``source.set_epoch`` if there is such a method."""
+    """Call ``source.set_epoch`` if ``source`` has this method."""
     if set_epoch := getattr(source, "set_epoch", None):
         set_epoch(epoch)
 
 
 class RankSampler(Epochs, Sampler[Any]):
-    """A sampler that draws the share of one rank of what another sampler, or a batch sampler, draws.
+    """A sampler that takes the share of one rank out of all samples, or batches, that another sampler draws.
 
-    The attributes of the other sampler can be read and set on this one.
+    The attributes of the other sampler can be read and set on this object.
     """
 
     def __init__(
@@ -205,7 +216,7 @@ class RankSampler(Epochs, Sampler[Any]):
             source: the other sampler or batch sampler.
             rank: the rank whose share this is.
             world_size: the number of ranks.
-            seed: the seed of the order.
+            seed: the seed for the order of the samples.
             pad: see `Share`.
             drop: see `Share`.
             batch_size: the number of items of ``source`` in the batches of all ranks together.
@@ -218,7 +229,8 @@ class RankSampler(Epochs, Sampler[Any]):
         super().__init__(source, warns=type(source) is not SequentialSampler)
 
     def __getattr__(self, name: str) -> Any:
-        # While this object is made, copied or unpickled, it lacks its own attributes, perhaps even ``source``.
+        # While this object is made, copied or unpickled, it may lack even ``source``, and a look-up of ``source`` would
+        # call this method again without end.
         if name.startswith("_") or name in OWN_ATTRIBUTES:
             raise AttributeError(name)
         return getattr(self.source, name)
@@ -250,7 +262,7 @@ class RankSampler(Epochs, Sampler[Any]):
             raise ValueError(f"the state begins at {position} of an epoch of {length}, so it is damaged.")
         epoch_before = self.epoch
         begin_before = self.begin
-        self.set_epoch(state["epoch"])  # before the length is asked for: epochs of the source may differ in length
+        self.set_epoch(state["epoch"])  # before `source_length` is read, because epochs may differ in length
         own = self.source_length
         if position == length:  # the epoch is complete, even if the source has another length now
             position = position if own is None else own
@@ -290,7 +302,10 @@ class RankSampler(Epochs, Sampler[Any]):
 
     @property
     def name(self) -> str:
-        """The type of the source, for errors. It mentions a `Subset`, because the ranks may have different ones."""
+        """The name of the type of the source, for error messages.
+
+        It mentions a `Subset`, because the ranks may have been given different subsets by mistake.
+        """
         return super().name if self._subset_indices is None else f"{super().name} over a Subset"
 
     def _in_dataset(self, samples: list[Any]) -> list[Any]:
@@ -319,7 +334,7 @@ class RankSampler(Epochs, Sampler[Any]):
 
     @property
     def fewest(self) -> int:
-        """Return the number of samples of the rank that has the fewest, without padding."""
+        """The number of samples, without padding, of the rank that has the fewest."""
         return (len(self.source) - self.begin) // self._share.world_size
 
     def __len__(self) -> int:
@@ -337,8 +352,8 @@ OWN_ATTRIBUTES = {"source", "iteration", "epoch", "begin", "left_after"}
 class EvenBatches(BatchSampler):
     """A batch sampler for samples that are not padded: all ranks have equally many batches.
 
-    Some ranks have one sample more than others. That sample goes into their last batch, which may so hold one more than
-    ``batch_size``, instead of being a batch of its own.
+    Some ranks have one sample more than others. On these ranks the last batch may hold one sample more than
+    ``batch_size``. Otherwise the additional sample would be a batch of its own, which other ranks would not have.
     """
 
     sampler: RankSampler
@@ -354,12 +369,12 @@ class EvenBatches(BatchSampler):
 
 
 def even_batches(fewest: int, batch_size: int, has_any: bool) -> int:
-    """Return the number of batches of a rank that shares samples out without padding.
+    """Return the number of batches of this rank if samples are not padded.
 
     Args:
         fewest: the number of samples of the rank that has the fewest.
         batch_size: the batch size of one rank.
-        has_any: this rank has at least one sample.
+        has_any: whether this rank has at least one sample.
     """
     return max(math.ceil(fewest / batch_size), int(has_any))
 
@@ -397,8 +412,8 @@ class Stream(Epochs, IterableDataset[Any]):
         self._batch_size = loader["batch_size"]
         self._num_workers = loader["num_workers"]
         self._share = Share(rank, world_size, (self._batch_size or 1) * world_size, pad, drop)
-        # Memory that this process shares with the workers. The epoch and the seed are for the workers; after them come
-        # the `Checksums`, which the first worker writes.
+        # Memory that this process shares with the workers. It holds the epoch and the seed, which the workers read, and
+        # then the `Checksums`, which the first worker writes.
         numbers = [0, seed % 2**63, 0, *[0] * (2 * PLACES)]
         self._shared = torch.tensor(numbers).share_memory_()  # type: ignore[no-untyped-call]
         super().__init__(source, warns=False)  # many streams have no end, so leaving an epoch early is no mistake
@@ -463,7 +478,7 @@ class Stream(Epochs, IterableDataset[Any]):
             if is_first and number == 0 and self._share.world_size > 1:
                 first = checksums(samples)
                 self._shared[3:] = torch.tensor(first.of_keys + first.of_others)
-                # Written last, because the rank takes the checksums as complete once this number is not 0.
+                # Written last, because the rank regards the checksums as complete once this number is not 0.
                 self._shared[2] = first.samples
             is_first = False
             return samples
@@ -489,9 +504,9 @@ class Stream(Epochs, IterableDataset[Any]):
 
 
 def _prepare_pipe(pipe: IterDataPipe[Any], seed: int) -> None:
-    """Prepare a DataPipe in a worker, as torch's loader would: with the seed for shuffling, and the part of the worker.
+    """Give a DataPipe in a worker the seed for shuffling, and the part of the samples that this worker draws.
 
-    Torch's loader does this only if its dataset is a DataPipe, but here its dataset is the `Stream`.
+    Torch's loader does this only if its dataset is a DataPipe, but the dataset of a prepared loader is the `Stream`.
     """
     from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
@@ -508,6 +523,6 @@ def _draws_at_once(source: Any) -> bool:
 
 
 def generator_of(source: Any) -> torch.Generator | None:
-    """Return the generator of a sampler, or of the sampler in a batch sampler, if it has one of its own."""
+    """Return the random generator of a sampler, or of the sampler in a batch sampler, or None if it has none."""
     own = getattr(source, "generator", None) or getattr(getattr(source, "sampler", None), "generator", None)
     return own if isinstance(own, torch.Generator) else None

@@ -29,7 +29,7 @@ from .model import unwrap_model
 
 TakeSharded = Callable[[str, Any], Any]
 WRAPPERS = {"module", "_orig_mod"}  # the names that DDP, DataParallel, AveragedModel and torch.compile add to keys
-NAMED_KEYS = 5  # the number of keys of a file that an error names
+NAMED_KEYS = 5  # how many keys of a file an error message lists
 
 
 def saved_state(name: str, value: Any, take: TakeSharded) -> Any:
@@ -39,13 +39,13 @@ def saved_state(name: str, value: Any, take: TakeSharded) -> Any:
 
     Args:
         name: the name of the value in the checkpoint.
-        value: an object with a ``state_dict``, or a value that is its own state.
-        take: is called with the path and the value of each sharded tensor, and returns its replacement in the state.
+        value: an object with a ``state_dict``, or a value that is saved as it is.
+        take: is called with the path of each sharded tensor and with the tensor, and returns the replacement for it.
     """
     if isinstance(value, nn.Module):
         value = unwrap_model(value)
     if _is_zero(value):
-        value.consolidate_state_dict(to=0)  # afterwards only rank 0 has the whole state; on others state_dict() raises
+        value.consolidate_state_dict(to=0)  # now rank 0 has the whole state, and on other ranks state_dict() raises
         state = value.state_dict() if current_world().is_main else {}
     else:
         state = value.state_dict() if hasattr(value, "state_dict") else value
@@ -61,8 +61,8 @@ def saved_state(name: str, value: Any, take: TakeSharded) -> Any:
 def loadable(name: str, target: Any, saved: Mapping[str, Any], shards: Shards) -> Any:
     """Return the saved state called ``name`` in the form that ``target.load_state_dict`` needs.
 
-    Its tensors are sharded as those of the target are. Tensors that were saved sharded are empty until ``shards`` has
-    read them.
+    Its tensors are sharded in the same way as the tensors of the target. Tensors that were saved sharded are empty
+    until ``shards`` has read them.
 
     Raises:
         TypeError: ``target`` has no ``load_state_dict``.
@@ -104,7 +104,7 @@ def load(name: str, target: Any, state: Any) -> None:
 
 
 def _why_missing(name: str, target: Any, saved: Mapping[str, Any]) -> str:
-    """Return the message of the error that nothing was saved under ``name``."""
+    """Return the message of an error which says that nothing was saved under ``name``."""
     names = [repr(key) for key in saved]
     more = f" and {len(names) - NAMED_KEYS} more" if len(names) > NAMED_KEYS else ""
     why = f"the file has no {name!r}, only {', '.join(names[:NAMED_KEYS]) or 'random numbers'}{more}."
@@ -126,10 +126,10 @@ def _of_model(model: nn.Module, state: Mapping[str, Any], shards: Shards) -> dic
 def _under_own_names(state: Mapping[str, Any], model: nn.Module, own: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """Return a copy of ``state`` in which the keys have the same names of wrappers as the keys of ``model``.
 
-    A key consists of the path of a module and the name of a parameter in it. Wrappers are modules, so only the path
-    needs to be changed. The name behind it stays as it was saved, because it may be an old name that the hooks of
-    ``model`` still know. A state also holds the version of each module, by which the module recognises an old state.
-    The keys of these versions are changed too.
+    A key consists of the path of a module and the name of a parameter in the module. Wrappers are modules, so only the
+    path needs to be changed. The name of the parameter stays as it was saved, because it may be an old name that the
+    hooks of ``model`` still accept. A state also holds the version of each module, from which the module recognises an
+    old state. These versions have the paths of the modules as keys, which are changed too.
 
     Args:
         state: the saved state.
@@ -141,13 +141,13 @@ def _under_own_names(state: Mapping[str, Any], model: nn.Module, own: Mapping[st
     # If two keys differ only in names of wrappers, the user has modules of these names. Then the keys stay as they are.
     is_ambiguous = len(set(map(_bare, own))) < len(own) or len(set(map(_bare, state))) < len(state)
     if not is_ambiguous and not state.keys() <= own.keys():
-        # A wrapper and the module in it have the same bare path. The inner one comes later here, so it is the one kept.
+        # A wrapper and the module in it have the same bare path. The module comes later, so the dict keeps its path.
         path_of = {_bare(path): path for path, _ in model.named_modules()}
         renamed = OrderedDict((key if key in own else _own_name(key, path_of), value) for key, value in state.items())
         if versions is not None:
             versions = {_own_name(path, path_of): version for path, version in versions.items()}
     if versions is not None:
-        renamed._metadata = versions  # type: ignore[attr-defined]  # where torch keeps them
+        renamed._metadata = versions  # type: ignore[attr-defined]  # torch keeps the versions there
     return renamed
 
 
@@ -156,7 +156,7 @@ def _own_name(key: str, path_of: Mapping[str, str]) -> str:
 
     Args:
         key: a key of a saved state.
-        path_of: the paths of the model's modules, under the same paths without wrappers.
+        path_of: maps the path of each module of the model, without the names of wrappers, to its whole path.
     """
     parts = _bare(key).split(".")
     for length in range(len(parts), -1, -1):
@@ -192,9 +192,9 @@ def _is_zero(value: Any) -> bool:
 def _mapped(value: Any, path: str, change: Callable[[str, Any], Any]) -> Any:
     """Return nested dicts, lists and tuples with each leaf replaced by the result of ``change(path, leaf)``.
 
-    A container in which nothing changes is used as it is. If a part changes, the container is copied by `copy.copy`,
-    and only the changed parts are set in the copy. A new container must not be made from all parts, because subclasses
-    of dict have rules of their own: a Counter, for instance, counts the parts.
+    A container in which nothing changes is used as it is. If a part changes, the container is copied with `copy.copy`,
+    and only the changed parts are set in the copy. A new container must not be made from the parts, because subclasses
+    of dict may treat their arguments in another way. A Counter, for instance, would count the parts.
     """
     if isinstance(value, dict):
         items = list(value.items())
@@ -215,13 +215,13 @@ def _mapped(value: Any, path: str, change: Callable[[str, Any], Any]) -> Any:
 
 
 def _placed(value: Any, wanted: Any, shards: Shards, *, copies: bool = True) -> Any:
-    """Return a value of the file, sharded as ``wanted``.
+    """Return a value of the file, sharded in the same way as ``wanted``.
 
     Args:
         value: the value. Only tensors are changed.
         wanted: the tensor of the target. If it is not sharded or has another shape, the value is not sharded.
-        shards: gives the empty tensor for a stand-in.
-        copies: copy a tensor that is not sharded, so that it does not depend on the file.
+        shards: the object whose `Shards.place` returns the empty tensor for a stand-in.
+        copies: whether to copy a tensor that is not sharded, so that it does not depend on the file.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -233,4 +233,4 @@ def _placed(value: Any, wanted: Any, shards: Shards, *, copies: bool = True) -> 
 
     # With ``src_data_rank=None`` each rank cuts its part out of its own copy, and nothing is sent.
     part = distribute_tensor(value, wanted.device_mesh, wanted.placements, src_data_rank=None)
-    return part.clone()  # older versions of torch return a view, which would keep all of ``value`` in memory
+    return part.clone()  # in older versions of torch it is a view, which would keep all of ``value`` in memory

@@ -17,8 +17,8 @@ T = TypeVar("T")
 def move_to_device(batch: T, device: torch.device) -> T:
     """Return ``batch`` with its tensors on ``device``. Copies from pinned memory may still be under way on return.
 
-    The function finds the tensors that torch's own ``pin_memory`` finds: those in mappings and sequences of every type.
-    It also finds tensors in dataclasses and namespaces. Any other object with a method ``to`` is moved by this method.
+    The function moves tensors in mappings and sequences of every type, as torch's own ``pin_memory`` does, and also in
+    dataclasses and namespaces. An object with a method ``to`` is moved by calling this method.
     """
     if device.type == "cpu":
         return batch
@@ -50,7 +50,7 @@ def _moved(part: Any, device: torch.device) -> Any:
 
 
 def _moved_by_itself(part: Any, device: torch.device) -> Any:
-    """Return ``part`` moved by its own method ``to``, without waiting if the method has a ``non_blocking``."""
+    """Return ``part`` moved with its own method ``to``, and without waiting if the method accepts ``non_blocking``."""
     try:
         parameters = inspect.signature(part.to).parameters.values()
     except (TypeError, ValueError):  # the method is written in C and has no signature
@@ -59,7 +59,7 @@ def _moved_by_itself(part: Any, device: torch.device) -> Any:
         parameter.name == "non_blocking" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters
     )
     moved = part.to(device) if waits else part.to(device, non_blocking=True)
-    return part if moved is None else moved  # None: the method moves ``part`` in place
+    return part if moved is None else moved  # a method that moves ``part`` in place may return None
 
 
 def _mapping(part: Mapping[Any, Any], values: dict[Any, Any]) -> Any:

@@ -16,8 +16,8 @@ from .._engine.ranks.records import call_name
 from ..ddp import initialize_ddp
 from ..errors import RankError
 
-# Texts in a RuntimeError that says that memory is used up. Torch raises its own OutOfMemoryError only for accelerators,
-# and not for the memory that libraries such as cuDNN allocate there.
+# A RuntimeError whose message contains one of these says that there is no more memory. Torch raises its own
+# OutOfMemoryError only for accelerators, and not for the memory that libraries such as cuDNN allocate on them.
 MARKS = ("can't allocate memory", "not enough memory", "ALLOC_FAILED", "out of memory", "nable to find an engine")
 logger = logging.getLogger("nn_parallel")
 
@@ -66,8 +66,8 @@ def find_batch_size(fn: Callable[[int], object], start: int) -> int:
 def _why_too_large(fn: Callable[[int], object], size: int) -> str | None:
     """Try one step. Return the reason why ``size`` is too large, or None if the step fits into memory.
 
-    The reason is a text and not an exception, because an exception keeps its frames, and these keep the memory of the
-    step. That memory is released before this function returns.
+    The reason is a string and not an exception, because an exception keeps its frames alive, and with them the memory
+    of the step. This function releases the memory before it returns.
     """
     try:
         return _try(fn, size)

@@ -1,7 +1,8 @@
 """`save_checkpoint` and `load_checkpoint`.
 
-A kill at any moment leaves a complete checkpoint. A checkpoint can be loaded with another number of ranks, and into a
-model that is wrapped or sharded in another way. `_checkpoint_file`, `_states`, `_shards` and `_saving` explain how.
+If a process is killed at any moment, a complete checkpoint remains (`_checkpoint_file`). A checkpoint can be loaded
+with another number of ranks, and into a model that is wrapped or sharded in another way (`_states`, `_shards`). It can
+be written while training goes on (`_saving`). The docstrings of these modules explain how.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from ._states import copied_state, load, loadable, saved_state
 from .collectives import all_gather_object, all_ranks
 from .model import unwrap_model
 
-# Keys in the file that `save_checkpoint` adds.
-RANDOM_STATES = "random_states"  # of all ranks
-FOLDER = "shards_folder"  # the path of the folder with the shards, from the folder of the file
+# The keys that `save_checkpoint` adds to those of the user.
+RANDOM_STATES = "random_states"  # the states of the random numbers of all ranks
+FOLDER = "shards_folder"  # the path of the folder with the shards, relative to the folder of the file
 logger = logging.getLogger("nn_parallel")
 
 
@@ -42,23 +43,24 @@ def save_checkpoint(
 ) -> None:
     """Save everything that training needs to go on, such as models and optimizers. Every rank calls this function.
 
-    Rank 0 first writes the checkpoint into a second file and then puts that file at ``path``. So if the process is
-    killed at any moment, the old or the new checkpoint is at ``path``, complete. The states of the random numbers of
-    all ranks are saved too.
+    Rank 0 first writes the checkpoint into a second file and then puts this file at ``path``. So if the process is
+    killed at any moment, there is a complete checkpoint at ``path``, the old or the new one. The states of the random
+    numbers of all ranks are saved too.
 
     Args:
         path: the file. `torch.load` can read it with ``weights_only=True``, as a dict with the names in ``state``.
         keep: the number of checkpoints to keep. They are the new one, and the previous ones as ``last.1.pt`` (the
             latest), ``last.2.pt``, and so on.
-        sharded: each rank writes its part of sharded models and of their optimizers, so that no rank ever holds a whole
-            model. The parts are written by `torch.distributed.checkpoint` into a folder ``last.pt.shards`` beside the
-            file. To save and to load, all ranks must reach this folder, on a common disk.
-        asynchronous: copy the state into the memory of the CPU and return. A thread then writes the checkpoint while
-            training goes on; until it has finished, the previous checkpoint stays at ``path``. The next
-            `save_checkpoint` or `load_checkpoint` waits for the thread, and raises its errors on every rank.
-            `cleanup_ddp`, the end of the process and the end of a call of a pool wait for it too; at the end of the
-            process, errors are logged. Sharded tensors need the process group: if ranks fail together meanwhile, the
-            checkpoint is given up. Call `cleanup_ddp` before your own code destroys a process group.
+        sharded: whether each rank writes its own shards of sharded models and of their optimizers, so that no rank ever
+            holds a whole model. `torch.distributed.checkpoint` writes the shards into a folder ``last.pt.shards``
+            beside the file. To save and to load, all ranks must reach this folder, for example on a shared file system.
+        asynchronous: whether to return as soon as the state is copied into the memory of the CPU. A thread then writes
+            the checkpoint while training goes on; until it has finished, the previous checkpoint stays at ``path``. The
+            next `save_checkpoint` or `load_checkpoint` waits for the thread, and raises its errors on every rank.
+            `cleanup_ddp`, the end of the process and the end of a task of a pool wait for the thread too; at the end of
+            the process, errors are logged. To write sharded tensors, the thread needs the process group. So if ranks
+            fail together while the thread runs, the checkpoint is given up. Call `cleanup_ddp` before your own code
+            destroys a process group.
         state: the values to save, under their names. A value may be an object with a ``state_dict`` (models,
             optimizers, schedulers, scalers, prepared loaders), a number, a string, a tensor, or a list, tuple or dict
             of these. Models are saved without their wrappers. Without ``sharded``, sharded models and their optimizers
@@ -126,8 +128,8 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
     If all ranks find the same file at ``path``, each rank reads it. Otherwise rank 0 reads the file and sends it to the
     others. The number of ranks, the wrappers and the sharding may be different from those at the time of saving.
 
-    If the number of ranks is the same, the random numbers of each rank go on where they were. They are not
-    restored if all targets are models, because that usually begins a new training.
+    If the number of ranks is the same, the random numbers of each rank continue where they were when the checkpoint was
+    saved. They are not restored if all targets are models, because loading only models usually begins a new training.
 
     Args:
         path: the file. Code in the file, or in the shards beside it, is not executed.
@@ -139,7 +141,7 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
         The saved values that are not in ``targets``, under their names.
 
     Raises:
-        ValueError: on every rank: the file is damaged, holds objects that are more than data, or has no state for a
+        ValueError: on every rank: the file is damaged, holds objects that are not plain data, or has no state for a
             target; or a ``load_state_dict`` raised an exception, which is the cause of this error.
         OSError: on every rank: rank 0 cannot read the file, for instance because there is no checkpoint yet
             (`FileNotFoundError`).
@@ -173,7 +175,7 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
 
     with block("load_checkpoint()"):
         problem = _problem_of(read) or _problem_of(load_all)
-    if problem is not None:  # raised only here, because an exception in the block would close the process group
+    if problem is not None:  # not raised in the block, because that would close the process group
         raise ValueError(f"{path} does not fit: {problem}") from problem.__cause__
     if targets and all(isinstance(target, nn.Module) for target in targets.values()):
         return rest
@@ -188,9 +190,9 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
 
 
 def _problem_of(step: Callable[[], None]) -> Exception | None:
-    """Call ``step``, and return the error of this rank or else that of another rank; None if there is none.
+    """Call ``step`` on every rank, and return an error that ``step`` has raised on this or another rank.
 
-    Every rank calls this function.
+    Every rank calls this function. It returns the error of this rank if there is one, or None if no rank has an error.
     """
     own: Exception | None = None
     try:
@@ -202,7 +204,7 @@ def _problem_of(step: Callable[[], None]) -> Exception | None:
 
 
 def _write_file(path: Path, write: Callable[[IO[bytes]], object], keep: int, folder: Path | None) -> None:
-    """Write the file at ``path``. If it has shards, their ``folder`` is flushed to the disk before."""
+    """Write the file at ``path``. If there are shards, their ``folder`` is flushed to the disk first."""
     if folder is not None:
         sync_directory(folder)
         sync_directory(folder.parent)
@@ -210,13 +212,13 @@ def _write_file(path: Path, write: Callable[[IO[bytes]], object], keep: int, fol
 
 
 def _remove_unused_shards(path: Path) -> None:
-    """Remove the shards that neither the checkpoint at ``path`` nor those before it refer to."""
+    """Remove the shards to which neither the checkpoint at ``path`` nor the kept previous checkpoints refer."""
     if folder_of_all(path).exists():
         try:
             files = [file for file in (path, *_files_before(path)) if file.exists()]
             remove_folders(path, {_folder(file, read_checkpoint(file)[0]) for file in files})
         except (OSError, ValueError) as error:
-            # The file that cannot be read may refer to any of the folders, so none may be removed.
+            # The file that cannot be read may refer to any of the folders, so no folder may be removed.
             logger.warning("Old shards of %s are kept: %s", path, error)
 
 
@@ -226,7 +228,7 @@ def _folder(path: Path, saved: dict[str, Any]) -> Path:
 
 
 def _files_before(path: Path) -> list[Path]:
-    """Return the previous checkpoints that ``keep`` has kept beside ``path``: last.1.pt, last.2.pt, ..."""
+    """Return the previous checkpoints that are kept beside ``path``: last.1.pt, last.2.pt, ..."""
     name = re.compile(rf"{re.escape(path.stem)}\.\d+{re.escape(path.suffix)}")
     return [file for file in path.parent.iterdir() if name.fullmatch(file.name)]
 

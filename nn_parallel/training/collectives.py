@@ -1,8 +1,8 @@
 """Collectives on objects, tensors and metrics, made of torch's own collectives.
 
 If the ranks give tensors of different shapes to a collective of torch, the result may be wrong, or the ranks may wait
-for ever. So for metrics and tensors each rank first sends a description of its call to all ranks, see `gather_alike`.
-If the descriptions differ, every rank raises the same error.
+for ever. So for metrics and tensors each rank first sends a description of its call to all ranks (`gather_alike`). If
+the descriptions differ, every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def reduce_metrics(
     One collective serves for all metrics together.
 
     Args:
-        metrics: numbers, or tensors or arrays of one element, under the same names on every rank. A name is a text or
+        metrics: numbers, or tensors or arrays of one element, under the same names on every rank. A name is a string or
             an integer, such as the number of a class.
         weight: the weight of this rank in the mean, as a number or a tensor of one element. If the metrics are means
             over samples, it is the number of samples. If it is 0, the metrics of this rank have no influence.
@@ -156,7 +156,7 @@ def all_gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = No
         predictions = all_gather_tensor(model(x).argmax(dim=1))  # 7 samples on one rank, 6 on another: shape (13,)
     """
     problem = _why_not_gathered(tensor)
-    # A conjugate or negative view is another tensor with a flag. The flag is not sent, so it is applied to the numbers.
+    # Only the bytes of a tensor are sent. So the flag of a conjugate or negative view is applied to its numbers first.
     own = torch.empty(0) if problem else tensor.detach().resolve_conj().resolve_neg()
     own = own if own.dim() else own[None]
     if initialize_ddp().world_size == 1 and not problem:
@@ -175,7 +175,7 @@ def all_gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = No
 
 
 def _why_not_gathered(tensor: Any) -> str:
-    """Return why `all_gather_tensor` refuses ``tensor``; an empty string if it accepts the tensor."""
+    """Return the reason why `all_gather_tensor` refuses ``tensor``, or an empty string if it accepts the tensor."""
     if not isinstance(tensor, torch.Tensor):
         return f"got a {type(tensor).__name__}, not a tensor"
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
@@ -196,7 +196,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def can_gather(device_types: set[str], backends: str) -> bool:
     """Return whether the tensors can be gathered on their devices, without a copy to the CPU.
 
-    They cannot if the backend for these devices is gloo, because gloo copies them to the CPU itself.
+    They cannot if the backend for these devices is gloo, because gloo itself copies tensors to the CPU.
 
     Args:
         device_types: the types of the devices on which the ranks have their tensors.
@@ -218,7 +218,7 @@ def gather_alike(
     All ranks of ``group`` call this function. If one rank has a problem, every rank raises an error that names it.
 
     Args:
-        values: plain numbers and text.
+        values: plain numbers and strings.
         about: a description of the call, which must be the same on all ranks.
         problem: the reason why the values of this rank must not be used; an empty string if they can be used.
         weight: the weight of this rank.

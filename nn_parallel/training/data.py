@@ -44,8 +44,8 @@ def prepare_dataloader(
 ) -> PreparedLoader[T]:
     """Return a copy of ``loader`` from which each rank draws its share of the samples. Every rank calls this function.
 
-    With one rank, the share is all samples. Everything else is as in ``loader``: the dataset, the workers, pinning and
-    collation. The batch size is that of ``loader``, now for each rank.
+    With one rank, its share is all samples. Everything else is as in ``loader``: the dataset, the workers, pinning and
+    collation. The batch size of ``loader`` becomes the batch size of each rank.
 
     **Order.** All ranks draw all samples with the sampler of ``loader`` and the same random numbers. Each rank takes
     every ``world_size``-th sample. If the batch sampler is not torch's own, each rank takes every ``world_size``-th
@@ -56,14 +56,14 @@ def prepare_dataloader(
     **Iterable datasets.** Each rank draws all samples of the dataset and takes every ``world_size``-th one. The random
     numbers of Python, NumPy and torch are the same on all ranks while the dataset draws. If the dataset has random
     generators of its own, it must seed them alike on all ranks. The dataset itself shares its samples out between the
-    workers of the loader, as torch requires: by `get_worker_info`, by a ``worker_init_fn``, or by the
+    workers of the loader, as torch requires: with `get_worker_info`, with a ``worker_init_fn``, or with the
     ``sharding_filter`` of a DataPipe.
 
     **Check.** At the beginning of each epoch the ranks compare their first draws, without waiting for each other. They
     compare the number of samples and the indices; for a `Subset`, the indices in its dataset; for an iterable dataset,
-    the integers and the text in the samples. So it is an error if a sampler, a subset or an iterable dataset already
+    the integers and the strings in the samples. So it is an error if a sampler, a subset or an iterable dataset already
     takes the share of its rank, or is seeded differently on each rank. The content of other datasets is not compared,
-    and must be the same on all ranks.
+    but must be the same on all ranks.
 
     **Epochs.** An epoch is complete when its last batch has been handed out. The next iteration then draws the next
     epoch. For an iterable dataset without a length, the epoch is complete when the loop has asked for a batch after the
@@ -79,28 +79,28 @@ def prepare_dataloader(
     remaining sample once. If the state was saved after the last batch of an epoch, the rest is empty. So
     ``for epoch in range(saved["epoch"], epochs)`` continues correctly after any step.
 
-    For an iterable dataset, the batches that were handed out before are drawn again and skipped. This requires the same
-    number of workers, and of samples in the batches of all ranks together, as before. The random numbers that workers
-    draw themselves, for instance to augment images, are not restored. They are different on each rank, even if
-    ``loader`` has a ``generator``.
+    For an iterable dataset, the batches that were handed out before the state was saved are drawn again and skipped.
+    This requires the same number of workers, and of samples in the batches of all ranks together, as at that time. The
+    random numbers that workers draw themselves, for instance to augment images, are not restored. They are different on
+    each rank, even if ``loader`` has a ``generator``.
 
     The workers of a loader ignore the signals that `stop_requested` handles, because SLURM sends these signals to every
     process.
 
     Args:
         loader: the loader.
-        pad: True, for training: all ranks get the same number of samples. The first samples are repeated for that, or
-            the last ones are left out if ``loader`` has ``drop_last``. False, for evaluation: each sample is on exactly
-            one rank. All ranks still get the same number of batches, so that the loop may contain collectives, and the
-            last batch of some ranks may hold one sample more. There are three exceptions, in which one rank may have a
-            batch more than another: samples that cannot be collated (images of different sizes), fewer samples than
-            ranks, and batches that your own batch sampler or the dataset makes.
+        pad: True is for training: all ranks get the same number of samples, because the first samples are repeated at
+            the end, or the last samples are left out if ``loader`` has ``drop_last``. False is for evaluation: each
+            sample is on exactly one rank. All ranks still get the same number of batches, so that the loop may contain
+            collectives, and the last batch of some ranks may hold one sample more. There are three exceptions, in which
+            one rank may have a batch more than another: samples that cannot be collated (images of different sizes),
+            fewer samples than ranks, and batches that your own batch sampler or the dataset makes.
         seed: the seed of the order. If None, the seed is drawn from the generator of ``loader`` if it has one, or else
             from the random numbers of torch, which `seed_everything` and ``torch.manual_seed`` set. The seed of rank 0
             is used.
-        to_device: move the batches to the device of this rank. Moved are tensors in mappings, sequences, dataclasses
-            and namespaces, and every object that has a method ``to``. If the loader has ``pin_memory``, the copy goes
-            on while the loop continues.
+        to_device: whether to move the batches to the device of this rank. Tensors in mappings, sequences, dataclasses
+            and namespaces are moved, and every object that has a method ``to``. If the loader has ``pin_memory``, the
+            copy goes on while the loop continues.
 
     Raises:
         TypeError: ``loader`` is not a `DataLoader`.
@@ -182,9 +182,9 @@ def _of_stream(
 def _batch_sampler(loader: DataLoader[Any]) -> tuple[Any, bool]:
     """Return the batch sampler of one epoch of ``loader``, and whether ``loader`` has an endless iterator of its own.
 
-    Some loaders keep their workers alive by one iterator that never ends: timm's MultiEpochsDataLoader, ultralytics'
+    Some loaders keep their workers alive with one iterator that never ends: timm's MultiEpochsDataLoader, ultralytics'
     InfiniteDataLoader, DomainBed's FastDataLoader. Their batch sampler repeats another batch sampler, which makes the
-    batches of one epoch. For such a loader the other batch sampler is returned, and the prepared loader iterates as
+    batches of one epoch. For such a loader that other batch sampler is returned. The prepared loader then iterates as
     torch's own class does.
     """
     batches: Any = loader.batch_sampler
@@ -195,7 +195,7 @@ def _batch_sampler(loader: DataLoader[Any]) -> tuple[Any, bool]:
 
 
 def _iterators_in(loader: DataLoader[Any]) -> list[str]:
-    """Return the attributes that hold an iterator of torch, except the one in which torch itself keeps workers."""
+    """Return the names of the attributes that hold an iterator of torch, except torch's own ``_iterator``."""
     attributes = vars(loader).items()
     return [name for name, value in attributes if isinstance(value, _BaseDataLoaderIter) and name != "_iterator"]
 
@@ -228,11 +228,11 @@ def _check_drop_last(drops: bool, pad: bool) -> None:
 def _agree(source: Any, given: int | None) -> tuple[int, LoaderId | None]:
     """Return the seed of the order and the identity of the loader, as rank 0 chooses them. All ranks call this.
 
-    The seed is the ``given`` one. If None, the seed is drawn at random, and rank 0 decides, because the random numbers
-    of the ranks differ after `seed_everything`.
+    The seed is ``given``, or a random number if ``given`` is None. The seed of rank 0 is used on all ranks, because
+    their random numbers differ after `seed_everything`.
     """
     blocks = blocks_of(rank_context())
-    # Every rank draws a seed, also if it is not used, so that the random numbers of all ranks advance alike.
+    # Every rank draws a seed, so that the random numbers of all ranks advance alike, although only rank 0's is used.
     seed = _seed_of(source) if given is None else given
     if blocks is None or blocks.nested_in:  # this rank is alone, or runs a function that only some ranks run
         return seed, None
@@ -244,9 +244,9 @@ def _agree(source: Any, given: int | None) -> tuple[int, LoaderId | None]:
 
 
 def _seed_of(source: Any) -> int:
-    """Return a random seed, drawn from the generator of ``source`` or else from torch's.
+    """Return a seed for the order, drawn from the generator of ``source`` or else from torch's default generator.
 
-    It is drawn and not fixed, so that two loaders have different orders.
+    The seed is random, so that two loaders have different orders.
     """
     if type(source) is SequentialSampler:
         return 0
@@ -266,16 +266,16 @@ def _prepared(
     Args:
         loader: the user's loader.
         share: the sampler or dataset that draws the share.
-        loader_id: identifies the loader when the ranks compare their draws; None: they do not compare.
-        to_device: move the batches to the device of this rank.
-        replaced: attributes that replace those of the loader only while torch makes an iterator. The user still finds
-            the loader's own ones at any other time.
+        loader_id: identifies the loader when the ranks compare their draws; None if they do not compare them.
+        to_device: whether to move the batches to the device of this rank.
+        replaced: attributes that replace those of the loader only while torch makes an iterator. At any other time the
+            user still sees the loader's own attributes.
     """
     world = current_world()
     prepared: Any = copy.copy(loader)
     # `DataLoader.__setattr__` refuses some attributes after the loader has been made, so it is bypassed.
     object.__setattr__(prepared, "__class__", _prepared_class(type(loader)))
-    vars(prepared).update(dict.fromkeys([*_iterators_in(loader), "_iterator"]))  # these iterate over the user's loader
+    vars(prepared).update(dict.fromkeys([*_iterators_in(loader), "_iterator"]))  # they belong to the user's loader
     if loader.generator is not None and world.world_size > 1:  # torch draws the seeds of the workers from it
         replaced["generator"] = torch.Generator().manual_seed(loader.generator.initial_seed() + world.rank)
     vars(prepared).update(
@@ -298,7 +298,7 @@ class PreparedLoader(DataLoader[T]):
     _loader_id: LoaderId | None
     _device: torch.device | None
     _replaced: dict[str, Any]
-    _is_plain: bool  # True: iterate as `DataLoader` does, and not as the class of the user's loader
+    _is_plain: bool  # whether to iterate as `DataLoader` does, and not as the class of the user's loader does
 
     def __iter__(self) -> Any:  # `DataLoader` declares its own private class as the type
         self._share.begin_iteration()
@@ -384,9 +384,9 @@ class _Batches(Iterator[T]):
         Args:
             batches: the iterator of torch.
             share: the sampler or dataset that draws the share of this rank.
-            loader_id: identifies the loader when the ranks compare their draws; None: they do not compare.
+            loader_id: identifies the loader when the ranks compare their draws; None if they do not compare them.
             count: the number of batches; infinity if it is not known.
-            device: the device to which the batches are moved; None: they are not moved.
+            device: the device to which the batches are moved; None if they are not moved.
         """
         self._batches = batches
         self._share = share
@@ -457,6 +457,6 @@ class EvenCollate:
         if len(samples) > self.batch_size:
             try:
                 return self.collate(samples)
-            except Exception:  # any error of the user's function; a sample that is bad by itself raises it again below
+            except Exception:  # the user's function may raise anything; it raises again if one sample is the cause
                 return Parts(self.collate(samples[:-1]), self.collate(samples[-1:]))
         return self.collate(samples)

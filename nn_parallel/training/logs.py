@@ -39,13 +39,13 @@ def setup_logging(level: int | str = "INFO") -> None:
 
 
 class _RankHandler(logging.StreamHandler):  # type: ignore[type-arg]  # the type of sys.stderr is not known
-    """The handler of `setup_logging`. Its type tells it from other handlers."""
+    """The handler of `setup_logging`, which a second call recognizes by this type and replaces."""
 
 
 def _prepare_for_rank(record: logging.LogRecord) -> bool:
     """Add the rank to ``record``, and return whether this rank logs it.
 
-    The rank is looked up for each line, because a process can be a rank now and alone later.
+    The rank is looked up for each line, because the process may have joined or left a world since the last line.
     """
     world = current_world()
     record.rank = f"[rank {world.rank}] " if world.world_size > 1 else ""

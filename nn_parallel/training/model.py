@@ -29,8 +29,8 @@ from .collectives import as_bytes, gather_alike
 STRATEGIES = ("ddp", "fsdp", "dp", "none")
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
 WRAPPERS = (DistributedDataParallel, DataParallel)
-# Dtypes that gloo or NCCL does not know. Tensors of these dtypes can be copied to other ranks as bytes, but DDP does
-# not do that and would raise.
+# Dtypes that gloo or NCCL does not support. Tensors of these dtypes can be copied to other ranks as bytes, but DDP does
+# not copy them in this way, and would raise.
 NOT_SENT = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
 NOT_SENT |= {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
 logger = logging.getLogger("nn_parallel")
@@ -50,22 +50,23 @@ def prepare_model(
 
     Args:
         model: the model.
-        strategy: ``"ddp"``: each rank has a copy of the model, by `DistributedDataParallel`. ``"fsdp"``: each rank
-            holds a part of every parameter, by `fully_shard`, and each repeated block of the model is a unit of its
-            own. ``"dp"``: one process uses all its accelerators, by `nn.DataParallel`. ``"none"``: the model is moved
-            but not wrapped.
-        sync_batchnorm: batch norm uses the statistics of all ranks, by torch's `SyncBatchNorm`; on accelerators only.
-        compression: how gradients are compressed when they are sent: ``"fp16"``, ``"bf16"`` or ``"powersgd"``, by
-            torch's hooks for DDP.
+        strategy: With ``"ddp"``, each rank has a copy of the model (`DistributedDataParallel`). With ``"fsdp"``, each
+            rank holds a shard of every parameter (`fully_shard`), and each repeated block of the model is a unit of its
+            own. With ``"dp"``, one process uses all its accelerators (`nn.DataParallel`). With ``"none"``, the model is
+            moved but not wrapped.
+        sync_batchnorm: whether batch norm uses the statistics of all ranks, with torch's `SyncBatchNorm`. This has an
+            effect only on accelerators.
+        compression: the compression of gradients when they are sent, with torch's hooks for DDP: ``"fp16"``, ``"bf16"``
+            or ``"powersgd"``.
         options: options of `DistributedDataParallel`, such as ``find_unused_parameters=True``, or of `fully_shard`,
             such as ``mp_policy``, ``reshard_after_forward`` and ``offload_policy``.
 
     Returns:
         The model to call. `unwrap_model` returns the model inside. Except with ``strategy="none"``, all ranks now have
-        the parameters and buffers of rank 0. A model with nothing to train is not wrapped. If a part of it is unfrozen
-        later, calling it with gradients raises RuntimeError: prepare it again then. Some dtypes are not known to gloo
-        or NCCL: int16, unsigned integers from 16 bits, and float8. Buffers and frozen parameters of these dtypes are
-        copied from rank 0 now, but not again in each forward.
+        the parameters and buffers of rank 0. A model with nothing to train is not wrapped. If a part of such a model is
+        unfrozen later, calling the model with gradients raises RuntimeError: prepare it again then. Gloo or NCCL does
+        not support some dtypes: int16, unsigned integers from 16 bits on, and float8. Buffers and frozen parameters of
+        these dtypes are copied from rank 0 now, but not again in each forward.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -139,15 +140,16 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 def accumulate(model: nn.Module, step: int, every: int, *, last: bool = False) -> Iterator[bool]:
     """Make a block for forward and backward of one micro-step. Gradients are sent once in ``every`` micro-steps.
 
-    The gradients of the micro-steps add up. So divide each loss by their number: ``every``, or fewer at the end of an
-    epoch. With ``strategy="fsdp"`` gradients are sent in each micro-step, because
-    gradients that are not sent would need the memory of a whole model on every rank.
+    The gradients of the micro-steps add up. So divide each loss by the number of micro-steps between two steps of the
+    optimizer, which is ``every``, or less at the end of an epoch. With ``strategy="fsdp"`` gradients are sent in each
+    micro-step, because gradients that are not sent would need the memory of a whole model on every rank.
 
     Args:
         model: the prepared model.
         step: the number of the micro-step, from 0.
         every: the number of micro-steps for one step of the optimizer.
-        last: this is the last micro-step of the epoch, so gradients are sent even if there were fewer than ``every``.
+        last: whether this is the last micro-step of the epoch. Gradients are then sent even if there were fewer than
+            ``every`` micro-steps.
 
     Yields:
         True if gradients are sent in this micro-step, so that the optimizer makes its step after the block.
@@ -178,8 +180,8 @@ def seed_everything(seed: int, *, per_rank: bool = True) -> int:
 
     Args:
         seed: the seed of rank 0.
-        per_rank: add the rank to ``seed``, so that augmentation and dropout are different on each rank. The models are
-            alike nevertheless, because DDP sends the parameters of rank 0 to all ranks.
+        per_rank: whether to add the rank to ``seed``, so that augmentation and dropout are different on each rank. The
+            models are alike nevertheless, because DDP sends the parameters of rank 0 to all ranks.
 
     Returns:
         The seed of this rank.
@@ -229,13 +231,14 @@ def average_parameters(
 def sync_buffers(model: nn.Module, *, average: bool = False) -> None:
     """Give all ranks the same buffers, in place. Every rank calls this function before an evaluation.
 
-    Buffers, such as the running statistics of batch norm, follow the batches of each rank. A model in DDP takes the
-    buffers of rank 0 in each forward. The model inside (`unwrap_model`) does not: each rank would evaluate a different
-    model, and not the one that the checkpoint holds.
+    Buffers, such as the running statistics of batch norm, depend on the batches of each rank. A model in DDP takes the
+    buffers of rank 0 in each forward, but the model inside (`unwrap_model`) does not. So without this function each
+    rank would evaluate a different model, and not the model in the checkpoint.
 
     Args:
         model: the model of this rank, wrapped or not.
-        average: True: use the averages over the ranks. False: use the buffers of rank 0, which `save_checkpoint` saves.
+        average: whether to use the averages over the ranks. Otherwise the buffers of rank 0 are used, which
+            `save_checkpoint` saves.
 
     Raises:
         ValueError: on every rank: the buffers to average differ in shape.
@@ -264,10 +267,10 @@ def _average(
     """Replace ``tensors``, in place, by their averages over the ranks.
 
     Args:
-        call: the name of the public function, for errors.
+        call: the name of the public function that the user has called, for error messages.
         tensors: the tensors of this rank.
         weight: the weight of this rank. If it is 0, this rank only receives.
-        problem: the reason why there is no average; empty if there is none.
+        problem: the reason why there is no average; an empty string if there is an average.
         group: the ranks that take part; all ranks if None.
     """
     layout = repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
@@ -303,8 +306,8 @@ def _broadcast(tensors: Iterable[torch.Tensor]) -> None:
 def _send_what_ddp_cannot(model: nn.Module) -> None:
     """Copy from rank 0 the tensors of the dtypes in `NOT_SENT`, and make DDP ignore them.
 
-    Only buffers and frozen parameters are treated so. For other parameters DDP must raise, because it cannot average
-    their gradients.
+    Only buffers and frozen parameters are treated in this way. For other parameters DDP must raise, because it cannot
+    average their gradients.
     """
     tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
     unknown = {name for name, tensor in tensors.items() if tensor.dtype in NOT_SENT and not tensor.requires_grad}
@@ -316,7 +319,10 @@ def _send_what_ddp_cannot(model: nn.Module) -> None:
 
 
 def _raise_if_unfrozen(model: nn.Module, _: Any) -> None:
-    """Raise RuntimeError if a model that had nothing to train when it was prepared now has. This is a forward hook."""
+    """Raise RuntimeError if the model now has parameters to train, because DDP does not average their gradients.
+
+    `prepare_model` adds this forward hook to a model that it does not wrap because the model has nothing to train.
+    """
     if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
         raise RuntimeError(
             f"The {type(model).__name__} had nothing to train when prepare_model() was called, so its gradients would "
@@ -343,7 +349,7 @@ def _compress(model: DistributedDataParallel, compression: Literal["fp16", "bf16
 
 
 def _check_unprepared(model: nn.Module) -> None:
-    """Raise ValueError if ``model`` or a part of it is prepared already: gradients would be averaged twice."""
+    """Raise ValueError if ``model`` or a part of it is prepared already, because gradients would be averaged twice."""
     for module in model.modules():
         if isinstance(module, WRAPPERS):
             name = type(module).__name__
@@ -372,8 +378,8 @@ def _shard(model: nn.Module, options: dict[str, Any]) -> nn.Module:
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the repeated blocks of a model, such as the layers of a transformer.
 
-    A repeated block is in a `ModuleList` or `Sequential` together with other modules of its class, and has modules
-    inside. Of nested repeated blocks, only the outermost ones are yielded.
+    A repeated block is in a `ModuleList` or `Sequential` together with other modules of its class, and itself contains
+    modules. If repeated blocks are nested, only the outermost blocks are yielded.
     """
     children = list(module.children())
     is_container = isinstance(module, nn.ModuleList | nn.Sequential)

@@ -12,22 +12,23 @@ def stop_requested() -> bool:
 
     The answer becomes True on all ranks at the same call, so that they can save a checkpoint together.
 
-    The job is asked to stop by SIGTERM, SIGUSR1 or SIGUSR2 to one or more ranks. SLURM sends such a signal when it
-    preempts a job, and before the time limit with ``--signal=USR1@120``. A cloud sends one when it takes a machine
-    back, and torchrun when it is ended itself. After the first call of this function, these signals no longer end the
-    process, however many arrive. If the program has set a handler of its own, that handler is called too.
+    A job is asked to stop with SIGTERM, SIGUSR1 or SIGUSR2 to one or more ranks. SLURM sends such a signal when it
+    preempts a job, and before the time limit with ``--signal=USR1@120``. A cloud provider sends such a signal when it
+    takes a machine back, and torchrun sends it when torchrun itself is ended. After the first call of this function,
+    these signals no longer end the process, however many arrive. If the program has set a handler of its own, that
+    handler is called too.
 
     In the script that made a pool, call this function once before `ParallelExecutor.run`: a signal to the script then
     asks the ranks of the pool to stop.
 
-    SLURM sends the signals to every process of a job. The workers of prepared loaders ignore them, so that the rank can
-    go on to its next step. Other forks of this process ignore SIGUSR1 and SIGUSR2.
+    SLURM sends the signals to every process of a job. The workers of prepared loaders ignore the signals, so that the
+    rank can go on to its next step. Other forks of this process ignore SIGUSR1 and SIGUSR2.
 
-    A call costs one round trip to the store. It needs no collective.
+    A call costs one round trip to the store, and no collective.
 
     Raises:
-        ParallelError: the first call is not in the main thread, although Python handles signals only there; or a call
-            is inside the body of a function that only some ranks run.
+        ParallelError: the first call is not in the main thread, but Python handles signals only in the main thread; or
+            a call is inside the body of a function that only some ranks run.
 
     Example::
 

@@ -21,7 +21,7 @@ from ..ranks import on_rank
 from .collectives import all_gather_object
 
 BLOCK = "profile_ranks()"  # the name of the block in the trace
-# Matches the names of collectives: those that torch gives them, and those of the kernels of NCCL.
+# Matches the names of collectives in a trace, which are torch's own names or the names of NCCL's kernels.
 COMMUNICATION = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|nccl(Dev)?Kernel")
 logger = logging.getLogger("nn_parallel")
 
@@ -31,7 +31,7 @@ class RankProfile:
 
     Attributes:
         seconds: the duration of the block on each rank.
-        communication: the share of this time, 0 to 1, during which a collective was under way, for each rank.
+        communication: for each rank, the fraction of this time, from 0 to 1, during which a collective was under way.
             Computation may have gone on at the same time.
     """
 
@@ -53,10 +53,11 @@ def profile_ranks(path: str | os.PathLike[str]) -> Iterator[RankProfile]:
             ``.gz``.
 
     Yields:
-        A `RankProfile`, which holds the share of communication after the block has ended. Rank 0 also logs it.
+        A `RankProfile`, which holds the results after the block has ended. Rank 0 also logs them.
 
     Raises:
-        OSError: the file cannot be written. If there are several ranks, every rank raises a `RankError` with it.
+        OSError: the file cannot be written. If there are several ranks, every rank raises a `RankError` instead, which
+            contains the OSError.
         RankError: on every rank, if there are several ranks: one of them failed in the block.
 
     Example::
@@ -88,7 +89,8 @@ def profile_ranks(path: str | os.PathLike[str]) -> Iterator[RankProfile]:
 def check_writable(path: Path) -> None:
     """Raise OSError if a file cannot be written at ``path``.
 
-    This is checked before the block runs, so that a wrong path does not cost the run.
+    `profile_ranks` calls this function before the block runs, because otherwise a wrong path would be reported only
+    after a long run, and the trace would be lost.
     """
     path.open("ab").close()
 
@@ -102,7 +104,7 @@ def _exported(profiler: torch.profiler.profile) -> dict[str, Any]:
 
 
 def _measured(events: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the seconds of the block, and the share of them during which at least one collective was under way."""
+    """Return the duration of the block in seconds, and the fraction of it during which a collective was under way."""
     spans = [event for event in events if event.get("ph") == "X"]
     whole = next(event for event in spans if event["name"] == BLOCK and event["cat"] == "user_annotation")
     begin = whole["ts"]
@@ -119,8 +121,8 @@ def _measured(events: list[dict[str, Any]]) -> tuple[float, float]:
 def write_trace(traces: list[bytes], path: Path) -> None:
     """Merge the traces of all ranks, and write them to ``path``.
 
-    Numbers of processes and of events are changed, because different ranks may have used the same ones. Times are
-    shifted, because each trace counts from its own beginning.
+    The ids of processes and of events are changed, because different ranks may have used the same ids. Times are
+    shifted, because each trace counts them from its own beginning.
     """
     ranks = [json.loads(gzip.decompress(trace)) for trace in traces]
     base = min(trace.get("baseTimeNanoseconds", 0) for trace in ranks)

@@ -46,7 +46,7 @@ One call, from the script to the worker:
 
 1. `Packer.pack(fn, args, kwargs)` checks whether the workers keep ``fn``, and whether all globals and attributes that
    ``fn`` reaches are still the same objects. If so, the number of the kept function is sent in the place of ``fn``.
-   Arguments that are numbers, short texts and the like are then pickled directly, and the next steps are left out.
+   Arguments that are numbers, short strings and the like are then pickled directly, and the next steps are left out.
 2. Otherwise `_CallReducer` pickles ``(fn, args, kwargs)``. For each definition and function in them it follows the
    records to all definitions and globals that the call needs. It packs definitions that are new or have changed
    (`Packer.definition`). The workers store the pickle of a definition under the number of a `Handle`, as they store an

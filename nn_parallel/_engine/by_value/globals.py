@@ -44,10 +44,11 @@ class Keys:
     """
 
     def __init__(self) -> None:
-        self._objects: dict[str, Callable[[], Any]] = {}  # maps a key to a function that returns the object; or None, if it was deleted
+        # Maps a key to a function that returns the object, or None if the object was deleted.
+        self._objects: dict[str, Callable[[], Any]] = {}
         self._keys: dict[int, str] = {}  # maps the `id` of an object to its key
         self._own = set[str]()  # the keys of objects that originate in this process
-        self.lock = threading.RLock()  # reentrant, because garbage collection may call `_remove` in a thread with the lock
+        self.lock = threading.RLock()  # reentrant: garbage collection may call `_remove` in a thread that has the lock
 
     def add(self, obj: Any, key: str | None = None) -> str:
         """Give ``obj`` a key, and return the key.
@@ -87,8 +88,8 @@ class Keys:
     def _remove(self, key: str, identity: int) -> None:
         """Remove the entries of a deleted object, whose `id` was ``identity``.
 
-        Entries that belong to a newer object stay: Python uses an `id` again, and an object that arrives again gets
-        the same key.
+        Entries that belong to a newer object stay, because Python may give the same `id` to a newer object, and an
+        object that arrives again gets the same key.
         """
         with self.lock:
             if self._keys.get(identity) == key:
@@ -134,7 +135,7 @@ class Namespace:
 
 
 class GlobalName(NamedTuple):
-    """A name in a namespace, to which code refers."""
+    """The name of a global in a namespace, to which the code of a function refers."""
 
     namespace: Namespace
     name: str
@@ -142,16 +143,17 @@ class GlobalName(NamedTuple):
 
 
 class Needed(NamedTuple):
-    """A definition that a call needs, as the call lists it."""
+    """An entry in the list of the definitions that a call needs; see `prepare`."""
 
     key: str
     version: int  # the number under which `store_object` has stored the pickle of this version
     made_before: Sequence[str]  # the keys of definitions that must be made first: bases and metaclass of a class
-    bindings: Sequence[tuple[Namespace, str, int]]  # globals with this value, and the binding's number
+    # The globals whose value is the definition: the namespace, the name, and the number of the binding.
+    bindings: Sequence[tuple[Namespace, str, int]]
 
 
 class Stored:
-    """An object that has arrived outside of any call, still pickled. The first call that needs it rebuilds it."""
+    """An object that has arrived before the calls that need it. The first of these calls unpickles it."""
 
     def __init__(self, unpack: Unpack) -> None:
         self.unpack = unpack
@@ -161,7 +163,7 @@ class Stored:
     def object(self) -> Any:
         """The rebuilt object, the same in all calls."""
         rebuilt = self.unpack()
-        del self.unpack  # it refers to the memory of the message
+        del self.unpack  # otherwise the memory of the message would not be freed
         return rebuilt
 
 
@@ -201,7 +203,7 @@ def store_object(number: int, unpack: Unpack) -> None:
 
 
 def forget(number: int) -> None:
-    """Delete a stored object, because its handle is gone."""
+    """Delete a stored object, because the script has deleted its handle."""
     stored.pop(number, None)
 
 
@@ -307,7 +309,7 @@ def make_function(
         namespace: the globals.
         name: the name.
         cells: one item for each closure variable. If another function in the pickle shares the variable, the item is
-            the cell of that function. If it is None, the function gets a cell of its own.
+            the cell of that function. If the item is None, the function gets a cell of its own.
     """
     known: types.FunctionType | None = keys.find(key)
     if known is not None:
@@ -326,7 +328,8 @@ def complete_function(
 ) -> None:
     """Set the attributes, the ``__dict__`` and the closure variables of a function; import submodules that it uses.
 
-    The last item of ``state`` is not used: the globals that the function reads were bound when it was unpickled.
+    The last item of ``state`` is not used. When it was unpickled, it has already bound the globals that the function
+    reads.
     """
     if keys.originates_here(fn):
         return
@@ -347,7 +350,10 @@ def cell_of(fn: types.FunctionType, index: int) -> types.CellType:
 
 
 def method_of(cls: type, name: str) -> Any:
-    """Return the function of a method, without a `classmethod` or `staticmethod` around it."""
+    """Return the function of a method, without a `classmethod` or `staticmethod` around it.
+
+    The function of a method in a class of the script is pickled as a call of this function.
+    """
     attribute = vars(cls)[name]
     return getattr(attribute, "__func__", attribute)
 
@@ -357,7 +363,7 @@ def method_of(cls: type, name: str) -> Any:
 # A class statement runs code: the body, the metaclass, `__set_name__` of the objects in the body, and
 # `__init_subclass__` of the bases. All of that has run in the script, and its effects on the class are in the class. It
 # cannot run again in this process, because Python keeps neither the body as it was nor the keyword arguments of the
-# statement. It also must not run again, because hooks have effects elsewhere, such as to enter the class into a
+# statement. It also must not run again, because hooks have effects elsewhere. For example, they may add the class to a
 # registry.
 #
 # So a class is copied. First a bare type of the same layout is made, because the attributes may refer to the class.
@@ -392,7 +398,7 @@ def set_attributes(cls: type, attributes: dict[str, Any]) -> None:
 def complete_class(cls: type, state: tuple[Any, Sequence[str], Sequence[type]]) -> None:
     """Delete attributes that the script's class no longer has; register virtual subclasses of an abstract class.
 
-    The first item of ``state`` is not used: the attributes of the class were set when it was unpickled.
+    The first item of ``state`` is not used. When it was unpickled, it has already set the attributes of the class.
     """
     if keys.originates_here(cls):
         return
@@ -411,14 +417,14 @@ def complete_class(cls: type, state: tuple[Any, Sequence[str], Sequence[type]]) 
 def make_member(cls: type, name: str, data_type: type, args: tuple[Any, ...]) -> Any:
     """Return a member of an enum, in the pickle that makes or changes the enum.
 
-    The attributes of the member are in the state of the pickle, which is set afterwards.
+    The pickle sets the attributes of the member afterwards.
     """
     known = (vars(cls).get("_member_map_") or {}).get(name)
     return data_type.__new__(cls, *args) if known is None else known
 
 
 def member_of(cls: Any, name: str) -> Any:
-    """Return the member of an enum that has this name. Called in the pickles of members."""
+    """Return the member of an enum with this name. A member is pickled as a call of this function."""
     return cls._member_map_[name]
 
 
@@ -462,7 +468,7 @@ def make_instance(cls: type) -> Any:
 
 
 def dead_reference() -> weakref.ref[Any]:
-    """Return a weak reference to a deleted object, as the copy of a weak reference whose object was deleted."""
+    """Return a weak reference whose object was deleted, as a copy of such a reference in the sending process."""
     return weakref.ref(Missing())
 
 
@@ -518,8 +524,8 @@ def namespace_of(key: str, name: str, goes_into_sys_modules: bool, module_attrib
     namespace: Namespace | None = keys.find(key)
     if namespace is None:
         module = sys.modules.get(name) if name == "__main__" else None
-        # If the script has replaced its ``__main__``, the ``__main__`` of this process already has a namespace: that
-        # of the script's earlier ``__main__``.
+        # If the script has replaced its ``__main__``, the ``__main__`` of this process is already the copy of the
+        # script's earlier ``__main__``.
         is_taken = module is not None and id(vars(module)) in namespaces
         if module is None or is_taken or not goes_into_sys_modules:
             module = types.ModuleType(name)
@@ -588,12 +594,12 @@ def bind(namespace: Namespace, name: str, number: int, value: Any) -> None:
 
 
 keys = Keys()
-namespaces = weakref.WeakValueDictionary[int, Namespace]()  # maps the `id` of a dict to the namespace with it
+namespaces = weakref.WeakValueDictionary[int, Namespace]()  # maps the `id` of a dict of globals to its namespace
 stored: dict[int, Stored] = {}  # maps the number of a handle to its object
-_received_namespaces: list[Namespace] = []  # keeps them alive, because a function refers only to the dict in it
+_received_namespaces: list[Namespace] = []  # keeps them alive, because functions refer only to the dicts
 _versions: dict[str, int] = {}  # maps the key of a definition to the version that this process has
-_awaited: dict[str, Needed] = {}  # by key, the definitions that must still be made before the present call begins
+_awaited: dict[str, Needed] = {}  # maps a key to a definition that must be made before the present call begins
 _values_of_aliases: dict[str, Any] = {}  # maps the key of a type alias to its value
-_attribute_names: dict[str, set[str]] = {}  # maps the key of a class to the attributes that have arrived
-_making_classes = threading.RLock()  # held by `_without_hook`, which changes classes that other threads may use
+_attribute_names: dict[str, set[str]] = {}  # maps the key of a class to the attributes that it got last
+_making_classes = threading.RLock()  # keeps two threads from replacing the hooks of a class at the same time
 _environment = 0  # the number of the environment that this process has adopted

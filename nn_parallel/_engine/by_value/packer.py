@@ -22,23 +22,23 @@ from . import reducer
 from .globals import CachedFunction, GlobalName, Missing, Namespace, Needed, keys
 from .reducer import Deferred, Reducer, contents_of_function, goes_by_name, is_constant, is_definition
 
-FUNCTIONS_KEPT = 128
-DEFINITIONS_KEPT = 256
-ELEMENTS_COMPARED = 1000  # the elements of a larger container in a class are not compared
+FUNCTIONS_KEPT = 128  # how many records of functions a packer keeps
+DEFINITIONS_KEPT = 256  # how many records of definitions a packer keeps
+ELEMENTS_COMPARED = 1000  # if a container in a class has more elements, they are not compared
 
 
 class CallOptions(NamedTuple):
     """Options of all calls of one executor."""
 
     pass_device: bool
-    timeout_s: float | None  # how long a call may take on a worker, counted from its beginning there; None: no limit
+    timeout_s: float | None  # how long a call may run on a worker; if None, there is no limit
 
 
 class Handle:
     """A reference to an object that workers keep, such as one from `ParallelExecutor.put`.
 
-    A handle is an argument of a call, and the task receives the object itself. The workers delete the object when the
-    last reference to its handle is gone.
+    If an argument of a call is a handle, the function receives the object itself. The workers delete the object when
+    the last reference to its handle is gone.
     """
 
     def __init__(self, payload: Any, kind: str, owner: object) -> None:
@@ -56,7 +56,7 @@ class Handle:
         # The definitions and globals to which the object refers. Each call with this handle brings them up to date.
         self.definitions: Sequence[Any] = ()
         self.globals: Sequence[GlobalName] = ()
-        self.parameters: Mapping[int, weakref.ref[Any]] = {}  # the `torch.nn.Parameter`s in the object, by their `id`
+        self.parameters: Mapping[int, weakref.ref[Any]] = {}  # each `torch.nn.Parameter` in the object, by its `id`
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -93,9 +93,9 @@ class PackedCall:
             handles: the objects that a worker must have before the call.
             function: the number under which the workers keep the function; 0 if the function is in the payload.
             arguments: the pickled arguments, if the workers keep the function and if all arguments are numbers, short
-                texts and the like.
+                strings and the like.
             payload: the packed ``(fn, args, kwargs)`` in all other cases; ``fn`` is None if the workers keep it.
-            alive: definitions and globals to which a result may refer.
+            alive: definitions and globals to which a result may refer. This call keeps them alive.
         """
         self.name = name
         self.options = options
@@ -107,7 +107,10 @@ class PackedCall:
 
 
 class Definition:
-    """The record of one definition of the script, in the version that was packed for the workers."""
+    """The record of one definition of the script, in the version that was last packed for the workers.
+
+    With the record the packer recognizes that the definition has changed, and must be packed again.
+    """
 
     def __init__(
         self,
@@ -128,14 +131,15 @@ class Definition:
         self.handle = handle
 
     def is_current(self) -> bool:
-        """Return whether the definition is still made of the same objects as when it was packed."""
+        """Return whether the definition still consists of the same objects as when it was packed."""
         return _is_made_of(self.obj, self.parts)
 
 
 class _DefinitionReducer(Reducer):
     """The pickler of one definition, or of an object that workers keep.
 
-    It notes the other definitions, and the globals, to which the pickled object refers.
+    It notes the other definitions, and the globals, to which the pickled object refers, because a call that needs the
+    object needs them too.
     """
 
     def __init__(self, *defined: Any) -> None:
@@ -160,19 +164,19 @@ class _DefinitionReducer(Reducer):
 class _CallReducer(Reducer):
     """The pickler of a call.
 
-    It collects the definitions and constants that the call needs. Globals that are data become part of the call.
+    It collects the definitions and constants that the call needs. Globals that are data become part of this pickle.
     """
 
     def __init__(self, packer: Packer) -> None:
         super().__init__()
         self._packer = packer
-        self.needed: dict[int, Definition] = {}  # records, by the `id` of the definition
-        self.global_values: dict[tuple[Namespace, str], Any] = {}  # of all globals to which the call refers
+        self.needed: dict[int, Definition] = {}  # maps the `id` of a definition to its record
+        self.global_values: dict[tuple[Namespace, str], Any] = {}  # the globals to which the call refers
         self.constants: list[tuple[Namespace, str, int, Any]] = []  # arguments of `globals.bind`
-        # By the `id` of a definition: the globals that refer to it, and the numbers of these bindings.
+        # Maps the `id` of a definition to the globals that are bound to it, each with the number of the binding.
         self.bound: dict[int, list[tuple[Namespace, str, int]]] = {}
-        self.handles: list[Handle] = []  # of the handles in the arguments, and in the globals that are data
-        self.has_data = False  # some of the globals are data
+        self.handles: list[Handle] = []  # handles in the arguments, and in the globals that are data
+        self.has_data = False  # whether the call refers to a global that is data
 
     def another(self) -> _CallReducer:
         return _CallReducer(self._packer)
@@ -195,10 +199,11 @@ class _CallReducer(Reducer):
     REDUCERS: ClassVar = {**Reducer.REDUCERS, Handle: _reduce_handle}
 
     def _collect_needed(self, definitions: Iterable[Any], names: Iterable[GlobalName]) -> list[Deferred]:
-        """Note all definitions and globals to which these refer, directly or through others. Return bindings of data.
+        """Note that the call needs these definitions and globals, and all to which they refer, directly or not.
 
-        The bindings of data are returned because they belong into the pickle of the call. Constants and definitions go
-        into the pickle before that.
+        Returns:
+            The bindings of all globals that are data. They belong into the pickle of the call, whereas constants and
+            definitions go into the pickle that precedes the call.
         """
         data: list[Deferred] = []
         pending = list(definitions)
@@ -217,16 +222,16 @@ class _CallReducer(Reducer):
         return data
 
     def _resolve(self, namespace: Namespace, name: str, is_bound_by_code: bool, data: list[Deferred]) -> list[Any]:
-        """Note a global as a constant, as a definition or, in ``data``, as data.
+        """Note that the call needs a global. If its value is data, add its binding to ``data``.
 
         Returns:
-            The value, if it is a definition, or an empty list.
+            A list with the value, if the value is a definition, or an empty list.
         """
         if (namespace, name) in self.global_values or name == "__builtins__":
             return []
         value = self.global_values[namespace, name] = namespace.variables.get(name, Missing)
-        # An unbound name is a builtin, such as `len`, and nothing is sent. But if code binds the name, or if the
-        # workers were sent a value before, they must learn that the name is unbound in the script.
+        # A name that is not bound is usually a builtin, such as `len`, and nothing is sent. But if code binds the name,
+        # or if the workers were sent a value for it, they must learn that the name is not bound in the script.
         if value is Missing and not is_bound_by_code and name not in namespace.sent:
             return []
         number = _number_of_binding(namespace, name, value)
@@ -245,10 +250,10 @@ class _CallReducer(Reducer):
         return []
 
     def _import_of(self, namespace: Namespace, name: str, number: int, value: Any) -> str | None:
-        """Return the name of the module from which a worker imports the value of a global; None if it is data.
+        """Return the name of the module from which a worker imports the value of a global, or None for data.
 
         An object of a library is not copied: the worker uses the same object of its own library. An object of a user's
-        module, such as a configuration that the script fills, is data, unless it cannot be pickled.
+        module, such as a configuration that the script changes, is data, unless it cannot be pickled.
         """
         if namespace.imports.get(name, (0,))[0] != number:  # the search is slow, so it is made once for each binding
             module = reducer.module_that_holds(name, value)
@@ -273,7 +278,7 @@ class _CallReducer(Reducer):
 
 
 class _SentFunction:
-    """A function that workers keep, and all objects to which it referred when it was packed."""
+    """The record of a function that workers keep, with all objects to which it referred when it was packed."""
 
     def __init__(self, fn: Any, call: _CallReducer, handles: Sequence[Handle], environment: Handle | None) -> None:
         """Note all objects to which ``fn`` refers.
@@ -281,7 +286,8 @@ class _SentFunction:
         Args:
             fn: the function.
             call: the pickler that has pickled the function.
-            handles: first the handle of the function, then those of the objects that workers must have before.
+            handles: first the handle of the function, then the handles of objects that workers must have before they
+                unpickle the function.
             environment: the environment of the script.
         """
         self.handle = handles[0]
@@ -297,8 +303,8 @@ class _SentFunction:
         watched: list[tuple[dict[str, Any], str, Any]] = []
         for (namespace, name), value in call.global_values.items():
             watched.append((namespace.variables, name, value))
-            # If the script binds the name to another value and back, the value is the same, but the binding may have
-            # got another number meanwhile. Then the function is packed again, because it binds by the number.
+            # If the script binds the name to another value and back, the value is the same again, but the binding may
+            # have got another number. Then the function is packed again, because its pickle contains the number.
             if name in namespace.sent:
                 watched.append((namespace.sent, name, namespace.sent[name]))
         # A reload gives a module another ``__spec__``.
@@ -328,7 +334,7 @@ class _SentFunction:
 
 
 class Packer:
-    """The packer of one pool, with a record of all definitions and functions that the workers have."""
+    """The packer of one pool, with a record of each definition and function that the workers have."""
 
     def __init__(
         self, make_payload: Callable[[Packed], Any], on_forgotten: Callable[[int], None], is_elsewhere: bool = False
@@ -337,19 +343,20 @@ class Packer:
 
         Args:
             make_payload: turns a packed object into a payload of the pool's messages.
-            on_forgotten: called with the number of a handle that was deleted. The collector may call it in any thread.
-            is_elsewhere: the workers are on other machines.
+            on_forgotten: called with the number of a handle that was deleted, in any thread, because garbage collection
+                may run in any thread.
+            is_elsewhere: whether the workers are on other machines.
         """
         self.make_payload = make_payload
         self._on_forgotten = on_forgotten
         self._process_environment = ProcessEnvironment(is_elsewhere)
-        self._environment: Handle | None = None  # of the script's environment; None until that changes
-        # By the `id` of the definition, the record used last at the end. A record keeps its definition alive.
+        self._environment: Handle | None = None  # the handle of the script's environment; None until that changes
+        # Maps the `id` of a definition to its record, which keeps it alive; the most recently used record is last.
         self._definitions = OrderedDict[int, Definition]()
-        # By the `id` of the code, the function used last at the end.
+        # Maps the `id` of the code of a function to its record or its state; the most recently used one is last.
         self._functions = OrderedDict[int, _SentFunction | str]()
-        self._specs: dict[str, Any] = {}  # by name of a user's module: its ``__spec__`` when workers first needed it
-        # Reentrant: methods of the user's objects and finalizers, which run during pickling, may make calls themselves.
+        self._specs: dict[str, Any] = {}  # maps the name of a user's module to its last known ``__spec__``
+        # Reentrant, because methods of the user's objects and finalizers run during pickling, and may make calls too.
         self.lock = threading.RLock()
 
     def pack(
@@ -379,7 +386,11 @@ class Packer:
         return self.look_at(fn, options, name).pack(args, kwargs)
 
     def look_at(self, fn: Callable[..., Any], options: CallOptions, name: str = "") -> FunctionPacker:
-        """Return a packer of calls of ``fn``. It is valid until a name that ``fn`` uses is bound to another object."""
+        """Return a packer of calls of ``fn``.
+
+        It is valid until a name that ``fn`` uses is bound to another object, or until the script changes its
+        environment.
+        """
         with self.lock:
             if self._process_environment.changed():
                 self._environment = self._make_handle(dumps(self._process_environment), "process environment")
@@ -407,7 +418,7 @@ class Packer:
         return handle
 
     def definition(self, obj: Any) -> Definition:
-        """Return the record of a definition. If the definition is new or has changed, pack it first."""
+        """Return the record of a definition. A definition that is new or has changed is packed first."""
         record = self._definitions.get(id(obj))
         if record is None or not record.is_current():
             record = self._definitions[id(obj)] = self._define(obj)
@@ -418,7 +429,7 @@ class Packer:
 
     def close(self) -> None:
         """Drop all records, because the pool has ended."""
-        self._on_forgotten = lambda number: None  # the earlier function refers to the pool
+        self._on_forgotten = lambda number: None  # the function that is replaced refers to the pool
         self._functions.clear()
         self._environment = None
         self._definitions.clear()
@@ -470,7 +481,7 @@ class Packer:
 
 
 class FunctionPacker:
-    """The packer of calls of one function."""
+    """The packer of calls of one function, which checks once, for all these calls, whether the workers keep it."""
 
     def __init__(
         self,
@@ -481,17 +492,26 @@ class FunctionPacker:
         environment: Handle | None,
         sent: _SentFunction | None,
     ) -> None:
-        """``sent`` is the function that the workers keep for ``fn``, or None; for the rest see `Packer.pack`."""
+        """Make a packer of calls of ``fn``.
+
+        Args:
+            packer: the packer of the pool.
+            fn: the function.
+            options: options of the executor.
+            name: the name of the function in error messages.
+            environment: the handle of the script's environment; None if it has not changed since the pool was made.
+            sent: the record of the function, if the workers keep it, or None.
+        """
         self._packer = packer
         self._fn = fn
         self._options = options
         self._name = name
         self._environment = environment
         self._sent = sent
-        self._kept_call: PackedCall | None = None  # the one call, without arguments, of all items in `pack_item`
+        self._kept_call: PackedCall | None = None  # shared by all items of a map; see `pack_item`
 
     def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedCall:
-        """As `Packer.pack`."""
+        """Pack a call of the function; see `Packer.pack`."""
         sent = self._sent
         if sent and not kwargs and (arguments := dump_atoms(args)) is not None:
             return self._call_of(sent, arguments)
@@ -515,8 +535,8 @@ class FunctionPacker:
     def pack_item(self, args: tuple[Any, ...]) -> tuple[PackedCall, bytes | None]:
         """Pack the call for an item of a map. Return the call, and its arguments if they are not in the call.
 
-        If the workers keep the function, all items whose arguments are numbers, short texts and the like share one
-        `PackedCall`. So Python's garbage collector has half as many objects to traverse.
+        If the workers keep the function, all items whose arguments are numbers, short strings and the like share one
+        `PackedCall`. Python's garbage collector then has half as many objects to traverse.
         """
         if self._sent and (arguments := dump_atoms(args)) is not None:
             self._kept_call = self._kept_call or self._call_of(self._sent, None)
@@ -546,12 +566,15 @@ def _warn_of_copied_parameters(call: _CallReducer) -> None:
 
 
 def _is_plain_function(fn: Any) -> bool:
-    """Return whether a lambda or inner function has no state, so that no task notices if workers use it again."""
+    """Return whether ``fn`` is a lambda or inner function without state.
+
+    Workers may use such a function for several calls, because no task can notice that it is the same object.
+    """
     return type(fn) is types.FunctionType and not fn.__closure__ and all(map(is_constant, contents_of_function(fn)))
 
 
 def _parts(obj: Any) -> list[Any]:
-    """Return the parts of a definition. It has changed if one of the parts is another object than before.
+    """Return the parts of a definition, to be compared with the parts that it had when it was packed.
 
     The parts of a function are its code, defaults, closure variables and attributes, and the parts of functions among
     these. The parts of a class are its bases, attributes and virtual subclasses, the parts of its functions, and the
@@ -562,7 +585,7 @@ def _parts(obj: Any) -> list[Any]:
     if isinstance(obj, type):
         parts += obj.__bases__
         for name, value in list(vars(obj).items()):
-            # The script may add an empty dict to a class by reading its annotations, which is no change.
+            # Empty annotations are not compared: the script adds them to a class by merely reading ``__annotations__``.
             if name not in reducer.NOT_COPIED and (name != "__annotations__" or value):
                 parts += name, value
         functions = [function for value in parts for function in _functions_in(value)]
@@ -596,20 +619,23 @@ def _functions_in(attribute: Any) -> list[Any]:
 
 
 def _is_made_of(obj: Any, parts: list[Any]) -> bool:
-    """Return whether the parts of a definition are still these objects."""
+    """Return whether ``obj`` still has these parts, and has no others."""
     present_parts = _parts(obj)
     return len(present_parts) == len(parts) and all(map(operator.is_, present_parts, parts))
 
 
 def _number_of_binding(namespace: Namespace, name: str, value: Any) -> int:
-    """Return the number of a binding: a new number if the name is bound to another object than the last time."""
+    """Return the number of the present binding of a name, which is new if the value is not the one that was last sent.
+
+    A worker that has a binding with this number already keeps the value to which a task has bound the name.
+    """
     number, last = namespace.sent.get(name, (0, None))
     last_value = last() if type(last) is weakref.ref else last
     is_deleted = last_value is None and last is not None
     if number and last_value is value and not is_deleted:
         return number
     number = next(_numbers)
-    try:  # a weak reference, so that the value lives no longer than the script needs it
+    try:  # a weak reference, so that the record does not keep the value alive
         namespace.sent[name] = number, weakref.ref(value)
     except TypeError:
         namespace.sent[name] = number, value
@@ -619,7 +645,7 @@ def _number_of_binding(namespace: Namespace, name: str, value: Any) -> int:
 def _order(item: tuple[int, Definition]) -> int:
     """Return the key for sorting definitions: first functions, then classes, then others.
 
-    Functions are made first, because to rebuild an attribute of a class may call a function.
+    A worker makes the functions first, because rebuilding an attribute of a class may call a function.
     """
     obj = item[1].obj
     return 0 if isinstance(obj, types.FunctionType) else 1 if isinstance(obj, type) else 2
@@ -632,15 +658,15 @@ def _described(obj: Any) -> str:
 
 
 def _call_parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the function and the arguments of a call, by the names that error messages give them."""
+    """Return a dict that maps the names for error messages to the function and the arguments of a call."""
     named = {"the function": fn}
     named |= {f"argument {index}": value for index, value in enumerate(args)}
     return named | {f"argument {name!r}": value for name, value in kwargs.items()}
 
 
-# States of a function in `Packer._functions` that the workers do not keep.
+# The states, in `Packer._functions`, of functions that the workers do not keep.
 _CALLED_ONCE = "called once"
 _NEVER_SENT = "not sent by itself, because it refers to data"
-_MISSING = itertools.repeat(Missing)
-_numbers = itertools.count(1)
-_CONTAINERS = (dict, list, set, deque)
+_MISSING = itertools.repeat(Missing)  # the default of each look-up in `_SentFunction.is_current`
+_numbers = itertools.count(1)  # for handles and bindings
+_CONTAINERS = (dict, list, set, deque)  # in an attribute of a class, their elements are compared too

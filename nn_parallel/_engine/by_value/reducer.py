@@ -4,15 +4,15 @@ The problem. A worker has not run the script, and it cannot import the script. B
 that the script uses. `pickle` sends a function or class as the name of its module and its own name, if `sys.modules`
 has a module of that name. This is not enough: a module in `sys.modules` may be ``__main__``, or made by hand, or loaded
 from a file that no import finds. cloudpickle copies the objects of ``__main__`` again for each call, so that no two
-calls see the same class. Objects of all other modules in `sys.modules` it sends as `pickle` does.
+calls see the same class. It sends objects of all other modules in `sys.modules` as `pickle` does.
 
 The solution. `Reducer` decides for each function, class and module, and for some other objects, in this order:
 
-1. *By name*, if a fresh interpreter would get the object by an import (`is_importable`). This includes sentinels:
-   objects without state that such a module has, as `dataclasses.MISSING`.
+1. *By name*, if a fresh interpreter would get the object by an import (`is_importable`). This includes sentinels,
+   which are objects without state in such a module, for example `dataclasses.MISSING`.
 2. *By key*, if the object is a definition of the script (`is_definition`). The definition itself is sent once, in a
-   pickle of its own. All other pickles contain only its key, by which the worker finds the object that it has made. A
-   *mark*, which is a plain ``object()``, also has a key, because nothing but its identity matters.
+   pickle of its own. All other pickles contain only its key, with which the worker looks up the object that it has made
+   from that pickle. A *mark*, which is a plain ``object()``, also has a key, because only its identity matters.
 3. *By value* otherwise. A lambda, for example, is pickled with its code, and is a new object in each call. Code refers
    to globals by their names, so these names are read from the bytecode (`names_in`) and passed to `note_globals`, where
    a subclass decides whether their values are sent, and in which pickle.
@@ -20,9 +20,9 @@ The solution. `Reducer` decides for each function, class and module, and for som
 A class and its methods refer to each other, and a function may refer to itself. So a pickle contains two steps for each
 of them. The first step makes an empty class or function (`globals.make_class`, `globals.make_function`), to which the
 rest of the pickle can refer. The second step fills it (`globals.complete_class`, `globals.complete_function`). Between
-these steps a name cannot be looked up in the class, because its attributes are not set yet. So some objects are pickled
-in another way inside of the pickle that makes their class. `Reducer.by_value` lists the classes and functions that the
-present pickle makes.
+these steps nothing can be looked up in the class, because its attributes are not set yet. So the pickle that makes a
+class contains some objects in another form than all other pickles. `Reducer.by_value` lists the classes and functions
+that the present pickle makes.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _would_be_imported(name: str, module: types.ModuleType) -> bool:
     parent, _, last = name.rpartition(".")
     is_in_package = bool(parent) and getattr(sys.modules.get(parent), last, None) is module
     stem = os.path.basename(origin or "").partition(".")[0]
-    # A file of an installation may also be loaded under another name, by which no import finds the module.
+    # A file of an installation may also be loaded under a name with which no import finds the module.
     if (origin or "").startswith(INSTALLED) and (is_in_package or stem in (last, "__init__")):
         return True
     if parent and not _is_importable(parent):
@@ -104,7 +104,7 @@ def _would_be_imported(name: str, module: types.ModuleType) -> bool:
     spec = _find_spec(name, getattr(sys.modules.get(parent), "__path__", None))
     if spec is not None:
         return spec.origin == origin or _is_same_file(spec.origin, origin)
-    return is_in_package  # no file: a package has made the module when it was imported, as torch makes `torch.ops`
+    return is_in_package  # a module without a file, which a package makes when it is imported, as `torch.ops`
 
 
 def _find_spec(name: str, path: Any) -> Any:
@@ -146,20 +146,23 @@ def is_users(module: types.ModuleType) -> bool:
     return bool(file) and not str(file).startswith(INSTALLED)
 
 
-_importable: dict[str, tuple[types.ModuleType, bool]] = {}  # by name, the module and the answer of `is_importable`
-_path_of_answers: list[str] = []  # the import path for which `_importable` has answers
+_importable: dict[str, tuple[types.ModuleType, bool]] = {}  # maps a name to module and result of `is_importable`
+_path_of_answers: list[str] = []  # the import path for which the results in `_importable` hold
 
 
 # Names to which code refers
 
 
 class CodeNames(NamedTuple):
-    """The names in the code of a function, and in the code of functions and classes inside it."""
+    """The names in the code of a function, and in the code of functions and classes inside it.
+
+    They show which globals a worker needs to run the function.
+    """
 
     reads: Sequence[str]  # the globals that the code reads
     binds: Sequence[str]  # the globals that the code sets or deletes
-    attributes: frozenset[str]  # the attributes of any objects; the globals are included
-    binds_closure: bool  # the code sets or deletes a closure variable of the function, by a ``nonlocal`` statement
+    attributes: frozenset[str]  # the names of globals, and of the attributes that the code uses of any object
+    binds_closure: bool  # the code assigns or deletes a ``nonlocal`` variable
 
 
 @functools.lru_cache(maxsize=4096)
@@ -184,7 +187,7 @@ def names_in(code: types.CodeType) -> CodeNames:
     return CodeNames(tuple(reads), tuple(binds), frozenset(attributes), binds_closure)
 
 
-_READING = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}  # the body of a class reads by LOAD_NAME
+_READING = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}  # the body of a class reads with LOAD_NAME
 _BINDING = {"STORE_GLOBAL", "DELETE_GLOBAL"}
 _BINDING_CLOSURE = {"STORE_DEREF", "DELETE_DEREF"}
 
@@ -192,14 +195,14 @@ _BINDING_CLOSURE = {"STORE_DEREF", "DELETE_DEREF"}
 def _annotations_of(obj: Any) -> dict[str, Any]:
     """Return the annotations of a function or class.
 
-    From Python 3.14 on, annotations are evaluated when they are first read. If that fails, texts are returned.
+    From Python 3.14 on, annotations are evaluated when they are first read. If this fails, strings are returned.
     """
     if sys.version_info < (3, 14):
         annotations = vars(obj).get("__annotations__") if isinstance(obj, type) else obj.__annotations__
         return annotations or {}
     import annotationlib  # type: ignore[import-not-found]
 
-    # Not by the attribute `__annotations__`: to read it would evaluate the annotations in the script, and store them.
+    # The attribute `__annotations__` is not read, because that would store the annotations in the script's object.
     annotate = annotationlib.get_annotate_from_class_namespace(vars(obj)) if isinstance(obj, type) else obj.__annotate__
     if annotate is None:
         own = vars(obj) if isinstance(obj, type) else {"__annotations__": obj.__annotations__}
@@ -213,9 +216,9 @@ def _annotations_of(obj: Any) -> dict[str, Any]:
 def _types_in(annotations: dict[str, Any], namespace: Namespace) -> list[str]:
     """Return the names in annotations that `typing.get_type_hints` would look up among the globals.
 
-    An annotation may be a text, and any word in it may be a name. Only globals that are types or constants count,
-    because the same word may also be the name of a global that cannot be sent, such as a lock. If a name is an alias,
-    the names in the text of the alias are included.
+    An annotation may be a string, and any word in it may be a name. Only globals that are types or constants count,
+    because a word may by chance be the name of another global, which perhaps cannot be sent, such as a lock. If a name
+    is an alias of a type, the names in this type are included.
     """
     names = dict[str, None]()
     pending = list(annotations.values())
@@ -232,9 +235,13 @@ def _types_in(annotations: dict[str, Any], namespace: Namespace) -> list[str]:
 
 
 def _submodules(packages: Iterable[str], attributes: frozenset[str]) -> list[str]:
-    """Return the loaded modules to which code may refer as ``package.module``.
+    """Return the loaded submodules of these packages to which code may refer as ``package.module``.
 
     A worker must import them by name, because an import of the package does not always import its submodules.
+
+    Args:
+        packages: the names of the packages.
+        attributes: the names of all attributes in the code.
     """
     submodules: list[str] = []
     pending = list(packages)
@@ -247,7 +254,7 @@ def _submodules(packages: Iterable[str], attributes: frozenset[str]) -> list[str
 
 
 def namespace_of(names: dict[str, Any], module: types.ModuleType | None = None) -> Namespace:
-    """Return the namespace of a dict of globals. If there is none yet, make it.
+    """Return the namespace of a dict of globals. If the dict has no namespace yet, make it.
 
     The namespace of a module in `sys.modules` lives as long as the module. Any other namespace keeps ``module`` alive,
     which is the module with this dict, and lives only as long as something refers to the namespace.
@@ -269,7 +276,7 @@ def namespace_of(names: dict[str, Any], module: types.ModuleType | None = None) 
 
 
 def is_definition(obj: Any, is_global: bool = False) -> bool:
-    """Return whether ``obj`` is a definition: sent once, and then only by its key.
+    """Return whether ``obj`` is a definition, which is sent once, and then only by its key.
 
     Args:
         obj: any object that is not sent by name.
@@ -288,9 +295,9 @@ def is_definition(obj: Any, is_global: bool = False) -> bool:
 
 
 def _is_own_global(fn: types.FunctionType) -> bool:
-    """Return whether a global of the function's own name is bound to the function.
+    """Return whether the function is the value of a global with the function's name.
 
-    That is not so for a lambda, a method or an inner function.
+    This is not so for a lambda, a method or an inner function.
     """
     module = sys.modules.get(fn.__module__)
     return any(names.get(fn.__qualname__) is fn for names in (fn.__globals__, getattr(module, "__dict__", {})))
@@ -299,9 +306,9 @@ def _is_own_global(fn: types.FunctionType) -> bool:
 def holds_no_data(fn: types.FunctionType) -> bool:
     """Return whether a function holds only constants, definitions and other functions without data.
 
-    An object in a default, an attribute or a closure variable may also be used elsewhere in the script, and may change
-    in place there. If such an object is data, the function must be sent with each call, as all data is. The same holds
-    if the function binds a closure variable (``nonlocal``), or shares one with another function that may bind it.
+    Otherwise the function is sent with each call, as all data is. Any other object in a default, an attribute or a
+    closure variable is data, because other code of the script may use the object and change it in place. A closure
+    variable is data too if the function assigns it (``nonlocal``), or shares it with a function that may assign it.
     """
     seen = set[int]()
     pending = [fn]
@@ -328,14 +335,14 @@ def _function_with_cell(variable: object) -> types.FunctionType:
     return lambda: variable  # type: ignore[return-value]
 
 
-# The references to a cell that no other function shares, as `_references_to_cells` counts them.
+# The number of references that `_references_to_cells` counts for a cell that no other function shares.
 _OWN_CELL = _references_to_cells(_function_with_cell(None))[0]
 
 
 def contents_of_function(fn: Any) -> list[Any]:
     """Return the defaults, closure variables and attributes of a function.
 
-    Of any other object, such as a result of `functools.cache`, the attributes are returned.
+    For any other object, such as a result of `functools.cache`, the attributes are returned.
     """
     contents = list(getattr(fn, "__dict__", {}).values())
     if type(fn) is types.FunctionType:
@@ -363,7 +370,7 @@ def is_constant(value: Any) -> bool:
 
 
 def _is_stateless(obj: Any) -> bool:
-    """Return whether ``obj`` has no state, so that nothing but its identity and class matters."""
+    """Return whether ``obj`` has no state, so that only its identity and its class matter."""
     kind = type(obj)
     if getattr(obj, "__dict__", None) or not kind.__flags__ & HEAP_TYPE:
         return False
@@ -394,9 +401,9 @@ HEAP_TYPE = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE: the class was made at run t
 
 
 class Deferred:
-    """A function call that is pickled in the place of an object.
+    """A call of a function that happens when this object is unpickled.
 
-    Unpickling calls the function, and the result takes the place of this object.
+    The result of the function takes the place of this object.
     """
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -407,7 +414,7 @@ class Deferred:
 
 
 def module_that_holds(name: str, value: Any) -> types.ModuleType | None:
-    """Return a module that holds ``value`` under ``name``, and that a fresh interpreter would import."""
+    """Return a module whose global ``name`` is ``value``, if a fresh interpreter would import this module, or None."""
     for module_name, module in list(sys.modules.items()):
         if getattr(module, "__dict__", {}).get(name) is value and is_importable(module_name) and module is not builtins:
             return module
@@ -415,9 +422,9 @@ def module_that_holds(name: str, value: Any) -> types.ModuleType | None:
 
 
 def _library_of(method: Any) -> str | None:
-    """Return the name of the installed module that has a bound method among its functions, or None.
+    """Return the name of the installed module that has a bound method as a global, or None.
 
-    For example, `random.random` is a method of a hidden instance. The module of the instance's class is searched.
+    For example, `random.random` is a method of a hidden instance of a class. The module of this class is searched.
     """
     module = sys.modules.get(type(method.__self__).__module__)
     if module is None or vars(module).get(method.__name__) is not method:
@@ -432,23 +439,26 @@ class Reducer(Pickler):
     There is one for results, `AnswerReducer`, and there are two in `packer`, for calls and for definitions.
     """
 
-    is_call = True  # the pickle goes from the script to a worker, and not back
+    is_call = True  # whether the pickle goes from the script to a worker, and not back
 
     def __init__(self, share: bool = True) -> None:
         super().__init__(share)
         self.by_value = set[int]()  # the `id` of each class and function that is made by this pickle
-        self.users_modules: dict[str, types.ModuleType] = {}  # modules of the user's to which the pickle refers by name
-        self.namespaces = list[Namespace]()  # to which the pickle refers
-        self.parameters: dict[int, weakref.ref[torch.nn.Parameter]] = {}  # in this pickle, by their `id`
-        # By the `id` of a cell: the first function in this pickle that has the cell, and the index among its cells.
+        self.users_modules: dict[str, types.ModuleType] = {}  # by their names; see `note_module`
+        self.namespaces = list[Namespace]()  # the namespaces to which the pickle refers
+        self.parameters: dict[int, weakref.ref[torch.nn.Parameter]] = {}  # those in this pickle, by `id`
+        # Maps the `id` of a cell to the first function in this pickle with this cell, and to the cell's index in it.
         self._cell_owners: dict[int, tuple[types.FunctionType, int]] = {}
 
     def refer_to(self, obj: Any) -> Any:
-        """Reduce a definition that this pickle does not make. None means that it is pickled by value."""
+        """Reduce a definition to a reference, or return None to pickle it by value.
+
+        This method is not called for the definitions in ``by_value``, which this pickle makes itself.
+        """
         raise NotImplementedError
 
     def reduce_mark(self, mark: object) -> Any:
-        """Reduce an `object()`: to its key, because nothing but its identity matters."""
+        """Reduce an `object()` to its key, because only its identity matters."""
         return receiving.mark, (keys.key_of_or_add(mark),)
 
     def note_globals(self, names: Sequence[GlobalName]) -> Any:
@@ -482,10 +492,10 @@ class Reducer(Pickler):
         return self._reduce_other(obj)
 
     def _reduce_other(self, obj: Any) -> Any:
-        """Reduce an object by value: any object but functions, classes, and the types in ``REDUCERS``."""
+        """Reduce an object by value, if it is no function, no class and of no type in ``REDUCERS``."""
         kind = type(obj)
-        # An instance that an attribute of its own class refers to. The class's ``__new__`` may read attributes that are
-        # not set yet.
+        # An attribute of the class refers to this instance of the class, so the instance is made before the class is
+        # complete. The ``__new__`` of the class is not called, because it may read attributes that are not set yet.
         if id(kind) in self.by_value and isinstance(kind.__new__, types.FunctionType):
             reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if reduced[:2] == (copyreg.__newobj__, (kind,)):  # type: ignore[attr-defined]
@@ -503,7 +513,7 @@ class Reducer(Pickler):
             return self._reduce_type_alias(obj)
         if issubclass(kind, types.ModuleType):
             return self._reduce_module(obj)
-        if isinstance(obj, types.FunctionType):  # a proxy of a function: cloudpickle would send the function in it
+        if isinstance(obj, types.FunctionType):  # a proxy, for which cloudpickle would send only the function in it
             return NotImplemented
         return super().reducer_override(obj)
 
@@ -516,7 +526,8 @@ class Reducer(Pickler):
             return NotImplemented
         if id(fn) in self.by_value:
             return self._reduce_function_by_value(fn, keys.key_of_or_add(fn))
-        # Not by its class if this pickle makes a class: that may be the same one, without the method yet.
+        # If this pickle makes a class, a method is not looked up in its class, because it may be this class, which does
+        # not have the method yet.
         method = None if self.by_value else self._method_of_class(fn)
         if method is not None:
             return receiving.method_of, method
@@ -527,7 +538,12 @@ class Reducer(Pickler):
         return self._reduce_function_by_value(fn, None)
 
     def _reduce_function_by_value(self, fn: types.FunctionType, key: str | None) -> Any:
-        """Reduce a function to its code, its globals and its contents. ``key`` is None if it is no definition."""
+        """Reduce a function to its code, its globals and its contents.
+
+        Args:
+            fn: the function.
+            key: its key, or None if it is no definition.
+        """
         cells: list[types.CellType | None] = []  # see `globals.make_function`
         contents: dict[int, Any] = {}
         for index, cell in enumerate(fn.__closure__ or ()):
@@ -571,7 +587,10 @@ class Reducer(Pickler):
         return super().reducer_override(cell) if owner is None else (receiving.cell_of, owner)
 
     def _method_of_class(self, fn: types.FunctionType) -> tuple[type, str] | None:
-        """Return the class of the script that has ``fn`` as a method, and the name of the method; otherwise None."""
+        """Return the class of the script that has ``fn`` as a method, and the name of the method.
+
+        None is returned if ``fn`` is no method, or if no global leads to its class.
+        """
         *path, name = fn.__qualname__.split(".")
         owner: Any = sys.modules.get(fn.__module__)
         for part in path:
@@ -584,9 +603,10 @@ class Reducer(Pickler):
     def _reduce_method(self, method: types.MethodType) -> Any:
         """Reduce a bound method.
 
-        The worker imports a method that is a function of a library, such as `random.random`. Otherwise `pickle` sends
-        the object and the name of the method. But the object may have another attribute of this name, or may be a class
-        that this pickle makes and that has no method yet. Then the function and the object are sent.
+        If a library has the method as a global function, such as `random.random`, the worker imports the method.
+        Otherwise `pickle` sends the object and the name of the method, with which the worker looks up the method in the
+        object. But the object may have another attribute of this name, or may be a class that this pickle makes and
+        that does not have the method yet. Then the object and the function are sent.
         """
         owner = method.__self__
         if (module := _library_of(method)) is not None:
@@ -607,7 +627,7 @@ class Reducer(Pickler):
         if module is not None and is_importable(cls.__module__):
             self.note_module(module)
             return NotImplemented
-        if not cls.__flags__ & HEAP_TYPE:  # a type of C code that no module has, such as that of None
+        if not cls.__flags__ & HEAP_TYPE:  # a type of C code that is in no module, such as the type of None
             return super().reducer_override(cls)
         if id(cls) not in self.by_value:
             reduced = self.refer_to(cls)
@@ -618,8 +638,8 @@ class Reducer(Pickler):
     def _reduce_class_by_value(self, cls: type) -> Any:
         """Reduce a class to its attributes.
 
-        Attributes in ``body`` are there from the beginning. All others are set after the class is made, because they
-        may refer to the class.
+        The class is made with the attributes in ``body``. All other attributes are set later, because they may refer to
+        the class.
         """
         self.by_value.add(id(cls))
         own = dict(vars(cls))
@@ -637,7 +657,8 @@ class Reducer(Pickler):
         if annotations and module is not None and not is_importable(cls.__module__):
             namespace = namespace_of(vars(module))
             self.note_globals([GlobalName(namespace, name) for name in _types_in(annotations, namespace)])
-        # Functions are set first: to unpickle another attribute may make an instance of the class, which calls them.
+        # Functions are set first, because unpickling another attribute may make an instance of the class, for which
+        # Python calls methods of the class.
         later = {name: value for name, value in attributes.items() if name not in fixed}
         functions = {name: value for name, value in later.items() if isinstance(value, _FUNCTION_KINDS)}
         others = {name: value for name, value in later.items() if name not in functions}
@@ -670,9 +691,9 @@ class Reducer(Pickler):
         return receiving.module_of, (namespace,), state, None, None, ignore_state
 
     def note_module(self, module: types.ModuleType) -> None:
-        """Note that the pickle refers to a module by name, if it is a module of the user's.
+        """Note that the pickle refers to ``module`` by name, if this is a module of the user's.
 
-        The packer warns if such a module is reloaded.
+        The packer warns when such a module was reloaded, because the workers then have an older version of it.
         """
         if is_users(module):
             self.users_modules[module.__name__] = module
@@ -696,11 +717,15 @@ class Reducer(Pickler):
         return type(obj), (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}
 
     def _reduce_partialmethod(self, obj: Any) -> Any:
-        """Reduce a `functools.partialmethod`, which from Python 3.14 on cannot be pickled otherwise."""
+        """Reduce a `functools.partialmethod`, which `pickle` cannot do from Python 3.14 on."""
         return functools.partial(functools.partialmethod, **obj.keywords), (obj.func, *obj.args)
 
     def _reduce_type_alias(self, alias: Any) -> Any:
-        """Reduce the alias of a statement ``type X = ...``: its value is set later, and may refer to the alias."""
+        """Reduce the alias of a statement ``type X = ...``.
+
+        Its value is set after the alias is made, because the value may refer to the alias. If the alias has type
+        parameters, both are made together.
+        """
         if alias.__type_params__:
             return functools.partial(_TypeAlias, type_params=alias.__type_params__), (alias.__name__, alias.__value__)
         args = keys.key_of_or_add(alias), alias.__name__, alias.__module__
@@ -748,7 +773,7 @@ class Reducer(Pickler):
 class AnswerReducer(Reducer):
     """The pickler of results, which go back to the process that sent the call.
 
-    That process has the definitions and globals that it sent, so the pickle refers to these by their keys.
+    That process has the definitions and globals that it has sent, so the pickle refers to these by their keys.
     """
 
     is_call = False
@@ -758,7 +783,7 @@ class AnswerReducer(Reducer):
         self._bound = set[tuple[Namespace, str]]()
 
     def another(self) -> AnswerReducer:
-        """As `Pickler.another`."""
+        """Return a new pickler like this one."""
         return AnswerReducer()
 
     def reduce_mark(self, mark: object) -> Any:
@@ -771,7 +796,10 @@ class AnswerReducer(Reducer):
         return (receiving.find_definition, (key,)) if receiving.is_known_to_sender(key) else None
 
     def note_globals(self, names: Sequence[GlobalName]) -> list[Deferred]:
-        """Return bindings of globals in dicts that a task has made. The receiver has the globals of all other dicts."""
+        """Return the bindings of those globals whose namespace originates in this process.
+
+        The receiver has all other namespaces itself.
+        """
         own = [(namespace, name) for namespace, name, _ in names if keys.originates_here(namespace)]
         unsent = [key for key in dict.fromkeys(own) if key not in self._bound and key[1] in key[0].variables]
         self._bound.update(unsent)
@@ -782,13 +810,13 @@ class AnswerReducer(Reducer):
 
 
 def _is_imported(namespace: Namespace) -> bool:
-    """Return whether a namespace is that of a module that each process imports by itself."""
+    """Return whether a namespace belongs to a module that each process imports by itself."""
     module = namespace.module
     return module is not None and vars(module) is namespace.variables and goes_by_name(module)
 
 
 def _names_of_module(module: types.ModuleType, attributes: Iterable[str]) -> list[GlobalName]:
-    """Return those of the ``attributes`` that are globals of a module, without special ones such as ``__name__``."""
+    """Return the globals of a module whose names are in ``attributes``, without special ones such as ``__name__``."""
     namespace = namespace_of(vars(module), module)
     names = (name for name in attributes if name in namespace.variables)
     return [GlobalName(namespace, name) for name in names if not name.startswith("__")]
@@ -797,7 +825,7 @@ def _names_of_module(module: types.ModuleType, attributes: Iterable[str]) -> lis
 def place_of_sentinel(obj: Any) -> tuple[str, str] | None:
     """Return the module and the name under which a worker imports a sentinel, such as `dataclasses.MISSING`.
 
-    None is returned if ``obj`` has a state, or if no module that can be imported has it.
+    None is returned if ``obj`` has a state, or if no module that a worker can import has ``obj`` as a global.
     """
     kind = type(obj)
     if kind is object:
@@ -832,16 +860,16 @@ def _name_in(module: Any, obj: Any) -> str | None:
 
 
 def global_naming(obj: Any) -> GlobalName | None:
-    """Return the global through which a class or function is reached by its qualified name, or None.
+    """Return the global with which the qualified name of a class or function begins, or None.
 
-    `pickle` looks there, so the global must be bound in the worker as well. For a class inside of another class, it is
-    the global of the outer class.
+    `pickle` looks up a class or function by its qualified name, so the global must be bound in the worker as well. For
+    a class inside of another class, it is the global of the outer class.
     """
     module = module_defining(obj)
     name = str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", ""))
     if module is not None:
         return GlobalName(namespace_of(vars(module)), name.partition(".")[0])
-    # The globals of a function also belong to a module if that is not in `sys.modules`.
+    # A function whose module is not in `sys.modules` may still be a global of this module.
     own = getattr(getattr(obj, "__wrapped__", obj), "__globals__", {})
     return GlobalName(namespace_of(own), name) if own.get(name) is obj else None
 
@@ -873,7 +901,7 @@ def _is_slot(value: Any, cls: type) -> bool:
 def _is_fixed(metaclass: type, name: str) -> bool:
     """Return whether an attribute of a class can be set only when the class is made.
 
-    That is so if the metaclass has a descriptor of this name, which would intercept a later assignment.
+    This is so if the metaclass has a descriptor with this name, which would intercept a later assignment.
     """
     bases = metaclass.__mro__[: metaclass.__mro__.index(type)]
     own = next((vars(base)[name] for base in bases if name in vars(base)), None)
@@ -887,7 +915,10 @@ def _arguments_of(member: Any, data_type: Any) -> tuple[Any, ...]:
 
 
 def ignore_state(obj: Any, state: Any) -> None:
-    """Do nothing with the state of a pickle: its calls (`Deferred`) were made when the state was unpickled."""
+    """Do nothing with the state of an object, which consists of `Deferred` calls.
+
+    The calls were made when the state was unpickled. Without this function `pickle` would set the state as attributes.
+    """
 
 
 _Cached = functools._lru_cache_wrapper
@@ -898,7 +929,7 @@ _IMMUTABLE = {
     *(datetime.date, datetime.timedelta, pathlib.PosixPath, re.Pattern),
     logging.Logger,  # not immutable, but pickled by its name
 }
-_ATTRIBUTES = (  # of a function
+_ATTRIBUTES = (  # the attributes of a function that are copied
     "__qualname__",
     "__module__",
     "__doc__",
@@ -906,12 +937,12 @@ _ATTRIBUTES = (  # of a function
     "__kwdefaults__",
     "__type_params__",
 )
-_MODULE_ATTRIBUTES = ("__name__", "__package__", "__file__", "__path__")
-# Attributes of a class that Python itself sets, when the class is made or later. Annotations are copied separately.
+_MODULE_ATTRIBUTES = ("__name__", "__package__", "__file__", "__path__")  # sent when a worker makes the module
+# Attributes of a class that Python itself sets, or that are copied separately, as annotations are.
 NOT_COPIED = {"__module__", "_abc_impl", "__slotnames__", "__annotations_cache__", "__annotate_func__", "__annotate__"}
-_PLAIN = {type(None), bool, int, float, complex, str, bytes}
+_PLAIN = {type(None), bool, int, float, complex, str, bytes}  # such an attribute cannot refer to its class
 _FUNCTION_KINDS = (types.FunctionType, classmethod, staticmethod, property)
 _numbers = itertools.count(1)
-_places_of_marks: dict[int, tuple[str, str]] = {}  # by the `id` of an `object()`: its module, and its name there
-_modules_searched = 0  # the number of modules when `_places_of_marks` was filled
+_places_of_marks: dict[int, tuple[str, str]] = {}  # maps the `id` of an `object()` to its module and its name
+_modules_searched = 0  # the number of loaded modules when `_places_of_marks` was filled
 _namespaces_of_modules = weakref.WeakKeyDictionary[types.ModuleType, Namespace]()
