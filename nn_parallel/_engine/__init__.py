@@ -1,8 +1,8 @@
 """The engine beneath the public functions. Nothing here is public; any release may change it.
 
 The map: every file, from the bottom up. A file imports only files that stand before it in this list, and of the public
-files only the vocabulary: `nn_parallel.errors`, `nn_parallel.world` and the version. A folder appears twice where
-another one lies between its parts. Files that are listed as shared lie in this folder itself::
+files only the vocabulary: `nn_parallel.errors`, `nn_parallel.world` and the version. `shared` and `pool` appear several
+times, because some of their files import files of the folders in between. Shared files lie in this folder itself::
 
     shared
         garbage_collection  Python's collector, kept out of an import
@@ -71,11 +71,51 @@ another one lies between its parts. Files that are listed as shared lie in this 
     shared
         data_parallel       a batch split over devices, in threads
 
+The words:
+
+rank
+    One process of a world. A single task (`submit`, `map`) runs in a world of its own.
+worker
+    One process of a pool. During `run` each worker is a rank.
+task
+    A unit of work for a pool: a `run`, a `submit`, an item of `map`, a resize.
+place
+    The position of a worker in its pool, and its rank during a `run`. A new worker takes the place of one that died.
+call
+    A call that every rank makes, of a function that one rank runs while the others wait, of a block or of a barrier.
+block
+    Code that all ranks begin and end together.
+barrier
+    A point at which all ranks wait for each other: the beginning of a block, its end, or a call of `barrier`.
+generation
+    The time between two failures of blocks. In each generation, calls and barriers are numbered again from one.
+store
+    The TCPStore through which the ranks find each other. `StoreClient` is a connection to it.
+watchdog
+    The thread of a rank that frees the rank from a wait that cannot end.
+supervisor
+    The thread of a pool, which owns the tasks and workers of the pool.
+channel
+    The socket between a pool and one worker.
+order
+    A command of a pool to one worker, such as to cancel a task. The worker follows it even while a task runs.
+memory file
+    An anonymous file (memfd) that holds a large payload. Each receiver maps it.
+fork server
+    The process that has imported torch, and forks workers in milliseconds.
+handle
+    The result of `put`: an object that the workers keep for later calls.
+definition
+    A function or class of the script that is pickled by value, once for each worker.
+binding
+    The value of a global of the script, as a pickled function needs it. Each new value has another version number.
+
 The invariants, which every change keeps:
 
 - Outcomes travel through the store, beside the collectives. A failing rank cannot know in which collective the others
   are. Nothing that comes from the store is unpickled.
-- Every rank raises the *cause*: what failed first. A "connection closed" that follows from it is not told.
+- Every rank raises the *cause*, which is the first failure. An error that is only a consequence, such as "connection
+  closed", is not reported.
 - All ranks go through the same blocks in the same order, and each block has failed on all ranks or on none.
 - A failing rank closes no more than it must. A call of one rank closes no group. A failing block closes the group;
   `initialize_ddp` makes it again on the kept store, named by its generation.
@@ -102,13 +142,13 @@ A failure in a block. Rank 1 raises, and rank 0 is in a collective:
 
 1. On rank 1 the exception comes out of the user's code into `Blocks.block`, and there into `_on_all_ranks` (blocks).
    `_leave_block` describes the exception as plain data (failures), and `_end_generation` writes it into the store, to
-   the keys ``arrived/G`` and ``ended/G`` (store, records).
+   the keys ``arrived/G`` and ``ended/G`` (store, records). G is the number of the generation.
 2. The watchdog thread of rank 0 finds ``ended/G`` (`Watchdog._has_ended`). `_free` interrupts the main thread
    (interrupts) and ends the connections of gloo, or aborts NCCL (`Group.abort`).
 3. The main thread of rank 0 comes to `_on_all_ranks` as well, through `Interrupted`, or through the error of its
-   collective that the connection is lost. Both follow only from step 2. So rank 0 reports no failure of its own, and
-   rebuilds the exception of rank 1 from ``ended/G``. (If rank 0 waits at the end of the block instead, `_arrive` finds
-   ``ended/G`` without the watchdog.)
+   collective that the connection is lost. Rank 0 gets either of them only after ``ended/G`` was written. So it knows
+   that its own error is a consequence: it does not report this error, and rebuilds the exception of rank 1 from
+   ``ended/G``. (If rank 0 waits at the end of the block instead, `_arrive` finds ``ended/G`` without the watchdog.)
 4. On both ranks `GenerationEnd.fails` says which block has failed. Each rank closes its own group, which wakes no other
    rank, and raises a `RankError` out of that block (`_error`), with rank 1's exception in it.
 5. A program that catches the error may go on: `initialize_ddp` makes the group again, and the counts of calls and
@@ -143,33 +183,4 @@ A large tensor, from `submit` to the future. It is copied twice, once in each di
    tasks).
 4. The memory of a map is freed with the last tensor in it. The `PackedCall` of the sender keeps its payload until the
    task has ended. Then the sender may fill the file again, if no process has it open.
-
-The words:
-
-rank
-    One process of a world. A single task (`submit`, `map`) runs in a world of its own.
-worker
-    One process of a pool. During `run` each worker is a rank.
-call
-    What all ranks call together: a function that one rank runs while the others wait, a block or a barrier.
-block
-    Code that all ranks begin and end together.
-barrier
-    A place where all ranks wait for each other: where a block begins, where it ends, or alone.
-generation
-    All calls and barriers between two failures of blocks, each counted from one.
-task
-    What a pool is asked to do: `run`, a `submit`, an item of `map`, a resize.
-watchdog
-    The thread of a rank that frees it from a wait that cannot end.
-store
-    The TCPStore by which the ranks met. `StoreClient` is a connection to it.
-supervisor
-    The thread of a pool, which owns its tasks and workers.
-channel
-    The socket between a pool and one worker.
-memory file
-    An anonymous file (memfd) that holds a large payload and is mapped by each receiver.
-fork server
-    The process that has imported torch and forks workers in milliseconds.
 """

@@ -204,7 +204,7 @@ class DeferredSignals:
                 handler(signum, sys._getframe(1))
 
     def note(self, handler: Callable[..., object], signum: int) -> None:
-        """Note the handler to call at the end of the block. Ctrl-C takes precedence over SIGURG."""
+        """Record the handler to call at the end of the block. Ctrl-C takes precedence over SIGURG."""
         if self.due is None or signum == _SIGINT:
             self.due = handler, signum
         self._on_arrival()

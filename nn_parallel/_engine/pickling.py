@@ -274,7 +274,7 @@ class _Storage:
         self.used: list[tuple[int, int]] = []  # the begin and the end, in bytes, of parts that tensors use
 
     def use(self, tensor: torch.Tensor) -> None:
-        """Note the bytes that ``tensor`` uses."""
+        """Record the bytes that ``tensor`` uses."""
         if tensor.numel():
             length: int = sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
             start = int(tensor.storage_offset()) * tensor.dtype.itemsize

@@ -70,7 +70,7 @@ class Shards:
         self.are_copies = True
 
     def find(self, states: Any, path: str = "") -> None:
-        """Note the path of each stand-in within ``states``. ``path`` is the path of ``states`` itself."""
+        """Record the path of each stand-in within ``states``. ``path`` is the path of ``states`` itself."""
         if isinstance(states, torch.Tensor) and states.is_meta:
             self._path_of[id(states)] = path
         elif isinstance(states, list | tuple):

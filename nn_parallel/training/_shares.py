@@ -164,7 +164,7 @@ class Epochs:
             )
 
     def note_taken(self, epoch: int, taken: int, count: float) -> None:
-        """Note that an iteration over ``epoch`` has handed out ``taken`` of ``count`` batches."""
+        """Record that an iteration over ``epoch`` has handed out ``taken`` of ``count`` batches."""
         if epoch != self.epoch:
             return
         if taken == 1 and self.left_after > 1 and not self._has_warned:
@@ -178,7 +178,7 @@ class Epochs:
         self._is_complete = taken >= count
 
     def note_end(self, epoch: int) -> None:
-        """Note that the loop has asked an iteration over ``epoch`` for a batch after the last one.
+        """Record that the loop has asked an iteration over ``epoch`` for a batch after the last one.
 
         The epoch is then complete, so the next epoch becomes the present one.
         """

@@ -161,7 +161,7 @@ class Stored:
 
     @functools.cached_property
     def object(self) -> Any:
-        """The rebuilt object, the same in all calls."""
+        """The object, which the first access unpickles. Every later access returns the same object."""
         rebuilt = self.unpack()
         del self.unpack  # otherwise the memory of the message would not be freed
         return rebuilt
@@ -254,7 +254,8 @@ def find_definition(key: str) -> Any:
     if key in _awaited:
         for earlier in _awaited[key].made_before:
             find_definition(earlier)
-    needed = _awaited.pop(key, None)  # not before the loop, which may have made this definition as well
+    # This is done after the loop, because the loop may already have made this definition.
+    needed = _awaited.pop(key, None)
     if needed is not None:
         store = stored[needed.version]
         store.definition = made = store.unpack()

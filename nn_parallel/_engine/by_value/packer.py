@@ -199,7 +199,7 @@ class _CallReducer(Reducer):
     REDUCERS: ClassVar = {**Reducer.REDUCERS, Handle: _reduce_handle}
 
     def _collect_needed(self, definitions: Iterable[Any], names: Iterable[GlobalName]) -> list[Deferred]:
-        """Note that the call needs these definitions and globals, and all to which they refer, directly or not.
+        """Record that the call needs these definitions and globals, and all to which they refer, directly or not.
 
         Returns:
             The bindings of all globals that are data. They belong into the pickle of the call, whereas constants and
@@ -222,7 +222,7 @@ class _CallReducer(Reducer):
         return data
 
     def _resolve(self, namespace: Namespace, name: str, is_bound_by_code: bool, data: list[Deferred]) -> list[Any]:
-        """Note that the call needs a global. If its value is data, add its binding to ``data``.
+        """Record that the call needs a global. If its value is data, add its binding to ``data``.
 
         Returns:
             A list with the value, if the value is a definition, or an empty list.
@@ -281,7 +281,7 @@ class _SentFunction:
     """The record of a function that workers keep, with all objects to which it referred when it was packed."""
 
     def __init__(self, fn: Any, call: _CallReducer, handles: Sequence[Handle], environment: Handle | None) -> None:
-        """Note all objects to which ``fn`` refers.
+        """Record all objects to which ``fn`` refers.
 
         Args:
             fn: the function.

@@ -462,7 +462,7 @@ class Reducer(Pickler):
         return receiving.mark, (keys.key_of_or_add(mark),)
 
     def note_globals(self, names: Sequence[GlobalName]) -> Any:
-        """Note globals to which code in this pickle refers. Return an object that is pickled together with the code."""
+        """Record globals to which code in this pickle refers. Return an object that is pickled with the code."""
         raise NotImplementedError
 
     def reducer_override(self, obj: Any) -> Any:
@@ -691,7 +691,7 @@ class Reducer(Pickler):
         return receiving.module_of, (namespace,), state, None, None, ignore_state
 
     def note_module(self, module: types.ModuleType) -> None:
-        """Note that the pickle refers to ``module`` by name, if this is a module of the user's.
+        """Record that the pickle refers to ``module`` by name, if this is a module of the user's.
 
         The packer warns when such a module was reloaded, because the workers then have an older version of it.
         """

@@ -40,9 +40,9 @@ from .memory_files import Descriptor, fill, map_private, map_shared, shared_desc
 
 ROOM_WITHIN_S = 5.0  # how long to try again to send descriptors that the kernel has refused
 SMALL_BYTES = 1 << 16  # the largest payload that is part of a packet
-MAX_PAYLOAD_FILES = 64  # the most payloads that have a memory file at the same time
+MAX_PAYLOAD_FILES = 64  # the maximum number of payloads that have a memory file at the same time
 _PACKET_BYTES = 1 << 17  # the largest packet
-_FDS_AT_ONCE = 250  # the most descriptors in one packet; the kernel takes 253
+_FDS_AT_ONCE = 250  # the maximum number of descriptors in one packet; the kernel takes 253
 _ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)  # the bytes for received descriptors
 _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 

@@ -162,7 +162,7 @@ class Future(concurrent.futures.Future[Any]):
         super().add_done_callback(call)
 
     def begin(self) -> bool:
-        """Note that the call begins. Return False if it must not, because the future was cancelled or completed."""
+        """Record that the call begins. Return False if it must not, because the future was cancelled or completed."""
         if self.done() and not self.cancelled():
             return False
         try:

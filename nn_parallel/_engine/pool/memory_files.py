@@ -29,7 +29,7 @@ import torch
 
 from ..pickling import Buffer
 
-KEPT_BYTES = 132 << 20  # the most memory in reusable files: two objects of 64 MiB with their pickles
+KEPT_BYTES = 132 << 20  # the maximum size of all reusable files: two objects of 64 MiB with their pickles
 
 
 class Descriptor:

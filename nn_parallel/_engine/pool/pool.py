@@ -30,7 +30,7 @@ from .supervisor import Supervisor
 from .tasks import MapItem, Mapping, ResizeTask, RunTask, SingleTask, Task
 from .worker import call_each
 
-BLOCK_ITEMS = 256  # the most items of a `map` that are packed before they are posted to the supervisor
+BLOCK_ITEMS = 256  # the maximum number of items of a `map` that are packed before they are posted to the supervisor
 
 
 class Pool:

@@ -20,7 +20,7 @@ class PoolStore:
     """The store of the ranks of a pool, in this process. It is opened for the first `run`."""
 
     def __init__(self, host: str | None = None) -> None:
-        """Note the address of the store, which `address` opens later.
+        """Record the address of the store, which `address` opens later.
 
         ``host`` is the address of this machine for other nodes. If it is None, only this machine can reach the store.
         """

@@ -113,7 +113,7 @@ class WorkerEvents(Protocol):
     """The events of workers. The supervisor of a pool implements these methods, and they are called in its thread."""
 
     def forked(self, worker: Worker) -> None:
-        """Note that the process of the worker has been started."""
+        """Record that the process of the worker has been started."""
 
     def answered(self, worker: Worker, answer: Answer, payload: Received) -> None:
         """Take an answer of the worker to a task, or its first answer, which says that it is ready for tasks."""
@@ -122,7 +122,7 @@ class WorkerEvents(Protocol):
         """Take a part of the stack of the worker's main thread."""
 
     def unread(self, worker: Worker) -> None:
-        """Note that the worker has closed its connection without reading its task. It will exit, or has exited."""
+        """Record that the worker has closed its connection without reading its task. It will exit, or has exited."""
 
     def unsent(self, worker: Worker, error: TransferError) -> None:
         """Fail the task of the worker, because the rest of its messages cannot be sent."""
@@ -130,7 +130,7 @@ class WorkerEvents(Protocol):
     def exited(
         self, worker: Worker, exitcode: int | None, evidence: str, last: Sequence[tuple[Answer, Received]] = ()
     ) -> None:
-        """Note that the process of the worker has ended.
+        """Record that the process of the worker has ended.
 
         Args:
             worker: the worker.
@@ -140,7 +140,7 @@ class WorkerEvents(Protocol):
         """
 
     def no_room(self, workers: Sequence[Worker], error: ParallelError) -> None:
-        """Note that these workers will never start, because Ray has found no room for them in time."""
+        """Record that these workers will never start, because Ray has found no room for them in time."""
 
     def fail(self, error: ParallelError) -> None:
         """End the pool, because it cannot go on."""

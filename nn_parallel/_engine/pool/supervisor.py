@@ -108,7 +108,7 @@ class WorkerRecord:
     stack: str = ""  # the part of the worker's stack that has arrived
 
     def begin(self, task: Task, number: int, deadline: Deadline | None) -> None:
-        """Note that the worker is given a task."""
+        """Record that the worker is given a task."""
         if self.state is State.IDLE:
             self.state = State.BUSY
         self.task = task
@@ -117,7 +117,7 @@ class WorkerRecord:
         self.is_task_unread = False
 
     def end_task(self) -> Task | None:
-        """Note that the task of the worker, or its start, is over; return the task, if it had one."""
+        """Record that the task of the worker, or its start, is over; return the task, if it had one."""
         task = self.task
         self.task = None
         if self.state is not State.LEAVING:

@@ -36,7 +36,7 @@ class Task:
         return () if self.call.arguments is None else (self.call.arguments,)
 
     def begin(self) -> bool:
-        """Note that the task begins. Return False if its result is not needed any more, so that it must not begin."""
+        """Record that the task begins. Return False if its result is not needed any more, so that it must not begin."""
         return True
 
     def complete(self, rank: int, answer: Answer, payload: Received) -> None:
@@ -44,7 +44,7 @@ class Task:
         raise NotImplementedError
 
     def lose(self, rank: int, error: Exception) -> None:
-        """Note that the worker with this rank will not answer, because of ``error``."""
+        """Record that the worker with this rank will not answer, because of ``error``."""
         raise NotImplementedError
 
     def fail(self, error: Exception) -> None:
@@ -166,7 +166,7 @@ class Mapping:
     """
 
     def __init__(self) -> None:
-        self.batch_size = 1  # the most items in the next batch
+        self.batch_size = 1  # the maximum number of items in the next batch
         self.is_wanted = True  # False once the iterator is closed, so that no further item begins
         self.waiting = 0  # the number of items in the queue of the supervisor
         self.outcomes: dict[int, tuple[Any, Exception | None]] = {}  # results or exceptions by index of the item
@@ -284,7 +284,7 @@ class ResizeTask(Task):
     """A change of the number of workers, which begins when all earlier tasks have ended."""
 
     def __init__(self, devices: list[torch.device], reply: Reply) -> None:
-        """Note the device of each worker after the change, and the reply to complete when it is done."""
+        """Record the device of each worker after the change, and the reply to complete when it is done."""
         self.devices = devices
         self.reply = reply
         self.has_begun = False  # True once superfluous workers were told to exit, and new workers are awaited

@@ -171,7 +171,7 @@ class TaskRunner:
         self._task = NO_TASK  # the number of the task that runs and can be cancelled
         self._cancelled = NO_TASK  # the number of the last task that the pool has cancelled
         self._is_batch = False  # True if the present task is a batch of a `map`
-        self._scope = CancelScope()  # the block around the calls of a task, which the second thread interrupts
+        self._scope = CancelScope()  # entered around the calls of a task; the thread of the orders interrupts it
         # The status board of the last `run`, if the process group was still open when the function returned.
         self._board: StatusBoard | None = None
         self._deadlock: Exception | None = None  # the error for which the watchdog has interrupted the present task

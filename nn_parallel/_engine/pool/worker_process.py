@@ -38,7 +38,7 @@ from .messages import HAND_BACK, TELL_STACK, Answer, ForgetObjects, KeepObject, 
 from .output import Output
 from .protocols import WorkerEvents
 
-NUMBERS_AT_ONCE = 1000  # the most numbers of objects in one message, which must fit into a packet
+NUMBERS_AT_ONCE = 1000  # the maximum count of numbers in one message, which must fit into a packet
 CLOSED = errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN  # the errors of sending if the worker has closed its end
 ROOM_EVERY_S = 0.01  # how often to try again to send a message whose descriptors the kernel has refused
 
@@ -149,7 +149,7 @@ class WorkerProcess:
         self._flush()
 
     def cancel(self, number: int) -> None:
-        """Implement `Worker.cancel`. The second thread of the worker reads the order, also while a task runs."""
+        """Implement `Worker.cancel`: send an order, which the worker follows even while a task runs."""
         with contextlib.suppress(OSError):
             self._control.send(Order.pack(number), socket.MSG_DONTWAIT)
 

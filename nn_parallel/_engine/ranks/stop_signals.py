@@ -64,7 +64,7 @@ def is_asked() -> bool:
 
 
 def ask_to_stop(source: str) -> None:
-    """Note that this process is asked to stop, and pass the request on to the ranks of its pools.
+    """Record that this process is asked to stop, and pass the request on to the ranks of its pools.
 
     Args:
         source: the origin of the request, such as the name of a signal, for the log.

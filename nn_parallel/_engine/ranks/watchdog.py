@@ -87,7 +87,7 @@ class BlockState:
     reason: Exception | None = None  # the error for which this rank must leave, see `make_leave`
 
     def make_leave(self, reason: Exception | None = None) -> None:
-        """Note that this rank must leave the block. The caller then raises `Interrupted` in the block.
+        """Record that this rank must leave the block. The caller then raises `Interrupted` in the block.
 
         Args:
             reason: the error that all ranks then raise. If None, another rank has already written it into the store.

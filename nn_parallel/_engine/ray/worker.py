@@ -569,7 +569,7 @@ class RayWorker:
             self._hear_answer(self._held_number, held)
 
     def _hear_exit(self, future: Future[Any]) -> None:
-        """Note that the actor has exited.
+        """Record that the actor has exited.
 
         Perhaps Ray only cannot reach the actor, and the actor still runs. So it is killed, because another worker takes
         its place.
