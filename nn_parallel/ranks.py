@@ -189,12 +189,6 @@ def broadcast(obj: T, src: int = 0) -> T:
 
         name = broadcast(time.strftime("run-%H%M%S"))  # one name for all
     """
-    received: T = run_on_ranks.make_decorator(make_chooser("broadcast", src), False, True, True, None)(_same)(obj)  # type: ignore[assignment]
+    decorate = run_on_ranks.make_decorator(make_chooser("broadcast", src), False, True, True, None, "broadcast()")
+    received: T = decorate(lambda: obj)()  # type: ignore[assignment]
     return received
-
-
-def _same(obj: T) -> T:
-    return obj
-
-
-_same.__qualname__ = "broadcast"  # the name of the call in error messages

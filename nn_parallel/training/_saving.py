@@ -29,8 +29,8 @@ import torch.distributed as dist
 from .._engine import background
 from .._engine.ranks.blocks import block
 from .._engine.ranks.context import rank_context
+from .._engine.ranks.run_on_ranks import on_rank_0
 from ..errors import ParallelError
-from ..ranks import on_rank
 from ._shards import Shards, write_shards
 
 logger = logging.getLogger("nn_parallel")
@@ -125,13 +125,13 @@ def finish_saving(caller: str) -> None:
                 raise error
     _running = None
 
-    def save_checkpoint() -> None:
+    def report() -> None:
         if failure is not None:
             raise failure
         if is_given_up:
             logger.warning("The previous checkpoint was not saved, because ranks failed while it was being written.")
 
-    on_rank(0)(save_checkpoint)()
+    on_rank_0("save_checkpoint()", report)
 
 
 @atexit.register

@@ -22,8 +22,9 @@ from torch import nn
 
 from .._engine.ranks.blocks import block
 from .._engine.ranks.context import current_world
+from .._engine.ranks.run_on_ranks import on_rank_0
 from ..ddp import initialize_ddp
-from ..ranks import broadcast, on_rank
+from ..ranks import broadcast
 from ._checkpoint_file import FileIdentity, dump, dumped, read_checkpoint, replace_file
 from ._random_numbers import random_state, set_random_state
 from ._saving import finish_saving, save_in_background
@@ -99,10 +100,12 @@ def save_checkpoint(
             until_written.callback(_remove_unused_shards, file)
         folder: Path | None = None
         if shards.tensors:
-            folder = on_rank(0, broadcast=True)(until_written.enter_context)(new_folder(file))
+            enter = functools.partial(until_written.enter_context, new_folder(file))
+            folder = on_rank_0("save_checkpoint()", enter, broadcast=True)
+            assert folder is not None
             states[FOLDER] = str(folder.relative_to(file.parent))
         if asynchronous:
-            in_memory = on_rank(0)(dumped)(states)
+            in_memory = on_rank_0("save_checkpoint()", functools.partial(dumped, states))
             write: Callable[[], None] | None = None
             if in_memory is not None:
                 copy = functools.partial(shutil.copyfileobj, in_memory)
@@ -114,12 +117,12 @@ def save_checkpoint(
             with block("save_checkpoint()"):
                 failure = write_shards(shards, folder)
 
-        def save_checkpoint() -> None:
+        def finish() -> None:
             if failure is not None:
                 raise failure
             _write_file(file, functools.partial(dump, states), keep, folder)
 
-        on_rank(0)(save_checkpoint)()
+        on_rank_0("save_checkpoint()", finish)
 
 
 def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, Any]:
@@ -237,7 +240,7 @@ def _read_on_all(path: Path) -> dict[str, Any]:
     """Return the checkpoint at ``path`` on every rank. Tensors may still be mapped from the file."""
     saved: dict[str, Any] | None = None
 
-    def load_checkpoint() -> FileIdentity | Exception:
+    def read() -> FileIdentity | Exception:
         nonlocal saved
         try:
             saved, identity = read_checkpoint(path)
@@ -245,7 +248,7 @@ def _read_on_all(path: Path) -> dict[str, Any]:
             return error
         return identity
 
-    answer = on_rank(0, broadcast=True)(load_checkpoint)()
+    answer = on_rank_0("load_checkpoint()", read, broadcast=True)
     if isinstance(answer, Exception):
         raise answer
     if saved is None:

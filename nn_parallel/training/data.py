@@ -29,7 +29,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from .._engine.ranks.blocks import blocks_of
 from .._engine.ranks.context import current_world, rank_context
 from .._engine.ranks.membership import join_launched_world
-from ..ranks import on_rank
+from .._engine.ranks.run_on_ranks import on_rank_0
 from ..world import World
 from ._draws import Draws, LoaderId, check_alike, new_loader_id
 from ._loader_workers import WorkerInit
@@ -236,11 +236,9 @@ def _agree(source: Any, given: int | None) -> tuple[int, LoaderId | None]:
     seed = _seed_of(source) if given is None else given
     if blocks is None or blocks.nested_in:  # this rank is alone, or runs a function that only some ranks run
         return seed, None
-
-    def prepare_dataloader() -> tuple[int, LoaderId]:
-        return seed, new_loader_id()
-
-    return on_rank(0, broadcast=True)(prepare_dataloader)()
+    agreed = on_rank_0("prepare_dataloader()", lambda: (seed, new_loader_id()), broadcast=True)
+    assert agreed is not None
+    return agreed
 
 
 def _seed_of(source: Any) -> int:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from .._engine.ranks.blocks import block
+from .._engine.ranks.run_on_ranks import on_rank_0
 from ..ddp import initialize_ddp
-from ..ranks import on_rank
 from .collectives import all_gather_object
 
 BLOCK = "profile_ranks()"  # the name of the block in the trace
@@ -69,7 +69,7 @@ def profile_ranks(path: str | os.PathLike[str]) -> Iterator[RankProfile]:
     """
     world = initialize_ddp()
     target = Path(path)
-    on_rank(0)(check_writable)(target)
+    on_rank_0(BLOCK, lambda: check_writable(target))
     profile = RankProfile()
     with block(BLOCK):
         # Without `acc_events`, torch 2.11 warns of a second cycle. The annotation `BLOCK` marks the time of the user's
@@ -81,7 +81,7 @@ def profile_ranks(path: str | os.PathLike[str]) -> Iterator[RankProfile]:
         trace = _exported(profiler)
         result = *_measured(trace["traceEvents"]), gzip.compress(_encoded(trace), 1)
         profile.seconds, profile.communication, traces = map(list, zip(*all_gather_object(result), strict=True))
-    on_rank(0)(write_trace)(traces, target)
+    on_rank_0(BLOCK, lambda: write_trace(traces, target))
     if world.is_main:
         logger.info("%s; the trace is %s.", profile, target)
 

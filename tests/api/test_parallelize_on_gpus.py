@@ -80,7 +80,7 @@ def test_functions_that_are_called_in_other_ways_share_them_too() -> None:
     def pids(device: torch.device | None = None) -> Any:
         return os.getpid(), device
 
-    @parallelize_on_gpus(devices=["cpu", torch.device("cpu")], pass_device=False, timeout=0.5)
+    @parallelize_on_gpus(devices=["cpu", torch.device("cpu")], pass_device=False, timeout=2)
     def also(sleep_s: float, device: torch.device | None = None) -> Any:
         time.sleep(sleep_s)
         return os.getpid(), device
@@ -88,7 +88,7 @@ def test_functions_that_are_called_in_other_ways_share_them_too() -> None:
     first = pids()
     assert [device for _, device in first] == [torch.device("cpu")] * 2
     assert also(0) == [(pid, None) for pid, _ in first]
-    with pytest.raises(RankTimeoutError, match=r"also\(\) did not end within timeout=0\.5 s"):
+    with pytest.raises(RankTimeoutError, match=r"also\(\) did not end within timeout=2 s"):
         also(3600)
 
     @parallelize_on_gpus(2, pass_device=False)
@@ -252,7 +252,7 @@ def test_the_old_page_under_torchrun() -> None:
 def test_a_call_can_have_a_timeout() -> None:
     """A hang ends with the stack of the rank that hangs, and the next call works."""
 
-    @parallelize_on_gpus(num_gpus=2, timeout=0.5)
+    @parallelize_on_gpus(num_gpus=2, timeout=3)  # a busy machine may need a second for the next call
     def hang(rank: int) -> int:
         while current_world().rank == rank:
             pass

@@ -6,9 +6,10 @@ can do that: for each call it pickles a function with its code and with all glob
 with all its attributes. Three things go wrong then:
 
 - *Time.* To pickle a function with its globals takes ten times as long as a small call, and the globals may be large.
-- *Identity.* Each call brings new copies. A `functools.cache` is empty in each call. `isinstance` is false for an
-  object from an earlier call. A mark such as ``MISSING = object()`` is a different object each time. Even objects that
-  the worker could import (a lock, a registry, a sentinel) are copied.
+- *Identity.* Each call brings new copies of functions and of the objects in globals. Only classes stay the same,
+  because cloudpickle gives each class an id. A `functools.cache` is empty in each call. A mark such as
+  ``MISSING = object()`` is a different object each time. Even objects that the worker could import (a lock, a registry,
+  a sentinel) are copied.
 - *Hooks.* The metaclass makes an empty class first, and the attributes are set afterwards. So ``__init_subclass__`` and
   the metaclass run a second time, on an empty class and without the keyword arguments of the class statement.
 

@@ -3,8 +3,8 @@
 The problem. A worker has not run the script, and it cannot import the script. But it can import most of the modules
 that the script uses. `pickle` sends a function or class as the name of its module and its own name, if `sys.modules`
 has a module of that name. This is not enough: a module in `sys.modules` may be ``__main__``, or made by hand, or loaded
-from a file that no import finds. cloudpickle copies the objects of ``__main__`` again for each call, so that no two
-calls see the same class. It sends objects of all other modules in `sys.modules` as `pickle` does.
+from a file that no import finds. cloudpickle copies the functions and globals of ``__main__`` again for each call. It
+sends objects of all other modules in `sys.modules` as `pickle` does.
 
 The solution. `Reducer` decides for each function, class and module, and for some other objects, in this order:
 

@@ -341,6 +341,10 @@ class Group:
             interface = "lo" if self._unanswered_s is None else interface_to_other_nodes(self._store_sockets)
             if interface is not None:
                 new["GLOO_SOCKET_IFNAME"] = interface
+        if "TORCH_GLOO_LAZY_INIT" in os.environ:
+            # With this option gloo connects two ranks in their first collective. This class must know the connections
+            # when the group is made, otherwise it could not free a rank from a collective.
+            new["TORCH_GLOO_LAZY_INIT"] = "0"
         for name, value in new.items():
             self._on_release.callback(_put_back, name, os.environ.get(name))
             os.environ[name] = value

@@ -77,6 +77,8 @@ def _may_wait(frame: FrameType) -> bool:
             break
         if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             last_attribute = instruction.argval
+        elif instruction.opname.startswith("CALL"):
+            last_attribute = ""  # this call has returned, so that a later instruction runs now
     return last_attribute == "wait"
 
 

@@ -13,7 +13,7 @@ from ..pickling import Packed, dumps
 from .blocks import Blocks, block, blocks_of
 from .exchange import broadcast_packed
 from .membership import join_launched_world
-from .rank_choice import listed
+from .rank_choice import listed, make_chooser
 from .records import Call, call_name, call_site
 
 P = ParamSpec("P")
@@ -26,6 +26,7 @@ def make_decorator(
     broadcast: bool,
     wait: bool,
     timeout_s: float | None,
+    name: str = "",
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
     """Return the decorator of `nn_parallel.on_rank`.
 
@@ -35,6 +36,7 @@ def make_decorator(
         broadcast: the argument of `nn_parallel.on_rank`.
         wait: the argument of `nn_parallel.on_rank`.
         timeout_s: the argument ``timeout`` of `nn_parallel.on_rank`, in seconds.
+        name: the name of the call in errors; by default the name of the decorated function.
 
     Raises:
         ValueError: ``wait`` is False, but another argument makes all ranks wait.
@@ -51,7 +53,7 @@ def make_decorator(
                 "other ranks wait. Decorate a plain function."
             )
 
-        name = call_name(fn)
+        call_in_errors = name or call_name(fn)
 
         @functools.wraps(fn)
         def call_on_rank(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -63,7 +65,7 @@ def make_decorator(
             if blocks.nested_in:
                 if not set(ranks) & set(blocks.nested_in):
                     raise ValueError(
-                        f"{name} of rank {listed(ranks)} is called inside the body of a function of rank "
+                        f"{call_in_errors} of rank {listed(ranks)} is called inside the body of a function of rank "
                         f"{listed(blocks.nested_in)}: it would run nowhere."
                     )
                 return fn(*args, **kwargs) if blocks.rank in ranks else None
@@ -72,7 +74,7 @@ def make_decorator(
                     return None
                 with blocks.nested(ranks):
                     return fn(*args, **kwargs)
-            call = Call(name, ranks, call_site())
+            call = Call(call_in_errors, ranks, call_site())
             result: R | None = None
             packed: Packed | None = None
             try:
@@ -82,7 +84,9 @@ def make_decorator(
                         if broadcast and blocks.rank == ranks[0]:
                             packed = dumps(result, lambda: {"the result": result})
                 if broadcast:
-                    with block(name):  # if a rank fails in the broadcast, the block frees the other ranks from it
+                    with block(
+                        call_in_errors
+                    ):  # if a rank fails in the broadcast, the others are freed
                         received: R = broadcast_packed(packed, ranks[0])
                     result = received if packed is None else result
             except ParallelError as error:
@@ -92,6 +96,17 @@ def make_decorator(
         return call_on_rank
 
     return decorate
+
+
+def on_rank_0(name: str, fn: Callable[[], R], *, broadcast: bool = False) -> R | None:
+    """Call ``fn`` as `nn_parallel.on_rank` does on rank 0, as a part of the public function ``name``.
+
+    Errors name the public function, because the user does not know ``fn``.
+
+    Returns:
+        The result of ``fn``. None on the other ranks, unless ``broadcast`` is true.
+    """
+    return make_decorator(make_chooser(name, 0), False, broadcast, True, None, name)(fn)()
 
 
 @contextlib.contextmanager

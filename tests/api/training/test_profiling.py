@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,16 @@ def test_one_rank_fails_in_the_block(any_ranks: AnyRanks, tmp_path: Path) -> Non
 
     for failures in any_ranks.run(scenario):
         assert list(failures) == [1], failures
+
+
+def test_a_trace_that_cannot_be_written(any_ranks: AnyRanks, tmp_path: Path) -> None:
+    """The error comes before the block, on all ranks, and names the function that the user has called."""
+
+    def scenario() -> str:
+        initialize_ddp()
+        with pytest.raises(RankError) as caught, profile_ranks(tmp_path / "no such folder" / "trace.json"):
+            raise AssertionError("the block must not begin")
+        return str(caught.value)
+
+    for message in any_ranks.run(scenario):
+        assert re.match(r"profile_ranks\(\) failed on rank 0 of \d: FileNotFoundError", message), message

@@ -104,7 +104,7 @@ def test_an_object_that_could_not_be_rebuilt_can_be_later(executor2: ParallelExe
 
 def test_an_object_that_takes_too_long_to_rebuild_can_be_interrupted() -> None:
     """As the call can that needs it."""
-    with ParallelExecutor(num_workers=1, devices="cpu", timeout=0.3) as pool:
+    with ParallelExecutor(num_workers=1, devices="cpu", timeout=2) as pool:
         (pid,) = pool.run(os.getpid)
         with pytest.raises(RankTimeoutError):
             pool.submit(str, pool.put(_Made(time.sleep, 60))).result()

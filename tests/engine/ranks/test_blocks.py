@@ -138,6 +138,21 @@ def test_a_rank_is_freed_from_groups_that_the_user_makes(ranks2: Ranks) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_is_freed_where_gloo_connects_ranks_late() -> None:
+    """The option TORCH_GLOO_LAZY_INIT is switched off: otherwise gloo's connections would not be known."""
+
+    def wait(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("bad batch")
+        dist.all_reduce(torch.ones(1))
+
+    with launched(2, TORCH_GLOO_LAZY_INIT="1") as ranks:
+        for told in ranks.run(outcome_of_a_block, wait):
+            assert told["failures"] == {1: "ValueError: bad batch"}
+            assert told["seconds"] < AT_ONCE_S
+
+
+@pytest.mark.slow
 def test_ranks_leave_the_block_together(ranks3: Ranks) -> None:
     """A slow rank is waited for; what follows the block begins on all ranks after its end."""
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from time import sleep
 from typing import TypeVar
 
-from nn_parallel._engine.ranks.main_thread import location, stack
+import pytest
+
+from nn_parallel._engine.ranks.main_thread import CodeLocation, location, stack
 
 T = TypeVar("T")
 
@@ -47,3 +51,29 @@ def test_the_stack_begins_at_the_outermost_line() -> None:
     calls = ["in test_the_stack_begins_at_the_outermost_line", "in _seen_while_waiting", "in _wait\n"]
     places = [text.index(call) for call in calls]
     assert places == sorted(places)
+
+
+class _Work:
+    """Its `wait` is C code, as that of a collective."""
+
+    wait = staticmethod(time.sleep)
+
+
+def _wait_for_work(work: type[_Work]) -> None:
+    work.wait(0.5)
+
+
+def _sleep_after_work(work: type[_Work]) -> None:
+    work.wait(0)
+    sleep(0.5)
+
+
+@pytest.mark.parametrize(("function", "waits"), [(_wait_for_work, True), (_sleep_after_work, False)])
+def test_a_call_of_wait_may_wait_for_other_ranks(function: Callable[[type[_Work]], None], waits: bool) -> None:
+    """A later call on the same line of code does not: the other ranks need not do anything for it to end."""
+    seen = list[CodeLocation]()
+    looked = threading.Timer(0.25, lambda: seen.append(location()))
+    looked.start()
+    function(_Work)
+    looked.join()
+    assert (seen[0].caller, seen[0].may_wait) == (function.__name__, waits)
