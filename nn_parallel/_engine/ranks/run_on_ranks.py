@@ -84,9 +84,7 @@ def make_decorator(
                         if broadcast and blocks.rank == ranks[0]:
                             packed = dumps(result, lambda: {"the result": result})
                 if broadcast:
-                    with block(
-                        call_in_errors
-                    ):  # if a rank fails in the broadcast, the others are freed
+                    with block(call_in_errors):  # if a rank fails in the broadcast, the others are freed
                         received: R = broadcast_packed(packed, ranks[0])
                     result = received if packed is None else result
             except ParallelError as error:
