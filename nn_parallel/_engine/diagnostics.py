@@ -41,7 +41,10 @@ def _search(
         if not levels:
             return path, part
         seen.add(id(part))
-        inner = dict(_parts(part, path))
+        try:
+            inner = dict(_parts(part, path))
+        except Exception:  # the object raises when its attributes are read, so the search cannot look into it
+            inner = {}
         culprit = _search(inner, can_be_pickled, seen, levels - 1)
         # If no inner part is the culprit, this part itself is. But if the search has entered one of the inner parts
         # already, this part is not blamed, because it may fail only because of that inner part.

@@ -126,6 +126,25 @@ def test_a_repr_that_raises_does_not_hide_the_error() -> None:
         dumps(fn)
 
 
+class Closed:
+    """As a proxy whose connection is closed: it raises whatever is read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("the connection is closed")
+
+
+class Endless:
+    def __getattribute__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Closed, "the connection is closed"), (Endless, "recursion")])
+def test_an_object_whose_attributes_cannot_be_read(kind: type, words: str) -> None:
+    """The search for the part that cannot be pickled reads attributes, and does not fail by them."""
+    with pytest.raises(TransferError, match=words):
+        dumps([kind()])
+
+
 def test_named_parts_begin_the_path() -> None:
     """The caller of `dumps` names what the user passed."""
     parts = {"the function": print, "argument 1": [0], "argument 'x'": {"k": LOCK}}

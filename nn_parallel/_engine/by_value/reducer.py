@@ -571,7 +571,8 @@ class Reducer(Pickler):
         types_in_annotations = _types_in(annotations, namespace)
         values = (namespace.variables.get(name) for name in reads)
         modules = {id(value): value for value in values if isinstance(value, types.ModuleType)}
-        imported = [module.__name__ for module in modules.values() if goes_by_name(module)]
+        in_closure = [value for value in map(contents_of, fn.__closure__ or ()) if isinstance(value, types.ModuleType)]
+        imported = [module.__name__ for module in (*modules.values(), *in_closure) if goes_by_name(module)]
         submodules = _submodules(imported, attributes)
         if _is_imported(namespace):
             return [], submodules

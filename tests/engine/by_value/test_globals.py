@@ -372,6 +372,12 @@ def look(): return show(1), show("a"), show(1.0), sorted(each.__name__ for each 
 import xml, xml.etree.ElementTree, concurrent.futures
 def look(): return xml.etree.ElementTree.fromstring("<a/>").tag, concurrent.futures.ThreadPoolExecutor.__name__
 """,
+    "submodules of a package in a closure": """
+def outer():
+    import curses.textpad
+    return lambda: curses.textpad.Textbox.__name__
+look = outer()
+""",
     "operators of torch": """
 def look(): return torch.ops.aten.relu(torch.ones(1)).item()
 """,
