@@ -260,10 +260,13 @@ def test_nested_calls_run_where_they_are_named_and_nobody_waits(any_ranks: AnyRa
         def outer() -> Any:
             with pytest.raises(ValueError, match="it would run nowhere"):
                 elsewhere()
+            assert on_rank(0, broadcast=True)(inner)() == "inner"
             return inner()
 
         @on_rank([0, 1])
         def both() -> Any:
+            with pytest.raises(ValueError, match="not all of these ranks would get the result"):
+                on_rank(0, broadcast=True)(inner)()
             return inner(), elsewhere()
 
         return outer(), both(), inner()

@@ -20,6 +20,7 @@ import builtins
 import contextlib
 import functools
 import importlib
+import os
 import sys
 import threading
 import types
@@ -604,3 +605,13 @@ _values_of_aliases: dict[str, Any] = {}  # maps the key of a type alias to its v
 _attribute_names: dict[str, set[str]] = {}  # maps the key of a class to the attributes that it got last
 _making_classes = threading.RLock()  # keeps two threads from replacing the hooks of a class at the same time
 _environment = 0  # the number of the environment that this process has adopted
+
+
+def _renew_locks() -> None:
+    """Replace the locks in a fork, because another thread of the parent may have held them, and is not in the fork."""
+    global _making_classes
+    _making_classes = threading.RLock()
+    keys.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -153,3 +154,12 @@ def shared_backend(wanted: PoolOptions, options: CallOptions) -> Backend:
 
 _shared: dict[tuple[Any, ...], Backend] = {}  # the shared backends, by engine and devices
 _shared_lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """Replace the lock in a fork, because another thread of the parent may have held it, and is not in the fork."""
+    global _shared_lock
+    _shared_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)

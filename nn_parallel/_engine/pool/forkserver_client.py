@@ -242,6 +242,15 @@ _fork_server: _ForkServer | None = None
 _fork_server_lock = threading.Lock()
 
 
+def _renew_lock() -> None:
+    """Replace the lock in a fork, because another thread of the parent may have held it, and is not in the fork."""
+    global _fork_server_lock
+    _fork_server_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
 def close_pools() -> None:
     """Close all pools at the end of the script."""
     for pool in list(close_at_exit):

@@ -495,14 +495,16 @@ class Supervisor(threading.Thread):
         """Close everything that the pool has opened, at the end of the thread."""
         self.is_over = True
         self._set_closed()
-        self._site.close()
-        self._loop.run_posted()  # ends the tasks that were posted after the last turn of the loop
-        self._loop.close()
-        self.packer.close()
-        self._initializer = None  # breaks the reference cycle with this object, which would keep both alive
-        self._workers.clear()
-        self._records.clear()
-        self._ended.complete(None)
+        try:
+            self._site.close()
+            self._loop.run_posted()  # ends the tasks that were posted after the last turn of the loop
+            self._loop.close()
+            self.packer.close()
+        finally:  # otherwise an error would let the caller of `close` wait forever
+            self._initializer = None  # breaks the reference cycle with this object, which would keep both alive
+            self._workers.clear()
+            self._records.clear()
+            self._ended.complete(None)
 
     # The beginning and the end of tasks
 

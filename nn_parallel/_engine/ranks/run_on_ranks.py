@@ -68,6 +68,12 @@ def make_decorator(
                         f"{call_in_errors} of rank {listed(ranks)} is called inside the body of a function of rank "
                         f"{listed(blocks.nested_in)}: it would run nowhere."
                     )
+                if broadcast and not set(blocks.nested_in) <= set(ranks):
+                    raise ValueError(
+                        f"{call_in_errors} of rank {listed(ranks)} with broadcast=True is called inside the body of a "
+                        f"function of rank {listed(blocks.nested_in)}: not all of these ranks would get the result. "
+                        "Call it outside."
+                    )
                 return fn(*args, **kwargs) if blocks.rank in ranks else None
             if not wait:
                 if blocks.rank not in ranks:
