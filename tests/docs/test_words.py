@@ -1,4 +1,4 @@
-"""How the package reads: the openings of its docstrings, its names, one assignment a line."""
+"""The style of the package: openings of docstrings, banned names, and one assignment a line."""
 
 from __future__ import annotations
 

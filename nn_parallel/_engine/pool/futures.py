@@ -80,9 +80,7 @@ class _Lock:
 class Reply:
     """The result of a task, for one thread that waits for it once. A future would take ten times as long."""
 
-    def __init__(self, thread: threading.Thread) -> None:
-        """Make a reply that ``thread`` completes."""
-        self._thread = thread
+    def __init__(self) -> None:
         self._value: Any = None
         self._error: BaseException | None = None
         self._is_complete = False
@@ -94,9 +92,7 @@ class Reply:
 
         Raises:
             TimeoutError: the reply is not complete after ``timeout_s`` seconds.
-            ParallelError: the present thread is the one that must complete the reply.
         """
-        refuse_to_wait_in(self._thread)
         if not self._incomplete.acquire(timeout=-1 if timeout_s is None else timeout_s):
             raise TimeoutError
         if self._error is None:

@@ -71,7 +71,7 @@ class Pool:
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions) -> list[Any]:
         """Implement `Backend.run`."""
         call = self._open_packer().pack(fn, args, kwargs, options)
-        results: list[Any] = self._wait(RunTask(call, self._make_reply()))
+        results: list[Any] = self._wait(RunTask(call, Reply()))
         return results
 
     def submit(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions) -> AnyFuture[Any]:
@@ -118,7 +118,7 @@ class Pool:
 
     def resize(self, num_workers: int) -> None:
         """Implement `Backend.resize`."""
-        self._wait(ResizeTask(self._devices_for(num_workers), self._make_reply()))
+        self._wait(ResizeTask(self._devices_for(num_workers), Reply()))
 
     def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
         """Implement `Backend.shutdown`. In a fork of the process that started the pool, do nothing."""
@@ -134,10 +134,6 @@ class Pool:
         """Close the pool. After an exception, kill the workers, because their results are not needed any more."""
         if self._pid == os.getpid():
             self._supervisor.close(kill=error is not None)
-
-    def _make_reply(self) -> Reply:
-        """Return a new reply, through which the supervisor will return the result of a task."""
-        return Reply(self._supervisor)
 
     def _open_packer(self) -> Packer:
         """Return the packer. Raise an error if the pool takes no more tasks."""
@@ -230,7 +226,8 @@ class Pool:
     def _wait_for_item(self, mapping: Mapping, index: int, deadline: float | None) -> None:
         """Wait until an item of a `map` has ended. Raise TimeoutError at the deadline."""
         self._raise_if_inherited()
-        reply = self._make_reply()
+        refuse_to_wait_in(self._supervisor)
+        reply = Reply()
         self._supervisor.post(mapping.await_item, index, reply)
         self._supervisor.do_if_over()
         if deadline is None:

@@ -73,7 +73,7 @@ class State(enum.Enum):
     STARTING = enum.auto()  # from the request for a process until the initializer, if there is one, has returned
     IDLE = enum.auto()
     BUSY = enum.auto()
-    CANCELLING = enum.auto()  # the worker has a task, and was told to end it
+    CANCELLING = enum.auto()  # the worker was told to end its task, and has not answered yet
     LEAVING = enum.auto()  # the worker was told to exit, was killed by the pool, or has exited
 
 
@@ -83,7 +83,7 @@ class Due(enum.Enum):
     TIME_OUT = enum.auto()  # ask the worker for its stack, because the task or the start has run out of time
     STACK = enum.auto()  # fail the task or the start, because the stack has arrived or is not awaited any longer
     HAND_BACK = enum.auto()  # ask for the later calls of a batch, for other workers, because a call takes long
-    KILL = enum.auto()  # kill the worker, because it was told to end its task or to exit and has not done so
+    KILL = enum.auto()  # kill the worker, which has ignored an order to end its task or to exit
 
 
 class Deadline(NamedTuple):

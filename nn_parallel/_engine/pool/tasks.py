@@ -287,7 +287,7 @@ class ResizeTask(Task):
         """Record the device of each worker after the change, and the reply to complete when it is done."""
         self.devices = devices
         self.reply = reply
-        self.has_begun = False  # True once superfluous workers were told to exit, and new workers are awaited
+        self.has_begun = False  # True while the resize waits for the start of new workers
 
     def fail(self, error: Exception) -> None:
         """Implement `Task.fail`."""

@@ -456,7 +456,8 @@ def test_a_failure_before_a_barrier_that_one_rank_gives_up(ranks2: Ranks, tmp_pa
     def scenario() -> str:
         here = blocks_of(rank_context()) if initialize_ddp() else None
         assert here is not None
-        arrive, end_generation = here._arrive, here._end_generation
+        arrive = here._arrive
+        end_generation = here._end_generation
 
         def arrive_late(*args: Any) -> None:
             until("given up")
