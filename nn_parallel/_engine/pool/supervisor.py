@@ -55,7 +55,7 @@ from .protocols import Site, Worker
 from .tasks import Batch, InitializerTask, MapItem, Mapping, ResizeTask, RunTask, Task
 
 START_WITHIN_S = 300.0  # the time limit for the start of a worker; a busy machine may need minutes
-STACK_WITHIN_S = 0.5  # how long to wait for the stack of a worker, which takes 1 ms if the worker gets a core
+STACK_WITHIN_S = 1.0  # how long to wait for the stack of a worker, which takes 1 ms if the worker gets a core
 CANCEL_GRACE_S = 0.5  # a cancelled task must end within this time, or its worker is killed
 # The same limit for a rank of a `run` on an accelerator, which must first close its process group. NCCL's abort takes
 # half a second. When a collective fails for the first time in a process, torch also imports its compiler, to print the

@@ -123,6 +123,7 @@ def test_timeout_tells_where_the_ranks_of_all_nodes_stand(ray_cluster: Any, exec
     def work(device: Any = None) -> None:
         time.sleep(100)
 
+    executor4.run(add_up)  # a worker that replaces a dead one makes its process group in its first run
     began = time.monotonic()
     executor4._options = (before := executor4._options)._replace(timeout_s=1.0)
     futures = list[Any]()
@@ -134,7 +135,7 @@ def test_timeout_tells_where_the_ranks_of_all_nodes_stand(ray_cluster: Any, exec
         executor4._options = before
     assert futures[0].result() == 1
     assert raised.value.ranks == [0, 1, 2, 3]
-    assert all("in work" in stack for stack in raised.value.stacks.values())
+    assert [rank for rank, stack in raised.value.stacks.items() if "in work" not in stack] == [], raised.value.stacks
     assert time.monotonic() - began < 1 + GONE_WITHIN_S
     assert executor4.run(add_up) == WORLD
 
