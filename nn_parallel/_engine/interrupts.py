@@ -19,7 +19,8 @@ are:
 
 - lines that enter and leave blocks. A module with such lines has a global ``UNINTERRUPTED = True``.
 - an import that the block has begun, because many modules cannot be imported again after they were executed in part.
-- the functions that Python calls before and after a fork (`_begin_fork`), and `shutil.rmtree` (`_is_rmtree`).
+- the functions that Python calls before and after a fork (`_begin_fork`), `shutil.rmtree` (`_is_rmtree`), and the
+  beginning of a finalizer of `weakref`.
 
 The exception may also be lost, because Python or user code drops it; see `CancelScope`.
 
@@ -269,7 +270,8 @@ def _nothing_raised() -> None:
 def _must_finish(frame: FrameType | None) -> bool:
     """Return whether the handler of SIGURG must raise nothing at this innermost frame of the main thread."""
     # If a context manager is written as a generator, a ``with`` statement enters and leaves it through `contextlib`.
-    if frame is not None and frame.f_code.co_filename == contextlib.__file__:
+    # The garbage collector calls a finalizer only once, through `weakref`.
+    if frame is not None and frame.f_code.co_filename in (contextlib.__file__, weakref.__file__):
         return True
     if frame is not None and _is_rmtree(frame):
         return True

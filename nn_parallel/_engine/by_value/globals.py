@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from ..pickling import loads
 
+UNINTERRUPTED = True  # makes the signal handler of `interrupts` raise nothing while a line of this module runs
 Unpack = Callable[[], Any]  # returns the object that has arrived, or raises the exception that unpickling raises
 
 

@@ -33,31 +33,39 @@ class _Lock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._replacing = threading.Lock()  # held to replace the inner lock, so that only one waiting thread does so
         # The thread that has the lock, its inner lock, and the time at which it got the lock.
         self._held: tuple[int, threading.Lock, float] | None = None
 
     def acquire(self) -> bool:
         """Take the lock. If its owner has not released it in time, take it over from the owner."""
+        lock = self._lock
         began = time.monotonic()
         while True:
-            lock = self._lock
-            if lock.acquire(timeout=max(0.0, self._time_left_s(began))):
-                break
-            if self._lock is lock and self._time_left_s(began) <= 0:
-                self._lock = threading.Lock()
+            if lock.acquire(timeout=max(0.0, self._time_left_s(lock, began))):
+                if lock is self._lock:
+                    break
+                lock.release()  # another thread has replaced this inner lock while the present one waited for it
+            with self._replacing:
+                if lock is self._lock and self._time_left_s(lock, began) <= 0:
+                    self._lock = threading.Lock()
+            if lock is not self._lock:
+                lock = self._lock
+                began = time.monotonic()
         self._held = threading.get_ident(), lock, time.monotonic()
         return True
 
-    def _time_left_s(self, began: float) -> float:
-        """Return how many more seconds the owner may hold the lock.
+    def _time_left_s(self, lock: threading.Lock, began: float) -> float:
+        """Return how many more seconds the owner may hold this inner lock.
 
         The time counts from the moment at which the owner got the lock. Ctrl-C in `concurrent.futures.wait` leaves the
         locks of many futures taken. A thread that needs all of them therefore waits one second in total, and not one
-        second for each. If Ctrl-C came before the owner was noted, the time counts from ``began``, when the present
-        thread began to wait.
+        second for each. If the owner of this inner lock is not noted (yet), the time counts from ``began``, when the
+        present thread began to wait for it.
         """
         held = self._held
-        return (began if held is None else held[2]) + TAKEN_OVER_AFTER_S - time.monotonic()
+        since = held[2] if held is not None and held[1] is lock else began
+        return since + TAKEN_OVER_AFTER_S - time.monotonic()
 
     def release(self) -> None:
         """Release the lock, if the present thread still has it."""

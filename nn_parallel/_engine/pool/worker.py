@@ -169,7 +169,7 @@ class TaskRunner:
         self._environ = environ
         self._task_lock = threading.Lock()  # held to begin or end a task, to interrupt it, and to hand back a batch
         self._task = NO_TASK  # the number of the task that runs and can be cancelled
-        self._cancelled = NO_TASK  # the number of the last task that the pool has cancelled
+        self._cancelled = NO_TASK  # the number of the last task that the pool or the watchdog has cancelled
         self._is_batch = False  # True if the present task is a batch of a `map`
         self._scope = CancelScope()  # entered around the calls of a task; the thread of the orders interrupts it
         # The status board of the last `run`, if the process group was still open when the function returned.
@@ -223,13 +223,19 @@ class TaskRunner:
                 self._results = []
                 self._calls.clear()
 
-    def _end_deadlock(self, reason: Exception) -> None:
-        """Interrupt the task because its collective has failed or can never end. The watchdog calls this."""
+    def _end_deadlock(self, reason: Exception, generation: int) -> None:
+        """End the task of this generation, because its collective has failed or can never end. The watchdog calls this.
+
+        The task may have ended since the watchdog found the reason. Then the task that runs now goes on.
+        """
         with self._task_lock:
-            if self._task != NO_TASK and self._rank_context is not None:
-                self._deadlock = reason
-                self._scope.interrupt()
-                self._rank_context.group.abort()
+            context = rank_context()
+            if self._task == NO_TASK or context is None or context.generation != generation:
+                return
+            self._deadlock = reason
+            self._cancelled = self._task
+        while self.interrupt_cancelled():
+            time.sleep(INTERRUPT_EVERY_S)
 
     def perform(self, task: TaskHeader, payload: Received) -> tuple[Answer, Packed | None]:
         """Do a task. Return the answer and its payload.

@@ -60,9 +60,9 @@ class RankContext:
     timeout: timedelta = times.DEFAULT_TIMEOUT
     store_host: int | None = None  # the rank that hosts the store; None if no rank hosts it
     one_node: bool = True  # whether all ranks are on one node
-    # Outside of all blocks, the watchdog calls this function to end a collective that can never end. The argument is
-    # the error that says why. If this is None, the watchdog ends the collective itself.
-    on_deadlock: Callable[[Exception], None] | None = None
+    # Outside of all blocks, the watchdog calls this function to end a collective that can never end. The arguments are
+    # the error that says why, and the generation of the collective. If this is None, the watchdog itself ends it.
+    on_deadlock: Callable[[Exception, int], None] | None = None
     links: Links | None = None  # None if all ranks are on this node, or if deaths on other nodes cannot be noticed
     host: StoreHost | None = None  # None if nothing limits how long the store may take to answer
     generation: int = 0

@@ -35,7 +35,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -99,6 +99,13 @@ class BlockState:
         """Return the block that has the earliest deadline, among this block and the blocks around it."""
         outer = self.outer.first_due() if self.outer is not None else self
         return outer if outer.deadline < self.deadline else self
+
+
+class Moment(NamedTuple):
+    """The numbers at the beginning of a check. If one has changed, what the check has found is not true any more."""
+
+    generation: int
+    times_closed: int  # the value of `Group.times_closed`
 
 
 class Watchdog:
@@ -199,7 +206,7 @@ class Watchdog:
                 if self._stopped:
                     return
                 block = self._innermost()
-                generation = self._context.generation
+                moment = Moment(self._context.generation, self._context.group.times_closed)
                 if block is not seen:
                     pause = least_s
                     seen = block
@@ -216,22 +223,22 @@ class Watchdog:
                 self._check_links()
                 # The end of the generation is checked first, because a death or an error may be a consequence of it.
                 if block is not None:
-                    must_leave = block.must_leave or self._has_ended(generation)
+                    must_leave = block.must_leave or self._has_ended(moment.generation)
                 if not must_leave and block is not None:
                     reason = self._death(block) or self._timeout(block) or self._context.group.error()
                 if not must_leave and reason is None and time.monotonic() >= self._next_look:
-                    reason = self._look(block)
+                    reason = self._look(block, moment)
             except Exception as error:
                 # After such an error the rank must leave the block too. For instance, if the store is gone, this rank
                 # would never learn of a failure on another rank.
                 reason = _as_reason(error)
                 self._next_look = time.monotonic() + times.STAND_EVERY_S
                 if block is None and self._is_host_out_of_reach() and location().may_wait:
-                    self._end_collective(reason)
+                    self._end_collective(reason, moment)
             if block is None:
                 continue
             if must_leave or reason is not None:
-                self._free(block, generation, reason)
+                self._free(block, moment.generation, reason)
             with self._changed:
                 if not self._stopped:
                     self._changed.wait(pause)
@@ -310,7 +317,7 @@ class Watchdog:
         silent = [rank for rank, each in whereabouts.items() if each is None or not each.waits_for(me)]
         return timeout_error(f"{due.call} did not end within timeout={due.timeout_s:g} s", silent, whereabouts)
 
-    def _look(self, block: BlockState | None) -> ParallelError | None:
+    def _look(self, block: BlockState | None, moment: Moment) -> ParallelError | None:
         """Publish the whereabouts of this rank, and check whether the rank is in a collective that can never end.
 
         Outside of all blocks (``block`` is None), this method ends such a collective itself.
@@ -320,7 +327,7 @@ class Watchdog:
         """
         self._next_look = time.monotonic() + times.STAND_EVERY_S
         if block is None and self._can_raise and (failure := self._failure_on_accelerator()):
-            self._end_collective(failure)
+            self._end_collective(failure, moment)
             return None
         # The position and the wait must be read before the collectives are counted. If the rank enters a collective
         # between these two steps, the count is too high, and other ranks find a deadlock only at the next look. In the
@@ -340,7 +347,7 @@ class Watchdog:
         if block is not None:
             return reason
         if reason is not None:
-            self._end_collective(reason)
+            self._end_collective(reason, moment)
         return None
 
     def _publish(self, whereabouts: Whereabouts) -> None:
@@ -391,17 +398,23 @@ class Watchdog:
         """Return whether another rank has left the world properly."""
         return any(has_left(self._context, self._connection, rank) for rank in self._others)
 
-    def _end_collective(self, reason: Exception) -> None:
+    def _end_collective(self, reason: Exception, moment: Moment) -> None:
         """End the collective that this rank is in, outside of all blocks.
 
         When a collective of gloo is ended, it raises torch's error of a lost connection. To show the cause, ``reason``
         is logged first. When a collective on an accelerator is ended, it returns wrong numbers. To avoid that they are
         used, ``reason`` is raised in the main thread first.
+
+        Args:
+            reason: the error that says why the collective can never end.
+            moment: the moment before the reason was found. If the group has been closed since then, do nothing.
         """
-        times_closed = self._context.group.times_closed
         self._find_connections()
+        times_closed = moment.times_closed
         if self._context.on_deadlock:
-            self._context.on_deadlock(reason)
+            self._context.on_deadlock(reason, moment.generation)
+        elif self._context.group.times_closed != times_closed:
+            return
         elif self._can_raise:
             self._raised_in = times_closed
             raise_in_main_thread(reason)

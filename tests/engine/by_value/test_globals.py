@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nn_parallel._engine.by_value.globals import make_class
+from nn_parallel._engine.interrupts import CancelScope, Interrupted
 from tests.support.scripts import run_script, values
 
 # Each: definitions; a function ``look`` of no arguments gives the same here and there.
@@ -575,3 +580,36 @@ if __name__ == "__main__":
     process.join()
 """
     assert run_script(code, tmp_path) == ["[0, 1, 4]"]
+
+
+class WithHook:
+    def __init_subclass__(cls) -> None: ...
+
+
+class WithAnotherHook:
+    def __init_subclass__(cls) -> None: ...
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_no_class_without_its_hook() -> None:
+    """While a worker makes a class, the hooks of its bases are replaced; a task may be cancelled at any line of this."""
+    hooks = vars(WithHook)["__init_subclass__"], vars(WithAnotherHook)["__init_subclass__"]
+    block = CancelScope()
+    is_over = threading.Event()
+
+    def interrupt_often() -> None:
+        while not is_over.is_set():
+            block.interrupt()
+
+    thread = threading.Thread(target=interrupt_often)
+    thread.start()
+    try:
+        for _ in range(100):
+            block.interrupted = False
+            with contextlib.suppress(Interrupted), block:
+                while True:
+                    make_class(uuid.uuid4().hex, type, "Child", (WithHook, WithAnotherHook), {})
+            assert (vars(WithHook)["__init_subclass__"], vars(WithAnotherHook)["__init_subclass__"]) == hooks
+    finally:
+        is_over.set()
+        thread.join()

@@ -11,6 +11,8 @@ import time
 import weakref
 from concurrent.futures import Future
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from nn_parallel import (
     ParallelError,
     ParallelExecutor,
 )
+from nn_parallel._engine.pool import futures as pool_futures
 
 
 def test_a_future_that_has_raised_is_gone_with_its_last_reference(executor2: ParallelExecutor) -> None:
@@ -169,3 +172,38 @@ with ParallelExecutor(num_workers=1, devices="cpu") as ex:
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
     assert (done.stdout, done.stderr) == ("2\n", "")
+
+
+@pytest.mark.slow
+def test_only_one_thread_takes_over_the_lock_of_a_future(executor2: ParallelExecutor) -> None:
+    """Ctrl-C in `concurrent.futures.wait` may leave the lock of a future taken; several threads may then wait for it."""
+    futures = [executor2.submit(abs, -1) for _ in range(10)]
+    for future in futures:
+        future.result()
+        future._condition.acquire()
+    owners = dict.fromkeys(futures, 0)
+    most_owners = dict.fromkeys(futures, 0)
+
+    def wait_for_lock(future: Future[int]) -> None:
+        with future._condition:
+            owners[future] += 1
+            time.sleep(0.01)  # the other threads wait meanwhile
+            most_owners[future] = max(most_owners[future], owners[future])
+            owners[future] -= 1
+
+    def pause_at_each_line(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != pool_futures.__file__:
+            return None
+        time.sleep(0.001)  # lets another thread run between two lines of the lock
+        return pause_at_each_line
+
+    threads = [threading.Thread(target=wait_for_lock, args=[future]) for future in futures for _ in range(5)]
+    threading.settrace(pause_at_each_line)
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        threading.settrace(None)
+    for thread in threads:
+        thread.join()
+    assert set(most_owners.values()) == {1}

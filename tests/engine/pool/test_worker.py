@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import multiprocessing
 import os
 import pickle
 import sys
 import threading
+import time
 from collections import deque
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch.distributed as dist
 
 import nn_parallel._engine.devices
 from nn_parallel import (
+    ParallelError,
     ParallelExecutor,
     RankError,
     current_world,
@@ -28,6 +31,7 @@ from nn_parallel import (
 from nn_parallel._engine.pool.channel import Received
 from nn_parallel._engine.pool.messages import Answer, TaskHeader
 from nn_parallel._engine.pool.worker import TaskRunner
+from nn_parallel._engine.ranks.context import RankContext, rank_context
 
 
 def _pids(executor: ParallelExecutor) -> list[int]:
@@ -223,3 +227,44 @@ def test_a_batch_is_handed_back_between_two_calls(monkeypatch: pytest.MonkeyPatc
     assert runner._do_calls(TaskHeader(1, seconds=60.0)) is None
     assert [pickle.loads(result) for answer in answers for result in answer.results] == [1, 2]
     assert runner._results == []
+
+
+def _report_deadlock(context: RankContext, generation: int) -> None:
+    """Do what the watchdog does when the collective of this generation can never end."""
+    assert context.on_deadlock is not None
+    context.on_deadlock(ParallelError("It can never end."), generation)
+
+
+def test_a_deadlock_in_one_run_ends_no_later_task(own_executor2: ParallelExecutor) -> None:
+    """The run may end just after its watchdog has found the deadlock, and the next task may have begun by then."""
+
+    def remember() -> None:
+        context = rank_context()
+        sys.deadlock = context, context.generation  # type: ignore[attr-defined, union-attr]
+
+    def report_and_go_on() -> str:
+        thread = threading.Thread(target=_report_deadlock, args=sys.deadlock)  # type: ignore[attr-defined]
+        thread.start()
+        thread.join()
+        return "not interrupted"
+
+    own_executor2.run(remember)
+    assert own_executor2.submit(report_and_go_on).result() == "not interrupted"
+    assert own_executor2.run(report_and_go_on) == ["not interrupted"] * 2
+
+
+def test_a_deadlock_ends_a_task_that_drops_the_first_interrupt(own_executor2: ParallelExecutor) -> None:
+    def drop() -> None:
+        context = rank_context()
+        if context is not None and context.rank == 0:
+            drops = threading.Event()
+            thread = threading.Thread(target=lambda: drops.wait() and _report_deadlock(context, context.generation))
+            thread.start()
+            with contextlib.suppress(BaseException):
+                drops.set()
+                time.sleep(100)
+            time.sleep(100)
+
+    with pytest.raises(ParallelError, match=r"It can never end\."):
+        own_executor2.run(drop)
+    assert own_executor2.run(int) == [0, 0]
