@@ -127,8 +127,7 @@ def members(context: RankContext) -> list[Member]:
     """Return the process of each rank, in rank order. Wait until all ranks have written their `Member` records."""
     keys = [member_key(rank) for rank in range(context.world_size)]
     context.connection.await_keys(keys, context.timeout)
-    records = [context.connection.read(key, Member) for key in keys]
-    return [member for member in records if member is not None]
+    return context.connection.read_all(keys, Member)
 
 
 def shared_accelerator(context: RankContext) -> str:

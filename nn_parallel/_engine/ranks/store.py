@@ -279,6 +279,11 @@ class StoreClient:
         text = self.get(key)
         return None if text is None else decode(kind, key, text)
 
+    def read_all(self, keys: list[str], kind: type[T]) -> list[T]:
+        """Return the records under ``keys``, which must exist, by a single request; see `read`."""
+        texts = self._ask(self.store.multi_get, keys)
+        return [decode(kind, key, text.decode(errors="replace")) for key, text in zip(keys, texts, strict=True)]
+
     def await_keys(self, keys: list[str], timeout: timedelta) -> None:
         """Wait until all ``keys`` exist. The store's own wait is not used, because Ctrl-C does not interrupt it.
 

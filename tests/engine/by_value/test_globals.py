@@ -592,7 +592,7 @@ class WithAnotherHook:
 
 @pytest.mark.slow
 def test_an_interrupt_leaves_no_class_without_its_hook() -> None:
-    """While a worker makes a class, the hooks of its bases are replaced; a task may be cancelled at any line of this."""
+    """The hooks of bases are replaced while a worker makes a class, and a task may be cancelled at any line of this."""
     hooks = vars(WithHook)["__init_subclass__"], vars(WithAnotherHook)["__init_subclass__"]
     block = CancelScope()
     is_over = threading.Event()

@@ -176,7 +176,7 @@ with ParallelExecutor(num_workers=1, devices="cpu") as ex:
 
 @pytest.mark.slow
 def test_only_one_thread_takes_over_the_lock_of_a_future(executor2: ParallelExecutor) -> None:
-    """Ctrl-C in `concurrent.futures.wait` may leave the lock of a future taken; several threads may then wait for it."""
+    """Ctrl-C in `concurrent.futures.wait` may leave the lock taken, and several threads may then wait for it."""
     futures = [executor2.submit(abs, -1) for _ in range(10)]
     for future in futures:
         future.result()
