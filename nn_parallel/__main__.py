@@ -98,9 +98,9 @@ def _gpus(options: argparse.Namespace) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Start a script by torchrun, by default with one rank per device and, on a single node, on a free port.
+    """Start a script with torchrun, by default with one rank per device.
 
-    All options of torchrun work.
+    If the script runs on a single node, torchrun chooses a free port by default. All options of torchrun work.
     """
     parser = torchrun.get_args_parser()
     parser.prog = f"{PROGRAM} run"
@@ -115,14 +115,14 @@ def _run(arguments: list[str]) -> int:
     if options.nproc_per_node is None:
         options.nproc_per_node = str(len(chosen) if options.gpus is not None else len(accelerators()) or cpu_count())
     if options.nnodes == "1" and not options.rdzv_endpoint and options.master_port is None:
-        options.standalone = True  # torchrun then chooses a free port, on the loopback interface
+        options.standalone = True  # torchrun then chooses a free port on the loopback interface
     if options.nproc_per_node.lstrip("-").isdecimal():  # torchrun also takes words, for instance `auto`
         if (ranks := int(options.nproc_per_node)) < 1:
             parser.error(f"--nproc={ranks} must be at least 1")
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks)))  # torchrun would set 1
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks)))  # torchrun itself would set it to 1
     try:
         record(torchrun.run)(options)
-    except ChildFailedError as error:  # the ranks have printed their tracebacks; the error holds torchrun's summary
+    except ChildFailedError as error:  # the ranks printed their tracebacks; the error is torchrun's summary
         print(error, file=sys.stderr)
         return 1
     return 0
@@ -135,7 +135,7 @@ def _doctor(_: argparse.Namespace) -> int:
         launch = None
     is_main = launch is None or launch.rank == 0
     report = examine(lambda finding: print(finding, flush=True) if is_main else None)
-    if not is_main and not dist.is_initialized():  # rank 0 may print nothing, because the ranks have not formed a world
+    if not is_main and not dist.is_initialized():  # without a world, rank 0 cannot print the findings of this rank
         print(report)
     return 0 if report else 1
 

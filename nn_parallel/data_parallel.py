@@ -26,8 +26,9 @@ def parallel_on_all_devices(func: Callable[P, R]) -> Callable[P, R]:
     - A 0-dim tensor or a module is copied to each device.
     - Any other argument is passed on unchanged.
 
-    The function must return a tensor, or the same nest of tensors on every device. The results are concatenated along
-    dimension 0; 0-dim results are stacked. Gradients flow through all of this to the original tensors and parameters.
+    The function must return a tensor, or tensors that are nested alike on every device. The results are concatenated
+    along dimension 0; 0-dim results are stacked. Gradients flow back through the copies and the gathered results to the
+    original tensors and parameters.
 
     This is simpler than DDP, and slower: the threads share one Python interpreter, and modules are copied at each call.
 

@@ -41,10 +41,10 @@ def initialize_ddp(
             a timedelta; 60 minutes if None.
         backend: the backend of torch.distributed. If None, gloo is used for CPU tensors, and the accelerator's own
             backend for tensors on an accelerator.
-        device: the device of this rank, which becomes the current device. If it is None, or has no number as in
+        device: the device of this rank, which becomes the current device. If ``device`` is None, or has no number as in
             ``"cuda"``, the rank gets the accelerator of its local rank, or the CPU if there is no accelerator. No two
             ranks then get the same accelerator. With a number, as in ``"cuda:0"``, ranks may share an accelerator.
-            Because NCCL refuses to share one, all collectives then use gloo, unless ``backend`` is given.
+            Because NCCL refuses this, all collectives then use gloo, unless ``backend`` is given.
         rank: the rank of this process. This argument and the next four take precedence over the environment.
         world_size: the number of ranks.
         local_rank: the number of this process among the ranks of its node.

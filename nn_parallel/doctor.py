@@ -37,7 +37,7 @@ OLDEST_TORCH = 2, 11
 
 
 class Finding(NamedTuple):
-    """The result of the check of one part, for instance of the devices."""
+    """The result of one check, which tries one part, for instance the devices."""
 
     status: str
     part: str
@@ -85,8 +85,8 @@ def examine(show: Callable[[Finding], None]) -> Report:
     `verify_ddp_setup` and the command ``nn-parallel doctor`` call this function.
 
     Args:
-        show: a function that is called with each finding. Before a check that may wait for other ranks, it is also
-            called with a finding of status `WAITS`, which is not in the report.
+        show: a function that is called with each finding. Before a check that may wait for other ranks, ``show`` is
+            also called with a finding of status `WAITS`, which is not in the report.
     """
     own = list[Finding]()
 
@@ -96,7 +96,7 @@ def examine(show: Callable[[Finding], None]) -> Report:
             show(finding)
         return own[-1].status != FAILED
 
-    # Stop if one of these checks fails, because the other checks need a valid launch and a new version of torch.
+    # Stop if one of these checks fails, because the later checks need a valid launch and a supported version of torch.
     if not add(_launch()) or not add(_software()):
         return Report(tuple(own))
     context = rank_context()
@@ -150,7 +150,9 @@ def _devices() -> Finding:
 
 
 def _of_all_ranks(own: list[Finding], show: Callable[[Finding], None]) -> list[Finding]:
-    """Return all findings of rank 0, and the findings of the other ranks that are not `OK`. Every rank calls this.
+    """Make the checks that need all ranks, and return the findings of all ranks. Every rank calls this function.
+
+    The findings of rank 0 come first. Findings of the other ranks that are `OK` are left out.
 
     Args:
         own: the findings of this rank so far.
@@ -184,7 +186,7 @@ def _of_all_ranks(own: list[Finding], show: Callable[[Finding], None]) -> list[F
 
 
 def _of_workers(devices: str) -> list[Finding]:
-    """Start workers on ``devices`` (two workers on the CPU), which form a world, and return findings about them."""
+    """Start workers on ``devices`` (two on the CPU), and return findings about their start and a collective."""
     begun = time.perf_counter()
     try:
         with ParallelExecutor(devices=devices, num_workers=2 if devices == "cpu" else None, timeout=TIMEOUT_S) as ex:
@@ -201,7 +203,7 @@ def _all_reduce() -> Finding:
     backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))  # for instance cpu:gloo,cuda:nccl
     part = f"{backends[device.type]} on {device.type}"
     ones = torch.ones(TENSOR_BYTES // 4, device=device)
-    dist.all_reduce(ones)  # not timed, because the first collective makes the connections
+    dist.all_reduce(ones)  # not timed, because the first collective also opens the connections
     correct = bool((ones == world_size).all())
     begun = time.perf_counter()
     dist.all_reduce(ones)

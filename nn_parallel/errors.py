@@ -33,7 +33,7 @@ class RankError(ExceptionGroup[Exception], ParallelError):
     fail itself, but was freed from waiting for a failed rank, has no leaf.
 
     Attributes:
-        failures: ``{rank: exception}``, in the same order.
+        failures: ``{rank: exception}``, in the order of the leaves.
         rank: the rank whose exception is the cause.
 
     Example::
@@ -47,13 +47,13 @@ class RankError(ExceptionGroup[Exception], ParallelError):
     failures: dict[int, Exception]
 
     def __new__(cls, message: str, failures: Mapping[int, Exception]) -> Self:
-        """Make the group of the exceptions in ``failures``, of which the first is the cause."""
+        """Make the group of the exceptions in ``failures``. The first exception is the cause."""
         self = super().__new__(cls, message, list(failures.values()))
         self.failures = dict(failures)
         return self
 
     def __init__(self, message: str, failures: Mapping[int, Exception]) -> None:
-        super().__init__(message, failures)  # type: ignore[arg-type]  # so that `args` has the arguments of this class
+        super().__init__(message, failures)  # type: ignore[arg-type]  # sets `args` to the arguments of this class
 
     @property
     def rank(self) -> int:
@@ -79,8 +79,8 @@ class WorkerDiedError(ParallelError):
 
     Attributes:
         rank: the rank of the process.
-        pid: its process id; 0 if another rank has reported the death.
-        exitcode: its exit code; ``-n`` if signal ``n`` killed the process, None if this process does not know it.
+        pid: the process id; 0 if another rank has reported the death.
+        exitcode: the exit code; ``-n`` if signal ``n`` killed the process, None if the exit code is not known.
         evidence: further facts about the death, such as the peak memory use; an empty string if there are none.
     """
 
@@ -117,11 +117,17 @@ class ExecutorClosedError(ParallelError):
 
 
 class TransferError(ParallelError):
-    """An object could not be sent to another process. The message names the attribute that prevents it."""
+    """An object could not be sent to another process.
+
+    If a part of the object cannot be pickled, the message names this part.
+    """
 
 
 class RemoteError(ParallelError):
-    """A stand-in for an exception of another rank that cannot be rebuilt here. The message begins with its type."""
+    """A stand-in for an exception of another rank that cannot be rebuilt in this process.
+
+    The message begins with the type of that exception.
+    """
 
 
 class LaunchError(ParallelError):
@@ -138,7 +144,7 @@ class RemoteTraceback(Exception):
         failure: the plain data from which the exception was rebuilt, or None.
     """
 
-    failure: Any = None  # a `Failure` of the engine
+    failure: Any = None  # set to a `Failure` of the engine by `Failure.as_cause`; None until then
 
     def __init__(self, where: str, tb: str) -> None:
         super().__init__(where, tb)
@@ -167,7 +173,10 @@ def _with_source(tb: str) -> str:
 
 
 def _leaves(error: BaseException) -> set[int]:
-    """Return the ids of all exceptions in a group and in its subgroups, or the id of a plain exception."""
+    """Return the ids of all exceptions in a group and in its subgroups, or the id of a plain exception.
+
+    `RankError.derive` compares these ids, because Python makes new group objects when it splits a group.
+    """
     if isinstance(error, BaseExceptionGroup):
         return set().union(*map(_leaves, error.exceptions))
     return {id(error)}

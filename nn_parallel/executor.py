@@ -19,7 +19,7 @@ from ._engine.ranks.membership import as_seconds
 from ._engine.ranks.records import call_name
 from .errors import ExecutorClosedError, RankError
 
-UNINTERRUPTED = True  # the engine's signal handler reads this, and raises no exception in lines of this module
+UNINTERRUPTED = True  # makes the signal handler of `interrupts` raise nothing while a line of this module runs
 R = TypeVar("R")
 # Maps the name of a parameter in other libraries to its name in this class, for a hint in an error message.
 NAME_HERE = {"max_workers": "num_workers", "n_jobs": "num_workers", "device": "devices", "gpus": "devices"}
@@ -40,7 +40,7 @@ class ParallelExecutor(Executor):
     Args:
         num_gpus: use the first ``num_gpus`` accelerators, or on a machine without accelerators, ``num_gpus`` CPU
             workers.
-        pass_device: bind the worker's device to the parameter called ``device`` of a function, at any position. The
+        pass_device: if True, bind the worker's device to the function's parameter ``device``, at any position. The
             caller's positional arguments fill the other parameters. A function without such a parameter is called
             without the device, and so is a function of an installed library, such as `numpy.zeros`.
         devices: ``"cpu"``, ``"all"``, ``"0,2-3"`` or a list of devices. If neither ``devices`` nor ``num_gpus`` is
@@ -53,7 +53,7 @@ class ParallelExecutor(Executor):
         initializer: a function that each worker calls once at its start. A worker that replaces a dead one calls it
             too.
         initargs: the arguments of ``initializer``.
-        prefix_output: begin each line that a worker prints with its rank, as in ``[rank 1]``.
+        prefix_output: if True, begin each line that a worker prints with the worker's rank, as in ``[rank 1]``.
         engine: ``"local"``, or ``"ray"`` for workers on the nodes of a Ray cluster. Ray uses the cluster at
             ``RAY_ADDRESS``, else a cluster that runs on this machine, else a new cluster on this machine. ``"ray"``
             needs ``nn_parallel[ray]``.
@@ -66,9 +66,9 @@ class ParallelExecutor(Executor):
 
     Raises:
         TypeError: ``num_gpus`` is given together with ``devices``, a count is not an integer, ``initializer`` is not
-            callable, or there is no parameter of a given name.
-        ValueError: there are fewer devices than were requested, or no device of a given name; or, under a launcher, the
-            arguments do not describe the launcher's ranks.
+            callable, or an argument has an unknown name.
+        ValueError: there are fewer devices than were requested, or ``devices`` names a device that does not exist; or,
+            under a launcher, the arguments do not describe the launcher's ranks.
         TransferError: the initializer cannot be sent.
         LaunchError: with ``engine="ray"``, if there is no cluster, if the cluster does not have the resources in time,
             or if a node has another version of this package or lacks the accelerator.
@@ -155,12 +155,12 @@ class ParallelExecutor(Executor):
             traceback as its cause. If the process dies, the future raises `WorkerDiedError`; other tasks are not
             affected. If the call takes longer than ``timeout``, the future raises `RankTimeoutError`. If ``fn``, an
             argument or the result cannot be sent, the future raises `TransferError`. A done-callback is called in a
-            thread of the executor. If the callback waits there for another call of the executor, `ParallelError` is
-            raised.
+            thread of the executor. If the callback waits in this thread for another call of the executor,
+            `ParallelError` is raised.
 
         Raises:
             ExecutorClosedError: the executor has been shut down.
-            ParallelError: there is a launcher. Its ranks make all calls together, but a task runs on only one.
+            ParallelError: there is a launcher. Its ranks make all calls together, but this call is for one rank only.
 
         Example::
 
@@ -248,8 +248,8 @@ class ParallelExecutor(Executor):
         """Accept no further calls, finish the calls made so far, and end the workers. May be called more than once.
 
         Args:
-            wait: return only after the calls have ended and the worker processes are gone.
-            cancel_futures: cancel the calls that have not begun.
+            wait: if True, return only after the calls have ended and the worker processes are gone.
+            cancel_futures: if True, cancel the calls that have not begun.
         """
         self._backend.shutdown(wait, cancel_futures)
 
@@ -290,7 +290,7 @@ def parallelize_on_gpus(
     Args:
         num_gpus: use the first ``num_gpus`` accelerators, or on a machine without accelerators, ``num_gpus`` CPU
             workers. If None, use all accelerators, or one CPU worker per core.
-        pass_device: bind each worker's device to the parameter called ``device``.
+        pass_device: if True, bind each worker's device to the function's parameter ``device``.
         devices: the devices, instead of ``num_gpus``; see `ParallelExecutor`.
         timeout: how long a call may take, in seconds or as a timedelta; no limit if None.
         engine: ``"ray"`` for the devices of a Ray cluster; see `ParallelExecutor`.

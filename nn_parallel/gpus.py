@@ -41,8 +41,8 @@ class GPU:
         memory_total_mb, memory_free_mb: the total and the free memory, in MiB.
         utilization: the share of the last sample period in which something ran on the GPU, in percent.
         temperature: the temperature, in °C.
-        processes: the ids of the processes that have a context on the GPU. In a container, these may be ids of the
-            host.
+        processes: the ids of the processes that have a context on the GPU. In a container, these may be process ids of
+            the host.
         is_visible: True if ``CUDA_VISIBLE_DEVICES`` lets this process use the GPU.
     """
 
@@ -79,11 +79,11 @@ def list_gpus() -> list[GPU]:
 
 
 def parse_gpu_selection(selection: str) -> list[GPU]:
-    """Return the GPUs that a text such as ``"0,2-3"``, ``"all"`` or ``"GPU-1a2b,GPU-3c"`` names, in this order.
+    """Return the GPUs that a text such as ``"0,2-3"``, ``"all"`` or ``"GPU-1a2b,GPU-3c"`` names, in the text's order.
 
     Args:
-        selection: a list that is separated by commas. Each part is the index of a GPU in `list_gpus`, a range of
-            indices that includes both ends, or a UUID, which may be abbreviated. ``"all"`` means all GPUs that
+        selection: one or more parts, separated by commas. Each part is the ``index`` of a GPU, a range of indices
+            that includes both ends, or a UUID, which may be abbreviated. ``"all"`` means all GPUs that
             ``CUDA_VISIBLE_DEVICES`` shows.
 
     Raises:
@@ -133,8 +133,8 @@ def select_gpus(count: int, *, min_memory_mb: int = 0) -> list[GPU]:
 
     Raises:
         ValueError: ``count`` is below one.
-        LaunchError: fewer than ``count`` GPUs can be selected, and the message says why the others cannot; or the file
-            of a lock cannot be made or read.
+        LaunchError: fewer than ``count`` GPUs can be selected, and the message says why the others cannot; or a lock
+            file cannot be created or read.
 
     Example::
 
@@ -162,7 +162,7 @@ def select_gpus(count: int, *, min_memory_mb: int = 0) -> list[GPU]:
                     continue
                 locks[gpu.uuid] = lock
                 current = next((listed for listed in list_gpus() if listed.uuid == gpu.uuid), gpu)
-                if why := _unfit(current, min_memory_mb):  # the previous holder of the lock may still use memory
+                if why := _unfit(current, min_memory_mb):  # the process that held the lock before may still use memory
                     refused.append(f"GPU {gpu.index} {why}")
                     continue
                 gpu = current
@@ -178,7 +178,7 @@ def select_gpus(count: int, *, min_memory_mb: int = 0) -> list[GPU]:
 
 
 def _unfit(gpu: GPU, min_memory_mb: int) -> str:
-    """Return why `select_gpus` may not select ``gpu``; an empty string if it may."""
+    """Return the reason why `select_gpus` may not select ``gpu``, or an empty string if there is no reason."""
     if not gpu.is_visible:
         return f"is hidden by CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}"
     if min_memory_mb and gpu.memory_free_mb is None:
@@ -189,7 +189,7 @@ def _unfit(gpu: GPU, min_memory_mb: int) -> str:
 
 
 def _lock(uuid: str) -> int | None:
-    """Lock the file that stands for a GPU, so that this process has reserved the GPU.
+    """Try to reserve a GPU for this process by locking the file that stands for the GPU.
 
     Returns:
         The descriptor of the file, which holds the lock until the descriptor is closed. None if another process holds
@@ -214,7 +214,10 @@ def _lock(uuid: str) -> int | None:
 
 
 def _make_lock(path: str) -> None:
-    """Make the file of a lock so that every user may read it, whatever the umask of this process is."""
+    """Create a lock file that every user may read, because other users lock the file too.
+
+    The mode does not depend on the umask of this process.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     except FileExistsError:  # another process has just made the file
@@ -228,7 +231,7 @@ def _make_lock(path: str) -> None:
 
 
 def _named(text: str, gpus: list[GPU]) -> Iterator[GPU]:
-    """Yield the GPUs that one part of a selection names: a number, a range or a UUID. For any other text, nothing."""
+    """Yield the GPUs that one part of a selection names: a number, a range or a UUID. Any other text yields nothing."""
     first, dash, last = text.partition("-")
     if first.isdecimal() and (not dash or last.isdecimal()):
         wanted = range(int(first), int(last if dash else first) + 1)
@@ -284,11 +287,10 @@ def _nvml() -> Iterator[ModuleType | None]:
 
 
 def _shown_slice(nvml: ModuleType, shown: str | None) -> dict[str, tuple[str, Any]]:
-    """Return the slice of a GPU (in MIG mode) that CUDA uses.
+    """Return the slice of a GPU (in MIG mode) that ``shown``, the value of ``CUDA_VISIBLE_DEVICES``, selects.
 
-    The result is a dict ``{UUID of the GPU: (UUID of the slice, NVML handle of the slice)}``.
-
-    The result has at most one entry, because CUDA uses at most one slice.
+    The result is a dict ``{UUID of the GPU: (UUID of the slice, NVML handle of the slice)}``. It has at most one entry,
+    because CUDA uses at most one slice.
     """
     uuid = (shown or "").split(",")[0]
     if not uuid.startswith("MIG-"):

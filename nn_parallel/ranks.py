@@ -50,9 +50,9 @@ def on_rank(
     error too, but a slow process is not. In a process without other ranks, the function is simply called. Inside the
     body of another decorated function, the function runs if this rank is named, and no rank waits for it.
 
-    If the function is for *one* rank and fails, the process group stays open. If it is for *several* ranks, it is a
-    block: all ranks begin and end it together. If the block fails on one rank, the process group is closed, because
-    another rank may be waiting in a collective; `initialize_ddp()` makes the group again.
+    If a function for *one* rank fails, the process group stays open. A function for *several* ranks is a block, which
+    all ranks begin and end together. If the block fails on one rank, the process group is closed, because another rank
+    may be waiting in a collective; `initialize_ddp()` makes the group again.
 
     Args:
         rank: the rank, or a sequence of ranks; a negative number counts from the end.
@@ -124,7 +124,7 @@ def on_local_rank(
 
 def rank_first(
     rank: int = 0, *, local: bool = False, timeout: timedelta | float | None = None
-) -> contextlib._GeneratorContextManager[None]:  # also a decorator
+) -> contextlib._GeneratorContextManager[None]:  # the result is also a decorator
     """Make a block that ``rank`` runs first, for instance to fill a cache that the others then read.
 
     If ``rank`` raises in the block, the other ranks do not run the block, and every rank raises `RankError`. If another

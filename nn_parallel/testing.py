@@ -38,13 +38,13 @@ from ._engine.ranks.context import current_world
 from .errors import ParallelError, RankError, RemoteTraceback
 from .executor import ParallelExecutor
 
-_TRACEBACKS = pytest.StashKey[str]()  # the tracebacks of the ranks on which a test has failed, for its report
-_POOLS = pytest.StashKey[dict[int, ParallelExecutor]]()  # maps numbers of ranks to pools
-_held: list[IO[str]] = []  # holds the terminal as an open file if this rank has locked it for debugging
+_TRACEBACKS = pytest.StashKey[str]()  # the text for the report of a failed test, see `_told_by_all`
+_POOLS = pytest.StashKey[dict[int, ParallelExecutor]]()  # maps each number of ranks to the pool of this size
+_held: list[IO[str]] = []  # the open terminal, from the moment this rank locks it for debugging until the next test
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin without pools. The first test that needs a certain number of ranks starts a pool of this size."""
+    """Begin without pools. `pool_of` starts a pool when the first test needs this number of ranks."""
     config.stash[_POOLS] = {}
 
 
@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
     """End the ranks after the last test.
 
-    The ranks then write their coverage data, which pytest-cov reads after this hook.
+    When the ranks end, they write their coverage data, which pytest-cov reads after this hook.
     """
     try:
         return (yield)
@@ -126,9 +126,9 @@ def _debug(error: Exception, terminal: str) -> None:
     """Debug a test on the terminal, at the place where the test has failed on this rank.
 
     Only the first rank that fails gets the lock of the terminal. Any other failed rank waits in this function for the
-    lock, until it is ended at the end of the run.
+    lock. After the debugger, the first rank raises ``error``, and the pool then ends the call on the waiting ranks.
     """
-    stdin = open(terminal)  # noqa: SIM115  # kept open until the next test, because closing it releases the lock
+    stdin = open(terminal)  # noqa: SIM115  # kept open until the next test, because closing it would release the lock
     fcntl.flock(stdin, fcntl.LOCK_EX)
     _held.append(stdin)
     with open(terminal, "w") as stdout:
@@ -161,8 +161,8 @@ def _call(test: Callable[..., object], terminal: str | None, /, **fixtures: Any)
 def _by_value(module: Any) -> Iterator[None]:
     """During the ``with`` block, pickle the functions of ``module`` by value.
 
-    Their asserts then reach the ranks in the form into which pytest has rewritten them. If the functions were pickled
-    by name, the ranks would import the module without pytest, so that its asserts would not be rewritten.
+    The ranks then get the asserts of the functions as pytest has rewritten them. If the functions were pickled by name,
+    the ranks would import the module without pytest, and its asserts would not be rewritten.
     """
     if module.__name__ in cloudpickle.list_registry_pickle_by_value():
         yield
@@ -175,7 +175,7 @@ def _by_value(module: Any) -> Iterator[None]:
 
 
 def _told_by_all(error: RankError) -> str:
-    """Return a text that shows each different traceback of the failed ranks once, below a line with these ranks."""
+    """Return a text that shows each different traceback once, below the names of the ranks that have it."""
     ranks_of = dict[str, list[int]]()  # maps each traceback to the ranks that have it
     for rank, failure in error.failures.items():
         cause = failure.__cause__

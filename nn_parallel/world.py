@@ -53,7 +53,7 @@ class World(_WorldTuple):
         local_world_size: int = 1,
         launcher: str = "none",
     ) -> World:
-        """Make a world; ``device`` is the device of this rank."""
+        """Make a world. The parameters are the attributes of the class."""
         self = super().__new__(cls, distributed, rank, local_rank, world_size, device)
         self.node_rank = node_rank
         self.local_world_size = local_world_size

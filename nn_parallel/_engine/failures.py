@@ -33,11 +33,15 @@ class Failure(NamedTuple):
     """An exception as plain data, in the form in which it is sent to other ranks."""
 
     type_name: str
-    args: list[str | float | int | None] | None  # the arguments of its constructor, or None if one is no plain scalar
+    # The arguments of the exception's constructor. None if one of them is not a string, a number or None, or if the
+    # class of the exception has its own ``__reduce__``.
+    args: list[str | float | int | None] | None
     message: str
     where: str  # the process that has raised the exception, for example "rank 1 of 2 (pid 8123 on node7)"
     traceback: str
-    stacks: dict[int, str]  # for a `RankTimeoutError`: the stack of each silent rank, or an empty string
+    # For a `RankTimeoutError`, maps each rank that did not answer to its stack, or to an empty string if the stack is
+    # not known. For other exceptions, an empty dict.
+    stacks: dict[int, str]
 
     @classmethod
     def from_exception(cls, error: BaseException, where: str) -> Failure:
@@ -66,8 +70,9 @@ class Failure(NamedTuple):
         """Return an exception like the described one.
 
         Args:
-            allowed: the types that the exception may have, by their names. If its type is not among them, or if the
-                constructor does not accept the arguments, a `RemoteError` is returned.
+            allowed: maps the names of the types that the exception may have to these types. If the type of the
+                exception is not among them, or if its constructor does not accept the arguments, a `RemoteError` is
+                returned.
         """
         error: Exception | None = None
         if self.stacks:
@@ -99,8 +104,8 @@ def set_cause(error: BaseException, cause: BaseException) -> None:
 def rank_error(function: str, world_size: int, failures: Mapping[int, Exception]) -> RankError:
     """Return the `RankError` for the failures of several ranks.
 
-    An error that says that a connection to another rank was lost is left out, because it follows from the failure of
-    that rank, unless there are no other failures. A traceback that several ranks have in common is shown once.
+    If there are other failures, errors about a lost connection to another rank are left out, because they follow from
+    the failure of that rank. A traceback that several ranks have in common is shown once.
 
     Args:
         function: the name of the function that failed, for the message.
@@ -150,7 +155,7 @@ def lost_connection(error: BaseException) -> bool:
 def collective_timed_out(error: BaseException) -> bool:
     """Return whether ``error`` says that a rank has waited in a collective until the timeout of its process group.
 
-    It is not a lost connection, although the other ranks then lose their connections to this rank.
+    Such an error does not count as a lost connection, although the other ranks then lose their connections to the rank.
     """
     if not isinstance(error, RuntimeError) or _TIMED_OUT not in (text := _text_of(error)):
         return False
@@ -158,7 +163,7 @@ def collective_timed_out(error: BaseException) -> bool:
 
 
 def exit_reason(exitcode: int | None) -> str:
-    """Return how a process has ended, as in ``"exited with code 3"``, ``"was killed by SIGKILL"`` or ``"died"``.
+    """Return a phrase for the end of a process: ``"exited with code 3"``, ``"was killed by SIGKILL"`` or ``"died"``.
 
     ``"died"`` means that the exit code is not known.
     """
@@ -187,7 +192,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def _is_short(value: Any) -> bool:
-    """Return whether ``value`` is an integer with few digits. Python refuses to convert longer ones to strings."""
+    """Return whether ``value`` is a short integer, because Python refuses to convert very long ones to strings."""
     return isinstance(value, int) and value.bit_length() <= 10_000
 
 
@@ -195,7 +200,7 @@ def _is_short(value: Any) -> bool:
 _PLAIN_REDUCE = (BaseException.__reduce__, OSError.__reduce__, ImportError.__reduce__)
 _NO_GROUP = "Default process group has not been initialized"  # a part of torch's error message
 _CALL_INITIALIZE_DDP = (
-    "Call nn_parallel.initialize_ddp() first: it connects the ranks by a process group. Call it again after a failure."
+    "Call nn_parallel.initialize_ddp() first: it connects the ranks in a process group. Call it again after a failure."
 )
 _TIMED_OUT = "Timed out waiting"  # a part of the error messages of gloo and NCCL
 _LOST_CONNECTION_MARKS = (

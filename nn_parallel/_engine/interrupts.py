@@ -14,8 +14,8 @@ ignored. `CancelScope` is a block that another thread can end in this way. `rais
 blocks.
 
 Some lines of code must not be left half done, so the handler raises nothing while they run. The signal then has no
-effect. So the thread that sends the signal must send it again and again, until the exception was raised. These lines
-are:
+effect. So the thread that sends the signal must send it again and again, until the exception was raised. The protected
+lines are:
 
 - lines that enter and leave blocks. A module with such lines has a global ``UNINTERRUPTED = True``.
 - an import that the block has begun, because many modules cannot be imported again after they were executed in part.
@@ -48,14 +48,17 @@ if TYPE_CHECKING:
 else:
     import _signal  # the functions of `signal` take ten times as long, because they look up each handler in an enum
 
-UNINTERRUPTED = True  # see `_must_finish`
+UNINTERRUPTED = True  # the handler of SIGURG raises nothing in this module; see `_must_finish`
 PATIENCE_S = 1.0  # how long Ctrl-C waits for the end of a `DeferredSignals` block
 IMPORT_SYSTEM = "<frozen importlib._bootstrap>"  # the file name of frames of the import system
-IMPORT_PATIENCE_S = 30.0  # how long an interrupt waits for the end of an import, which may be a whole program
+IMPORT_PATIENCE_S = 30.0  # how long an interrupt waits for the end of an import, which may run a whole program
 
 
 class Interrupted(BaseException):
-    """Raised in a block by `CancelScope.interrupt`. It is no `Exception`, because user code often catches these."""
+    """Raised in a block by `CancelScope.interrupt`.
+
+    It is no subclass of `Exception`, because user code often catches `Exception`.
+    """
 
 
 class CancelScope:
@@ -73,13 +76,15 @@ class CancelScope:
     """
 
     def __init__(self) -> None:
-        self.interrupted = False
-        self._raised: Callable[[], Interrupted | None] = _nothing_raised  # refers weakly to the last exception
-        self._before: Any = _raise_in_the_outermost  # the handler to put back at the end
+        self.interrupted = False  # whether `interrupt` was called; if so, the handler of SIGURG ends the block
+        # A weak reference to the exception that was last raised in the block.
+        self._raised: Callable[[], Interrupted | None] = _nothing_raised
+        self._before: Any = _raise_in_the_outermost  # the handler of SIGURG to restore at the end of the block
         # The number of imports during which the block itself runs. They are counted in this method because `__enter__`
         # must be fast: a worker enters the same block again for each task, and a small task takes only 50 us.
         self._imports_around = _imports(sys._getframe())
-        self._import_seen_at: float | None = None  # when an interrupt first came during an import in the block
+        # When an interrupt first came during an import in the block; None before that.
+        self._import_seen_at: float | None = None
 
     def __enter__(self) -> None:
         """Begin the block. From now on and until `__exit__` is called, `Interrupted` may be raised."""
@@ -112,7 +117,7 @@ class CancelScope:
     def is_being_left(self) -> bool:
         """Return whether the last exception is still on its way out of the block, and so was not dropped.
 
-        The handler of the signal calls this method.
+        If so, the handler of SIGURG, which calls this method, raises no other exception.
         """
         raised = self._raised()
         handled = sys.exc_info()[1] if raised is not None else None
@@ -152,13 +157,17 @@ def raise_in_main_thread(error: Exception) -> None:
 
 
 def raise_nothing() -> None:
-    """Withdraw the exception of `raise_in_main_thread`, unless it was raised already."""
+    """Withdraw the exception that was passed to `raise_in_main_thread`, if it was not raised yet."""
     global _due
     _due = None
 
 
 def raise_if_due() -> bool:
-    """Try again to raise the exception of `raise_in_main_thread`. Return false if it was raised or withdrawn."""
+    """Try again to raise the exception that was passed to `raise_in_main_thread`.
+
+    Returns:
+        False if the exception was already raised or withdrawn, so that no further call is needed.
+    """
     if _due is None:
         return False
     signal.pthread_kill(_main, signal.SIGURG)
@@ -182,7 +191,7 @@ class DeferredSignals:
 
     def __init__(self, on_arrival: Callable[[], object] = lambda: None) -> None:
         self._on_arrival = on_arrival
-        self._before: Any = None  # the handler to put back at the end
+        self._before: Any = None  # the handler of Ctrl-C to restore at the end; None if the block does not replace it
         # The handler to call at the end and the number of the signal that has arrived; None if no signal has arrived.
         self.due: tuple[Callable[..., object], int] | None = None
         self._since = 0.0  # when the first Ctrl-C arrived; 0 before that
@@ -218,8 +227,8 @@ class DeferredSignals:
                 _signal.signal(_SIGINT, replaced)
 
     def _ctrl_c(self, signum: int, frame: FrameType | None) -> None:
-        # The block has only begun or is about to end. Or another handler has raised an exception at such a moment, so
-        # that this handler has stayed installed.
+        # If the block is not in `_delayed`, it has only begun or is about to end. Or another handler has raised an
+        # exception at such a moment, so that this handler has stayed installed.
         if self not in _delayed:
             self.put_back()
             self._before(signum, frame)
@@ -270,7 +279,7 @@ def _nothing_raised() -> None:
 def _must_finish(frame: FrameType | None) -> bool:
     """Return whether the handler of SIGURG must raise nothing at this innermost frame of the main thread."""
     # If a context manager is written as a generator, a ``with`` statement enters and leaves it through `contextlib`.
-    # The garbage collector calls a finalizer only once, through `weakref`.
+    # The garbage collector calls a finalizer only once, through `weakref`, so an interrupted finalizer would be lost.
     if frame is not None and frame.f_code.co_filename in (contextlib.__file__, weakref.__file__):
         return True
     if frame is not None and _is_rmtree(frame):
@@ -362,10 +371,11 @@ def _begin_anew() -> None:
 
 
 _main = threading.main_thread().ident or 0  # the thread in which Python runs handlers of signals
-_is_handler_kept = False  # whether `keep_handler` was called
-_due: Exception | None = None  # the exception of `raise_in_main_thread`, until it is raised
+_is_handler_kept = False  # whether `keep_handler` was called; if so, blocks do not install the handler of SIGURG
+_due: Exception | None = None  # set by `raise_in_main_thread`; None again once it was raised or withdrawn
 _SIGINT = int(signal.SIGINT)
 _running: list[CancelScope] = []  # the scopes that the main thread is in, the outermost first
 _delayed: list[DeferredSignals] = []  # the blocks with deferred signals that the main thread is in, the innermost last
-_is_forking = False  # whether some thread runs the functions that Python calls before and after a fork
+# Whether a thread runs the functions that Python calls before and after a fork. If so, the handler raises nothing.
+_is_forking = False
 os.register_at_fork(before=_begin_fork, after_in_parent=_end_fork, after_in_child=_begin_anew)

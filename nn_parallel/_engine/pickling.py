@@ -2,13 +2,13 @@
 
 The problem. The memory of a large tensor should be copied once, and not also into a pickle and out of it. But a tensor
 is only a view of a `torch.UntypedStorage`. Several tensors may be views of one storage, and must be so in the other
-process as well. But a small view of a large storage should not bring the whole storage.
+process as well. On the other hand, a small view of a large storage should not bring the whole storage.
 
-The solution is one rule for all tensors. A tensor is pickled as a reference to its storage, together with its place in
-the storage. A storage is pickled once. If it is large, the pickle contains only a number, and the parts of the storage
-that tensors use become buffers (`Packed.buffers`). If it is in shared memory, nothing is copied (`Packed.shared`).
-Sparse and quantised tensors, parameters and others are pickled by torch's own functions, which refer to storages too,
-so the rule holds for them as well.
+The solution is one rule for all tensors. A tensor is pickled as a reference to its storage, together with its offset
+and its strides in the storage. A storage is pickled once. If the storage is large, the pickle contains only a number,
+and the parts of the storage that tensors use become buffers, which are sent beside the pickle (`Packed.buffers`). If
+the storage is in shared memory, it is not copied at all (`Packed.shared`). Sparse and quantised tensors, parameters and
+others are pickled by torch's own functions, which refer to storages too, so the rule holds for them as well.
 
 If an object cannot be pickled, the error names the path to the part of the object that is the reason.
 """
@@ -39,7 +39,7 @@ from .failures import qualified_name
 Buffer = bytearray | memoryview | pickle.PickleBuffer
 _Parts = list[tuple[int, torch.UntypedStorage]]  # the parts of a storage that have arrived, each with its offset
 LARGE_BYTES = 1 << 15  # smaller buffers stay in the pickle
-_ATOMS: set[type] = {type(None), bool, int, float}
+_ATOMS: set[type] = {type(None), bool, int, float}  # `dump_atoms` pickles all objects of these types
 _ALIGNMENT = 64  # parts of a storage begin at a multiple of this number of bytes, as torch aligns storages
 
 
@@ -56,7 +56,11 @@ class Packed(NamedTuple):
     shared: Sequence[torch.UntypedStorage] = ()  # shared memory, which the other process maps
 
     def after(self, first: Packed) -> Packed:
-        """Return this pickle with ``first`` before it. `loads` reads both, and drops the object of ``first``."""
+        """Return this pickle with the pickle ``first`` before it.
+
+        `loads` unpickles both, and returns only the object in this pickle. The pickle ``first`` can make calls that
+        prepare the process for this pickle.
+        """
         assert not first.buffers
         assert not first.shared
         return self._replace(pickle=first.pickle + self.pickle)
@@ -125,19 +129,20 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         """Make a pickler.
 
         Args:
-            share: whether the memory of tensors in shared memory stays shared. Then the other process must be on this
-                machine.
+            share: if True, tensors in shared memory are not copied, so that both processes use this memory. The other
+                process must then be on this machine.
         """
         self.file = io.BytesIO()
         self._share = share
         self._storages: dict[int, _Storage] = {}  # maps the address of a storage to its record
-        self.shared: list[torch.UntypedStorage] = []  # shared memory, in the order of their numbers in the pickle
-        self.large: list[_Storage] = []  # sent beside the pickle, in the order of their numbers in the pickle
+        # The pickle refers to these storages by their indices in these lists.
+        self.shared: list[torch.UntypedStorage] = []  # the storages in shared memory, which the other process maps
+        self.large: list[_Storage] = []  # the storages that are sent beside the pickle
         buffers: list[memoryview] = []
         self.buffers = buffers  # the buffers of objects that are not tensors
 
-        # `stays` is not a method and does not use ``self``. Otherwise it would form a reference cycle with the pickler,
-        # so that everything that was pickled would live until the garbage collector runs.
+        # `stays` is a plain function without ``self``. A method would form a reference cycle with the pickler, so that
+        # everything that was pickled would live until the garbage collector runs.
         def stays(buffer: pickle.PickleBuffer) -> bool:
             raw = buffer.raw()
             if raw.nbytes < LARGE_BYTES:
@@ -268,7 +273,7 @@ class _Storage:
 
     def __init__(self, storage: torch.UntypedStorage, is_shared: bool) -> None:
         self.storage = storage
-        self.is_shared = is_shared
+        self.is_shared = is_shared  # whether the other process maps the memory, so that nothing is copied
         self.size = storage.nbytes()
         self.on_accelerator = storage.device.type != "cpu"
         self.used: list[tuple[int, int]] = []  # the begin and the end, in bytes, of parts that tensors use
@@ -284,7 +289,7 @@ class _Storage:
         """Return the begin and the end of each part to send.
 
         If tensors use more than half of the storage, the whole storage is the only part. Otherwise the parts are those
-        that tensors use, where parts that overlap are joined.
+        that tensors use, and parts that overlap are joined.
         """
         parts: list[tuple[int, int]] = []
         for start, end in sorted((start - start % _ALIGNMENT, end) for start, end in self.used):
@@ -297,8 +302,8 @@ class _Storage:
     def bytes(self, start: int, end: int) -> Any:
         """Return a part of the memory as an object with the buffer interface, which keeps the memory alive.
 
-        Memory of an accelerator is copied first. The object is no memoryview, because Python before 3.13 crashes when
-        the garbage collector clears a memoryview that a `PickleBuffer` exports.
+        Memory of an accelerator is first copied to the CPU. The object is not a memoryview, because Python before 3.13
+        crashes when the garbage collector clears a memoryview that a `PickleBuffer` exports.
         """
         if start == end:
             return bytearray()
@@ -376,7 +381,7 @@ def _rebuild_tensor_of_any_dtype(
     dtype: torch.dtype,
     metadata: Any = None,
 ) -> torch.Tensor:
-    """Rebuild a tensor of a dtype that no typed storage has, such as float8.
+    """Rebuild a tensor of a dtype that torch's typed storages do not support, such as float8.
 
     Unpickling calls this function in the place of torch's function `_rebuild_tensor_v3`.
     """
@@ -394,8 +399,8 @@ def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.s
 def _small_storage(buffer: Buffer, on_accelerator: bool) -> Any:
     """Represent, in a pickle, a storage whose memory is in the pickle too.
 
-    This function is a placeholder. It is never called, because `_Unpickler.find_class` returns another function in its
-    place.
+    This function is a placeholder. It is never called, because `_Unpickler.find_class` replaces it with a function that
+    rebuilds the storage.
     """
 
 
@@ -450,7 +455,7 @@ def _code_of_file(
         make: makes the code object.
         args: the arguments of ``make``.
         file_name: the name of the file.
-        lines: the source, for tracebacks, if there is no such file; otherwise None.
+        lines: the lines of the source, which tracebacks show, if there is no such file; otherwise None.
     """
     if lines is not None:
         linecache.cache[file_name] = len("".join(lines)), None, lines, file_name
@@ -458,18 +463,18 @@ def _code_of_file(
 
 
 def _lines_of(file_name: str) -> list[str] | None:
-    """Return the source of code that is in no file, such as a cell of a notebook; otherwise None."""
+    """Return the lines of code that is not in a file, such as code in a notebook cell. For a file return None."""
     entry = linecache.cache.get(file_name, ())
     return entry[2] if len(entry) == 4 and not os.path.exists(file_name) else None
 
 
 def make_cached(fn: Callable[..., Any], parameters: dict[str, Any], attributes: dict[str, Any]) -> Any:
-    """Return ``fn`` with an empty cache around it, as `functools.lru_cache` makes it."""
+    """Return ``fn`` decorated with `functools.lru_cache`, with an empty cache and with these attributes."""
     made: Any = functools.lru_cache(**parameters)(fn)
     made.__dict__.update(attributes)
     return made
 
 
 _NAMED = {types.FunctionType, functools._lru_cache_wrapper}  # pickled by name if a module has the object as a global
-_MAX_ELEMENTS = 8  # the greatest length of a tuple that `dump_atoms` pickles
+_MAX_ELEMENTS = 8  # the length up to which `dump_atoms` pickles a tuple
 _NONE_USED: list[tuple[int, Buffer]] = [(0, bytearray())]  # for a storage of which no part was sent

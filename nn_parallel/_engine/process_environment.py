@@ -32,9 +32,9 @@ class ProcessAttributes(NamedTuple):
     blocked_signals: frozenset[int]
     umask: int
     niceness: int
-    affinity: frozenset[int]
-    limits: dict[int, tuple[int, int]]
-    groups: tuple[int, ...]
+    affinity: frozenset[int]  # the numbers of the CPU cores on which the process may run
+    limits: dict[int, tuple[int, int]]  # maps each ``RLIMIT_*`` constant to its soft and its hard limit
+    groups: tuple[int, ...]  # the ids of the supplementary groups of the user
     group_ids: tuple[int, int, int]  # the real, the effective and the saved id
     user_ids: tuple[int, int, int]  # the real, the effective and the saved id
 
@@ -81,15 +81,16 @@ class ProcessAttributes(NamedTuple):
 class ProcessEnvironment:
     """The environment variables, working directory, import path and resource tracker of the script.
 
-    A pickle of this object contains all changes since the object was made. Unpickling it in a worker makes these
-    changes there.
+    A pickle of this object contains all changes since the object was made. When a worker unpickles it, the changes are
+    made in the worker.
     """
 
     def __init__(self, is_elsewhere: bool = False) -> None:
         """Record the present environment, which the workers have.
 
         Args:
-            is_elsewhere: whether the workers are on other machines, which have import paths of their own.
+            is_elsewhere: whether the workers are on other machines. If so, the workers keep the folders of their own
+                Python installation in the import path, and do not use the resource tracker of this machine.
         """
         self._is_elsewhere = is_elsewhere
         self._environ = _environ().copy()
@@ -141,8 +142,8 @@ def adopt(
             `multiprocessing`; None if there is no tracker on this machine that this process could use. This process
             must use the script's tracker, because a tracker of its own would remove the script's shared memory when
             this process ends.
-        is_elsewhere: whether the script is on another machine. Then the folders of this process's own import path
-            stay in the import path, after those in ``path``.
+        is_elsewhere: whether the script is on another machine. If so, the folders that are already in this process's
+            import path stay there, after the folders in ``path``.
     """
     for name, value in environ.items():
         if value is None:
@@ -155,7 +156,7 @@ def adopt(
     if tracker is not None:
         with contextlib.suppress(OSError):  # the script has ended, or runs under another user
             fd = os.open("/proc/{}/fd/{}".format(*tracker), os.O_WRONLY | os.O_CLOEXEC)
-            resource_tracker._resource_tracker._fd = fd  # type: ignore[attr-defined]  # as `multiprocessing` does
+            resource_tracker._resource_tracker._fd = fd  # type: ignore[attr-defined]  # `multiprocessing` sets this too
     sys.path[:] = [*path, *(folder for folder in sys.path if is_elsewhere and folder not in path)]
 
 
@@ -200,5 +201,5 @@ def _installation() -> Iterator[str]:
 
 
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
-# With such a prefix, the path of a file belongs to Python or to an installed package.
+# A file whose path has one of these prefixes belongs to Python or to an installed package.
 INSTALLED = tuple(f"{path}{os.sep}" for path in dict.fromkeys(_installation()))

@@ -30,7 +30,7 @@ from .descendants import descendants_of, is_stopped
 from .failures import rank_names
 from .tracebacks import PACKAGE_FOLDER
 
-MAX_FRAMES = 100  # a longer stack is shortened, as by `faulthandler`
+MAX_FRAMES = 100  # if a stack has more frames, the outermost ones are cut off, as `faulthandler` does
 PY_SPY_WITHIN_S = 30.0  # how long py-spy may take for one process
 
 
@@ -103,9 +103,9 @@ def main_stack() -> str:
 
 
 def is_whole(stack: str) -> bool:
-    """Return whether a stack was written to its end.
+    """Return whether a stack, which may arrive in several pieces, is complete.
 
-    The end is the outermost frame, or the line ``...`` of a shortened stack.
+    The last line of a complete stack is the outermost frame, or ``...`` if the stack was shortened.
     """
     return stack.endswith((" in <module>\n", "  ...\n"))
 
@@ -188,5 +188,6 @@ _LIBRARIES = PACKAGE_FOLDER, _TORCH, sysconfig.get_path("stdlib") + os.sep, sysc
 _DISTRIBUTED = os.path.join(_TORCH, "distributed", "")
 # These functions are not named, because only the function that they call is of interest.
 _WRAPPERS = "wrapper", "_fn", "__enter__", "__exit__"
-# The frame of `devices` that calls the function of a task: the frames before it in a stack belong to the function.
+# The beginning of the line with the frame of `devices` that calls the function of a task. In a stack, which has the
+# innermost frame first, the lines before this line belong to the function.
 _TASK = f'  File "{devices.__file__}", line'

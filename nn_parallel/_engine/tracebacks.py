@@ -6,8 +6,8 @@ raise an exception without this frame.
 
 So the frame is left out when a traceback is shown. For pytest, functions of this package that raise have a local
 variable ``__tracebackhide__``, which makes pytest skip their frames. For a script, `hide_own_frames` wraps
-`sys.excepthook`, which prints the exception that ends the main thread. A notebook still shows the frame, because
-IPython prints exception groups in the same way as Python.
+`sys.excepthook`, which prints the exception that ends the main thread. A notebook still shows the frame: IPython prints
+exception groups, such as `RankError`, with Python's module `traceback`, and does not call the hook.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from types import FrameType, TracebackType
 from ..errors import ParallelError
 from .interrupts import IMPORT_SYSTEM
 
-MAX_TRACEBACK_CHARS = 20_000
+MAX_TRACEBACK_CHARS = 20_000  # `format_traceback` shortens longer texts
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def format_traceback(error: BaseException) -> str:
-    """Return the traceback of ``error`` as Python prints it, with two exceptions.
+    """Return the traceback of ``error`` as Python prints it, with two differences.
 
-    The outermost frames, if they belong to this package, are left out, and the middle of a long text is cut out.
+    The outermost frames are left out if they belong to this package. The middle of a long text is cut out.
     """
     text = "".join(traceback.format_exception(type(error), error, user_frames(error)))
     half = MAX_TRACEBACK_CHARS // 2
@@ -59,7 +59,7 @@ def warn_user(message: str) -> None:
 
 
 def importing_module() -> str | None:
-    """Return the name of the innermost module during whose import this function is called; None outside imports."""
+    """Return the name of the innermost module whose import has led to this call; None outside of imports."""
     frame: FrameType | None = sys._getframe()
     module = None
     while frame is not None:
@@ -71,7 +71,7 @@ def importing_module() -> str | None:
     return None
 
 
-@functools.cache  # so that only the first call in a process wraps the hook
+@functools.cache  # because only the first call in a process must wrap the hook
 def hide_own_frames() -> None:
     """Make `sys.excepthook` print errors of this package without frames of this package.
 

@@ -1,12 +1,13 @@
 """The file of a checkpoint. A process that is killed while it saves never leaves a damaged checkpoint.
 
 A process that overwrites the old checkpoint, and is killed meanwhile, leaves half of a file. So a new checkpoint is
-written into a second file, ``.last.pt.new`` beside ``last.pt``, and flushed to the disk. Then `os.replace` puts it in
-the place of the old one, in one step. Therefore the path always holds a complete checkpoint, the old or the new one.
+written into a second file, ``.last.pt.new`` beside ``last.pt``, and flushed to the disk. Then `os.replace` puts the
+second file in the place of ``last.pt``, in one step. Therefore the path always holds a complete checkpoint, the old or
+the new one.
 
-Two processes may save to the same path. Each locks the second file while it writes it, so that they do not write into
-one file at the same time. A killed process leaves its second file behind, without a lock: the next process that saves
-empties this file and uses it.
+Two processes may save to the same path. Each process locks the second file while writing, so that the two processes do
+not write into one file at the same time. A killed process leaves its second file behind, without a lock. The next
+process that saves empties this file and uses it.
 
 A checkpoint holds only data that `torch.load` reads with ``weights_only=True``, because reading a checkpoint must not
 execute code. `dump` checks this when it saves, and names the value that could not be loaded.
@@ -42,7 +43,7 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object], keep: int) ->
 
     Args:
         path: the checkpoint. Its folder must exist.
-        write: is called with the open file, and writes the content into it.
+        write: a function that is called with the open new file, and writes the content into the file.
         keep: the number of checkpoints that are kept, including the new one.
 
     Raises:
@@ -56,7 +57,7 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object], keep: int) ->
     with _locked(new) as file:
         try:
             with contextlib.suppress(OSError):  # there is no old file, or the file system has no modes
-                # The owner may always write, because the next process must open this file if this one is killed.
+                # The owner may always write: if this process is killed, the next one must open this file for writing.
                 new.chmod(path.stat().st_mode | stat.S_IWUSR)
             write(file)
             file.flush()
@@ -90,7 +91,7 @@ def dump(states: dict[str, Any], file: IO[bytes]) -> None:
             torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
     except (TypeError, AttributeError, pickle.PickleError) as error:
         raise _unloadable(states, error) from error
-    except RuntimeError as error:  # when a write fails, torch closes its archive, and this raises a second error
+    except RuntimeError as error:  # if a write fails, torch closes its archive, and closing raises this second error
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
@@ -108,13 +109,13 @@ def _read_on_the_cpu() -> Iterator[None]:
 
 
 def _location(storage: Any) -> str | None:
-    """Return the device that `torch.save` records for ``storage``, or None to leave the choice to torch."""
+    """Return the device that `torch.save` records for ``storage``, or None to let torch's own functions choose."""
     return "cpu" if _reads_on_the_cpu.get() and storage.device.type not in ("cpu", "meta") else None
 
 
 _reads_on_the_cpu = contextvars.ContextVar("_reads_on_the_cpu", default=False)  # True inside `_read_on_the_cpu`
-# Torch calls the registered functions in the order of their numbers. Its own functions have numbers from 10 on, so the
-# number 7 puts `_location` before them.
+# `torch.save` asks the registered functions for the device of a storage, in the order of their numbers. Torch's own
+# functions have numbers from 10 on, so the number 7 puts `_location` before them.
 torch.serialization.register_package(7, _location, lambda storage, location: None)
 
 
@@ -155,7 +156,7 @@ def _identity(file: Path | int) -> FileIdentity:
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:
-    with contextlib.suppress(Exception):  # torch did not write this file
+    with contextlib.suppress(Exception):  # the look-up raises if torch did not write this file
         if kinds := torch.serialization.get_unsafe_globals_in_checkpoint(path):
             return (
                 f"{path} holds objects that could run code when they are loaded: {', '.join(kinds)}. Save the data "
@@ -185,9 +186,9 @@ def _rotate(path: Path, keep: int) -> None:
 
 @contextlib.contextmanager
 def _locked(new: Path) -> Iterator[IO[bytes]]:
-    """Open an empty file at ``new``, as soon as no other process writes it, and lock it during the block.
+    """Open an empty file at ``new``, as soon as no other process writes it, and lock the file during the block.
 
-    If a killed process has left a file there, this file is emptied and used.
+    If a killed process has left a file at ``new``, this file is emptied and used.
     """
     while True:
         with open(new, "ab") as file:
@@ -207,7 +208,7 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
 
 
 def _unloadable(states: dict[str, Any], error: Exception) -> ValueError:
-    """Return the error for ``states``, which names the part that cannot be loaded again and its path."""
+    """Return an error that names the part of ``states`` that cannot be loaded again, and the path of this part."""
     for name, state in states.items():
         if not _is_loadable(state):
             path, part = _unloadable_part(name, state)

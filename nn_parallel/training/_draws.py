@@ -38,23 +38,23 @@ from .._engine.ranks.store import decode, draws_key, encode
 from ..errors import ParallelError
 
 SAMPLES = 16  # the number of samples that are compared in each iteration
-PLACES = 8  # the number of integers and strings of each sample that are compared
-SLOTS = 64  # the number of keys in the store, which all loaders share, so that many loaders do not fill the store
-LEADING = 256  # the number of elements of a tensor, or of bytes of an array, that are compared
+PLACES = 8  # at most this many integers and strings of each sample are compared
+SLOTS = 64  # all loaders share this many keys of the store, so that many loaders do not fill the store
+LEADING = 256  # at most this many elements of a tensor, or bytes of an array, are compared
 
 
 class LoaderId(NamedTuple):
     """The identity of a prepared loader, the same on every rank."""
 
-    slot: int  # the number of the key in the store that the loader shares with others
-    name: str  # distinguishes the loader from the others
+    slot: int  # the number of the loader's key in the store; other loaders may use the same key
+    name: str  # a random name, which shows to which loader a record in the store belongs
 
 
 class Checksums(NamedTuple):
     """The checksums of the first samples.
 
     Each list has one checksum for each of the first `PLACES` places in a sample; see the docstring of this module. A
-    checksum is 0 if the place is not of the kind that the list is for.
+    checksum is 0 if the place is not one of those that the list is for.
     """
 
     samples: int = 0  # the number of samples; 0 if nothing has been drawn yet
@@ -65,7 +65,7 @@ class Checksums(NamedTuple):
 class Draws(NamedTuple):
     """The record of the samples that one rank has drawn at the beginning of an iteration."""
 
-    loader: str  # see `LoaderId.name`
+    loader: str  # the `LoaderId.name` of the loader
     iteration: int  # the number of iterations of this loader that the rank has begun
     epoch: int
     position: int  # the position in the epoch at which the iteration began
@@ -128,7 +128,8 @@ def check_alike(loader: LoaderId | None, name: str, draws: Draws) -> None:
             other = None if text is None else decode(Draws, key, text)
             if other is not None and other.loader == draws.loader and other.iteration >= draws.iteration:
                 break
-            # The record belongs to another loader or an earlier iteration, so this rank is the first in its iteration.
+            # There is no record of this iteration: the key is empty, or holds the record of another loader or of an
+            # earlier iteration. So this rank is the first one in its iteration, and writes the record.
             present = context.connection.swap(key, text or "", own_record)
             if present == own_record:
                 return
@@ -161,7 +162,10 @@ def _difference(mine: Draws, other: Draws) -> str:
 
 
 def _identifying_parts(sample: Any) -> Iterator[Any]:
-    """Yield the integers and strings in ``sample``, which augmentation seldom changes."""
+    """Yield the integers and strings in ``sample``. They identify the sample, because augmentation seldom changes them.
+
+    For a tensor or array of integers, yield the shape and the first elements as one value.
+    """
     for leaf in tree_leaves(sample):
         if isinstance(leaf, int | str | bytes):
             yield leaf
@@ -171,4 +175,4 @@ def _identifying_parts(sample: Any) -> Iterator[Any]:
             yield tuple(leaf.shape), *leaf.flatten()[:LEADING].tolist()
 
 
-_count = itertools.count()  # numbers the loaders
+_count = itertools.count()  # gives each new loader a number, from which its slot follows

@@ -9,9 +9,9 @@ workers that do not end by themselves, and `multiprocessing` calls it for all wo
 So a worker that ignores every SIGTERM would never end. And a signal handler in Python does not learn which process has
 sent the signal.
 
-So the rank and its workers share a flag. For these workers ``terminate()`` sets the flag before it sends SIGTERM, and
-the handler in the worker ends the process only if the flag is set. A worker that is stuck in C code cannot run the
-handler, so the rank kills the worker after a second.
+So the rank and its workers share a flag. The rank replaces the method ``terminate()`` of these workers with one that
+sets the flag and then sends SIGTERM. The handler in the worker ends the process only if the flag is set. A worker that
+is stuck in C code cannot run the handler, so the rank kills the worker after a second.
 
 The handlers are installed by a ``worker_init_fn`` in the worker, because torch installs its own handlers when a worker
 begins, just before it calls that function.
@@ -33,7 +33,7 @@ from torch.utils.data import get_worker_info
 from .._engine.ranks.stop_signals import SIGNALS, pass_over
 
 KILL_AFTER_S = 1.0  # how long the rank waits for a worker to end before it kills the worker
-SIGNALS_SENT = 20  # how often the rank sends SIGTERM before it kills a worker
+SIGNALS_SENT = 20  # how many times the rank sends SIGTERM before it kills a worker
 
 
 class WorkerInit:
@@ -46,7 +46,7 @@ class WorkerInit:
 
     def __call__(self, worker: int) -> None:
         for number in SIGNALS:
-            if number == signal.SIGTERM:  # torch has already replaced the user's handler
+            if number == signal.SIGTERM:  # torch has already replaced any handler of the user
                 signal.signal(number, self._end_if_flag_is_set)
             elif not callable(signal.getsignal(number)):
                 signal.signal(number, pass_over)
@@ -59,15 +59,15 @@ class WorkerInit:
             self._initialize(worker)
 
     def guard(self, workers: list[Any]) -> None:
-        """Replace the method ``terminate()`` of each worker process with `_terminate`."""
+        """Replace the method ``terminate()`` of each worker process with `_terminate`, in the process of the rank."""
         for worker in workers:
             popen = worker._popen  # `multiprocessing` calls ``terminate()`` of this object, not of ``worker``
             popen.terminate = functools.partial(_terminate, weakref.ref(popen), self._is_ending)
 
     def _end_if_flag_is_set(self, number: int, frame: FrameType | None) -> None:
-        """End the worker if its rank has sent the signal. This is the worker's handler for SIGTERM."""
+        """Handle SIGTERM in the worker: end the worker if its rank has sent the signal, otherwise do nothing."""
         if self._is_ending.item():
-            os._exit(0)  # torch's own handler does the same; with another exit code, torch would report an error
+            os._exit(0)  # as torch's own handler does; with another exit code, torch would report an error
 
 
 def _terminate(reference: Callable[[], Any], is_ending: torch.Tensor) -> None:

@@ -42,9 +42,9 @@ def seed_random_numbers(seed: int) -> None:
 class OwnRandomNumbers:
     """A sequence of random numbers for a part of the program, separate from the random numbers of the rest.
 
-    Everything that draws random numbers inside the block `used` draws from this sequence. It begins with a seed, and
-    each block continues where the last one ended. After a block, the random numbers of the program go on as if nothing
-    had been drawn.
+    Everything that draws random numbers inside the block `used` draws from this sequence. The sequence begins with a
+    seed, and each block continues where the last one ended. After a block, the random numbers of the program go on as
+    if nothing had been drawn.
 
     Example::
 
@@ -57,7 +57,8 @@ class OwnRandomNumbers:
         """Begin with ``seed``. Inside the blocks, ``generators`` draw from a sequence with this seed too."""
         self._seed = seed
         self._generators = generators
-        self._states: tuple[Any, ...] | None = None  # at the end of the last block; None before the first block
+        # The random states at the end of the last block `used`; None before the first block.
+        self._states: tuple[Any, ...] | None = None
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:

@@ -39,13 +39,15 @@ logger = logging.getLogger("nn_parallel")
 class Saving(NamedTuple):
     """A checkpoint that is being written."""
 
-    end: Future[Exception | None]  # done when this rank's thread ends; the result is a failure for all ranks to raise
+    # This future is done when the thread of this rank ends. Its result is a failure that all ranks must raise, or None.
+    # It has an exception if this rank failed alone, or if the process group was closed.
+    end: Future[Exception | None]
     group: dist.ProcessGroup | None  # the default group when saving began; None if there are no shards
-    writes_file: bool  # whether this rank writes the file of the checkpoint, as rank 0 does
+    writes_file: bool  # True on rank 0, which writes the file of the checkpoint and logs failures at exit
 
     @property
     def is_given_up(self) -> bool:
-        """Return whether the process groups have been closed since saving began, so that shards cannot be written."""
+        """Return whether the process groups were closed since saving began, so that no more shards can be written."""
         return self.group is not None and self.group is not dist.group.WORLD
 
 
@@ -60,7 +62,7 @@ def save_in_background(
         shards: the sharded tensors. Their present values are written.
         folder: the folder for the shards; None if there are no shards.
         write_file: puts the file of the checkpoint in place, after the shards of all ranks; None except on rank 0.
-        until_written: a stack that is closed when the thread ends, or if the thread cannot begin.
+        until_written: a stack whose callbacks are called when the thread ends, or if the thread cannot begin.
     """
     global _running
     group: dist.ProcessGroup | None = None
@@ -104,7 +106,7 @@ def finish_saving(caller: str) -> None:
 
     Raises:
         OSError: the checkpoint could not be written, and this is the only rank.
-        RankError: the checkpoint could not be written; every rank of several raises it.
+        RankError: on every rank, if there are several ranks: the checkpoint could not be written.
         RankTimeoutError: a rank has not called this function.
     """
     global _running
@@ -120,8 +122,8 @@ def finish_saving(caller: str) -> None:
                 failure = saving.end.result()
             elif not is_given_up:
                 _running = None
-                # Only this rank has the error, and the threads of the other ranks wait in collectives with its thread.
-                # So the error is raised in the block, which closes the process groups and so frees these threads.
+                # Only this rank has the error. The threads of the other ranks may wait for its thread in collectives.
+                # An error in the block closes the process groups, which frees these threads.
                 raise error
     _running = None
 
@@ -152,5 +154,5 @@ def _forget_in_fork() -> None:
     _running = None
 
 
-_running: Saving | None = None  # the checkpoint that is being written, until `finish_saving` has checked it
+_running: Saving | None = None  # the checkpoint that is being written; None after `finish_saving`
 os.register_at_fork(after_in_child=_forget_in_fork)  # the thread does not exist in a forked process

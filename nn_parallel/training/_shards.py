@@ -48,7 +48,7 @@ def is_sharded(value: Any) -> bool:
 
 
 class Shards:
-    """The sharded tensors of one checkpoint, each under the path that it has in the states.
+    """The sharded tensors of one checkpoint. Each has a path, such as ``/model/layer.weight``, which identifies it.
 
     To save, `add` each tensor, and pass this object to `write_shards`. To load, `find` the stand-ins in the file,
     replace each stand-in with the tensor that `place` returns, and then `read` the values of these tensors.
@@ -56,8 +56,8 @@ class Shards:
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self.are_copies = False  # whether the tensors are copies in the memory of the CPU
-        self._path_of: dict[int, str] = {}  # maps the `id` of a stand-in to its path
+        self.are_copies = False  # True after `copy`: the tensors are copies in the memory of the CPU
+        self._path_of: dict[int, str] = {}  # maps the `id` of each stand-in to its path; set by `find`
 
     def add(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
         """Add a tensor to be written, and return its stand-in."""
@@ -65,7 +65,7 @@ class Shards:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     def copy(self) -> None:
-        """Copy the tensors, so that later changes to them are not saved."""
+        """Copy the tensors to the CPU, so that changes to the originals after this call are not saved."""
         self.tensors = {path: tensor.to("cpu", copy=True) for path, tensor in self.tensors.items()}
         self.are_copies = True
 
@@ -132,9 +132,9 @@ def write_shards(shards: Shards, folder: Path, group: dist.ProcessGroup | None =
         group: the process group for the collectives; None for the default group.
 
     Returns:
-        The failure of one or more ranks, the same on all ranks; None if all ranks have written their shards. The
-        failure is returned and not raised, because all ranks have left their collectives, so the process group can stay
-        open.
+        The failure of one or more ranks, the same on all ranks; None if all ranks have written their shards. A failure
+        that is raised in a block would close the process group. Therefore this failure is returned: no rank waits in a
+        collective any more, so the group can stay open.
 
     Raises:
         Exception: this rank has failed, but the others do not know it, and may wait in a collective.
@@ -144,7 +144,7 @@ def write_shards(shards: Shards, folder: Path, group: dist.ProcessGroup | None =
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     writer = checkpoint.FileSystemWriter(folder)
-    if shards.are_copies:  # otherwise torch waits for the first GPU, although this rank may use another GPU
+    if shards.are_copies:  # by default torch would use a stream of the first GPU, but this rank may use another GPU
         writer.per_thread_copy_ahead = 0
     try:
         checkpoint.save(shards.tensors, storage_writer=writer, process_group=group)
@@ -170,7 +170,7 @@ def _load_data(path: Path) -> Any:
 
 
 class DataUnpickler(pickle.Unpickler):
-    """An unpickler for the index of a folder. It refuses everything that could run code."""
+    """An unpickler for the index of a folder with shards. It refuses everything that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in PATHS:
@@ -195,7 +195,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             yield folder
         finally:
             with contextlib.suppress(OSError):
-                # To close the file is not enough, because a process that was forked meanwhile would keep the lock.
+                # Closing the file is not enough, because a process that was forked meanwhile would keep the lock.
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
 
@@ -203,7 +203,7 @@ def remove_folders(path: Path, kept: set[Path]) -> None:
     """Remove the folders with shards of the checkpoint ``path``, except those in ``kept`` and those being written."""
     for folder in folder_of_all(path).iterdir():
         if folder not in kept:
-            # Mode "ab" creates a missing lock file, because a process may have been killed before it made the file.
+            # Mode "ab" creates the lock file if a process was killed before it made the file.
             with contextlib.suppress(OSError), open(folder / LOCK, "ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder)

@@ -45,9 +45,9 @@ from torch.utils.data import (
 from ._draws import PLACES, Checksums, checksums
 from ._random_numbers import OwnRandomNumbers
 
-State = dict[str, Any]  # the state of a prepared loader: numbers by their names, or None for a number that is not known
+State = dict[str, Any]  # the state of a prepared loader: maps names to numbers, or to None if a number is not known
 logger = logging.getLogger("nn_parallel")
-# These samplers draw all random numbers when an iteration begins, so later draws need no `OwnRandomNumbers`.
+# These samplers draw all random numbers when an iteration begins, so only the first draw needs `OwnRandomNumbers`.
 DRAW_AT_ONCE = {SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, range, list, tuple}
 
 
@@ -59,8 +59,8 @@ class Share:
         rank: the rank.
         world_size: the number of ranks.
         together: the number of samples in a round, that is, in the batches of all ranks together.
-        pad: whether to repeat the first samples of the epoch at its end, so that all ranks have equally many samples.
-        drop: whether to leave out the last samples of the epoch, so that all ranks have equally many samples.
+        pad: if True, the first samples of the epoch are repeated at its end, so that all ranks have equally many.
+        drop: if True, the last samples of the epoch are left out, so that all ranks have equally many.
     """
 
     rank: int
@@ -72,15 +72,16 @@ class Share:
     def batches(self, draw: Callable[[], list[Any]], first: list[Any]) -> Iterator[list[Any]]:
         """Yield the part of this rank from each round.
 
-        A round is drawn only when its batch is asked for. There is one exception: if every sample must be on exactly
-        one rank (neither ``pad`` nor ``drop``), the next round is drawn as well. If that round is too small to give
-        each rank a sample, its samples are added to the batches of the present round, so that all ranks have equally
-        many batches.
+        A round is drawn only when the caller asks for its batch. There is one exception: if every sample must be on
+        exactly one rank (neither ``pad`` nor ``drop``), the next round is drawn as well. If that round is too small to
+        give each rank a sample, its samples are added to the batches of the present round, so that all ranks have
+        equally many batches.
 
         Args:
-            draw: returns the samples of the next round; fewer than `together` at the end, and then an empty list.
-            first: the first samples of the epoch, if this iteration begins later in the epoch and so does not draw
-                them. They are needed to pad the end of the epoch.
+            draw: returns the samples of the next round. At the end of the epoch it returns fewer than `together`
+                samples, and after that an empty list.
+            first: the first samples of the epoch, which are needed to pad its end, if this iteration begins later in
+                the epoch and therefore does not draw them; otherwise an empty list.
         """
         looks_ahead = not self.pad and not self.drop and self.world_size > 1
         drawn = draw()
@@ -103,9 +104,9 @@ class Share:
 
 
 class Epochs:
-    """The base class of samplers and datasets that count the epoch of a loader and the position in the epoch.
+    """The base class of samplers and datasets that count the epochs of a loader and the position in the epoch.
 
-    All ranks count alike.
+    Each rank counts for itself. A rank that only looks at a few batches stays in the same epoch as the other ranks.
     """
 
     def __init__(self, source: Any, warns: bool) -> None:
@@ -117,14 +118,14 @@ class Epochs:
 
         Args:
             source: the sampler, batch sampler or dataset of the user.
-            warns: whether to log a warning if an epoch begins again because its last iteration ended early.
+            warns: if True, log a warning when an epoch begins again because its last iteration ended early.
         """
         self.source = source
         self.iteration = 0  # the number of iterations that have begun on this rank
         self.epoch = 0  # the present epoch; the next iteration has the same epoch unless this epoch is complete
-        self.begin = 0  # the position in the epoch at which an iteration begins; not 0 after a state was loaded
+        self.begin = 0  # the position in the epoch at which the next iteration begins: 0, or that of a loaded state
         self.left_after = 0  # the number of batches that the last iteration over this epoch has handed out so far
-        self._is_complete = False  # whether the last batch of this epoch was handed out
+        self._is_complete = False  # True after the last batch of this epoch; the next iteration is of a new epoch
         self._has_warned = not warns
 
     @property
@@ -219,7 +220,7 @@ class RankSampler(Epochs, Sampler[Any]):
             seed: the seed for the order of the samples.
             pad: see `Share`.
             drop: see `Share`.
-            batch_size: the number of items of ``source`` in the batches of all ranks together.
+            batch_size: the number of items that are drawn from ``source`` to give each rank one batch.
             subset_indices: the indices of the samples in the whole dataset, if the dataset of the loader is a `Subset`.
         """
         self._seed = seed
@@ -229,8 +230,8 @@ class RankSampler(Epochs, Sampler[Any]):
         super().__init__(source, warns=type(source) is not SequentialSampler)
 
     def __getattr__(self, name: str) -> Any:
-        # While this object is made, copied or unpickled, it may lack even ``source``, and a look-up of ``source`` would
-        # call this method again without end.
+        # While this object is made, copied or unpickled, it may lack even ``source``. To look up ``source`` would then
+        # call this method again, without end.
         if name.startswith("_") or name in OWN_ATTRIBUTES:
             raise AttributeError(name)
         return getattr(self.source, name)
@@ -374,7 +375,7 @@ def even_batches(fewest: int, batch_size: int, has_any: bool) -> int:
     Args:
         fewest: the number of samples of the rank that has the fewest.
         batch_size: the batch size of one rank.
-        has_any: whether this rank has at least one sample.
+        has_any: True if this rank has at least one sample, and therefore at least one batch.
     """
     return max(math.ceil(fewest / batch_size), int(has_any))
 
@@ -382,7 +383,8 @@ def even_batches(fewest: int, batch_size: int, has_any: bool) -> int:
 class Stream(Epochs, IterableDataset[Any]):
     """An iterable dataset that yields the share of one rank of another iterable dataset, batch by batch.
 
-    Each worker of the loader shares out the samples that it draws itself, round by round.
+    Each worker process of the loader has a copy of the stream, and takes the share out of the samples that the worker
+    draws, round by round.
     """
 
     def __init__(
@@ -412,8 +414,8 @@ class Stream(Epochs, IterableDataset[Any]):
         self._batch_size = loader["batch_size"]
         self._num_workers = loader["num_workers"]
         self._share = Share(rank, world_size, (self._batch_size or 1) * world_size, pad, drop)
-        # Memory that this process shares with the workers. It holds the epoch and the seed, which the workers read, and
-        # then the `Checksums`, which the first worker writes.
+        # This process shares the memory of this tensor with the workers. The tensor holds the epoch and the seed, which
+        # the workers read, and then the `Checksums`, which the first worker writes.
         numbers = [0, seed % 2**63, 0, *[0] * (2 * PLACES)]
         self._shared = torch.tensor(numbers).share_memory_()  # type: ignore[no-untyped-call]
         super().__init__(source, warns=False)  # many streams have no end, so leaving an epoch early is no mistake
@@ -427,7 +429,7 @@ class Stream(Epochs, IterableDataset[Any]):
         self._shared[2:] = 0
 
     def first_checksums(self) -> Checksums:
-        """Return the checksums of the first samples of this iteration; empty until the first worker has drawn."""
+        """Return the checksums of the first samples of this iteration; all 0 until the first worker has drawn."""
         count, *sums = self._shared[2:].tolist()
         return Checksums(count, sums[:PLACES], sums[PLACES:])
 
@@ -523,6 +525,6 @@ def _draws_at_once(source: Any) -> bool:
 
 
 def generator_of(source: Any) -> torch.Generator | None:
-    """Return the random generator of a sampler, or of the sampler in a batch sampler, or None if it has none."""
+    """Return the random generator of a sampler, or of the sampler in a batch sampler, or None if there is none."""
     own = getattr(source, "generator", None) or getattr(getattr(source, "sampler", None), "generator", None)
     return own if isinstance(own, torch.Generator) else None

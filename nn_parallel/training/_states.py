@@ -4,9 +4,11 @@ A saved state does not depend on how the model was trained. It has no names of w
 DDP puts before each name. Unless the checkpoint is sharded, each tensor in it is whole. So a checkpoint can be loaded
 into a model that is wrapped or sharded in another way.
 
-When a state is loaded, its tensors are sharded and its names are changed as the target needs them. Nothing else is
-checked or changed here: the ``load_state_dict`` of the target decides what it accepts, with its own hooks and its own
-migrations of old states.
+A *target* is an object into which a state is loaded. Before that, the tensors of the state are sharded and its names
+are changed as the target needs them. Nothing else is checked or changed here: the ``load_state_dict`` of the target
+decides which states it accepts, with its own hooks and its own migrations of old states.
+
+A *stand-in* is the placeholder of a sharded tensor in a checkpoint, as `_shards` explains.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def saved_state(name: str, value: Any, take: TakeSharded) -> Any:
     Args:
         name: the name of the value in the checkpoint.
         value: an object with a ``state_dict``, or a value that is saved as it is.
-        take: is called with the path of each sharded tensor and with the tensor, and returns the replacement for it.
+        take: a function that is called with the path of each sharded tensor and with the tensor. The result of the
+            function is saved instead of the tensor.
     """
     if isinstance(value, nn.Module):
         value = unwrap_model(value)
@@ -61,8 +64,8 @@ def saved_state(name: str, value: Any, take: TakeSharded) -> Any:
 def loadable(name: str, target: Any, saved: Mapping[str, Any], shards: Shards) -> Any:
     """Return the saved state called ``name`` in the form that ``target.load_state_dict`` needs.
 
-    Its tensors are sharded in the same way as the tensors of the target. Tensors that were saved sharded are empty
-    until ``shards`` has read them.
+    The tensors of the result are sharded in the same way as the tensors of the target. Tensors that were saved sharded
+    are empty until `Shards.read` fills them.
 
     Raises:
         TypeError: ``target`` has no ``load_state_dict``.
@@ -86,7 +89,7 @@ def loadable(name: str, target: Any, saved: Mapping[str, Any], shards: Shards) -
 def copied_state(state: Any, shards: Shards) -> Any:
     """Return ``state`` with its tensors copied, because the originals are mapped from the file.
 
-    Tensors that were saved sharded are empty until ``shards`` has read them.
+    Tensors that were saved sharded are empty until `Shards.read` fills them.
     """
     return _mapped(state, "", lambda _, leaf: _placed(leaf, None, shards))
 
@@ -133,8 +136,8 @@ def _under_own_names(state: Mapping[str, Any], model: nn.Module, own: Mapping[st
 
     Args:
         state: the saved state.
-        model: the model that is to load it.
-        own: the state of the model, for its keys.
+        model: the model into which the state will be loaded.
+        own: the present state of the model, of which only the keys are used.
     """
     renamed = OrderedDict(state)
     versions = getattr(state, "_metadata", None)
@@ -174,7 +177,7 @@ def _bare(key: str) -> str:
 def _of_optimizer(optimizer: Optimizer, state: Mapping[str, Any], shards: Shards) -> dict[str, Any]:
     numbers = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
     parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    parameter_of = dict(zip(numbers, parameters, strict=False))  # if the lengths differ, load_state_dict raises
+    parameter_of = dict(zip(numbers, parameters, strict=False))  # if the lengths differ, load_state_dict will raise
 
     def placed(number: Any, values: Any) -> Any:
         return _mapped(values, "", lambda _, leaf: _placed(leaf, parameter_of.get(number), shards))
@@ -208,7 +211,7 @@ def _mapped(value: Any, path: str, change: Callable[[str, Any], Any]) -> Any:
         return value
     if isinstance(value, tuple):
         return tuple(changed.get(index, part) for index, part in items)
-    copied = copy.copy(value)  # keeps the attributes of a dict, such as the versions of modules
+    copied = copy.copy(value)  # `copy.copy` keeps the attributes of a dict, such as the versions of modules
     for key, part in changed.items():
         copied[key] = part
     return copied
@@ -220,8 +223,8 @@ def _placed(value: Any, wanted: Any, shards: Shards, *, copies: bool = True) -> 
     Args:
         value: the value. Only tensors are changed.
         wanted: the tensor of the target. If it is not sharded or has another shape, the value is not sharded.
-        shards: the object whose `Shards.place` returns the empty tensor for a stand-in.
-        copies: whether to copy a tensor that is not sharded, so that it does not depend on the file.
+        shards: the sharded tensors of the checkpoint. `Shards.place` returns the tensor that replaces a stand-in.
+        copies: if True, a tensor that will not be sharded is copied, so that the result does not depend on the file.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -233,4 +236,4 @@ def _placed(value: Any, wanted: Any, shards: Shards, *, copies: bool = True) -> 
 
     # With ``src_data_rank=None`` each rank cuts its part out of its own copy, and nothing is sent.
     part = distribute_tensor(value, wanted.device_mesh, wanted.placements, src_data_rank=None)
-    return part.clone()  # in older versions of torch it is a view, which would keep all of ``value`` in memory
+    return part.clone()  # in older versions of torch ``part`` is a view, which would keep ``value`` in memory

@@ -50,7 +50,7 @@ def _moved(part: Any, device: torch.device) -> Any:
 
 
 def _moved_by_itself(part: Any, device: torch.device) -> Any:
-    """Return ``part`` moved with its own method ``to``, and without waiting if the method accepts ``non_blocking``."""
+    """Return ``part`` moved with its own method ``to``, without waiting if ``to`` has a parameter ``non_blocking``."""
     try:
         parameters = inspect.signature(part.to).parameters.values()
     except (TypeError, ValueError):  # the method is written in C and has no signature
@@ -64,7 +64,7 @@ def _moved_by_itself(part: Any, device: torch.device) -> Any:
 
 def _mapping(part: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     if isinstance(part, dict):
-        moved = copy.copy(part)  # keeps the attributes of its type, such as the default of a defaultdict
+        moved = copy.copy(part)  # keeps the attributes of ``part``, such as the default of a defaultdict
         for key, value in values.items():
             if value is not part[key]:
                 moved[key] = value

@@ -30,9 +30,9 @@ def find_batch_size(fn: Callable[[int], object], start: int) -> int:
     a new process group.
 
     Args:
-        fn: makes a training step. Its argument is the batch size of one rank. ``fn`` itself must make everything that
-            depends on a process group, above all DDP models, because each try may have a new group. Objects that it
-            stores in variables outside of it stay allocated.
+        fn: a function that runs one training step. Its argument is the batch size of one rank. ``fn`` itself must make
+            everything that depends on a process group, above all DDP models, because each try may have a new group.
+            Objects that ``fn`` stores in variables outside of ``fn`` stay allocated.
         start: the first size to try.
 
     Returns:

@@ -33,7 +33,7 @@ from ._states import copied_state, load, loadable, saved_state
 from .collectives import all_gather_object, all_ranks
 from .model import unwrap_model
 
-# The keys that `save_checkpoint` adds to those of the user.
+# The keys that `save_checkpoint` adds to the names of the user's values.
 RANDOM_STATES = "random_states"  # the states of the random numbers of all ranks
 FOLDER = "shards_folder"  # the path of the folder with the shards, relative to the folder of the file
 logger = logging.getLogger("nn_parallel")
@@ -50,14 +50,15 @@ def save_checkpoint(
 
     Args:
         path: the file. `torch.load` can read it with ``weights_only=True``, as a dict with the names in ``state``.
-        keep: the number of checkpoints to keep. They are the new one, and the previous ones as ``last.1.pt`` (the
-            latest), ``last.2.pt``, and so on.
-        sharded: whether each rank writes its own shards of sharded models and of their optimizers, so that no rank ever
-            holds a whole model. `torch.distributed.checkpoint` writes the shards into a folder ``last.pt.shards``
+        keep: the number of checkpoints to keep: the new one, and previous ones as ``last.1.pt`` (the most recent of
+            them), ``last.2.pt``, and so on.
+        sharded: if True, each rank writes its own shards of sharded models and of their optimizers, so that no rank
+            ever holds a whole model. `torch.distributed.checkpoint` writes the shards into a folder ``last.pt.shards``
             beside the file. To save and to load, all ranks must reach this folder, for example on a shared file system.
-        asynchronous: whether to return as soon as the state is copied into the memory of the CPU. A thread then writes
-            the checkpoint while training goes on; until it has finished, the previous checkpoint stays at ``path``. The
-            next `save_checkpoint` or `load_checkpoint` waits for the thread, and raises its errors on every rank.
+        asynchronous: if True, return as soon as the state is copied into the memory of the CPU. A thread then writes
+            the checkpoint while training goes on. Until the thread has finished, the previous checkpoint stays at
+            ``path``. The next `save_checkpoint` or `load_checkpoint` waits for the thread, and raises the errors of the
+            thread on every rank.
             `cleanup_ddp`, the end of the process and the end of a task of a pool wait for the thread too; at the end of
             the process, errors are logged. To write sharded tensors, the thread needs the process group. So if ranks
             fail together while the thread runs, the checkpoint is given up. Call `cleanup_ddp` before your own code
@@ -137,8 +138,9 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
     Args:
         path: the file. Code in the file, or in the shards beside it, is not executed.
         targets: the objects to load into, under the names that were given to `save_checkpoint`. They are loaded in this
-            order. The ``load_state_dict`` of each target decides what it accepts, with its hooks and its migrations of
-            old states. If one of them raises on any rank, the targets stay as torch has left them.
+            order. The ``load_state_dict`` of each target decides which states the target accepts, with the target's
+            hooks and migrations of old states. If a ``load_state_dict`` raises on any rank, the targets stay as torch
+            has left them.
 
     Returns:
         The saved values that are not in ``targets``, under their names.
@@ -178,7 +180,7 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
 
     with block("load_checkpoint()"):
         problem = _problem_of(read) or _problem_of(load_all)
-    if problem is not None:  # not raised in the block, because that would close the process group
+    if problem is not None:  # raised after the block, because an error in a block closes the process group
         raise ValueError(f"{path} does not fit: {problem}") from problem.__cause__
     if targets and all(isinstance(target, nn.Module) for target in targets.values()):
         return rest
@@ -193,9 +195,10 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
 
 
 def _problem_of(step: Callable[[], None]) -> Exception | None:
-    """Call ``step`` on every rank, and return an error that ``step`` has raised on this or another rank.
+    """Call ``step``, and return an error that ``step`` has raised on this or on another rank.
 
-    Every rank calls this function. It returns the error of this rank if there is one, or None if no rank has an error.
+    Every rank calls this function, so that all ranks learn of the error. If ``step`` has raised on this rank, the
+    result is the error of this rank. If no rank has an error, the result is None.
     """
     own: Exception | None = None
     try:
@@ -207,7 +210,7 @@ def _problem_of(step: Callable[[], None]) -> Exception | None:
 
 
 def _write_file(path: Path, write: Callable[[IO[bytes]], object], keep: int, folder: Path | None) -> None:
-    """Write the file at ``path``. If there are shards, their ``folder`` is flushed to the disk first."""
+    """Write the file at ``path``. If there are shards, first flush their ``folder``, to which the file refers."""
     if folder is not None:
         sync_directory(folder)
         sync_directory(folder.parent)
@@ -244,7 +247,7 @@ def _read_on_all(path: Path) -> dict[str, Any]:
         nonlocal saved
         try:
             saved, identity = read_checkpoint(path)
-        except (OSError, ValueError) as error:  # returned, so that all ranks raise this error and not a RankError
+        except (OSError, ValueError) as error:  # returned, because `on_rank_0` turns a raised error into a RankError
             return error
         return identity
 

@@ -1,4 +1,4 @@
-"""Collectives on objects, tensors and metrics, made of torch's own collectives.
+"""Collectives on objects, tensors and metrics, built on torch's own collectives.
 
 If the ranks give tensors of different shapes to a collective of torch, the result may be wrong, or the ranks may wait
 for ever. So for metrics and tensors each rank first sends a description of its call to all ranks (`gather_alike`). If
@@ -156,7 +156,7 @@ def all_gather_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = No
         predictions = all_gather_tensor(model(x).argmax(dim=1))  # 7 samples on one rank, 6 on another: shape (13,)
     """
     problem = _why_not_gathered(tensor)
-    # Only the bytes of a tensor are sent. So the flag of a conjugate or negative view is applied to its numbers first.
+    # Only bytes are sent, without the flag of a conjugate or negative view. So apply the flag to the numbers first.
     own = torch.empty(0) if problem else tensor.detach().resolve_conj().resolve_neg()
     own = own if own.dim() else own[None]
     if initialize_ddp().world_size == 1 and not problem:
@@ -187,16 +187,17 @@ def _why_not_gathered(tensor: Any) -> str:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the numbers of ``tensor``, which may have any dtype, as a tensor of bytes of shape (count,).
 
-    If ``tensor`` is contiguous, the result is a view of it.
+    If ``tensor`` is contiguous, the result is a view of ``tensor``.
     """
-    # A contiguous tensor of one element may have any stride, and torch cannot view that as bytes.
+    # A contiguous tensor of one element may have any stride, but torch views only a tensor of stride 1 as bytes.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def can_gather(device_types: set[str], backends: str) -> bool:
     """Return whether the tensors can be gathered on their devices, without a copy to the CPU.
 
-    They cannot if the backend for these devices is gloo, because gloo itself copies tensors to the CPU.
+    The tensors cannot be gathered there if the backend for these devices is gloo, because gloo itself copies tensors to
+    the CPU, or if the ranks have their tensors on devices of different types.
 
     Args:
         device_types: the types of the devices on which the ranks have their tensors.
@@ -215,7 +216,8 @@ def gather_alike(
 ) -> tuple[list[list[Any]], list[float]]:
     """Check that all ranks make the same call, and return the ``values`` and the weight of each rank in rank order.
 
-    All ranks of ``group`` call this function. If one rank has a problem, every rank raises an error that names it.
+    All ranks of ``group`` call this function. If one rank has a problem, every rank raises an error that names this
+    rank and its problem.
 
     Args:
         values: plain numbers and strings.
@@ -252,18 +254,18 @@ def gather_alike(
 
 
 def _message_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device for a tensor that is sent to ``group``: the CPU if the group has a backend for it."""
+    """Return the device for a tensor that is sent to ``group``: the CPU if the group has a backend for the CPU."""
     on_cpu = "cpu" in dist.get_backend_config(group)
     return torch.device("cpu") if on_cpu else current_world().device
 
 
 def _number(value: Any) -> float:
-    """Return a metric as an int or float of Python.
+    """Return a metric as a Python int or float.
 
     Raises:
         ValueError: the metric is not one number.
     """
-    size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)  # an array of NumPy
+    size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)  # for NumPy
     plain = value.item() if size == 1 else value
     if isinstance(plain, numbers.Real):
         return int(plain) if isinstance(plain, numbers.Integral) else float(plain)

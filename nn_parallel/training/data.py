@@ -1,8 +1,8 @@
 """`prepare_dataloader`: a `DataLoader` whose samples are shared out between the ranks.
 
-The prepared loader is a copy of the user's loader. Its class is derived from the class of that loader, so all its
-methods and options stay. For a dataset with a length, only its sampler is replaced; for an iterable dataset, torch gets
-another dataset while it makes an iterator. `_shares` explains how samples are shared out.
+The prepared loader is a copy of the user's loader. Its class is derived from the class of that loader, so all methods
+and options of the user's loader stay. For a dataset with a length, only the sampler is replaced. An iterable dataset is
+replaced too, but only while torch makes an iterator. `_shares` explains how samples are shared out.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def prepare_dataloader(
     **Order.** All ranks draw all samples with the sampler of ``loader`` and the same random numbers. Each rank takes
     every ``world_size``-th sample. If the batch sampler is not torch's own, each rank takes every ``world_size``-th
     batch. The order depends only on the seed and the epoch, and not on the number of ranks. The sampler is asked only
-    for the samples that the next batches of all ranks need. With several ranks and ``pad=False`` it is also asked for
-    the batches after them, because the rank must know which batches are the last ones.
+    for the samples that the next batches of all ranks need. With several ranks and ``pad=False`` the sampler is also
+    asked for the samples of the batches after these, because the rank must know which batches are the last ones.
 
     **Iterable datasets.** Each rank draws all samples of the dataset and takes every ``world_size``-th one. The random
     numbers of Python, NumPy and torch are the same on all ranks while the dataset draws. If the dataset has random
@@ -98,8 +98,8 @@ def prepare_dataloader(
         seed: the seed of the order. If None, the seed is drawn from the generator of ``loader`` if it has one, or else
             from the random numbers of torch, which `seed_everything` and ``torch.manual_seed`` set. The seed of rank 0
             is used.
-        to_device: whether to move the batches to the device of this rank. Tensors in mappings, sequences, dataclasses
-            and namespaces are moved, and every object that has a method ``to``. If the loader has ``pin_memory``, the
+        to_device: if True, the batches are moved to the device of this rank: tensors, also in mappings, sequences,
+            dataclasses and namespaces, and every object that has a method ``to``. If the loader has ``pin_memory``, the
             copy goes on while the loop continues.
 
     Raises:
@@ -180,12 +180,12 @@ def _of_stream(
 
 
 def _batch_sampler(loader: DataLoader[Any]) -> tuple[Any, bool]:
-    """Return the batch sampler of one epoch of ``loader``, and whether ``loader`` has an endless iterator of its own.
+    """Return the batch sampler that makes one epoch of ``loader``, and True if ``loader`` has an endless iterator.
 
     Some loaders keep their workers alive with one iterator that never ends: timm's MultiEpochsDataLoader, ultralytics'
-    InfiniteDataLoader, DomainBed's FastDataLoader. Their batch sampler repeats another batch sampler, which makes the
-    batches of one epoch. For such a loader that other batch sampler is returned. The prepared loader then iterates as
-    torch's own class does.
+    InfiniteDataLoader, DomainBed's FastDataLoader. The batch sampler of such a loader repeats another batch sampler,
+    which makes the batches of one epoch. This function returns that other batch sampler, and the prepared loader then
+    iterates as torch's own class does.
     """
     batches: Any = loader.batch_sampler
     repeated = getattr(batches, "sampler", None)
@@ -228,8 +228,8 @@ def _check_drop_last(drops: bool, pad: bool) -> None:
 def _agree(source: Any, given: int | None) -> tuple[int, LoaderId | None]:
     """Return the seed of the order and the identity of the loader, as rank 0 chooses them. All ranks call this.
 
-    The seed is ``given``, or a random number if ``given`` is None. The seed of rank 0 is used on all ranks, because
-    their random numbers differ after `seed_everything`.
+    The seed is ``given``, or a random number if ``given`` is None. The seed of rank 0 is used on all ranks, because the
+    random numbers of the ranks differ after `seed_everything`.
     """
     blocks = blocks_of(rank_context())
     # Every rank draws a seed, so that the random numbers of all ranks advance alike, although only rank 0's is used.
@@ -244,12 +244,13 @@ def _agree(source: Any, given: int | None) -> tuple[int, LoaderId | None]:
 def _seed_of(source: Any) -> int:
     """Return a seed for the order, drawn from the generator of ``source`` or else from torch's default generator.
 
-    The seed is random, so that two loaders have different orders.
+    The seed is random, so that two loaders have different orders. For a `SequentialSampler`, which draws no random
+    numbers, the seed is 0.
     """
     if type(source) is SequentialSampler:
         return 0
     generator = generator_of(source) or torch.default_generator
-    return int(torch.randint(2**62, (), generator=generator))  # the epoch is added to it
+    return int(torch.randint(2**62, (), generator=generator))  # the number of the epoch will be added
 
 
 def _prepared(
@@ -265,15 +266,15 @@ def _prepared(
         loader: the user's loader.
         share: the sampler or dataset that draws the share.
         loader_id: identifies the loader when the ranks compare their draws; None if they do not compare them.
-        to_device: whether to move the batches to the device of this rank.
+        to_device: if True, the prepared loader moves the batches to the device of this rank.
         replaced: attributes that replace those of the loader only while torch makes an iterator. At any other time the
             user still sees the loader's own attributes.
     """
     world = current_world()
     prepared: Any = copy.copy(loader)
-    # `DataLoader.__setattr__` refuses some attributes after the loader has been made, so it is bypassed.
+    # `DataLoader.__setattr__` refuses some attributes after the loader has been made, so this method is bypassed.
     object.__setattr__(prepared, "__class__", _prepared_class(type(loader)))
-    vars(prepared).update(dict.fromkeys([*_iterators_in(loader), "_iterator"]))  # they belong to the user's loader
+    vars(prepared).update(dict.fromkeys([*_iterators_in(loader), "_iterator"]))  # the iterators are the user's
     if loader.generator is not None and world.world_size > 1:  # torch draws the seeds of the workers from it
         replaced["generator"] = torch.Generator().manual_seed(loader.generator.initial_seed() + world.rank)
     vars(prepared).update(
@@ -287,16 +288,16 @@ def _prepared(
 
 
 class PreparedLoader(DataLoader[T]):
-    """A loader that hands out the share of one rank, on its device, and counts the batches.
+    """A loader that hands out the share of one rank, on the device of this rank, and counts the batches.
 
-    Its attributes are those of the loader from which it was made, except the sampler of a dataset with a length.
+    The attributes are those of the user's loader, except the sampler and batch sampler of a dataset with a length.
     """
 
     _share: RankSampler | Stream
     _loader_id: LoaderId | None
     _device: torch.device | None
     _replaced: dict[str, Any]
-    _is_plain: bool  # whether to iterate as `DataLoader` does, and not as the class of the user's loader does
+    _is_plain: bool  # if True, iterate as `DataLoader` does, because the user's loader has an endless iterator
 
     def __iter__(self) -> Any:  # `DataLoader` declares its own private class as the type
         self._share.begin_iteration()
@@ -331,15 +332,15 @@ class PreparedLoader(DataLoader[T]):
     def _get_iterator(self) -> Any:
         """Return a new iterator of torch.
 
-        Torch and classes derived from `DataLoader` call this method for each iterator. So this is the place to give
-        torch the replaced attributes.
+        Torch and classes derived from `DataLoader` call this method for each iterator. The attributes in ``_replaced``
+        are set only during this call, because torch reads them when it makes an iterator.
         """
         replaced = dict(self._replaced)
         init = WorkerInit(self.worker_init_fn, is_stream=isinstance(self._share, Stream)) if self.num_workers else None
         if init is not None:
             replaced["worker_init_fn"] = init
         own = {name: vars(self)[name] for name in replaced}
-        vars(self).update(replaced)  # bypasses `DataLoader.__setattr__`, which would refuse them
+        vars(self).update(replaced)  # bypasses `DataLoader.__setattr__`, which would refuse these attributes
         try:
             iterator = super()._get_iterator()
         finally:
@@ -359,12 +360,12 @@ def _prepared_class(kind: type[DataLoader[T]]) -> type[PreparedLoader[T]]:
 
 
 def _unmade(kind: type[DataLoader[T]]) -> PreparedLoader[T]:
-    """Return a prepared loader without attributes. Unpickling sets them afterwards."""
+    """Return a prepared loader without attributes. Unpickling calls this function, and then sets the attributes."""
     return object.__new__(_prepared_class(kind))
 
 
 class _Batches(Iterator[T]):
-    """The batches of one iteration.
+    """The iterator of one iteration over a prepared loader.
 
     It counts the batches that the user has received. The sampler cannot count them, because workers draw ahead.
     """
@@ -394,7 +395,7 @@ class _Batches(Iterator[T]):
         self._taken = 0
         self._epoch = 0
         self._is_checked = loader_id is None
-        self._rest: list[T] = []  # the second part of a batch that is handed out in two parts
+        self._rest: list[T] = []  # the second of the `Parts` of a batch, until it is handed out
 
     def __next__(self) -> T:
         if self._rest:
@@ -437,7 +438,7 @@ class _Batches(Iterator[T]):
 
 
 class Parts(NamedTuple):
-    """A batch that could not be collated as one batch, and is handed out as two."""
+    """Two batches that are handed out in the place of one, because their samples could not be collated together."""
 
     first: Any  # all samples but the last
     last: Any  # the last sample
@@ -445,7 +446,7 @@ class Parts(NamedTuple):
 
 @dataclass
 class EvenCollate:
-    """The ``collate_fn`` of a loader in which the last batch may have one sample more than the batch size."""
+    """The ``collate_fn`` of a loader with ``pad=False``, whose last batch may have one sample more than the others."""
 
     collate: Callable[[list[Any]], Any]
     batch_size: int

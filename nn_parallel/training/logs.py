@@ -14,7 +14,7 @@ def setup_logging(level: int | str = "INFO") -> None:
     """Log to stderr: rank 0 from ``level`` up, the other ranks from ``WARNING`` up.
 
     Each line begins with the rank, as in ``[rank 1]``, unless there is only one rank. The function adds a handler to
-    the root logger. Handlers of the program stay as they are. If the function is called again, its handler is replaced.
+    the root logger. Handlers of the program stay as they are. A second call replaces the handler of the first call.
 
     Args:
         level: a level of `logging`, by name or number.
@@ -39,7 +39,7 @@ def setup_logging(level: int | str = "INFO") -> None:
 
 
 class _RankHandler(logging.StreamHandler):  # type: ignore[type-arg]  # the type of sys.stderr is not known
-    """The handler of `setup_logging`, which a second call recognizes by this type and replaces."""
+    """The handler that `setup_logging` adds. A second call recognizes this type, and replaces the handler."""
 
 
 def _prepare_for_rank(record: logging.LogRecord) -> bool:

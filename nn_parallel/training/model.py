@@ -29,8 +29,8 @@ from .collectives import as_bytes, gather_alike
 STRATEGIES = ("ddp", "fsdp", "dp", "none")
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
 WRAPPERS = (DistributedDataParallel, DataParallel)
-# Dtypes that gloo or NCCL does not support. Tensors of these dtypes can be copied to other ranks as bytes, but DDP does
-# not copy them in this way, and would raise.
+# Dtypes that gloo or NCCL does not support. Tensors of these dtypes could be sent to other ranks as bytes. DDP does not
+# do this, and raises an exception instead.
 NOT_SENT = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
 NOT_SENT |= {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
 logger = logging.getLogger("nn_parallel")
@@ -51,22 +51,22 @@ def prepare_model(
     Args:
         model: the model.
         strategy: With ``"ddp"``, each rank has a copy of the model (`DistributedDataParallel`). With ``"fsdp"``, each
-            rank holds a shard of every parameter (`fully_shard`), and each repeated block of the model is a unit of its
-            own. With ``"dp"``, one process uses all its accelerators (`nn.DataParallel`). With ``"none"``, the model is
-            moved but not wrapped.
-        sync_batchnorm: whether batch norm uses the statistics of all ranks, with torch's `SyncBatchNorm`. This has an
-            effect only on accelerators.
-        compression: the compression of gradients when they are sent, with torch's hooks for DDP: ``"fp16"``, ``"bf16"``
-            or ``"powersgd"``.
+            rank holds a shard of every parameter (`fully_shard`). Each repeated block of the model, such as a layer of
+            a transformer, is then an FSDP unit of its own. With ``"dp"``, one process uses all its accelerators
+            (`nn.DataParallel`). With ``"none"``, the model is moved but not wrapped.
+        sync_batchnorm: if True, batch norm uses the statistics of all ranks, through torch's `SyncBatchNorm`. This has
+            an effect only on accelerators.
+        compression: the compression of gradients when they are sent, through a communication hook of torch for DDP:
+            ``"fp16"``, ``"bf16"`` or ``"powersgd"``.
         options: options of `DistributedDataParallel`, such as ``find_unused_parameters=True``, or of `fully_shard`,
             such as ``mp_policy``, ``reshard_after_forward`` and ``offload_policy``.
 
     Returns:
         The model to call. `unwrap_model` returns the model inside. Except with ``strategy="none"``, all ranks now have
         the parameters and buffers of rank 0. A model with nothing to train is not wrapped. If a part of such a model is
-        unfrozen later, calling the model with gradients raises RuntimeError: prepare it again then. Gloo or NCCL does
-        not support some dtypes: int16, unsigned integers from 16 bits on, and float8. Buffers and frozen parameters of
-        these dtypes are copied from rank 0 now, but not again in each forward.
+        unfrozen later, calling the model with gradients raises RuntimeError; then prepare the model again. Gloo or NCCL
+        does not support some dtypes: int16, unsigned integers from 16 bits on, and float8. Buffers and frozen
+        parameters of these dtypes are copied from rank 0 now, but not again in each forward.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -76,7 +76,7 @@ def prepare_model(
     Example::
 
         model = prepare_model(nn.Linear(4, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # made after it: "fsdp" replaces the parameters
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # after prepare_model(): "fsdp" replaces parameters
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepare_model() takes a torch.nn.Module, not {model!r}: call a class or function first.")
@@ -107,7 +107,7 @@ def prepare_model(
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     with block("prepare_model()"):
         model = model.to(world.device)
-        if strategy == "fsdp" or not is_trained:  # otherwise DDP copies the parameters of rank 0
+        if strategy == "fsdp" or not is_trained:  # in the other cases, DDP itself copies from rank 0
             _broadcast(itertools.chain(model.parameters(), model.buffers()))
         if strategy == "fsdp":
             return _shard(model, options)
@@ -138,9 +138,10 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def accumulate(model: nn.Module, step: int, every: int, *, last: bool = False) -> Iterator[bool]:
-    """Make a block for forward and backward of one micro-step. Gradients are sent once in ``every`` micro-steps.
+    """Make a block for one micro-step, the forward and backward of one batch.
 
-    The gradients of the micro-steps add up. So divide each loss by the number of micro-steps between two steps of the
+    The optimizer makes one step for ``every`` micro-steps, and gradients are sent only in the last of these. The
+    gradients of the micro-steps add up. So divide each loss by the number of micro-steps between two steps of the
     optimizer, which is ``every``, or less at the end of an epoch. With ``strategy="fsdp"`` gradients are sent in each
     micro-step, because gradients that are not sent would need the memory of a whole model on every rank.
 
@@ -148,8 +149,8 @@ def accumulate(model: nn.Module, step: int, every: int, *, last: bool = False) -
         model: the prepared model.
         step: the number of the micro-step, from 0.
         every: the number of micro-steps for one step of the optimizer.
-        last: whether this is the last micro-step of the epoch. Gradients are then sent even if there were fewer than
-            ``every`` micro-steps.
+        last: True for the last micro-step of the epoch. Gradients are then sent even if there were fewer than ``every``
+            micro-steps.
 
     Yields:
         True if gradients are sent in this micro-step, so that the optimizer makes its step after the block.
@@ -180,8 +181,9 @@ def seed_everything(seed: int, *, per_rank: bool = True) -> int:
 
     Args:
         seed: the seed of rank 0.
-        per_rank: whether to add the rank to ``seed``, so that augmentation and dropout are different on each rank. The
-            models are alike nevertheless, because DDP sends the parameters of rank 0 to all ranks.
+        per_rank: if True, add the rank to ``seed``, so that augmentation and dropout are different on each rank. The
+            models are alike nevertheless, because DDP sends the parameters of rank 0 to all ranks. If False, all ranks
+            have the same seed.
 
     Returns:
         The seed of this rank.
@@ -213,8 +215,8 @@ def average_parameters(
         group: the ranks that take part; all ranks if None.
 
     Raises:
-        ValueError: on every rank: the models differ in shape; they are sharded, so that the ranks hold parts of one
-            model; a weight is not a number; or all weights are 0.
+        ValueError: on every rank: the models differ in shape; the models are sharded, so that the ranks hold parts of
+            one model; a weight is not a number; or all weights are 0.
 
     Example::
 
@@ -231,14 +233,14 @@ def average_parameters(
 def sync_buffers(model: nn.Module, *, average: bool = False) -> None:
     """Give all ranks the same buffers, in place. Every rank calls this function before an evaluation.
 
-    Buffers, such as the running statistics of batch norm, depend on the batches of each rank. A model in DDP takes the
-    buffers of rank 0 in each forward, but the model inside (`unwrap_model`) does not. So without this function each
-    rank would evaluate a different model, and not the model in the checkpoint.
+    Buffers, such as the running statistics of batch norm, depend on the batches of each rank. A DDP model takes the
+    buffers of rank 0 in each forward, but the model inside the DDP model (`unwrap_model`) does not. So without this
+    function each rank would evaluate a different model, and not the model in the checkpoint.
 
     Args:
         model: the model of this rank, wrapped or not.
-        average: whether to use the averages over the ranks. Otherwise the buffers of rank 0 are used, which
-            `save_checkpoint` saves.
+        average: if True, all ranks get the averages of the buffers over the ranks. If False, all ranks get the buffers
+            of rank 0, which `save_checkpoint` saves.
 
     Raises:
         ValueError: on every rank: the buffers to average differ in shape.
@@ -296,7 +298,7 @@ def _average(
 
 
 def _broadcast(tensors: Iterable[torch.Tensor]) -> None:
-    """Overwrite ``tensors`` with those of rank 0. They may have any dtype, because they are sent as bytes."""
+    """Overwrite ``tensors`` with those of rank 0. All dtypes are allowed, because the tensors are sent as bytes."""
     for tensor in tensors:
         numbers = tensor.detach().resolve_conj().contiguous()
         dist.broadcast(as_bytes(numbers), src=0)
@@ -304,9 +306,9 @@ def _broadcast(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _send_what_ddp_cannot(model: nn.Module) -> None:
-    """Copy from rank 0 the tensors of the dtypes in `NOT_SENT`, and make DDP ignore them.
+    """Copy from rank 0 the tensors of the dtypes in `NOT_SENT`, and make DDP ignore these tensors.
 
-    Only buffers and frozen parameters are treated in this way. For other parameters DDP must raise, because it cannot
+    Only buffers and frozen parameters are treated in this way. For other parameters DDP must raise, because DDP cannot
     average their gradients.
     """
     tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
@@ -319,9 +321,9 @@ def _send_what_ddp_cannot(model: nn.Module) -> None:
 
 
 def _raise_if_unfrozen(model: nn.Module, _: Any) -> None:
-    """Raise RuntimeError if the model now has parameters to train, because DDP does not average their gradients.
+    """Raise RuntimeError if the model now has parameters to train, because their gradients would not be averaged.
 
-    `prepare_model` adds this forward hook to a model that it does not wrap because the model has nothing to train.
+    `prepare_model` does not wrap a model that has nothing to train, but adds this forward pre-hook to the model.
     """
     if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
         raise RuntimeError(
@@ -366,7 +368,7 @@ def _shard(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    if "mesh" not in options:  # by default torch would use accelerators if the machine has any
+    if "mesh" not in options:  # by default torch would use accelerators, even if this rank uses the CPU
         world = current_world()
         options = options | {"mesh": init_device_mesh(world.device.type, (world.world_size,))}
     for part in _repeated_blocks(model):

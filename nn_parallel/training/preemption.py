@@ -36,7 +36,7 @@ def stop_requested() -> bool:
             train_step(x, y)
             if stop_requested():
                 save_checkpoint("last.pt", model=model, optimizer=optimizer, loader=loader)
-                sys.exit(os.EX_TEMPFAIL)  # 75: the job is to be started again
+                sys.exit(os.EX_TEMPFAIL)  # the exit status 75 means: start the job again
     """
     listen()
     blocks = blocks_of(join_launched_world())

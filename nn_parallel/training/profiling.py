@@ -49,8 +49,8 @@ def profile_ranks(path: str | os.PathLike[str]) -> Iterator[RankProfile]:
     """Profile a block on every rank, and write one trace of all ranks. Every rank runs the block.
 
     Args:
-        path: the file that rank 0 writes, for ui.perfetto.dev or chrome://tracing. It is compressed if its name ends in
-            ``.gz``.
+        path: the file that rank 0 writes, for ui.perfetto.dev or chrome://tracing. The file is compressed if its name
+            ends in ``.gz``.
 
     Yields:
         A `RankProfile`, which holds the results after the block has ended. Rank 0 also logs them.
@@ -72,8 +72,8 @@ def profile_ranks(path: str | os.PathLike[str]) -> Iterator[RankProfile]:
     on_rank_0(BLOCK, lambda: check_writable(target))
     profile = RankProfile()
     with block(BLOCK):
-        # Without `acc_events`, torch 2.11 warns of a second cycle. The annotation `BLOCK` marks the time of the user's
-        # block, because the profiler itself takes long to start and to stop.
+        # Without `acc_events`, torch 2.11 warns about a second profiling cycle. The annotation `BLOCK` marks the time
+        # of the user's block alone, because the profiler takes long to start and to stop.
         with torch.profiler.profile(acc_events=True) as profiler, torch.profiler.record_function(BLOCK):
             yield profile
             if world.device.type != "cpu":
@@ -104,7 +104,7 @@ def _exported(profiler: torch.profiler.profile) -> dict[str, Any]:
 
 
 def _measured(events: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the duration of the block in seconds, and the fraction of it during which a collective was under way."""
+    """Return the seconds that the block took, and the fraction of this time during which a collective was under way."""
     spans = [event for event in events if event.get("ph") == "X"]
     whole = next(event for event in spans if event["name"] == BLOCK and event["cat"] == "user_annotation")
     begin = whole["ts"]

@@ -64,9 +64,9 @@ class Job:
         pid = (self.folder / f"{rank}.ready").read_text()
         subprocess.run(self.node_of(rank).command(["kill", f"-{number}", pid]), check=True, timeout=10)
 
-    def is_left(self) -> bool:
-        """Whether anything of it runs, on nodes that are not switched off."""
-        return any(RANK[0] in line for node in self.nodes if not node.is_off for line in node.processes())
+    def left(self) -> list[str]:
+        """Return the command lines of its processes that still run, on nodes that are not switched off."""
+        return [line for node in self.nodes if not node.is_off for line in node.processes() if RANK[0] in line]
 
 
 class Fault(NamedTuple):
@@ -219,9 +219,9 @@ def test_each_side_is_told(
                 f"{rank // 2}", [seen["error"] or "goes on", seen["at"] - began, PATH.sub("tests/", match[0])]
             )
         deadline = time.monotonic() + ENDS_SOON_S
-        while job.is_left() and time.monotonic() < deadline:
+        while job.left() and time.monotonic() < deadline:
             time.sleep(0.1)  # between two looks
-        assert not job.is_left()
+        assert job.left() == []
     record(fault=fault, launcher=launcher, sides=found)
 
 
@@ -243,7 +243,7 @@ def test_three_nodes_and_eight_ranks(cause: Callable[[Job], object], tmp_path: P
             assert re.search(expected, seen["told"], re.DOTALL), (rank, seen)
             assert seen["at"] - began < (AT_ONCE_S if is_killed else GONE_WITHIN_S), (rank, seen)
         finish(job.processes, ENDS_SOON_S)
-        assert not job.is_left()
+        assert job.left() == []
 
 
 @pytest.mark.slow

@@ -10,14 +10,15 @@ with all its attributes. Three things go wrong then:
   because cloudpickle gives each class an id. A `functools.cache` is empty in each call. A mark such as
   ``MISSING = object()`` is a different object each time. Even objects that the worker could import (a lock, a registry,
   a sentinel) are copied.
-- *Hooks.* The metaclass makes an empty class first, and the attributes are set afterwards. So ``__init_subclass__`` and
-  the metaclass run a second time, on an empty class and without the keyword arguments of the class statement.
+- *Hooks.* In the worker, cloudpickle first creates an empty class with the metaclass, and then sets the attributes. So
+  the metaclass and ``__init_subclass__`` run a second time, on an empty class and without the keyword arguments of the
+  class statement.
 
 Three simpler schemes fail:
 
-- A dict of globals cannot be identified by the name of its module. attrs generates methods whose globals have no name
-  at all, so these dicts could not be distinguished.
-- A class cannot be identified by its qualified name, because one function may make many classes of that name.
+- A dict of globals cannot be identified by its ``__name__``, which is the name of a module. attrs generates methods
+  whose dicts of globals contain no ``__name__``, so these dicts could not be distinguished.
+- A class cannot be identified by its qualified name, because one function may create many classes with the same name.
 - Changes cannot be found by comparing pickles, because two pickles of equal objects may differ.
 
 So there is one rule, and every module of this package serves it:
@@ -38,30 +39,33 @@ The three modules:
   other definitions that it refers to, and the globals that its code reads, which are found in the bytecode
   (`reducer.names_in`). The record is current as long as all parts are the same objects. Changes inside a part are not
   seen, with two exceptions: functions, and the elements of the lists, dicts and sets of a class.
-- `globals` is the receiving side. A *namespace* is a dict of globals of the script. It has a key too, so functions that
-  share their globals in the script share them in a worker. A class or function that arrives again changes the existing
-  object. Each binding of a global has a number, which changes when the script binds the name to another object. As long
-  as the number is the same, the worker keeps the value to which a task has bound the name.
+- `globals` is the receiving side. A *namespace* is a dict of globals of the script. Each namespace has a key too, so
+  functions that share their globals in the script share them in a worker. A class or function that arrives again
+  changes the existing object. The *binding* of a global is the assignment of an object to its name. Each binding has a
+  number, which changes when the script assigns another object. If a task assigns an object to a global, this object
+  stays until a binding with another number arrives.
 
 One call, from the script to the worker:
 
 1. `Packer.pack(fn, args, kwargs)` checks whether the workers keep ``fn``, and whether all globals and attributes that
-   ``fn`` reaches are still the same objects. If so, the number of the kept function is sent in the place of ``fn``.
-   Arguments that are numbers, short strings and the like are then pickled directly, and the next steps are left out.
+   ``fn`` reaches are still the same objects. If so, the number of the kept function is sent instead of ``fn``. If in
+   addition all arguments are numbers, short strings and the like, they are pickled directly, and steps 2 and 3 are left
+   out.
 2. Otherwise `_CallReducer` pickles ``(fn, args, kwargs)``. For each definition and function in them it follows the
    records to all definitions and globals that the call needs. It packs definitions that are new or have changed
-   (`Packer.definition`). The workers store the pickle of a definition under the number of a `Handle`, as they store an
-   object from `put`. Each worker is sent the pickle once, before the first call that needs it.
-3. Globals that cannot change unless the script binds them to another object (numbers, modules, definitions) go into a
-   pickle before that of the call, as arguments of `globals.prepare`. Globals that are data go into the pickle of the
-   call itself, as calls of `globals.bind`. So an object that is both a global and an argument is one object in the
-   worker as well.
+   (`Packer.definition`). The script keeps a `Handle` for each object that workers store, such as the pickle of a
+   definition or an object from `put`. Each worker is sent such an object once, before the first call that needs it.
+3. Some globals change only if the script binds them to another object: their values are numbers, modules, definitions
+   and the like. These globals go into a pickle that precedes the pickle of the call, as arguments of `globals.prepare`.
+   Globals that are data go into the pickle of the call itself, as calls of `globals.bind`. So an object that is both a
+   global and an argument is one object in the worker as well.
 4. In the worker, `store_object` stores the pickles of definitions as they arrive. When the call is read, `prepare` runs
-   first: it binds the constants, makes or changes the definitions, and binds the globals that refer to them. Then the
-   call itself is unpickled, which binds the data.
+   first: it binds the globals that are constants, creates or changes the definitions, and binds the globals whose
+   values are definitions. Then the call itself is unpickled, which binds the globals that are data.
 5. `AnswerReducer` pickles the result. A definition that came from the script is pickled as its key, so the script finds
    its own object.
 
-How long things live: a record keeps its definition alive in the script, and the handle in the record keeps the copies
-in the workers. `PackedCall.alive` holds the objects to which a result may refer, until the result has been rebuilt.
+How long things live: a record keeps its definition alive in the script. The workers keep their copies as long as the
+handle in the record lives. `PackedCall.alive` holds the objects to which a result may refer, until the result has been
+rebuilt.
 """

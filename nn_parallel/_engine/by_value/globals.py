@@ -3,14 +3,15 @@
 In a worker the other process is the script, which sends calls. In the script it is a worker, which sends results.
 
 A *definition* (a class, a function with a name) has a key that is the same in every process. A call lists the
-definitions that it needs, each in a certain version. `prepare` makes the definitions that this process lacks, and
-changes a definition if this process has another version of it. `find_definition` returns a definition by its key.
+definitions that it needs, each in a certain *version*, whose pickle has arrived before the call. `prepare` creates the
+definitions that this process lacks, and changes a definition if this process has another version of the definition.
+`find_definition` returns a definition by its key.
 
 A *namespace* is one dict of globals. It has a key too, so functions that share their globals in the sending process
 share them in this process. `bind` sets a global in a namespace.
 
-Objects that this process has defined itself are found by their keys, but no pickle that arrives changes them. So
-nothing is ever written into the user's script: a result refers to the script's own classes and globals.
+Pickles that arrive can refer by key to objects that this process has defined itself, but they do not change these
+objects. So a result, which may refer to the script's own classes and globals, changes nothing in the user's script.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 from ..pickling import loads
 
 UNINTERRUPTED = True  # makes the signal handler of `interrupts` raise nothing while a line of this module runs
-Unpack = Callable[[], Any]  # returns the object that has arrived, or raises the exception that unpickling raises
+Unpack = Callable[[], Any]  # unpickles an object that has arrived, and returns the object
 
 
 class Missing:
@@ -40,17 +41,17 @@ class Missing:
 
 
 class Keys:
-    """A table of definitions and namespaces, to look up an object by its key and a key by its object.
+    """A table that maps each definition, namespace and plain `object()` to its key, and each key to its object.
 
     The table keeps no object alive, except objects that take no weak references, such as `object()`.
     """
 
     def __init__(self) -> None:
-        # Maps a key to a function that returns the object, or None if the object was deleted.
+        # Maps a key to a function that returns the object. The function returns None if the object was deleted.
         self._objects: dict[str, Callable[[], Any]] = {}
         self._keys: dict[int, str] = {}  # maps the `id` of an object to its key
         self._own = set[str]()  # the keys of objects that originate in this process
-        self.lock = threading.RLock()  # reentrant: garbage collection may call `_remove` in a thread that has the lock
+        self.lock = threading.RLock()  # reentrant, because `_remove` may be called in the thread that has the lock
 
     def add(self, obj: Any, key: str | None = None) -> str:
         """Give ``obj`` a key, and return the key.
@@ -84,14 +85,17 @@ class Keys:
         return get_object and get_object()
 
     def originates_here(self, obj: Any) -> bool:
-        """Return whether ``obj`` got its key in this process, and did not arrive from another one."""
+        """Return whether ``obj`` got its key in this process, and did not arrive from another process.
+
+        Pickles that arrive do not change an object that got its key in this process.
+        """
         return self._keys.get(id(obj)) in self._own
 
     def _remove(self, key: str, identity: int) -> None:
         """Remove the entries of a deleted object, whose `id` was ``identity``.
 
-        Entries that belong to a newer object stay, because Python may give the same `id` to a newer object, and an
-        object that arrives again gets the same key.
+        By now an entry may belong to a newer object, because Python may have given the `id` to another object, and
+        because an object that arrives again gets the same key. Such an entry stays.
         """
         with self.lock:
             if self._keys.get(identity) == key:
@@ -105,29 +109,31 @@ class Keys:
 
 
 class Namespace:
-    """A dict of globals.
+    """A dict of globals, with the bindings of these globals that were sent and received.
 
     In a receiving process it is the dict of a module, so that `pickle` and `typing.get_type_hints` find the same names
-    there as in the sending process.
+    in this module as in the module of the sending process.
 
-    To bind a global means to assign an object to its name. Each binding has a number, and there is a new number when
-    the sending process binds the name to another object.
+    To bind a global means to assign an object to its name. Each binding has a number. When the sending process binds
+    the name to another object, the new binding has another number.
     """
 
     def __init__(self, find_module: Callable[[], types.ModuleType | None], variables: dict[str, Any]) -> None:
         """Make a namespace.
 
         Args:
-            find_module: returns the module that has this dict, or None, because a namespace may outlive its module.
-            variables: the dict.
+            find_module: returns the module that has this dict; None if there is none, or if it was deleted.
+            variables: the dict of globals.
         """
         self._find_module = find_module
         self.variables = variables
-        # Maps a name to the last binding that was sent: its number, and the value or a weak reference to the value.
+        # Maps a name to the last binding that this process has sent: the number of the binding, and the value or a weak
+        # reference to the value.
         self.sent: dict[str, tuple[int, Any]] = {}
-        # Caches `_CallReducer._import_of`: maps a name to the number of a binding, and the result for this binding.
+        # The cache of `_CallReducer._import_of`. Maps a name to the number of a binding, and to the name of the module
+        # from which a worker imports the value of this binding. The latter is None if the value is sent as data.
         self.imports: dict[str, tuple[int, str | None]] = {}
-        # Maps a name to the last binding that has arrived: its number and the value.
+        # Maps a name to the last binding that this process has received: the number of the binding and the value.
         self.received: dict[str, tuple[int, Any]] = {}
 
     @property
@@ -141,16 +147,17 @@ class GlobalName(NamedTuple):
 
     namespace: Namespace
     name: str
-    is_bound_by_code: bool = False  # the code declares the name as ``global``, and assigns or deletes it
+    # Whether the code assigns or deletes the global. If so, a worker also learns if the script has not bound the name.
+    is_bound_by_code: bool = False
 
 
 class Needed(NamedTuple):
-    """An entry in the list of the definitions that a call needs; see `prepare`."""
+    """A definition that a call needs, with the version that it needs. A call brings a list of these for `prepare`."""
 
     key: str
-    version: int  # the number under which `store_object` has stored the pickle of this version
-    made_before: Sequence[str]  # the keys of definitions that must be made first: bases and metaclass of a class
-    # The globals whose value is the definition: the namespace, the name, and the number of the binding.
+    version: int  # also the number under which `store_object` has stored the pickle of this version
+    made_before: Sequence[str]  # the keys of definitions to create first: the bases and the metaclass of a class
+    # The globals whose value is the definition: for each its namespace, its name, and the number of its binding.
     bindings: Sequence[tuple[Namespace, str, int]]
 
 
@@ -159,13 +166,14 @@ class Stored:
 
     def __init__(self, unpack: Unpack) -> None:
         self.unpack = unpack
-        self.definition: Any = None  # unpickled by `find_definition`; kept here so that it lives as long as the pickle
+        # The definition that `find_definition` has unpickled; None before that. `keys` does not keep it alive.
+        self.definition: Any = None
 
     @functools.cached_property
     def object(self) -> Any:
         """The object, which the first access unpickles. Every later access returns the same object."""
         rebuilt = self.unpack()
-        del self.unpack  # otherwise the memory of the message would not be freed
+        del self.unpack  # otherwise this function would keep the memory of the message alive
         return rebuilt
 
 
@@ -176,7 +184,7 @@ class CachedFunction:
         """Hold the pickles.
 
         Args:
-            environment: the number of the environment of the script, for `adopt_environment`.
+            environment: the number of the script's environment; see `adopt_environment`.
             preparation: the pickled arguments of `prepare`.
             function: the pickled function.
         """
@@ -187,7 +195,7 @@ class CachedFunction:
         self._function: Callable[..., Any] | None = None
 
     def function(self) -> Callable[..., Any]:
-        """Return the function, after all definitions and globals to which it refers were brought up to date."""
+        """Bring all definitions and globals to which the function refers up to date, and return the function."""
         adopt_environment(self._environment)
         self._preparation = self._preparation or loads(self._pickled_preparation, ())
         prepare(*self._preparation)
@@ -200,24 +208,29 @@ class CachedFunction:
 
 
 def store_object(number: int, unpack: Unpack) -> None:
-    """Store an object that has arrived, under the ``number`` of its handle."""
+    """Store an object that has arrived, until `forget` is called.
+
+    Args:
+        number: the number of the handle that the script keeps for the object.
+        unpack: unpickles the object. It is called when the object is first needed.
+    """
     stored[number] = Stored(unpack)
 
 
 def forget(number: int) -> None:
-    """Delete a stored object, because the script has deleted its handle."""
+    """Delete a stored object, because the handle of the object no longer exists in the script."""
     stored.pop(number, None)
 
 
 def stored_object(number: int) -> Any:
-    """Return the object of a handle. A handle in the arguments of a call is pickled as a call of this function."""
+    """Return a stored object. A handle in the arguments of a call is pickled as a call of this function."""
     return stored[number].object
 
 
 def adopt_environment(number: int) -> None:
-    """Give this process the environment of the script that was stored under ``number``.
+    """Apply the script's environment variables, working directory and import path to this process.
 
-    0 is the number of the environment with which the worker has started.
+    They were stored under ``number``. The number is 0 if the worker has started with them.
     """
     global _environment
     if number != _environment:
@@ -230,10 +243,11 @@ def prepare(constants: Iterable[tuple[Namespace, str, int, Any]], needed: Sequen
 
     This function runs before the call itself is unpickled. It is called by a pickle that precedes the call, or by
     `CachedFunction.function`. By then `store_object` has stored every version that this process does not have yet.
-    Constants are bound first, because making a definition may run user code that reads them.
+    Constants are bound before the definitions are created, because creating a definition may run user code that reads
+    constants.
 
     Args:
-        constants: arguments of `bind`.
+        constants: the globals that are constants, each as the arguments of `bind`.
         needed: all definitions that the call needs.
     """
     for constant in constants:
@@ -245,10 +259,11 @@ def prepare(constants: Iterable[tuple[Namespace, str, int, Any]], needed: Sequen
 
 
 def find_definition(key: str) -> Any:
-    """Return the definition with this key. If the present call needs another version of it, make that version first.
+    """Return the definition with this key, in the version that the present call needs.
 
-    The bases of a class are made before the class. The pickle of a base may refer to the class, for example if the base
-    keeps a list of its subclasses. Then the class is made while its base is unpickled, and is no longer in `_awaited`.
+    If this process does not have this version yet, the version is unpickled first. The bases of a class are unpickled
+    before the class. But the pickle of a base may refer to the class, for example if the base keeps a list of its
+    subclasses. Then the class is created while the base is unpickled.
 
     Raises:
         LookupError: this process has no definition with this key.
@@ -256,7 +271,8 @@ def find_definition(key: str) -> Any:
     if key in _awaited:
         for earlier in _awaited[key].made_before:
             find_definition(earlier)
-    # This is done after the loop, because the loop may already have made this definition.
+    # The entry is removed after the loop and not before, because the loop may already have created this definition and
+    # removed the entry.
     needed = _awaited.pop(key, None)
     if needed is not None:
         store = stored[needed.version]
@@ -280,15 +296,15 @@ def _bind_definition(needed: Needed, made: Any) -> None:
 
 
 def is_known_to_sender(key: str | None) -> bool:
-    """Return whether a definition has come from the process that sends the calls.
+    """Return whether the definition with this key has come from the process that sends the calls.
 
-    That process can find the definition by the key, so a result need not contain the definition.
+    If so, a result contains only the key, with which that process finds its own definition.
     """
     return key in _versions
 
 
 def mark(key: str) -> object:
-    """Return the `object()` with this key. If this process has no such object yet, make it."""
+    """Return the `object()` with this key. If this process has no such object yet, create it."""
     known: object = keys.find(key)
     if known is None:
         known = object()
@@ -302,7 +318,7 @@ def mark(key: str) -> object:
 def make_function(
     key: str | None, code: types.CodeType, namespace: Namespace, name: str, cells: Sequence[types.CellType | None]
 ) -> types.FunctionType:
-    """Return the function with this key, and give it this code. `complete_function` sets the rest.
+    """Create the function with this key, or give the existing one this code. `complete_function` sets the rest.
 
     A function that originates in this process is returned unchanged.
 
@@ -329,7 +345,7 @@ def make_function(
 def complete_function(
     fn: types.FunctionType, state: tuple[dict[str, Any], dict[str, Any], dict[int, Any], Sequence[str], Any]
 ) -> None:
-    """Set the attributes, the ``__dict__`` and the closure variables of a function; import submodules that it uses.
+    """Fill a function that `make_function` has returned, and import the submodules that the function uses.
 
     The last item of ``state`` is not used. When it was unpickled, it has already bound the globals that the function
     reads.
@@ -348,7 +364,7 @@ def complete_function(
 
 
 def cell_of(fn: types.FunctionType, index: int) -> types.CellType:
-    """Return a cell of a function, for the pickle of another function that shares this cell."""
+    """Return a cell (a closure variable) of a function, for the pickle of another function that shares the cell."""
     return fn.__closure__[index]  # type: ignore[index]
 
 
@@ -364,19 +380,19 @@ def method_of(cls: type, name: str) -> Any:
 # Classes
 #
 # A class statement runs code: the body, the metaclass, `__set_name__` of the objects in the body, and
-# `__init_subclass__` of the bases. All of that has run in the script, and its effects on the class are in the class. It
-# cannot run again in this process, because Python keeps neither the body as it was nor the keyword arguments of the
-# statement. It also must not run again, because hooks have effects elsewhere. For example, they may add the class to a
-# registry.
+# `__init_subclass__` of the bases. This code has run in the script, and its effects on the class are in the class. The
+# code cannot run again in this process, because Python keeps neither the body as it was nor the keyword arguments of
+# the statement. The code also must not run again, because it may have effects outside of the class. For example, a
+# metaclass may add the class to a registry.
 #
-# So a class is copied. First a bare type of the same layout is made, because the attributes may refer to the class.
-# Then its attributes are set, without calling a method of the metaclass that is written in Python.
+# So a class is copied. First an empty class of the same layout is created, because the attributes may refer to the
+# class. Then its attributes are set, without calling a method of the metaclass that is written in Python.
 
 
 def make_class(key: str, metaclass: type, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:
-    """Return the class with this key. `set_attributes` and `complete_class` give it its attributes.
+    """Create the class with this key, or give the existing one these bases. `set_attributes` fills it.
 
-    A class that exists already gets the new bases, unless it originates in this process.
+    A class that originates in this process is returned unchanged.
     """
     known: type | None = keys.find(key)
     if known is not None:
@@ -391,7 +407,7 @@ def make_class(key: str, metaclass: type, name: str, bases: tuple[type, ...], bo
 
 
 def set_attributes(cls: type, attributes: dict[str, Any]) -> None:
-    """Set attributes of a class. A ``__setattr__`` of its metaclass, which may refuse or change them, is not called."""
+    """Set attributes of a class without calling a ``__setattr__`` of its metaclass, which may refuse to set them."""
     if not keys.originates_here(cls):
         set_natively = _native(type(cls), "__setattr__")
         for name, value in attributes.items():
@@ -399,9 +415,10 @@ def set_attributes(cls: type, attributes: dict[str, Any]) -> None:
 
 
 def complete_class(cls: type, state: tuple[Any, Sequence[str], Sequence[type]]) -> None:
-    """Delete attributes that the script's class no longer has; register virtual subclasses of an abstract class.
+    """Delete the attributes that the script's class no longer has, and register the virtual subclasses of a class.
 
-    The first item of ``state`` is not used. When it was unpickled, it has already set the attributes of the class.
+    The first item of ``state`` is not used. When it was unpickled, it has already set the attributes of the class. The
+    other items are the names of all attributes, and the virtual subclasses, which only an abstract class has.
     """
     if keys.originates_here(cls):
         return
@@ -418,23 +435,26 @@ def complete_class(cls: type, state: tuple[Any, Sequence[str], Sequence[type]]) 
 
 
 def make_member(cls: type, name: str, data_type: type, args: tuple[Any, ...]) -> Any:
-    """Return a member of an enum, in the pickle that makes or changes the enum.
+    """Return a member of an enum, or create it. Only the pickle of the enum itself calls this function.
 
-    The pickle sets the attributes of the member afterwards.
+    The pickle then sets the attributes of the member.
     """
     known = (vars(cls).get("_member_map_") or {}).get(name)
     return data_type.__new__(cls, *args) if known is None else known
 
 
 def member_of(cls: Any, name: str) -> Any:
-    """Return the member of an enum with this name. A member is pickled as a call of this function."""
+    """Return the member of an enum with this name.
+
+    In all pickles except that of the enum itself, a member is pickled as a call of this function.
+    """
     return cls._member_map_[name]
 
 
 def make_type_alias(key: str, name: str, module: str) -> Any:
-    """Return a type alias without its value, which `complete_type_alias` sets.
+    """Create a type alias whose value `complete_type_alias` sets later.
 
-    Python evaluates the expression after ``=`` only when the value is first used.
+    This is possible because Python evaluates the expression after ``=`` only when the value is first used.
     """
     names: dict[str, Any] = {"__name__": module, "value": functools.partial(_values_of_aliases.get, key)}
     exec(f"type {name} = value()", names)
@@ -450,8 +470,8 @@ def complete_type_alias(alias: Any, value: Any) -> None:
 def _native(metaclass: type, method: str) -> Callable[..., Any]:
     """Return the ``__new__`` or ``__setattr__`` that a class inherits from a base written in C, or from `abc.ABCMeta`.
 
-    Methods that are written in Python are skipped, because they may be user code. Those of `abc.ABCMeta` are written in
-    Python too, but an abstract class does not work without them.
+    A class is copied with these methods, because user code must not run. So methods that are written in Python are
+    skipped. Those of `abc.ABCMeta` are written in Python too, but an abstract class does not work without them.
     """
     for base in metaclass.__mro__:
         function = vars(base).get(method)
@@ -489,9 +509,9 @@ def make_property(kind: type[property], *functions_and_doc: Any) -> property:
 def _without_hook(name: str, classes: Iterable[type]) -> Iterator[None]:
     """Keep a hook of these classes, such as ``__init_subclass__``, from running in this thread.
 
-    The hooks have run in the script, and must not run again for a copy of the class. But Python always calls them when
-    a type is made or registered. So during this block each class has another hook, which does nothing in this thread
-    and calls the original hook in all other threads.
+    The hook has run in the script, and must not run again when the class is copied. But Python always calls the hook
+    when a class is created or registered. So during this block the hook of each class is replaced with a function that
+    does nothing in this thread, and that calls the original hook in all other threads.
     """
     thread = threading.get_ident()
     with _making_classes:
@@ -515,20 +535,21 @@ def _without_hook(name: str, classes: Iterable[type]) -> Iterator[None]:
 
 
 def namespace_of(key: str, name: str, goes_into_sys_modules: bool, module_attributes: dict[str, Any]) -> Namespace:
-    """Return the namespace with this key. If this process has no such namespace yet, make it, and a module for it.
+    """Return the namespace with this key. If this process does not have it yet, create it, and a module for it.
 
     Args:
         key: the key.
         name: the name of the module.
         goes_into_sys_modules: whether to put the module into `sys.modules` of this process, because the script has it
-            in `sys.modules` and no import finds it. For ``__main__`` the ``__main__`` of this process is used.
+            in `sys.modules` and no import finds it. If the name is ``__main__``, the module that this process already
+            has under this name is used.
         module_attributes: globals that Python sets in every module: ``__package__``, ``__file__`` and others.
     """
     namespace: Namespace | None = keys.find(key)
     if namespace is None:
         module = sys.modules.get(name) if name == "__main__" else None
         # If the script has replaced its ``__main__``, the ``__main__`` of this process is already the copy of the
-        # script's earlier ``__main__``.
+        # script's earlier ``__main__``, so another module is created.
         is_taken = module is not None and id(vars(module)) in namespaces
         if module is None or is_taken or not goes_into_sys_modules:
             module = types.ModuleType(name)
@@ -549,7 +570,10 @@ def namespace_of_module(name: str) -> Namespace:
 
 
 def module_of(namespace: Namespace) -> types.ModuleType | None:
-    """Return the module that has these globals, or None."""
+    """Return the module that has these globals, or None.
+
+    A module of the script is pickled as a call of this function.
+    """
     return namespace.module
 
 
@@ -559,18 +583,18 @@ def imported(module: str, name: str) -> Any:
 
 
 def imported_sentinel(module: str, name: str, kind: type | None) -> Any:
-    """Return an object without state, such as a sentinel, that a module has under a name.
+    """Return a sentinel (an object without state) that is a global of a module that each process imports.
 
-    ``kind`` is the class of the object, or None if no import finds the class. If the module of this process has an
-    object of another class there, the script has bound the name in its own copy of the module to another object. Then
-    this function returns a new object of the class.
+    ``kind`` is the class of the sentinel, or None if no import finds the class. If the global of this process is of
+    another class, the script has assigned the sentinel to the global itself. Then this function returns a new object of
+    the class ``kind``.
     """
     sentinel = getattr(importlib.import_module(module), name, None)
     return sentinel if kind is None or type(sentinel) is kind else object.__new__(kind)
 
 
 def bind(namespace: Namespace, name: str, number: int, value: Any) -> None:
-    """Bind a name in a namespace, unless a task has bound it since the script did.
+    """Assign the script's value to a global, unless a task has assigned another value since the script's last change.
 
     Args:
         namespace: the globals.
@@ -585,9 +609,10 @@ def bind(namespace: Namespace, name: str, number: int, value: Any) -> None:
     if last_number == number and variables.get(name, Missing) is not last_value:
         return
     if last_number is None and name in variables and not name.startswith("__"):
-        # A task has bound the name through `globals()` or `setattr`, so the task's value stays. (It was no ``global``
-        # statement, because with such a function the script sends a binding.) A new object is recorded as the received
-        # value. It differs from the value in the dict, so later calls also see that a task has bound the name.
+        # A task has bound the name through `globals()` or `setattr`, so the task's value stays. (If a function had
+        # bound the name with a ``global`` statement, the script would have sent a binding with the function.) A new
+        # object is recorded as the received value. It differs from the value in the dict, so later calls also see that
+        # a task has bound the name.
         value = object()
     elif value is Missing:
         variables.pop(name, None)
@@ -599,17 +624,21 @@ def bind(namespace: Namespace, name: str, number: int, value: Any) -> None:
 keys = Keys()
 namespaces = weakref.WeakValueDictionary[int, Namespace]()  # maps the `id` of a dict of globals to its namespace
 stored: dict[int, Stored] = {}  # maps the number of a handle to its object
-_received_namespaces: list[Namespace] = []  # keeps them alive, because functions refer only to the dicts
-_versions: dict[str, int] = {}  # maps the key of a definition to the version that this process has
-_awaited: dict[str, Needed] = {}  # maps a key to a definition that must be made before the present call begins
+# Keeps the received namespaces alive, because functions refer only to the dicts of namespaces.
+_received_namespaces: list[Namespace] = []
+_versions: dict[str, int] = {}  # maps the key of a received definition to the version in this process
+_awaited: dict[str, Needed] = {}  # maps keys to definitions that must be unpickled for the present call
 _values_of_aliases: dict[str, Any] = {}  # maps the key of a type alias to its value
-_attribute_names: dict[str, set[str]] = {}  # maps the key of a class to the attributes that it got last
-_making_classes = threading.RLock()  # keeps two threads from replacing the hooks of a class at the same time
+_attribute_names: dict[str, set[str]] = {}  # maps the key of a class to the attributes that were last received
+_making_classes = threading.RLock()  # held by `_without_hook`, so that two threads do not replace a hook at once
 _environment = 0  # the number of the environment that this process has adopted
 
 
 def _renew_locks() -> None:
-    """Replace the locks in a fork, because another thread of the parent may have held them, and is not in the fork."""
+    """Replace the locks in the child of a fork.
+
+    Another thread of the parent may have held the locks. The child has no such thread that could release them.
+    """
     global _making_classes
     _making_classes = threading.RLock()
     keys.lock = threading.RLock()

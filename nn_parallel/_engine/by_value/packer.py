@@ -1,4 +1,9 @@
-"""The sending side: packs calls, and the definitions and functions that workers keep for many calls."""
+"""The sending side: packs calls, and the definitions and functions that workers keep for many calls.
+
+To pack an object means to pickle it, with the memory of large tensors beside the pickle (`pickling`), and to turn the
+result into a *payload*, which is what the pool sends. A *definition* is a class or a named function of the script. A
+*handle* stands for a packed object that the workers keep. The docstring of this package describes a call step by step.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +29,21 @@ from .reducer import Deferred, Reducer, contents_of_function, goes_by_name, is_c
 
 FUNCTIONS_KEPT = 128  # how many records of functions a packer keeps
 DEFINITIONS_KEPT = 256  # how many records of definitions a packer keeps
-ELEMENTS_COMPARED = 1000  # if a container in a class has more elements, they are not compared
+ELEMENTS_COMPARED = 1000  # if a list, dict or set in a class has more elements, a change of its elements is not noticed
 
 
 class CallOptions(NamedTuple):
     """Options of all calls of one executor."""
 
-    pass_device: bool
+    pass_device: bool  # whether the worker binds its device to the parameter ``device`` of the function
     timeout_s: float | None  # how long a call may run on a worker; if None, there is no limit
 
 
 class Handle:
-    """A reference to an object that workers keep, such as one from `ParallelExecutor.put`.
+    """A reference to an object that workers keep, such as an object from `ParallelExecutor.put` or a definition.
 
     If an argument of a call is a handle, the function receives the object itself. The workers delete the object when
-    the last reference to its handle is gone.
+    the script has no reference to the handle any more.
     """
 
     def __init__(self, payload: Any, kind: str, owner: object) -> None:
@@ -47,7 +52,7 @@ class Handle:
         Args:
             payload: the packed object, as `Packer` sends it.
             kind: the kind of the object, for the ``repr``.
-            owner: the packer that makes the handle.
+            owner: the packer that makes the handle. Only calls that this packer packs may contain the handle.
         """
         self.number = next(_numbers)
         self.payload = payload
@@ -56,7 +61,8 @@ class Handle:
         # The definitions and globals to which the object refers. Each call with this handle brings them up to date.
         self.definitions: Sequence[Any] = ()
         self.globals: Sequence[GlobalName] = ()
-        self.parameters: Mapping[int, weakref.ref[Any]] = {}  # each `torch.nn.Parameter` in the object, by its `id`
+        # Maps the `id` of each `torch.nn.Parameter` in the object to a reference to this parameter.
+        self.parameters: Mapping[int, weakref.ref[Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -70,7 +76,7 @@ class Handle:
 class PackedCall:
     """A packed function with its arguments, and the handles of the objects that a worker must have before the call.
 
-    The workers keep these objects at least as long as this call exists, because it refers to the handles.
+    This call refers to the handles. So the workers keep the objects at least as long as this call exists.
     """
 
     __slots__ = ("alive", "arguments", "function", "handles", "name", "options", "payload")
@@ -109,7 +115,7 @@ class PackedCall:
 class Definition:
     """The record of one definition of the script, in the version that was last packed for the workers.
 
-    With the record the packer recognizes that the definition has changed, and must be packed again.
+    The record shows whether the definition has changed since then, and so must be packed again.
     """
 
     def __init__(
@@ -123,12 +129,13 @@ class Definition:
     ) -> None:
         self.obj = obj
         self.key = key
-        self.parts = parts  # see `_parts`
-        self.made_before = made_before  # other definitions that a worker must make before this one
+        self.parts = parts  # the objects of which the definition consisted when it was packed; see `_parts`
+        self.made_before = made_before  # other definitions that a worker must create before this one
+        # The other definitions and the globals that a worker needs with this definition.
         self.definitions = [*pickler.definitions.values(), *made_before]
         self.globals = [*pickler.globals, *filter(None, [reducer.global_naming(obj)])]
-        self.users_modules = pickler.users_modules
-        self.handle = handle
+        self.users_modules = pickler.users_modules  # see `Reducer.users_modules`
+        self.handle = handle  # the handle of the definition's pickle
 
     def is_current(self) -> bool:
         """Return whether the definition still consists of the same objects as when it was packed."""
@@ -162,21 +169,23 @@ class _DefinitionReducer(Reducer):
 
 
 class _CallReducer(Reducer):
-    """The pickler of a call.
+    """The pickler of a call, or of a function that workers keep.
 
-    It collects the definitions and constants that the call needs. Globals that are data become part of this pickle.
+    It collects the definitions that the call needs, and the globals that are constants. These go into a pickle that
+    precedes the call. Globals that are data become part of the pickle of the call.
     """
 
     def __init__(self, packer: Packer) -> None:
         super().__init__()
         self._packer = packer
         self.needed: dict[int, Definition] = {}  # maps the `id` of a definition to its record
-        self.global_values: dict[tuple[Namespace, str], Any] = {}  # the globals to which the call refers
-        self.constants: list[tuple[Namespace, str, int, Any]] = []  # arguments of `globals.bind`
-        # Maps the `id` of a definition to the globals that are bound to it, each with the number of the binding.
+        self.global_values: dict[tuple[Namespace, str], Any] = {}  # all globals to which the call refers
+        self.constants: list[tuple[Namespace, str, int, Any]] = []  # the constants, as arguments of `globals.bind`
+        # Maps the `id` of a definition to the globals that have this definition as value, each with the number of the
+        # binding.
         self.bound: dict[int, list[tuple[Namespace, str, int]]] = {}
         self.handles: list[Handle] = []  # handles in the arguments, and in the globals that are data
-        self.has_data = False  # whether the call refers to a global that is data
+        self.has_data = False  # whether a global is data; if so, the workers do not keep the function
 
     def another(self) -> _CallReducer:
         return _CallReducer(self._packer)
@@ -199,10 +208,10 @@ class _CallReducer(Reducer):
     REDUCERS: ClassVar = {**Reducer.REDUCERS, Handle: _reduce_handle}
 
     def _collect_needed(self, definitions: Iterable[Any], names: Iterable[GlobalName]) -> list[Deferred]:
-        """Record that the call needs these definitions and globals, and all to which they refer, directly or not.
+        """Record that the call needs these definitions and globals, and all others to which they refer.
 
         Returns:
-            The bindings of all globals that are data. They belong into the pickle of the call, whereas constants and
+            The bindings of all globals that are data. They belong in the pickle of the call, whereas constants and
             definitions go into the pickle that precedes the call.
         """
         data: list[Deferred] = []
@@ -250,10 +259,11 @@ class _CallReducer(Reducer):
         return []
 
     def _import_of(self, namespace: Namespace, name: str, number: int, value: Any) -> str | None:
-        """Return the name of the module from which a worker imports the value of a global, or None for data.
+        """Return the name of the module from which a worker imports the value of a global, or None if it is data.
 
-        An object of a library is not copied: the worker uses the same object of its own library. An object of a user's
-        module, such as a configuration that the script changes, is data, unless it cannot be pickled.
+        An object of a library is not copied, because the worker can use the object of its own copy of the library. An
+        object of a user's module, such as a configuration that the script changes, is sent as data. It is imported only
+        if it cannot be pickled.
         """
         if namespace.imports.get(name, (0,))[0] != number:  # the search is slow, so it is made once for each binding
             module = reducer.module_that_holds(name, value)
@@ -288,7 +298,7 @@ class _SentFunction:
             call: the pickler that has pickled the function.
             handles: first the handle of the function, then the handles of objects that workers must have before they
                 unpickle the function.
-            environment: the environment of the script.
+            environment: the handle of the script's environment, or None; see `Packer`.
         """
         self.handle = handles[0]
         self.handles = list(handles)
@@ -313,13 +323,14 @@ class _SentFunction:
             _, its_names, its_values = values.setdefault(id(names), (names, [], []))
             its_names.append(name)
             its_values.append(value)
+        # The names that `is_current` compares: for each dict, the dict, the names in it, and their values.
         self._values = list(values.values())
 
     def is_current(self, fn: Any, environment: Handle | None) -> bool:
-        """Return whether workers may run the kept function for ``fn``.
+        """Return whether workers may run the kept function when the script calls ``fn``.
 
-        ``fn`` must be the same function, or a lambda or inner function that is made of the same parts. All names to
-        which the kept function refers must still be bound to the same objects.
+        For this, ``fn`` must be the function that was packed, or a lambda or inner function that is made of the same
+        parts. All names to which the packed function refers must still be bound to the same objects.
         """
         if environment is not self._environment:
             return False
@@ -345,17 +356,20 @@ class Packer:
             make_payload: turns a packed object into a payload of the pool's messages.
             on_forgotten: called with the number of a handle that was deleted, in any thread, because garbage collection
                 may run in any thread.
-            is_elsewhere: whether the workers are on other machines.
+            is_elsewhere: whether the workers are on other machines; see `ProcessEnvironment`.
         """
         self.make_payload = make_payload
         self._on_forgotten = on_forgotten
         self._process_environment = ProcessEnvironment(is_elsewhere)
-        self._environment: Handle | None = None  # the handle of the script's environment; None until that changes
-        # Maps the `id` of a definition to its record, which keeps it alive; the most recently used record is last.
+        self._environment: Handle | None = None  # None until the script changes its environment
+        # Maps the `id` of a definition to its record. The record keeps the definition alive, so that no other object
+        # gets the same `id`. The most recently used record is last.
         self._definitions = OrderedDict[int, Definition]()
-        # Maps the `id` of the code of a function to its record or its state; the most recently used one is last.
+        # Maps the `id` of the code of a function to the function's record, or to `_CALLED_ONCE` or `_NEVER_SENT`. The
+        # most recently used entry is last.
         self._functions = OrderedDict[int, _SentFunction | str]()
-        self._specs: dict[str, Any] = {}  # maps the name of a user's module to its last known ``__spec__``
+        # Maps the name of a user's module to its last known ``__spec__``, which is another object after a reload.
+        self._specs: dict[str, Any] = {}
         # Reentrant, because methods of the user's objects and finalizers run during pickling, and may make calls too.
         self.lock = threading.RLock()
 
@@ -386,9 +400,9 @@ class Packer:
         return self.look_at(fn, options, name).pack(args, kwargs)
 
     def look_at(self, fn: Callable[..., Any], options: CallOptions, name: str = "") -> FunctionPacker:
-        """Return a packer of calls of ``fn``.
+        """Return a packer of calls of ``fn``, after checking whether the workers keep ``fn``.
 
-        It is valid until a name that ``fn`` uses is bound to another object, or until the script changes its
+        The packer is valid until a name that ``fn`` uses is bound to another object, or until the script changes its
         environment.
         """
         with self.lock:
@@ -429,7 +443,7 @@ class Packer:
 
     def close(self) -> None:
         """Drop all records, because the pool has ended."""
-        self._on_forgotten = lambda number: None  # the function that is replaced refers to the pool
+        self._on_forgotten = lambda number: None  # because the former function would keep the pool alive
         self._functions.clear()
         self._environment = None
         self._definitions.clear()
@@ -481,7 +495,10 @@ class Packer:
 
 
 class FunctionPacker:
-    """The packer of calls of one function, which checks once, for all these calls, whether the workers keep it."""
+    """The packer of several calls of one function.
+
+    `Packer.look_at` makes it, and checks once for all these calls whether the workers keep the function.
+    """
 
     def __init__(
         self,
@@ -500,7 +517,7 @@ class FunctionPacker:
             options: options of the executor.
             name: the name of the function in error messages.
             environment: the handle of the script's environment; None if it has not changed since the pool was made.
-            sent: the record of the function, if the workers keep it, or None.
+            sent: the record of the function, or None if the workers do not keep the function.
         """
         self._packer = packer
         self._fn = fn
@@ -508,7 +525,7 @@ class FunctionPacker:
         self._name = name
         self._environment = environment
         self._sent = sent
-        self._kept_call: PackedCall | None = None  # shared by all items of a map; see `pack_item`
+        self._kept_call: PackedCall | None = None  # the call that items of a map share; set by `pack_item`
 
     def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedCall:
         """Pack a call of the function; see `Packer.pack`."""
@@ -568,7 +585,7 @@ def _warn_of_copied_parameters(call: _CallReducer) -> None:
 def _is_plain_function(fn: Any) -> bool:
     """Return whether ``fn`` is a lambda or inner function without state.
 
-    Workers may use such a function for several calls, because no task can notice that it is the same object.
+    Workers may keep such a function for several calls, because a task cannot notice that they share the function.
     """
     return type(fn) is types.FunctionType and not fn.__closure__ and all(map(is_constant, contents_of_function(fn)))
 
@@ -625,9 +642,10 @@ def _is_made_of(obj: Any, parts: list[Any]) -> bool:
 
 
 def _number_of_binding(namespace: Namespace, name: str, value: Any) -> int:
-    """Return the number of the present binding of a name, which is new if the value is not the one that was last sent.
+    """Return the number of the present binding of a global.
 
-    A worker that has a binding with this number already keeps the value to which a task has bound the name.
+    If ``value`` is not the object that was last sent for this global, the binding gets a new number. As long as the
+    number is the same, a worker keeps an object that a task has assigned to the global.
     """
     number, last = namespace.sent.get(name, (0, None))
     last_value = last() if type(last) is weakref.ref else last
@@ -643,9 +661,9 @@ def _number_of_binding(namespace: Namespace, name: str, value: Any) -> int:
 
 
 def _order(item: tuple[int, Definition]) -> int:
-    """Return the key for sorting definitions: first functions, then classes, then others.
+    """Return a number by which definitions are sorted: first functions, then classes, then others.
 
-    A worker makes the functions first, because rebuilding an attribute of a class may call a function.
+    A worker creates the functions first, because unpickling an attribute of a class may call a function.
     """
     obj = item[1].obj
     return 0 if isinstance(obj, types.FunctionType) else 1 if isinstance(obj, type) else 2
@@ -667,6 +685,6 @@ def _call_parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 # The states, in `Packer._functions`, of functions that the workers do not keep.
 _CALLED_ONCE = "called once"
 _NEVER_SENT = "not sent by itself, because it refers to data"
-_MISSING = itertools.repeat(Missing)  # the default of each look-up in `_SentFunction.is_current`
+_MISSING = itertools.repeat(Missing)  # an endless iterator with the default for look-ups in `_SentFunction.is_current`
 _numbers = itertools.count(1)  # for handles and bindings
-_CONTAINERS = (dict, list, set, deque)  # in an attribute of a class, their elements are compared too
+_CONTAINERS = (dict, list, set, deque)  # if an attribute of a class has such a type, its elements are compared too

@@ -6,23 +6,28 @@ has a module of that name. This is not enough: a module in `sys.modules` may be 
 from a file that no import finds. cloudpickle copies the functions and globals of ``__main__`` again for each call. It
 sends objects of all other modules in `sys.modules` as `pickle` does.
 
-The solution. `Reducer` decides for each function, class and module, and for some other objects, in this order:
+The solution. `Reducer` is a pickler. To *reduce* an object means to return a function with arguments, which `pickle`
+writes instead of the object and with which the worker rebuilds the object. `Reducer` decides for each function, class
+and module, and for some other objects, in this order:
 
 1. *By name*, if a fresh interpreter would get the object by an import (`is_importable`). This includes sentinels,
    which are objects without state in such a module, for example `dataclasses.MISSING`.
-2. *By key*, if the object is a definition of the script (`is_definition`). The definition itself is sent once, in a
-   pickle of its own. All other pickles contain only its key, with which the worker looks up the object that it has made
-   from that pickle. A *mark*, which is a plain ``object()``, also has a key, because only its identity matters.
+2. *By key*, if the object is a *definition*, such as a class or named function of the script (`is_definition`). The
+   definition itself is sent once, in a pickle of its own. All other pickles contain only the key of the definition,
+   with which the worker looks up its copy. A *mark*, which is a plain ``object()``, also has a key, because only its
+   identity matters.
 3. *By value* otherwise. A lambda, for example, is pickled with its code, and is a new object in each call. Code refers
    to globals by their names, so these names are read from the bytecode (`names_in`) and passed to `note_globals`, where
-   a subclass decides whether their values are sent, and in which pickle.
+   a subclass decides whether the values of the globals are sent, and in which pickle. A dict of globals is a
+   *namespace*.
 
-A class and its methods refer to each other, and a function may refer to itself. So a pickle contains two steps for each
-of them. The first step makes an empty class or function (`globals.make_class`, `globals.make_function`), to which the
-rest of the pickle can refer. The second step fills it (`globals.complete_class`, `globals.complete_function`). Between
-these steps nothing can be looked up in the class, because its attributes are not set yet. So the pickle that makes a
-class contains some objects in another form than all other pickles. `Reducer.by_value` lists the classes and functions
-that the present pickle makes.
+A class and its methods refer to each other, and a function may refer to itself. So the pickle of a class or function
+contains two steps. The first step creates an empty class or function (`globals.make_class`, `globals.make_function`),
+to which the rest of the pickle can refer. The second step fills it (`globals.complete_class`,
+`globals.complete_function`). Between these steps nothing can be looked up in the class, because its attributes are not
+set yet. So the pickle that creates a class contains some objects in another form than all other pickles. For example,
+other pickles contain a method as its class and its name, but this pickle contains the code of the method.
+`Reducer.by_value` has the ids of the classes and functions that the present pickle creates.
 """
 
 from __future__ import annotations
@@ -96,7 +101,7 @@ def _would_be_imported(name: str, module: types.ModuleType) -> bool:
     parent, _, last = name.rpartition(".")
     is_in_package = bool(parent) and getattr(sys.modules.get(parent), last, None) is module
     stem = os.path.basename(origin or "").partition(".")[0]
-    # A file of an installation may also be loaded under a name with which no import finds the module.
+    # The name is compared too, because a file of an installation may be loaded under a name that no import finds.
     if (origin or "").startswith(INSTALLED) and (is_in_package or stem in (last, "__init__")):
         return True
     if parent and not _is_importable(parent):
@@ -104,7 +109,8 @@ def _would_be_imported(name: str, module: types.ModuleType) -> bool:
     spec = _find_spec(name, getattr(sys.modules.get(parent), "__path__", None))
     if spec is not None:
         return spec.origin == origin or _is_same_file(spec.origin, origin)
-    return is_in_package  # a module without a file, which a package makes when it is imported, as `torch.ops`
+    # No finder knows a module that has no file and that its package creates when it is imported, such as `torch.ops`.
+    return is_in_package
 
 
 def _find_spec(name: str, path: Any) -> Any:
@@ -140,14 +146,14 @@ def goes_by_name(obj: Any) -> bool:
 def is_users(module: types.ModuleType) -> bool:
     """Return whether a module is the user's own: neither installed nor part of Python.
 
-    The user may edit such a module while the program runs, and reload it.
+    The user may edit and reload such a module while the program runs, so workers may have an older version of it.
     """
     file = getattr(module, "__file__", None)
     return bool(file) and not str(file).startswith(INSTALLED)
 
 
-_importable: dict[str, tuple[types.ModuleType, bool]] = {}  # maps a name to module and result of `is_importable`
-_path_of_answers: list[str] = []  # the import path for which the results in `_importable` hold
+_importable: dict[str, tuple[types.ModuleType, bool]] = {}  # maps a name to its module and the result for it
+_path_of_answers: list[str] = []  # the import path with which `_importable` was filled
 
 
 # Names to which code refers
@@ -161,8 +167,8 @@ class CodeNames(NamedTuple):
 
     reads: Sequence[str]  # the globals that the code reads
     binds: Sequence[str]  # the globals that the code sets or deletes
-    attributes: frozenset[str]  # the names of globals, and of the attributes that the code uses of any object
-    binds_closure: bool  # the code assigns or deletes a ``nonlocal`` variable
+    attributes: frozenset[str]  # the names of all globals and of all attributes in the code
+    binds_closure: bool  # whether the code sets or deletes a ``nonlocal`` variable; if so, the function is data
 
 
 @functools.lru_cache(maxsize=4096)
@@ -202,7 +208,7 @@ def _annotations_of(obj: Any) -> dict[str, Any]:
         return annotations or {}
     import annotationlib  # type: ignore[import-not-found]
 
-    # The attribute `__annotations__` is not read, because that would store the annotations in the script's object.
+    # The attribute `__annotations__` is not read, because this would store the annotations in the script's object.
     annotate = annotationlib.get_annotate_from_class_namespace(vars(obj)) if isinstance(obj, type) else obj.__annotate__
     if annotate is None:
         own = vars(obj) if isinstance(obj, type) else {"__annotations__": obj.__annotations__}
@@ -256,8 +262,13 @@ def _submodules(packages: Iterable[str], attributes: frozenset[str]) -> list[str
 def namespace_of(names: dict[str, Any], module: types.ModuleType | None = None) -> Namespace:
     """Return the namespace of a dict of globals. If the dict has no namespace yet, make it.
 
-    The namespace of a module in `sys.modules` lives as long as the module. Any other namespace keeps ``module`` alive,
-    which is the module with this dict, and lives only as long as something refers to the namespace.
+    The namespace of a module in `sys.modules` lives as long as the module. Any other namespace lives only as long as
+    something refers to the namespace.
+
+    Args:
+        names: the dict.
+        module: the module that has this dict, if it is known. If it is not in `sys.modules`, the namespace keeps it
+            alive.
     """
     with keys.lock:
         namespace = namespaces.get(id(names))
@@ -280,7 +291,8 @@ def is_definition(obj: Any, is_global: bool = False) -> bool:
 
     Args:
         obj: any object that is not sent by name.
-        is_global: whether a global of the script is bound to ``obj``.
+        is_global: whether a global of the script is bound to ``obj``. If so, a result of `functools.cache` is a
+            definition too.
     """
     kind = type(obj)
     if issubclass(kind, type):
@@ -393,6 +405,7 @@ def contents_of(cell: types.CellType) -> Any:
 TYPE_PARAMETERS = (typing.ParamSpec, typing.TypeVar, typing.TypeVarTuple)
 _TypeAlias: Any = getattr(typing, "TypeAliasType", None)  # from Python 3.12 on
 _TYPES = (type, types.ModuleType, types.UnionType, types.GenericAlias)
+# Types whose instances are definitions, because only their identity matters.
 IDENTITIES: set[type] = {typing.NewType, *TYPE_PARAMETERS, *filter(None, [_TypeAlias])}
 HEAP_TYPE = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE: the class was made at run time, for example by a class statement
 
@@ -401,10 +414,7 @@ HEAP_TYPE = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE: the class was made at run t
 
 
 class Deferred:
-    """A call of a function that happens when this object is unpickled.
-
-    The result of the function takes the place of this object.
-    """
+    """A function call that is made when this object is unpickled. The result of the call replaces this object."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._reduced = function, arguments
@@ -414,7 +424,7 @@ class Deferred:
 
 
 def module_that_holds(name: str, value: Any) -> types.ModuleType | None:
-    """Return a module whose global ``name`` is ``value``, if a fresh interpreter would import this module, or None."""
+    """Return a module whose global ``name`` is ``value`` and that a fresh interpreter would import, or None."""
     for module_name, module in list(sys.modules.items()):
         if getattr(module, "__dict__", {}).get(name) is value and is_importable(module_name) and module is not builtins:
             return module
@@ -424,7 +434,8 @@ def module_that_holds(name: str, value: Any) -> types.ModuleType | None:
 def _library_of(method: Any) -> str | None:
     """Return the name of the installed module that has a bound method as a global, or None.
 
-    For example, `random.random` is a method of a hidden instance of a class. The module of this class is searched.
+    For example, the global `random.random` is a method of a hidden instance of the class `random.Random`. Only the
+    module that defines the class is searched.
     """
     module = sys.modules.get(type(method.__self__).__module__)
     if module is None or vars(module).get(method.__name__) is not method:
@@ -435,25 +446,29 @@ def _library_of(method: Any) -> str | None:
 class Reducer(Pickler):
     """The pickler that sends each object by name, by key or by value; see the docstring of this module.
 
-    A subclass decides how a definition is referred to, and in which pickle the globals that functions read are sent.
-    There is one for results, `AnswerReducer`, and there are two in `packer`, for calls and for definitions.
+    A subclass decides how the pickle refers to a definition, and in which pickle the globals that functions read are
+    sent. `AnswerReducer` pickles results. The two subclasses in `packer` pickle calls and definitions.
     """
 
-    is_call = True  # whether the pickle goes from the script to a worker, and not back
+    # Whether the pickle goes from the script to a worker. If so, the worker may put a module of the script into its
+    # `sys.modules`; see `_reduce_namespace`.
+    is_call = True
 
     def __init__(self, share: bool = True) -> None:
         super().__init__(share)
-        self.by_value = set[int]()  # the `id` of each class and function that is made by this pickle
-        self.users_modules: dict[str, types.ModuleType] = {}  # by their names; see `note_module`
+        self.by_value = set[int]()  # the `id` of each class and function that this pickle creates
+        self.users_modules: dict[str, types.ModuleType] = {}  # maps names to modules; filled by `note_module`
         self.namespaces = list[Namespace]()  # the namespaces to which the pickle refers
-        self.parameters: dict[int, weakref.ref[torch.nn.Parameter]] = {}  # those in this pickle, by `id`
-        # Maps the `id` of a cell to the first function in this pickle with this cell, and to the cell's index in it.
+        # Maps the `id` of each parameter in this pickle to a reference to this parameter.
+        self.parameters: dict[int, weakref.ref[torch.nn.Parameter]] = {}
+        # Maps the `id` of a cell (a closure variable) to the first function in this pickle that has the cell, and to
+        # the index of the cell in the ``__closure__`` of this function.
         self._cell_owners: dict[int, tuple[types.FunctionType, int]] = {}
 
     def refer_to(self, obj: Any) -> Any:
         """Reduce a definition to a reference, or return None to pickle it by value.
 
-        This method is not called for the definitions in ``by_value``, which this pickle makes itself.
+        This method is not called for the definitions in ``by_value``, which this pickle creates itself.
         """
         raise NotImplementedError
 
@@ -462,7 +477,10 @@ class Reducer(Pickler):
         return receiving.mark, (keys.key_of_or_add(mark),)
 
     def note_globals(self, names: Sequence[GlobalName]) -> Any:
-        """Record globals to which code in this pickle refers. Return an object that is pickled with the code."""
+        """Record globals to which code in this pickle refers.
+
+        The returned object is pickled with the code. It may contain `Deferred` calls that bind these globals.
+        """
         raise NotImplementedError
 
     def reducer_override(self, obj: Any) -> Any:
@@ -492,10 +510,11 @@ class Reducer(Pickler):
         return self._reduce_other(obj)
 
     def _reduce_other(self, obj: Any) -> Any:
-        """Reduce an object by value, if it is no function, no class and of no type in ``REDUCERS``."""
+        """Reduce an object by value. Functions, classes and types in ``REDUCERS`` have their own methods."""
         kind = type(obj)
-        # An attribute of the class refers to this instance of the class, so the instance is made before the class is
-        # complete. The ``__new__`` of the class is not called, because it may read attributes that are not set yet.
+        # If this pickle creates the class of the object, an attribute of the class refers to the object. So the object
+        # is created before the class is complete. The ``__new__`` of the class is not called then, because it may read
+        # attributes that are not set yet.
         if id(kind) in self.by_value and isinstance(kind.__new__, types.FunctionType):
             reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if reduced[:2] == (copyreg.__newobj__, (kind,)):  # type: ignore[attr-defined]
@@ -513,7 +532,7 @@ class Reducer(Pickler):
             return self._reduce_type_alias(obj)
         if issubclass(kind, types.ModuleType):
             return self._reduce_module(obj)
-        if isinstance(obj, types.FunctionType):  # a proxy, for which cloudpickle would send only the function in it
+        if isinstance(obj, types.FunctionType):  # a proxy: cloudpickle would send only the function in it
             return NotImplemented
         return super().reducer_override(obj)
 
@@ -526,8 +545,8 @@ class Reducer(Pickler):
             return NotImplemented
         if id(fn) in self.by_value:
             return self._reduce_function_by_value(fn, keys.key_of_or_add(fn))
-        # If this pickle makes a class, a method is not looked up in its class, because it may be this class, which does
-        # not have the method yet.
+        # A method is not looked up in its class if this pickle creates a class. This may be the class of the method,
+        # and would not have the method yet.
         method = None if self.by_value else self._method_of_class(fn)
         if method is not None:
             return receiving.method_of, method
@@ -562,9 +581,9 @@ class Reducer(Pickler):
         return receiving.make_function, args, state, None, None, receiving.complete_function
 
     def _refers_to(self, fn: types.FunctionType, annotations: dict[str, Any]) -> tuple[list[GlobalName], list[str]]:
-        """Return the globals to which a function refers, and the submodules that it may use through them.
+        """Return the globals to which a function refers, and the submodules that it may use as attributes of modules.
 
-        If the globals are those of a module that the worker imports, none of them is returned.
+        If the function has the globals of a module that the worker imports, no globals are returned.
         """
         namespace = namespace_of(fn.__globals__)
         reads, binds, attributes, _ = names_in(fn.__code__)
@@ -606,8 +625,8 @@ class Reducer(Pickler):
 
         If a library has the method as a global function, such as `random.random`, the worker imports the method.
         Otherwise `pickle` sends the object and the name of the method, with which the worker looks up the method in the
-        object. But the object may have another attribute of this name, or may be a class that this pickle makes and
-        that does not have the method yet. Then the object and the function are sent.
+        object. This fails if the object has another attribute of this name, or if the object is a class that this
+        pickle creates and that does not have the method yet. In these two cases the object and the function are sent.
         """
         owner = method.__self__
         if (module := _library_of(method)) is not None:
@@ -639,8 +658,8 @@ class Reducer(Pickler):
     def _reduce_class_by_value(self, cls: type) -> Any:
         """Reduce a class to its attributes.
 
-        The class is made with the attributes in ``body``. All other attributes are set later, because they may refer to
-        the class.
+        The class is created with the attributes in ``body``. All other attributes are set later, because they may refer
+        to the class.
         """
         self.by_value.add(id(cls))
         own = dict(vars(cls))
@@ -658,8 +677,8 @@ class Reducer(Pickler):
         if annotations and module is not None and not is_importable(cls.__module__):
             namespace = namespace_of(vars(module))
             self.note_globals([GlobalName(namespace, name) for name in _types_in(annotations, namespace)])
-        # Functions are set first, because unpickling another attribute may make an instance of the class, for which
-        # Python calls methods of the class.
+        # Functions are set first, because unpickling another attribute may create an instance of the class, and Python
+        # then calls methods of the class.
         later = {name: value for name, value in attributes.items() if name not in fixed}
         functions = {name: value for name, value in later.items() if isinstance(value, _FUNCTION_KINDS)}
         others = {name: value for name, value in later.items() if name not in functions}
@@ -670,7 +689,7 @@ class Reducer(Pickler):
         return receiving.make_class, args, state, None, None, receiving.complete_class
 
     def _reduce_member(self, member: enum.Enum) -> Any:
-        """Reduce a member of an enum to its class and name, or to its value in the pickle that makes the class."""
+        """Reduce a member of an enum to its class and name, or to its value if this pickle creates the class."""
         cls: Any = type(member)
         if id(cls) not in self.by_value:
             name = member._name_
@@ -692,9 +711,9 @@ class Reducer(Pickler):
         return receiving.module_of, (namespace,), state, None, None, ignore_state
 
     def note_module(self, module: types.ModuleType) -> None:
-        """Record that the pickle refers to ``module`` by name, if this is a module of the user's.
+        """Record that the pickle refers to ``module`` by name, if it is the user's own module.
 
-        The packer warns when such a module was reloaded, because the workers then have an older version of it.
+        The packer warns when such a module was reloaded, because the workers then have an older version of the module.
         """
         if is_users(module):
             self.users_modules[module.__name__] = module
@@ -702,7 +721,10 @@ class Reducer(Pickler):
     # Other types
 
     def _reduce_namespace(self, namespace: Namespace) -> Any:
-        """Reduce a dict of globals to its key, and to the attributes of the module that the worker makes for it."""
+        """Reduce a dict of globals to its key, and to attributes for the module that a worker creates for the dict.
+
+        If each process imports the module of these globals, the dict is reduced to the name of this module.
+        """
         if _is_imported(namespace):
             return receiving.namespace_of_module, (namespace.variables["__name__"],)
         self.namespaces.append(namespace)
@@ -714,7 +736,7 @@ class Reducer(Pickler):
         return receiving.namespace_of, (keys.key_of(namespace), name, goes_into_sys_modules, module_attributes)
 
     def _reduce_cached_property(self, obj: Any) -> Any:
-        """Reduce a `functools.cached_property`, without the lock that it holds before Python 3.12."""
+        """Reduce a `functools.cached_property`, without the lock that it has in Python before 3.12."""
         return type(obj), (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}
 
     def _reduce_partialmethod(self, obj: Any) -> Any:
@@ -724,8 +746,8 @@ class Reducer(Pickler):
     def _reduce_type_alias(self, alias: Any) -> Any:
         """Reduce the alias of a statement ``type X = ...``.
 
-        Its value is set after the alias is made, because the value may refer to the alias. If the alias has type
-        parameters, both are made together.
+        The worker creates the alias first and sets its value later, because the value may refer to the alias. But if
+        the alias has type parameters, the worker creates it with its value.
         """
         if alias.__type_params__:
             return functools.partial(_TypeAlias, type_params=alias.__type_params__), (alias.__name__, alias.__value__)
@@ -781,7 +803,7 @@ class AnswerReducer(Reducer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._bound = set[tuple[Namespace, str]]()
+        self._bound = set[tuple[Namespace, str]]()  # the globals whose bindings are in this pickle already
 
     def another(self) -> AnswerReducer:
         """Return a new pickler like this one."""
@@ -797,9 +819,9 @@ class AnswerReducer(Reducer):
         return (receiving.find_definition, (key,)) if receiving.is_known_to_sender(key) else None
 
     def note_globals(self, names: Sequence[GlobalName]) -> list[Deferred]:
-        """Return the bindings of those globals whose namespace originates in this process.
+        """Return the bindings of those globals whose namespace originates in this process, each only once in a pickle.
 
-        The receiver has all other namespaces itself.
+        All other namespaces have come from the receiver, which has their globals itself.
         """
         own = [(namespace, name) for namespace, name, _ in names if keys.originates_here(namespace)]
         unsent = [key for key in dict.fromkeys(own) if key not in self._bound and key[1] in key[0].variables]
@@ -838,9 +860,9 @@ def place_of_sentinel(obj: Any) -> tuple[str, str] | None:
 
 
 def _place_of_mark(mark: object) -> tuple[str, str] | None:
-    """Return the module and the name under which a worker imports an `object()`, or None.
+    """Return the module and the name under which a worker imports a mark (a plain `object()`), or None.
 
-    The marks of all modules are collected once, and again when the number of loaded modules has changed.
+    The marks of all loaded modules are collected by the first call, and again when the number of modules has changed.
     """
     global _modules_searched
     if _modules_searched != len(sys.modules):
@@ -870,7 +892,7 @@ def global_naming(obj: Any) -> GlobalName | None:
     name = str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", ""))
     if module is not None:
         return GlobalName(namespace_of(vars(module)), name.partition(".")[0])
-    # A function whose module is not in `sys.modules` may still be a global of this module.
+    # A function whose module is not in `sys.modules` may still be a global of its module.
     own = getattr(getattr(obj, "__wrapped__", obj), "__globals__", {})
     return GlobalName(namespace_of(own), name) if own.get(name) is obj else None
 
@@ -895,14 +917,19 @@ def virtual_subclasses(cls: abc.ABCMeta) -> list[type]:
 
 
 def _is_slot(value: Any, cls: type) -> bool:
-    """Return whether `type` has made an attribute of a class for a slot, for ``__dict__`` or for ``__weakref__``."""
+    """Return whether a value in a class is a descriptor that `type` has created for a slot.
+
+    Such descriptors, which also exist for ``__dict__`` and ``__weakref__``, are not copied, because `type` creates them
+    anew for the copy of the class.
+    """
     return type(value) in (types.MemberDescriptorType, types.GetSetDescriptorType) and value.__objclass__ is cls
 
 
 def _is_fixed(metaclass: type, name: str) -> bool:
-    """Return whether an attribute of a class can be set only when the class is made.
+    """Return whether an attribute of a class can be set only when the class is created.
 
-    This is so if the metaclass has a descriptor with this name, which would intercept a later assignment.
+    This is so if the metaclass has a descriptor with this name, because the descriptor would intercept a later
+    assignment.
     """
     bases = metaclass.__mro__[: metaclass.__mro__.index(type)]
     own = next((vars(base)[name] for base in bases if name in vars(base)), None)
@@ -910,20 +937,20 @@ def _is_fixed(metaclass: type, name: str) -> bool:
 
 
 def _arguments_of(member: Any, data_type: Any) -> tuple[Any, ...]:
-    """Return the arguments with which ``data_type.__new__`` makes a value equal to ``member``."""
+    """Return the arguments with which ``data_type.__new__`` creates a value that is equal to the enum's ``member``."""
     make, args, *_ = data_type.__reduce_ex__(member, 2)
     return tuple(args[1:] if make.__name__ == "__newobj__" else args)
 
 
 def ignore_state(obj: Any, state: Any) -> None:
-    """Do nothing with the state of an object, which consists of `Deferred` calls.
+    """Do nothing. `pickle` calls this function with the state of an object if the state consists of `Deferred` calls.
 
     The calls were made when the state was unpickled. Without this function `pickle` would set the state as attributes.
     """
 
 
 _Cached = functools._lru_cache_wrapper
-FOUND_BY_NAME = {_Cached, *IDENTITIES}
+FOUND_BY_NAME = {_Cached, *IDENTITIES}  # types whose instances `pickle` sends by name if `goes_by_name` is true
 _IMMUTABLE = {
     *(type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, types.CodeType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
@@ -938,12 +965,13 @@ _ATTRIBUTES = (  # the attributes of a function that are copied
     "__kwdefaults__",
     "__type_params__",
 )
-_MODULE_ATTRIBUTES = ("__name__", "__package__", "__file__", "__path__")  # sent when a worker makes the module
+_MODULE_ATTRIBUTES = ("__name__", "__package__", "__file__", "__path__")  # sent, because a worker creates the module
 # Attributes of a class that Python itself sets, or that are copied separately, as annotations are.
 NOT_COPIED = {"__module__", "_abc_impl", "__slotnames__", "__annotations_cache__", "__annotate_func__", "__annotate__"}
-_PLAIN = {type(None), bool, int, float, complex, str, bytes}  # such an attribute cannot refer to its class
+_PLAIN = {type(None), bool, int, float, complex, str, bytes}  # an attribute of these types cannot refer to its class
 _FUNCTION_KINDS = (types.FunctionType, classmethod, staticmethod, property)
-_numbers = itertools.count(1)
+_numbers = itertools.count(1)  # for the bindings in results
 _places_of_marks: dict[int, tuple[str, str]] = {}  # maps the `id` of an `object()` to its module and its name
 _modules_searched = 0  # the number of loaded modules when `_places_of_marks` was filled
+# Keeps the namespace of a module in `sys.modules` alive as long as the module.
 _namespaces_of_modules = weakref.WeakKeyDictionary[types.ModuleType, Namespace]()

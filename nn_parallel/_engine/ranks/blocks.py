@@ -239,6 +239,12 @@ class Blocks:
         """
         self.context.on_leave.close()
         self.board.outlive_readers(deadline)
+        self._close_links()
+
+    def _close_links(self) -> None:
+        """Close the connections to other nodes, which show this process until its end whether the ranks there live."""
+        if self.context.links is not None:
+            self.context.links.close()
 
     def _leave(self) -> None:
         """Stop the watchdog, and publish that this rank makes no more calls."""
@@ -554,6 +560,8 @@ def blocks_of(context: RankContext | None) -> Blocks | None:
         _current = Blocks(context)
         if context.store_host == context.rank:
             # The previous world is not kept, because ranks that have joined another world no longer read its records.
+            for previous in _hosted:
+                previous._close_links()
             _hosted[:] = [_current]
     if _current.generation != context.generation:
         _current.begin_generation(context.generation)

@@ -14,10 +14,12 @@ import contextlib
 import select
 import socket
 import struct
+import threading
 
 from .sockets import LISTEN_BACKLOG, end_if_unanswered
 from .store import ENDED, NO_ANSWER, OUT_OF_REACH, RESET
 
+UNINTERRUPTED = True  # makes the signal handler of `interrupts` raise nothing while a line of this module runs
 HELLO = struct.Struct("!I")  # the greeting that a rank sends, which holds only its number
 
 
@@ -31,6 +33,7 @@ class Links:
         self.lost: dict[int, str] = {}  # maps each lost rank to ENDED, OUT_OF_REACH or RESET
         self.port = 0  # the port at which rank 0 listens; 0 if rank 0 does not listen
         self._lost_after_s = lost_after_s
+        self._looking = threading.Lock()  # held while a thread checks the connections
         self._poll = select.poll()
         self._sockets: dict[int, socket.socket] = {}  # all sockets by descriptor, on rank 0 also the listening one
         self._rank_of: dict[int, int] = {}  # maps descriptors to the rank at the other end, once this rank is known
@@ -56,9 +59,17 @@ class Links:
         self._rank_of[connection.fileno()] = 0
         self._add(connection)
 
-    def look(self) -> bool:
-        """Accept new connections, and check whether existing ones have ended. Return whether another rank is lost."""
-        before = len(self.lost)
+    def look(self) -> None:
+        """Accept new connections, and check whether existing ones have ended. Any thread may call this method."""
+        with self._looking:
+            self._look()
+
+    def loss_of(self, rank: int) -> str | None:
+        """Check the connections, and return how ``rank`` was lost, as in `lost`; None if it is not known to be lost."""
+        self.look()
+        return self.lost.get(rank)
+
+    def _look(self) -> None:
         for fd, _ in self._poll.poll(0):
             sock = self._sockets.get(fd)
             if sock is None:  # another thread has closed the socket
@@ -74,7 +85,6 @@ class Links:
                 self._sockets.pop(fd).close()
                 if fd in self._rank_of:
                     self.lost[self._rank_of.pop(fd)] = how
-        return len(self.lost) > before
 
     def close(self) -> None:
         """Close all connections."""

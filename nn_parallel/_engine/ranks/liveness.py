@@ -54,6 +54,8 @@ class Liveness:
                 self._look_up_at[rank] = now + times.ASK_EVERY_S * self._context.world_size
                 self._look_up(rank)
         self._loss_reason.update((self._rank_of[pidfd], ENDED) for pidfd, _ in self._poll.poll(0))
+        if self._context.links is not None:
+            self._context.links.look()
         return [rank for rank in ranks if self._is_known_dead(rank)]
 
     def out_of_reach(self, ranks: Sequence[int]) -> list[int]:

@@ -76,7 +76,8 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
     if not launch.one_node:
         end_unanswered(kept.sockets, context.unanswered_s)
         context.links = Links(context.lost_after_s)
-        context.on_leave.callback(context.links.close)
+        if launch.rank != context.store_host:  # `Blocks.outlive_readers` needs them until the other ranks have left
+            context.on_leave.callback(context.links.close)
         if launch.rank == 0:
             with contextlib.suppress(OSError):  # nothing is logged, because the ranks that cannot connect log it
                 context.links.listen()
@@ -84,12 +85,19 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         _meet(context, f"{launch.master_addr}:{launch.master_port}", refusal)
     except BaseException:
         context.on_leave.close()
+        if context.links is not None:
+            context.links.close()
         raise
     rank_0 = context.connection.read(member_key(0), Member)
     if context.links is not None and launch.rank != 0:
         _link(context.links, launch, rank_0)
     context.host = StoreHost(
-        context.store_host, rank_0, context.world_size, timeout.total_seconds(), context.lost_after_s
+        context.store_host,
+        rank_0,
+        context.world_size,
+        timeout.total_seconds(),
+        context.lost_after_s,
+        lambda: context.links.loss_of(0) if context.links else None,
     )
     context.connection.limit_requests(context.host, kept.sockets)
     return context

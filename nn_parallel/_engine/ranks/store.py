@@ -142,7 +142,15 @@ class StoreHost:
     to the store, and every later request raises `error`.
     """
 
-    def __init__(self, rank: int | None, rank_0: Member | None, world_size: int, timeout_s: float, lost_after_s: float):
+    def __init__(
+        self,
+        rank: int | None,
+        rank_0: Member | None,
+        world_size: int,
+        timeout_s: float,
+        lost_after_s: float,
+        loss_of_rank_0: Callable[[], str | None],
+    ) -> None:
         """Store the limits.
 
         Args:
@@ -152,6 +160,7 @@ class StoreHost:
             timeout_s: how long a request may take. If the request belongs to a wait with an earlier deadline, this
                 deadline is the limit, see `StoreClient.answer_by`.
             lost_after_s: how long the node of the store may be out of reach.
+            loss_of_rank_0: returns how rank 0 was lost, see `Links.loss_of`; None if it is not known to be lost.
         """
         self.timeout_s = timeout_s
         self.error: ParallelError | None = None
@@ -160,6 +169,7 @@ class StoreHost:
         self._rank_0 = rank_0
         self._world_size = world_size
         self._lost_after_s = lost_after_s
+        self._loss_of_rank_0 = loss_of_rank_0
 
     def note(self, error: RuntimeError, store: dist.Store, waited_s: float) -> None:
         """Give up the store if a request to it has failed because no answer came.
@@ -172,14 +182,19 @@ class StoreHost:
         if SOCKET_TIMEOUT in str(error):
             self.error = self._silence(waited_s)
         elif any(os.strerror(number) in str(error) for number in NO_ANSWER):
-            died = death(0, self._rank_0, OUT_OF_REACH, self._lost_after_s)
             self.is_out_of_reach = True  # set before `error`, because another thread may raise the error immediately
-            self.error = rank_error("The connection", self._world_size, {0: died})
+            self.error = rank_error("The connection", self._world_size, {0: self._death_of_rank_0(OUT_OF_REACH)})
+        elif (how := self._loss_of_rank_0()) is not None:
+            # The launcher ends together with rank 0, and the store ends together with the launcher.
+            self.error = rank_error("The connection", self._world_size, {0: self._death_of_rank_0(how)})
         else:
             return
         # All connections to the store are shut down, because a late answer would be taken for the answer to the next
         # request. This also frees other threads of this process that wait for an answer.
         end_connections(connected_since({}, store))
+
+    def _death_of_rank_0(self, how: str) -> WorkerDiedError:
+        return death(0, self._rank_0, how, self._lost_after_s)
 
     def _silence(self, waited_s: float) -> RankTimeoutError:
         """Return the error for a store that has not answered for ``waited_s``."""

@@ -130,6 +130,7 @@ class Watchdog:
         self._stopped = False
         self._next_look = 0.0  # the time of the next `_look`
         self._published: Whereabouts | None = None
+        self._published_losses = 0  # the number of lost ranks that rank 0 has published
         self._seen_state: Any = None  # the state that `_last_collectives` has seen at the last look
         self._seen_collectives: list[Collective] = []  # the collectives in this state; empty if they were not read
         self._seen_nccl_state = ""  # the text that `Group.state_of_nccl` returned at the last look
@@ -251,7 +252,11 @@ class Watchdog:
         first, a launcher that ends all ranks after the failure of one would end them before they report the loss.
         """
         links = self._context.links
-        if links is not None and links.look() and self._context.rank == 0:
+        if links is None:
+            return
+        links.look()
+        if self._context.rank == 0 and len(links.lost) > self._published_losses:
+            self._published_losses = len(links.lost)
             self._connection.write(LOST_KEY, Lost(links.lost))
             self._next_look = time.monotonic() + 2 * times.STAND_EVERY_S
 
