@@ -74,6 +74,10 @@ class _Lock:
             self._held = None
             held[1].release()
 
+    def locked(self) -> bool:
+        """Return whether a thread has the lock. Since Python 3.14, `threading.Condition` needs this method."""
+        return self._lock.locked()
+
     def _is_owned(self) -> bool:
         """Return whether the present thread has the lock. `threading.Condition` calls this."""
         return self._held is not None and self._held[0] == threading.get_ident()
