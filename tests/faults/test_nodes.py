@@ -162,7 +162,12 @@ ENDING_OTHERS = {
     HYDRA: "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed",
 }
 """The launchers that end the ranks on the node of a dead one, and how they say that."""
-IN_SLOW_TESTS = {"an exception outside of blocks", "the cable out for 3 s", "the cable out, in a block"}
+IN_SLOW_TESTS = {
+    "an exception outside of blocks",
+    "SIGKILL outside of blocks",
+    "the cable out for 3 s",
+    "the cable out, in a block",
+}
 
 
 def cells() -> Iterator[object]:
