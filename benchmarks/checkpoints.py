@@ -127,7 +127,7 @@ def _save_if_missing(model: nn.Module, path: Path) -> None:
 
 Runs = tuple[str, str, Callable[[nn.Module, Path], object], str, Callable[[nn.Module, Path], object], float | None]
 _PAIRS: list[Runs] = [
-    ("ddp", "load_checkpoint on 2 ranks", _load, "torch.load and load_state_dict on each", _load_by_torch, 1.5),
+    ("ddp", "load_checkpoint on 2 ranks", _load, "torch.load and load_state_dict on each", _load_by_torch, 1.2),
     ("ddp", "save_checkpoint", _save, "torch.save, fsync", _save_by_torch, 1.2),
     ("fsdp", "save_checkpoint, whole", _save, "get_model_state_dict, torch.save, fsync", _save_whole_by_torch, None),
     ("fsdp", "save_checkpoint(sharded=True)", _save_sharded, "checkpoint.save", _save_sharded_by_torch, None),

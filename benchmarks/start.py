@@ -77,12 +77,12 @@ def figures(repetitions: int) -> Iterator[Figure]:
             for peer, theirs in peers.items():
                 theirs.append(float(python(STARTS[peer])))
     name = "start 8 CPU workers, torch being imported, to a result"
-    yield Figure(name, started, 1.5, "import torch", imported)
+    yield Figure(name, started, 1.3, "import torch", imported)
     yield Figure("a second pool of 8", again, 0.06, "import torch", imported)
     for peer, theirs in peers.items():
         yield Figure(name, started[:3], None, f"{peer}, to its end", theirs)
     to_import = [float(python(IMPORT_TIME)) for _ in range(repetitions)]
-    yield Figure("import nn_parallel, torch being imported", to_import, 0.05)
+    yield Figure("import nn_parallel, torch being imported", to_import, 0.04)
 
     occupied, by_one, by_a_second, by_forks = [], [], [], []
     for _ in range(min(repetitions // 2, 3)):
