@@ -43,7 +43,7 @@ def _beside_actors(placement: str, where: str, repetitions: int) -> Iterator[Fig
     with ParallelExecutor(engine="ray", num_workers=2, devices="cpu", placement=placement) as pool:
         for name, fn, arguments, goal, calls in (
             ("warm run(fn)", of_a_script(_one), (), 1.1, CALLS),
-            ("64 MiB", of_a_script(_one), (data,), None, 1),
+            ("64 MiB", of_a_script(_one), (data,), 1.0, 1),
         ):
             yield measure(
                 f'engine="ray": {name} to 2 workers {where}',
