@@ -15,7 +15,8 @@ from .peers import chosen, raw_pipes
 
 F = TypeVar("F", bound=Callable[..., object])
 TASKS = 10_000
-GOALS = {"ProcessPoolExecutor": (0.5, 0.15), "Ray actors": (0.15, None), "joblib": (None, 1.0)}  # of one call, of many tasks
+# The goals of one call and of many tasks, beside each peer.
+GOALS = {"ProcessPoolExecutor": (0.5, 0.15), "Ray actors": (0.15, None), "joblib": (None, 1.0)}
 
 
 def figures(repetitions: int) -> Iterator[Figure]:
