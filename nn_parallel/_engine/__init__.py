@@ -5,18 +5,18 @@ files only the vocabulary: `nn_parallel.errors`, `nn_parallel.world` and the ver
 times, because some of their files import files of the folders in between. Shared files lie in this folder itself::
 
     shared
-        garbage_collection  Python's collector, kept out of an import
+        garbage_collection  a pause of Python's garbage collector during an import
         descendants         the processes that a process has started
-        polling             look again and again, at first without sleeping
+        polling             waiting by looking again and again, at first without sleeping
         interrupts          an exception raised in the main thread from another thread or by a signal
-        background          work in a thread that goes on after a call
+        background          work in a thread that goes on after the call that began it
         tracebacks          tracebacks without frames of this package
         failures            an exception as plain data; the `RankError` of several ranks
         process_environment  environment, directory and import path of the script; what is installed
-        devices             the devices that exist; the parameter ``device`` of a function
-        diagnostics         the part of an object that cannot be pickled
+        devices             the devices of this machine; the parameter ``device`` of a user's function
+        diagnostics         a search for the part of an object that cannot be pickled
         pickling            objects to bytes and back, tensors by their storage
-        stack_dump          the stack of this process; those of a job, for ``nn-parallel stacks``
+        stack_dump          the stack of this process, and the stacks of a job for ``nn-parallel stacks``
     ranks: how the processes of a world find each other, talk, and fail together
         environment         a launcher's variables -> rank, world size, address
         times               how long ranks wait, and how often they look
@@ -25,12 +25,12 @@ times, because some of their files import files of the folders in between. Share
         links               the connections between rank 0 and other nodes
         flight_recorder     the collectives that this process has entered, as torch records them
         nccl                settings and errors of NCCL
-        group               the process group: made, closed, made again
-        context             the place of this process in a world
+        group               making, closing and making again the process group
+        context             this process as a rank: its world, store and process group
         liveness            the ranks that have died
-        records             calls and blocks, as ranks tell each other of them
-        main_thread         where the main thread is
-        status_board        what a rank tells of its calls, and learns of those of the others
+        records             the records about calls and blocks that ranks write into the store
+        main_thread         the line of code that the main thread executes
+        status_board        writes the status of this rank into the store, reads those of the others
         watchdog            the thread that frees a stuck rank
         blocks              calls of one rank, and blocks that all ranks enter and leave together
         uncaught            an exception that ends a rank outside all blocks
@@ -40,34 +40,34 @@ times, because some of their files import files of the folders in between. Share
         rank_choice         the ranks that an argument ``rank`` names
         run_on_ranks        the decorator of `on_rank`, the block of `rank_first`
         stop_signals        a signal to one rank stops all ranks at the same step
-    by_value: functions, classes and globals of a script, as they reach a worker
-        globals             the script's functions, classes and globals in a worker
-        reducer             pickle by name, by key or by value
-        packer              pack a call
+    by_value: how functions, classes and globals of a script reach a worker
+        globals             the receiving side: functions, classes and globals of another process
+        reducer             pickles functions and classes by name, by key or by value
+        packer              the sending side: packs a call
     pool: workers, and the calls of `ParallelExecutor`
         memory_files        shared memory for large payloads
         channel             messages between the pool and a worker
-        messages            their headers
-        pool_store          the store of a pool's ranks
+        messages            the headers of these messages
+        pool_store          the store through which the ranks of a `run` communicate
         worker              the main loop of a worker
         forkserver          the process that forks workers and reaps them
-        forkserver_client   the fork server, as the script sees it
-        progress, bars      the bar of a map; bars that workers draw
-        output              what workers print
+        forkserver_client   the script's side of the fork server
+        progress, bars      the progress bar of a map; the progress bars that workers draw
+        output              copies the output of workers to the script's streams
         event_loop          descriptors, timers and posted functions, in one thread
-        futures             what a caller of a pool waits for
-        tasks               run, submit, map, resize, as the pool does them
-        protocols           what a pool asks of its workers, and an executor of a pool
+        futures             the objects through which a caller waits for results
+        tasks               the tasks of a pool: run, submit, map, resize
+        protocols           the interfaces between executor, pool and workers
         worker_process      a worker process on this machine
-        site                this machine, as the place of workers
+        site                starts the workers of a pool on this machine
         supervisor          the thread of a pool: its tasks and workers
         pool                the calls of an executor on started workers
         launched_ranks      the calls of an executor on the ranks of a launcher
     ray: workers on a Ray cluster
         worker              the actor of a worker
-        room                the cluster, as the place of workers
+        room                starts the workers of a pool on the cluster
     pool: the choice of a backend
-        backend             launched ranks, workers here, or workers on Ray
+        backend             launched ranks, workers on this machine, or workers on Ray
     shared
         data_parallel       a batch split over devices, in threads
 
@@ -82,13 +82,15 @@ task
 place
     The position of a worker in its pool, and its rank during a `run`. A new worker takes the place of one that died.
 call
-    A call that every rank makes, of a function that one rank runs while the others wait, of a block or of a barrier.
+    A step that every rank makes and counts: the call of a function that one rank runs while the others wait, the
+    beginning or the end of a block, or a barrier.
 block
     Code that all ranks begin and end together.
 barrier
     A point at which all ranks wait for each other: the beginning of a block, its end, or a call of `barrier`.
 generation
-    The time between two failures of blocks. In each generation, calls and barriers are numbered again from one.
+    All calls and barriers between two failures of blocks. In each generation, they are numbered again from one. In a
+    pool, each `run` begins a new generation too.
 store
     The TCPStore through which the ranks find each other. `StoreClient` is a connection to it.
 watchdog
@@ -108,7 +110,8 @@ handle
 definition
     A function or class of the script that is pickled by value, once for each worker.
 binding
-    The value of a global of the script, as a pickled function needs it. Each new value has another version number.
+    The assignment of a value to a global of the script. A call sends the bindings of the globals that its function
+    uses. Each binding has a number, which changes when the script assigns another value.
 
 The invariants, which every change keeps:
 
@@ -117,15 +120,15 @@ The invariants, which every change keeps:
 - Every rank raises the *cause*, which is the first failure. An error that is only a consequence, such as "connection
   closed", is not reported.
 - All ranks go through the same blocks in the same order, and each block has failed on all ranks or on none.
-- A failing rank closes no more than it must. A call of one rank closes no group. A failing block closes the group;
-  `initialize_ddp` makes it again on the kept store, named by its generation.
+- A failing rank closes no more than it must. A failing call of one rank closes no group. A failing block closes the
+  process group; `initialize_ddp` makes the group again on the same store, under a name with the new generation.
 - No rule that depends on time declares a rank stuck; only the user's ``timeout`` does. A node counts as lost when its
   kernel has answered nothing for a minute.
-- A worker that is lost costs its task only. The pool is whole again afterwards.
+- If a worker is lost, only its task fails. The pool then starts another worker in the same place.
 - Nothing outlives what it was made for: no process, thread, descriptor, variable or file. There is one exception: a
   process keeps a few memory files, to fill them again for later payloads (memory_files).
 
-A failure in a function of one rank, as of ``@on_rank(1)``, until all ranks raise it:
+A failure in a function that one rank runs, for instance with ``@on_rank(1)``, until all ranks raise the failure:
 
 1. On rank 1 the exception comes out of the user's function into `Blocks.call` (blocks). `StatusBoard.post_failure`
    (status_board) writes the failure as plain data to the key ``failures/1``, and then writes to ``status/1`` that the
@@ -160,9 +163,9 @@ generation.
 
 The death of a worker of a pool, from the kernel to the future of a `submit`:
 
-1. The kernel tells the fork server, whose child the worker is, by SIGCHLD. `_reap` (forkserver) kills the processes
-   that the worker had started, and reports the exit to the pool through their socket.
-2. In the thread of the pool, `LocalSite._hear` (site) reads the report by `ServerConnection.receive`
+1. The kernel sends SIGCHLD to the fork server, the parent process of the worker. `_reap` (forkserver) kills the
+   processes that the worker had started, and reports the exit to the pool through the socket of the pool.
+2. In the thread of the pool, `LocalSite._hear` (site) reads the report with `ServerConnection.receive`
    (forkserver_client). `_worker_exited` takes the answers that the worker sent before its death
    (`WorkerProcess.finish`, worker_process), and calls `Supervisor.exited` (supervisor).
 3. If the task is not among these answers, `exited` fails the task: `SingleTask.lose` (tasks) completes the future with
@@ -173,9 +176,9 @@ The death of a worker of a pool, from the kernel to the future of a `submit`:
 A large tensor, from `submit` to the future. It is copied twice, once in each direction:
 
 1. `FunctionPacker.pack` (packer) pickles the call in the thread of the caller. A large storage does not go into the
-   pickle: `Pickler` (pickling) puts a number there, and a view of the memory beside the pickle. `Payload` (channel)
-   copies the pickle and all views into a memory file (`fill`, memory_files). Then `submit` returns, and the user may
-   change the tensor.
+   pickle: `Pickler` (pickling) writes a number in its place, and keeps a view of the memory beside the pickle.
+   `Payload` (channel) copies the pickle and all views into a memory file (`fill`, memory_files). Then `submit` returns,
+   and the user may change the tensor.
 2. The supervisor gives the task to a worker. `Channel.flush` sends a packet with the descriptor of the file. The worker
    maps the file (`map_private`), and `loads` (pickling) makes tensors that lie in the map.
 3. The worker drops the arguments (`_serve`, worker) and packs the result in the same way, into a file of its own: that

@@ -1,10 +1,11 @@
 """Calls that one rank runs while the others wait, and blocks that all ranks begin and end together.
 
-A *call* is counted on each rank. The status of the rank that runs the call shows its outcome, see `status_board`. If a
-call fails, all ranks raise its failure, and no process group is closed.
+Each rank numbers its *calls*. The rank that runs a call publishes the outcome in its status, where the other ranks
+read the outcome (`status_board`). If a call fails, all ranks raise the failure, and no process group is closed.
 
-A *block* contains calls and other blocks. All ranks begin it together and end it together, at *barriers*. If one rank
-fails in a block, all ranks must raise the failure, and all of them out of the same block.
+A *block* contains user code, such as a training loop, and also calls and other blocks. All ranks begin a block
+together and end it together, at *barriers*. If one rank fails in a block, all ranks must raise the failure out of the
+same block.
 
 The problem is that the ranks are at different places when one of them fails. Some may have passed a barrier that others
 have not reached yet. If each rank simply failed the block that it is in, the ranks would fail different blocks. A rank
@@ -62,8 +63,9 @@ from .store import arrived_key, decode, encode, ended_key
 from .watchdog import BlockState, Watchdog, cause_of
 
 UNINTERRUPTED = True  # the signal handler in `interrupts` reads this, and raises no exception in lines of this module
-NO_BARRIER = contextlib.nullcontext(lambda: None)  # takes the place of `Blocks._barrier` in calls without a barrier
-END_MARK = 1 << 40  # greater than any possible number of arrivals in a generation
+NO_BARRIER = contextlib.nullcontext(lambda: None)  # replaces `Blocks._barrier` in calls without a barrier
+# A rank that ends a generation adds this number to the counter of arrivals. It is greater than any possible count.
+END_MARK = 1 << 40
 
 
 class Blocks:
@@ -82,7 +84,7 @@ class Blocks:
         self._barriers = 0  # the number of the last barrier in this generation that this rank has come to
         self._earlier_generations: list[int] = []  # the earlier generations whose keys may still be in the store
         self._entered: list[BlockState] = []  # the blocks that this rank is in, the innermost last
-        self._watchdog: Watchdog | None = None
+        self._watchdog: Watchdog | None = None  # None until `watch` has started it, and after `_leave`
         context.on_leave.callback(self._leave)
 
     @property
@@ -99,7 +101,7 @@ class Blocks:
         self._barriers = 0
         self.stop_calls = 0
         for block in self._entered:
-            # All ranks began this block before the first barrier of the new generation.
+            # 0 means that all ranks had begun this block before the first barrier of the new generation.
             block.begin = 0
 
     @contextlib.contextmanager
@@ -107,7 +109,7 @@ class Blocks:
         """Make a call that one rank runs while the other ranks wait for its end. Every rank must make the call.
 
         Args:
-            call: the rank that runs the call, and the name of the call for errors.
+            call: holds the rank that runs the call, and the name of the call for errors.
             timeout_s: how long the other ranks wait; no limit if None.
             barrier: if true, all ranks wait for each other after the call, even if the call has failed.
 
@@ -115,7 +117,7 @@ class Blocks:
             True on the rank that runs the call. False on the other ranks, which must do nothing in the ``with`` block.
 
         Raises:
-            RankError: on every rank, if the call raised, or the process that runs it ended before the end of the call.
+            RankError: on every rank, if the call raised, or if the rank that runs the call died before the end.
             RankTimeoutError: the call did not finish within ``timeout_s``.
             ParallelError: the ranks are not in the same call; the message names both calls.
         """
@@ -150,7 +152,7 @@ class Blocks:
         """Wait until every rank has come to this barrier.
 
         Args:
-            call: the name of the barrier for errors.
+            call: holds the name of the barrier for errors.
             timeout_s: how long this rank waits; no limit if None.
             refusal: an error for which this rank refuses to pass the barrier. All ranks then raise this error.
 
@@ -172,7 +174,7 @@ class Blocks:
         close the process group, begin a new generation and raise the failure.
 
         Args:
-            call: the name of the block for errors.
+            call: holds the name of the block for errors.
             timeout_s: the time limit of the block; no limit if None.
             from_end: if true, the limit counts from the moment at which this rank has come to the end of the block;
                 otherwise, from the beginning of the block.
@@ -180,7 +182,7 @@ class Blocks:
         Raises:
             RankError: on every rank, if the block raised on a rank, or the process of a rank ended in the block.
             RankTimeoutError: on every rank, if the block took longer than ``timeout_s`` on a rank, or if a rank did not
-                come to its beginning within ``timeout_s`` or within the timeout of the process group.
+                come to the beginning of the block within ``timeout_s`` or within the timeout of the process group.
         """
         self.raise_if_nested(call)
         self._raise_if_must_leave()
@@ -235,14 +237,14 @@ class Blocks:
     def outlive_readers(self, deadline: float) -> None:
         """Leave the world, and return when the other ranks no longer need the store, or at the ``deadline``.
 
-        This process hosts the store, so that the store is gone when the process ends.
+        Called at the end of the process that hosts the store, because the store ends with this process.
         """
         self.context.on_leave.close()
         self.board.outlive_readers(deadline)
         self._close_links()
 
     def _close_links(self) -> None:
-        """Close the connections to other nodes, which show this process until its end whether the ranks there live."""
+        """Close the connections through which this process notices the deaths of ranks on other nodes."""
         if self.context.links is not None:
             self.context.links.close()
 
@@ -253,7 +255,7 @@ class Blocks:
             self._watchdog = None  # so that the watchdog's connection to the store is closed
         with contextlib.suppress(RuntimeError):
             self.board.post(HAS_LEFT)
-            self.board.flush()  # otherwise the end of this process could lose a status that was not sent yet
+            self.board.flush()  # otherwise this process could end before the status has been sent
         self.board.liveness.close()
 
     # The parts of a call.
@@ -263,11 +265,11 @@ class Blocks:
         self.board.begin(call)
 
     def _wait(self, call: Call, ranks: Sequence[int], phase: int, timeout_s: float | None) -> Wait:
-        """Return a wait that begins now.
+        """Return the record of a wait that begins now, in which this rank waits until ``ranks`` have reached ``phase``.
 
-        A wait without a timeout is published, so that a rank that is in a deadlock with this rank notices it, see
-        `Watchdog._deadlock`. A wait with a timeout is not published, because it cannot be part of a deadlock: this rank
-        may give up the wait and go on.
+        A wait without a timeout is published, so that a rank that is in a deadlock with this rank notices the deadlock,
+        see `Watchdog._deadlock`. A wait with a timeout is not published, because it cannot be part of a deadlock: this
+        rank may give up the wait and go on.
         """
         return Wait(call, ranks, phase, deadline_of(timeout_s), "" if timeout_s else "waits in")
 
@@ -285,7 +287,7 @@ class Blocks:
                 if status.position < goal and status.position.phase == HAS_LEFT:
                     raise self.board.left_error(rank, wait.call)
             # If the other rank is in a later generation, its position is later than `goal`, even if a block has failed
-            # before it ran the call. Therefore the next lines check whether the generation of this call has ended.
+            # before that rank ran the call. Therefore the next lines check whether this rank's generation has ended.
             has_run = status.position >= goal
             if status.position.generation > self.generation or (waited > times.LOOK_UP_PEER_AFTER_S and not has_run):
                 self._raise_if_generation_ended()
@@ -414,8 +416,8 @@ class Blocks:
 
         It is enough that each rank checks one other rank. If the ranks are at different barriers, then at each of these
         barriers, at least one rank has a neighbor at another barrier. A rank whose neighbor is at the same barrier
-        notices nothing, and may pass because the counter does not distinguish the barriers. Therefore the record of the
-        end of the generation says that the ranks were at different barriers (``is_mixed``).
+        notices nothing, and may pass because the counter does not distinguish the barriers. Therefore a rank that
+        notices the difference records it in the `GenerationEnd` (``is_mixed``).
 
         Returns:
             True if the neighbor has left the world.
@@ -441,8 +443,8 @@ class Blocks:
             if block.has_passed:
                 raise
             raised: BaseException | None = None
-            # Otherwise Ctrl-C could stop this rank after it has added END_MARK to the counter, but before it has
-            # written the record that the other ranks then wait for.
+            # `DeferredSignals` delays Ctrl-C, which could otherwise stop this rank after it has added END_MARK to the
+            # counter, but before it has written the record for which the other ranks then wait.
             with DeferredSignals():
                 if block.outer is not None and block.outer.must_leave:  # the outer block failed before this one began
                     block.make_leave(block.outer.reason)
@@ -487,7 +489,7 @@ class Blocks:
             block.outer.make_leave()
             return Interrupted()  # not an Exception, which user code between the two blocks might catch
         # The group is closed if a rank may be in a collective of the block. The failure of a separate barrier does not
-        # close the group, because a barrier contains no code.
+        # close the group, because a barrier contains no code, and therefore no collective.
         closes_group = block.begin <= record.barriers or record.is_mixed
         try:
             self.begin_generation(self.generation + 1)
@@ -495,7 +497,7 @@ class Blocks:
         finally:
             if closes_group:
                 self.context.group.close()
-        # Exceptions that were raised in this process are preferred to rebuilt ones, because they have their traceback.
+        # The exceptions that were raised in this process replace their rebuilt copies, which have no traceback.
         own = exceptions_in(failures)
         recorded = {rank: own[rank] for rank in own if record.failures[rank] == described[rank]}
         return self._error(block.call, rebuilt(record.failures) | recorded)
@@ -552,7 +554,7 @@ class Blocks:
 
 
 def blocks_of(context: RankContext | None) -> Blocks | None:
-    """Return the `Blocks` of the world that this process is in; None if it is the only rank."""
+    """Return the `Blocks` of the world that this process is in; None if this process is the only rank."""
     global _current
     if context is None or context.world_size == 1:
         return None
@@ -603,5 +605,5 @@ def _outlive_readers() -> None:
             hosted.outlive_readers(deadline)
 
 
-_current: Blocks | None = None
+_current: Blocks | None = None  # the `Blocks` that `blocks_of` has returned last
 _hosted: list[Blocks] = []  # the `Blocks` of the last world whose store this process hosts, if it hosts one

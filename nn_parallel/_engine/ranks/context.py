@@ -51,23 +51,27 @@ class RankContext:
     """The context of this process as a rank of a world.
 
     ``generation`` is the number of the present generation. A generation consists of all calls and barriers between two
-    failures of blocks, or of those in one run of a pool. All ranks begin a generation together, and then ignore records
-    of earlier generations in the store.
+    failures of blocks. In a pool, each run begins a new generation too. All ranks begin a generation together, and then
+    ignore records of earlier generations in the store.
     """
 
     world: World  # the world when this rank joined it; `current` returns the present state
     open_store: Callable[[], dist.Store] | None = None  # None if this rank is alone, because it then needs no store
     timeout: timedelta = times.DEFAULT_TIMEOUT
     store_host: int | None = None  # the rank that hosts the store; None if no rank hosts it
-    one_node: bool = True  # whether all ranks are on one node
-    # Outside of all blocks, the watchdog calls this function to end a collective that can never end. The arguments are
-    # the error that says why, and the generation of the collective. If this is None, the watchdog itself ends it.
+    one_node: bool = True  # if false, connections that get no answer from another node are ended, see `unanswered_s`
+    # In a worker of a pool, the watchdog calls this function to end a collective that can never end, outside of all
+    # blocks. The arguments are the error that says why, and the generation of the collective. If the function is None,
+    # the watchdog ends the collective itself.
     on_deadlock: Callable[[Exception, int], None] | None = None
-    links: Links | None = None  # None if all ranks are on this node, or if deaths on other nodes cannot be noticed
-    host: StoreHost | None = None  # None if nothing limits how long the store may take to answer
+    # Notices deaths on other nodes. None unless `initialize_ddp` has joined the ranks of a launcher on several nodes.
+    links: Links | None = None
+    host: StoreHost | None = None  # limits how long the store may take to answer; None if there is no limit
     generation: int = 0
-    ends_by_exception: bool = False  # whether an uncaught exception is ending this process
-    on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed when this rank leaves
+    # Set when an uncaught exception ends this process. The collectives on the accelerator are then aborted at the exit.
+    ends_by_exception: bool = False
+    # The functions to call when this rank leaves the world.
+    on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __post_init__(self) -> None:
         self.rank = self.world.rank
@@ -102,7 +106,7 @@ class RankContext:
         return store
 
     def _accelerator(self) -> str:
-        """Return a text that identifies the accelerator of this rank and its host.
+        """Return a text that identifies the accelerator of this rank and the host of the accelerator.
 
         The string is empty if this rank runs on the CPU, or if its accelerator cannot be identified.
         """
@@ -139,17 +143,17 @@ class RankContext:
 
     @property
     def is_inherited(self) -> bool:
-        """True if this process was forked by the rank. It must then not use the rank's store and process group."""
+        """True if this process is a fork of the rank. A fork must not use the rank's store and process group."""
         return self._pid != os.getpid()
 
     @property
     def lost_after_s(self) -> float:
-        """The seconds that a node may be out of reach without being lost. After twice this time it counts as lost."""
+        """The seconds that a node may be out of reach without being lost. After twice this time the node is lost."""
         return min(times.LOST_AFTER, self.timeout / 3).total_seconds()
 
     @property
     def unanswered_s(self) -> float | None:
-        """Seconds for which a connection to another node may get no answer; None if all ranks are on one node."""
+        """The seconds that a connection to another node may get no answer; None if all ranks are on one node."""
         return None if self.one_node else self.lost_after_s
 
     def begin_generation(self, generation: int) -> None:
@@ -201,7 +205,7 @@ def current_world() -> World:
 
 
 def world_of(launch: Launch, device: torch.device | None = None) -> World:
-    """Return the world of a launch, before a process group connects the ranks.
+    """Return the world of a launch, as it is before a process group connects the ranks.
 
     Args:
         launch: the launch that the launcher's variables describe.

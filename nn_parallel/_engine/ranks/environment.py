@@ -52,7 +52,7 @@ class Launch:
     one_node: bool  # True only if all ranks certainly run on this host, so that their sockets may use the loopback
     told_by: tuple[str, ...]  # the variables from which these values were read
     launcher_hosts_store: bool = False  # whether torchrun's agent listens on the master port instead of rank 0
-    attempt: int = 0  # the number of times that an elastic launcher has restarted the ranks
+    attempt: int = 0  # the number of times that torchrun has restarted the ranks
 
 
 def detect_launch(environ: Mapping[str, str]) -> Launch | None:
@@ -126,7 +126,7 @@ def has_terminal() -> bool:
 
 
 class _Names(NamedTuple):
-    """The names of the variables in which a launcher writes the rank of each process."""
+    """The names of the variables in which a launcher writes the rank of a process and the size of its world."""
 
     rank: str
     world_size: str
@@ -159,7 +159,7 @@ class _Variables:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
-        self.names = dict[str, None]()  # the variables whose values have been read, in order
+        self.names = dict[str, None]()  # the variables that have been read, in this order, for error messages
 
     def has(self, *names: str) -> bool:
         """Return whether all these variables are set."""
@@ -237,7 +237,7 @@ def _by_env(variables: _Variables) -> Launch:
         _check_rank_numbers_processes(variables, launch)
     nodes = variables.number("GROUP_WORLD_SIZE", at_least=1) if variables.has("GROUP_WORLD_SIZE") else 0
     if is_torchrun and nodes * launch.local_world_size == launch.world_size:
-        # LOCAL_RANK is not used, because torchrun sets it to 0 on every rank if it has the option --virtual-local-rank.
+        # LOCAL_RANK is not used, because torchrun with the option --virtual-local-rank sets it to 0 on every rank.
         launch = replace(launch, local_rank=launch.rank % launch.local_world_size)
     return replace(
         launch,

@@ -1,4 +1,7 @@
-"""Transfer of packed objects between ranks, through torch's own collectives for objects."""
+"""Transfer of objects between ranks, through torch's own collectives for objects.
+
+The objects are *packed*: an object is a pickle, with the memory of its tensors beside the pickle (`Packed`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from .membership import initialize
 
 
 def broadcast_packed(packed: Packed | None, src: int) -> Any:
-    """Send the packed object of rank ``src`` to all other ranks and unpickle it there.
+    """Send the packed object of rank ``src`` to all other ranks, which unpickle it.
 
     If there is no process group yet, the function makes one first.
 

@@ -25,14 +25,14 @@ class Collective(NamedTuple):
     group: str  # torch's name of the process group, the same on all ranks of the group
     number: int  # the number of the collective within its group, the same on all ranks of the group
     members: tuple[int, ...]  # the ranks of the group
-    is_over: bool
+    is_over: bool  # whether the collective has ended on this rank
     by_main_thread: bool  # whether the main thread has entered the collective
 
 
 def collectives(first_group_id: int) -> list[Collective]:
     """Return the last collectives of gloo that this rank has entered, the oldest first.
 
-    Only process groups that exist and whose id is at least ``first_group_id`` are included.
+    Only process groups that exist and whose id in the flight recorder is at least ``first_group_id`` are included.
     """
     world = dist.distributed_c10d._world
     main = str(threading.main_thread().ident)
@@ -48,8 +48,8 @@ def running_collectives(first_group_id: int, backend: str = "gloo") -> str:
     """Return a text that changes whenever a collective of this ``backend`` begins or ends.
 
     If no collective is running, the text is empty. Only process groups whose id is at least ``first_group_id`` are
-    included. A caller compares two texts to see whether the collectives go on. This takes microseconds, whereas
-    `collectives` takes up to 0.1 s.
+    included. The watchdog compares two texts to see whether the collectives make progress. This takes microseconds,
+    whereas `collectives` takes up to 0.1 s.
     """
     statuses = {
         group: (status["last_enqueued_collective"], status["last_completed_collective"])

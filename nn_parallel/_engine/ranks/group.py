@@ -1,4 +1,4 @@
-"""The process group of a world: making it, closing it without waiting for other ranks, and making it again.
+"""The process group of a world: how it is made, closed without waiting for other ranks, and made again.
 
 When a block fails, each rank must leave the collective that it is in, and close the group. Torch can abort the
 collectives of NCCL (see `nccl`), but not those of gloo: ``abort`` and ``destroy_process_group`` do not wake a thread
@@ -63,10 +63,11 @@ dist.group.WORLD = _present
 del _present
 
 
-# The result of `sys.getrefcount` for a group to which only `_closed` refers; the other reference is its own argument.
+# `sys.getrefcount` returns this number for a group to which only the list `_closed` refers, because the argument of
+# `sys.getrefcount` counts as a second reference.
 ONLY_OURS = 2
 logger = logging.getLogger("nn_parallel")
-_KEY_OF_GLOO = re.compile(r"(^|/)cpu//0/\d+$")
+_KEY_OF_GLOO = re.compile(r"(^|/)cpu//0/\d+$")  # matches the keys under which gloo writes the address of a rank
 _closed: list[dist.ProcessGroup] = []  # closed groups that other objects may still refer to
 
 
@@ -82,28 +83,33 @@ class Group:
         """
         self._world = world
         self._unanswered_s = unanswered_s
-        self.default: Any = None  # torch's default group, until this package closes it
-        self.first_id = 0  # the lowest id that torch's flight recorder can give to the present groups
+        self.default: Any = None  # torch's default group; None before it is made, and after this package has closed it
+        # The lowest id that the present groups can have in torch's flight recorder. Records with lower ids are ignored,
+        # because they belong to closed groups.
+        self.first_id = 0
         # The number of the present generation, and the number of groups that this rank has begun to make in this
         # generation. Both numbers are the same on all ranks.
         self.begun = 0, 0
-        self.interrupted = False  # whether connections of the present groups have been ended by `abort`
+        # True from the moment at which this rank ends connections of the present groups until the groups are closed.
+        # Errors of their collectives are then only a consequence.
+        self.interrupted = False
         # A counter that rises by one when a group begins to be closed, and again when the group has been closed. A
         # thread passes an earlier value to `abort`, which then does nothing if that group has been closed meanwhile.
         self.times_closed = 0
-        self.cannot_end = False  # whether the abort of the group hangs, so that this process can make no other group
-        self._names_in_store: list[str] = []  # the names of groups that may have keys in the store
+        self.cannot_end = False  # set if the abort of the group hangs; this process can then make no other group
+        self._names_in_store: list[str] = []  # the groups whose keys the next `make` deletes from the store
         self._sockets: dict[int, int] = {}  # gloo's connections of all groups, as ``{descriptor: inode}``
         self._found_groups: set[str] = set()  # the names of the groups whose connections are in `_sockets`
         self._aborts = nccl.Aborts()
-        self._first_nccl_id = 0  # the same as `first_id`, for NCCL's flight recorder
+        self._first_nccl_id = 0  # the same as `first_id`, but for the collectives of NCCL
         self._closing = threading.Lock()  # held while a group is closed or aborted, because any thread may abort it
-        self._timeout_s = 0.0
-        self._store: dist.Store | None = None  # the connection to the store that `_own_connection` returns
-        self._store_sockets: dict[int, int] = {}  # the socket of `_store`; an empty dict if `abort` has ended it
+        self._timeout_s = 0.0  # the timeout of the default group in seconds, which `make` sets
+        self._store: dist.Store | None = None  # the connection to the store that `_own_connection` has opened
+        # The socket of `_store`, as ``{descriptor: inode}``. Empty if the connection must not be used again.
+        self._store_sockets: dict[int, int] = {}
         self._for_thread: dist.ProcessGroup | None = None  # the group that `for_thread` has made, if it is still open
         self._half_closed: list[socket.socket] = []  # duplicates that keep connections open, see the module's docstring
-        self._on_release = contextlib.ExitStack()
+        self._on_release = contextlib.ExitStack()  # restores the environment variables that `make` has set
 
     def begin_generation(self, generation: int) -> None:
         """Begin a generation, in which groups are numbered from one again.
@@ -149,8 +155,8 @@ class Group:
         hook = sys.excepthook
         self.first_id = next_group_id()
         self._first_nccl_id = next_group_id("nccl")
-        # Torch numbers the groups by this counter. After a failed init the counter may differ between ranks, and ranks
-        # that use different numbers for the same group would wait for each other forever.
+        # Torch numbers the groups with this counter. After a failed init the counter may differ between ranks, and
+        # ranks that use different numbers for the same group would wait for each other forever.
         dist.distributed_c10d._world.group_count = 0
         try:
             dist.init_process_group(
@@ -165,7 +171,7 @@ class Group:
                 _set_timeout(timeout)
             self._sockets = connected_at(_gloo_addresses(rendezvous))
         except (RuntimeError, ValueError) as error:
-            self._store_sockets.clear()  # not to be used again, because it may be in the middle of a request
+            self._store_sockets.clear()  # drops the connection, which may be in the middle of a request
             if isinstance(error, ValueError) and "backend" not in str(error).lower():
                 raise
             if self.interrupted:
@@ -175,7 +181,7 @@ class Group:
                 f"{timeout.total_seconds():g} s: {summary(error)}"
             ) from error
         finally:
-            sys.excepthook = hook  # otherwise each init would add another hook on top of the earlier ones
+            sys.excepthook = hook  # the init has replaced the hook, and each init would add another one on top
         self._found_groups = set(_groups().values())  # only the default group exists, and its connections are known
         self.default = dist.group.WORLD
         self._for_thread = None  # if there was such a group, the user has destroyed it with the former default group
@@ -202,8 +208,8 @@ class Group:
 
         Args:
             abort: if true, abort the collectives that run on the accelerator; otherwise, wait first until they end.
-            within_s: the longest time to wait for them; a shorter timeout of the group takes precedence. Collectives
-                that have not ended in time are aborted.
+            within_s: the longest time to wait for these collectives; a shorter timeout of the group takes precedence.
+                Collectives that have not ended in time are aborted.
         """
         if dist.is_initialized():
             is_over = not abort and self._has_ended(within_s)
@@ -216,7 +222,8 @@ class Group:
             self.cannot_end = not self._aborts.finish()
             if self.cannot_end:
                 return
-            # A group whose connections are not in `_sockets` is not kept, because only its destruction ends them.
+            # A group whose connections are not in `_sockets` is not kept, because only the destruction of the group
+            # ends its connections.
             _closed.extend(group for group, name in _groups().items() if name in self._found_groups)
             dist.destroy_process_group()
             self.default = None
@@ -259,7 +266,7 @@ class Group:
     def error(self) -> dist.DistBackendError | None:
         """Return the error of a failed collective of an accelerator; None if there is none.
 
-        Collectives of gloo raise their errors themselves, so that nothing has to look for them.
+        On the CPU there is nothing to look for, because collectives of gloo raise their errors themselves.
         """
         if self._world.device.type == "cpu" or self.interrupted:
             return None
@@ -268,7 +275,8 @@ class Group:
     def is_gloo_alone(self) -> bool:
         """Return whether gloo is the only backend of all groups.
 
-        Only then a collective may be aborted in a running program, because other backends would leave wrong numbers.
+        If it is not, no collective may be aborted while the main thread goes on, because an aborted collective of
+        another backend returns wrong numbers.
         """
         return not any(map(nccl.backends_of, _groups()))
 

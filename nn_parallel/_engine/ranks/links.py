@@ -4,8 +4,9 @@ A process on another node cannot be watched through its process id. But when a p
 closes the connection. If a node cannot be reached, it does not answer the probes that the other node's kernel sends,
 and this kernel then ends the connection. All of this works even if the Python interpreter of a rank is busy for hours.
 
-Over each connection, a rank sends only its number, as a greeting (`HELLO`). The watchdog of each rank checks whether
-the connections have ended. The watchdog of rank 0 writes into the store which ranks it has lost.
+Over its connection, a rank sends only a greeting with its rank number (`HELLO`) to rank 0. The watchdog of each rank
+checks whether the connections of this rank have ended, and so does each thread that looks for the cause of a failure.
+The watchdog of rank 0 writes into the store which ranks it has lost.
 """
 
 from __future__ import annotations
@@ -19,24 +20,27 @@ import threading
 from .sockets import LISTEN_BACKLOG, end_if_unanswered
 from .store import ENDED, NO_ANSWER, OUT_OF_REACH, RESET
 
-UNINTERRUPTED = True  # makes the signal handler of `interrupts` raise nothing while a line of this module runs
-HELLO = struct.Struct("!I")  # the greeting that a rank sends, which holds only its number
+UNINTERRUPTED = True  # the signal handler in `interrupts` reads this, and raises no exception in lines of this module
+HELLO = struct.Struct("!I")  # the format of the greeting, which holds only the number of the rank that sends it
 
 
 class Links:
-    """The ends of the connections between rank 0 and the other nodes on this rank, see the docstring of this module.
+    """This rank's connections through which it notices deaths on other nodes, see the docstring of this module.
 
-    On rank 0, `listen` prepares for them. Any other rank makes its only connection by `connect`.
+    Rank 0 calls `listen`, and then accepts a connection from each other rank. Any other rank calls `connect`, and has
+    only the connection to rank 0.
     """
 
     def __init__(self, lost_after_s: float) -> None:
         self.lost: dict[int, str] = {}  # maps each lost rank to ENDED, OUT_OF_REACH or RESET
-        self.port = 0  # the port at which rank 0 listens; 0 if rank 0 does not listen
+        self.port = 0  # the port at which rank 0 listens; 0 if it is not known, or if rank 0 does not listen
         self._lost_after_s = lost_after_s
         self._looking = threading.Lock()  # held while a thread checks the connections
         self._poll = select.poll()
         self._sockets: dict[int, socket.socket] = {}  # all sockets by descriptor, on rank 0 also the listening one
-        self._rank_of: dict[int, int] = {}  # maps descriptors to the rank at the other end, once this rank is known
+        # Maps the descriptor of a connection to the rank at its other end. Rank 0 adds a rank when the rank's greeting
+        # arrives.
+        self._rank_of: dict[int, int] = {}
 
     def listen(self) -> None:
         """Open the socket at which the other ranks connect. Only rank 0 calls this method."""
@@ -92,7 +96,7 @@ class Links:
             self._sockets.popitem()[1].close()
 
     def _add(self, new: socket.socket) -> None:
-        """Watch a socket from now on."""
+        """Include a socket in the checks of `look` from now on."""
         new.setblocking(False)
         self._sockets[new.fileno()] = new
         self._poll.register(new, select.POLLIN)

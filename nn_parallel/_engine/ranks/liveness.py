@@ -22,17 +22,17 @@ from .store import ENDED, LOST_KEY, OUT_OF_REACH, Lost, Member, StoreClient, dea
 
 
 class Liveness:
-    """The dead ranks, as one thread of this rank knows them.
+    """The ranks that one thread of this rank knows to be dead.
 
-    Each thread that needs them makes a `Liveness`, because each thread has its own connection to the store.
+    Each thread that must notice deaths makes a `Liveness`, because each thread has its own connection to the store.
     """
 
     def __init__(self, context: RankContext, connection: StoreClient) -> None:
         self._context = context
         self._connection = connection
-        self._members: dict[int, Member] = {}  # maps ranks to their processes, once they have been read from the store
-        # Maps each rank to the earliest time of the next attempt to look up its process. An attempt fails if the rank
-        # has not written its `Member` record yet.
+        self._members: dict[int, Member] = {}  # maps ranks to the `Member` records that were read from the store
+        # Maps each rank to the earliest time at which its `Member` record is looked up again. An attempt fails if the
+        # rank has not written the record yet.
         self._look_up_at = dict.fromkeys(range(context.world_size), 0.0)
         self._poll = select.poll()  # polls the pidfds
         self._rank_of: dict[int, int] = {}  # maps pidfds to ranks
@@ -74,7 +74,7 @@ class Liveness:
 
         Args:
             rank: the dead rank.
-            what: the call that the rank had to finish, see `store.death`.
+            what: the call that the rank had to finish, for the message; None if there is no such call.
         """
         if rank not in self._members:
             with contextlib.suppress(ParallelError):  # if the store is lost too, the error does not name the process
@@ -95,7 +95,7 @@ class Liveness:
         self._members.clear()
 
     def _look_up(self, rank: int) -> None:
-        """Read the process of ``rank`` from the store, and begin to watch it if it is on this node."""
+        """Read the `Member` record of ``rank``, and begin to watch the process of the rank if it is on this node."""
         member = self._connection.read(member_key(rank), Member)
         if member is None:
             return
@@ -103,7 +103,7 @@ class Liveness:
             pidfd = member.open_process()
         except ProcessLookupError:
             self._loss_reason[rank] = ENDED
-        except OSError:  # this process has too many open files, so that `dead` tries again later
+        except OSError:  # this process has too many open files; `dead` tries again later
             return
         else:
             if pidfd is not None:
@@ -126,7 +126,7 @@ class Liveness:
 
 @functools.lru_cache(maxsize=1)
 def members(context: RankContext) -> list[Member]:
-    """Return the process of each rank, in rank order. Wait until all ranks have written their `Member` records."""
+    """Return the `Member` records of all ranks, in rank order. Wait until all ranks have written them."""
     keys = [member_key(rank) for rank in range(context.world_size)]
     context.connection.await_keys(keys, context.timeout)
     return context.connection.read_all(keys, Member)

@@ -23,9 +23,10 @@ from .records import site_of
 class CodeLocation(NamedTuple):
     """The place in the code at which the main thread is."""
 
-    function: str | None  # the function of torch.distributed that user code has called, or "initialize_ddp"
-    site: str  # file:line of the user's code
-    caller: str  # the name of the function in the user's code
+    # The function of torch.distributed that user code has called, or "initialize_ddp"; None if neither is running.
+    function: str | None
+    site: str  # the line of user code that runs now, or that has called torch or this package, as ``file:line``
+    caller: str  # the name of the user's function that contains this line
     may_wait: bool  # whether the main thread may be waiting for other ranks, see `_may_wait`
 
     def __str__(self) -> str:
@@ -78,7 +79,7 @@ def _may_wait(frame: FrameType) -> bool:
         if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             last_attribute = instruction.argval
         elif instruction.opname.startswith("CALL"):
-            last_attribute = ""  # this call has returned, so that a later instruction runs now
+            last_attribute = ""  # the call of this attribute has returned, because a later instruction runs now
     return last_attribute == "wait"
 
 

@@ -32,8 +32,8 @@ from .liveness import shared_accelerator
 from .rendezvous import as_launch_error, join_launch
 from .uncaught import share_uncaught
 
-# The name of a variable that a process sets when it joins a world as the rank that the launcher's variables describe. A
-# child process inherits all these variables. It recognizes from this one that it is not the rank itself.
+# The environment variable that a process sets when it joins the world of its launcher. A child process inherits this
+# variable together with the launcher's variables, and recognizes from it that another process is already the rank.
 TAKEN = "NN_PARALLEL_TAKEN"
 logger = logging.getLogger("nn_parallel")
 
@@ -51,8 +51,9 @@ def initialize(
     fallback: bool = False,
 ) -> World:
     """Join the ranks that were started together. This is the body of `nn_parallel.initialize_ddp`."""
-    # This installs an excepthook that stays until the process ends. It must be installed before the hook of
-    # `share_uncaught`, which is removed when this rank leaves the world. That works only for the last hook installed.
+    # `hide_own_frames` installs an excepthook that stays until the process ends. This hook must be installed before the
+    # hook of `share_uncaught`, which is removed when this rank leaves the world, because only the hook that was
+    # installed last can be removed.
     hide_own_frames()
     context = rank_context()
     limit = None if timeout_s is None else timedelta(seconds=timeout_s)
@@ -127,7 +128,7 @@ def _leave(*, abort: bool, within_s: float = math.inf) -> None:
 
     Args:
         abort: if true, abort the collectives that run on the accelerator instead of waiting for their end.
-        within_s: how long to wait for their end.
+        within_s: how long to wait for the end of these collectives, if ``abort`` is false.
     """
     if not abort:
         background.finish()  # background work, such as the writing of a checkpoint, may need the process group

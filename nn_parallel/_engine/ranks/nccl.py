@@ -1,6 +1,6 @@
 """NCCL for ranks that go on after a failure: its settings, its errors, and the abort of its collectives.
 
-A collective of NCCL is a kernel that waits on the GPU for the other ranks. The program goes on, and waits later, at the
+A collective of NCCL is a kernel that waits on the GPU for the other ranks. The program goes on, and waits only at the
 first line that needs a result, such as ``loss.item()``. This line raises no exception, even if the collective fails.
 Torch's remedy is a thread that watches the collectives and ends the process. But with this package, a process should
 survive a failure. Therefore the settings below make torch's thread only note the errors that it sees. The watchdog of
@@ -94,7 +94,7 @@ class Aborts:
     """The aborts of process groups. Each abort runs in its own thread, see the docstring of this module."""
 
     def __init__(self) -> None:
-        self._threads: dict[dist.ProcessGroup, threading.Thread] = {}
+        self._threads: dict[dist.ProcessGroup, threading.Thread] = {}  # maps each group to the thread that aborts it
 
     def begin(self, groups: Mapping[dist.ProcessGroup, str], first_group_id: int) -> None:
         """Begin to abort ``groups``, except those that are already being aborted. Return without waiting for the end.

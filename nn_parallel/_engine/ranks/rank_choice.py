@@ -35,7 +35,7 @@ def make_chooser(caller: str, rank: Any, local: bool = False) -> Callable[[Block
 
 
 def _checked_ranks(caller: str, rank: Any) -> tuple[int, ...]:
-    """Return ``rank`` as a tuple. Raise TypeError if it does not consist of integers, ValueError if it is empty."""
+    """Return ``rank`` as a tuple. Raise TypeError unless it consists of integers, ValueError if it names no rank."""
     ranks = tuple(rank) if isinstance(rank, Sequence) and not isinstance(rank, str) else (rank,)
     if not ranks:
         raise ValueError(f"{caller}({rank!r}) names no rank: give one, 0 to world_size - 1, or a list of them.")

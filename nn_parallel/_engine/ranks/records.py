@@ -33,7 +33,7 @@ WAITING, FINISHED, ARRIVED, HAS_LEFT = range(4)
 class Call(NamedTuple):
     """A call that all ranks make. ``function`` and ``ranks`` must be the same on all ranks; ``site`` may differ."""
 
-    function: str
+    function: str  # the name of the function, or of the block or barrier, for messages
     ranks: tuple[int, ...]  # the ranks that run the function; all ranks for a barrier
     site: str  # the line of user code that makes the call, as ``file:line``
 
@@ -46,7 +46,7 @@ class Call(NamedTuple):
 
 
 class Position(NamedTuple):
-    """The number of calls that a rank has made, and its phase in the last one.
+    """The progress of a rank: the number of calls that the rank has made, and its phase in the last call.
 
     Positions can be compared: ``a >= b`` means that ``a`` is at least as far as ``b``.
     """
@@ -59,12 +59,13 @@ class Position(NamedTuple):
 class CallMade(NamedTuple):
     """A call that a rank has made, once or several times in succession.
 
-    The rank made the call under ``number``, and again under all following numbers before that of its next `CallMade`.
+    For instance, if one `CallMade` has the number 3 and the next one has the number 7, the rank made this call four
+    times, as its calls 3 to 6.
     """
 
-    number: int
-    what: str
-    site: str
+    number: int  # the number under which the rank made the call first
+    what: str  # `Call.what` of the call
+    site: str  # `Call.site` of the call
 
 
 class RankStatus(NamedTuple):
@@ -72,7 +73,7 @@ class RankStatus(NamedTuple):
 
     position: Position
     failed_calls: int  # the number of calls that have failed on this rank, in all generations
-    last: CallMade | None = None
+    last: CallMade | None = None  # the call that the rank has made last; None if it has made no call
     earlier: str = "[]"  # the calls before ``last``, still encoded because most readers do not need them
 
     def made_as(self, number: int) -> CallMade | None:
@@ -96,8 +97,8 @@ class FailedCall(NamedTuple):
     """A call that has failed on a rank."""
 
     generation: int
-    number: int
-    function: str
+    number: int  # the number of the call in this generation
+    function: str  # `Call.function` of the call
     failures: dict[int, Failure]  # maps the ranks that failed to their failures
 
 
@@ -142,11 +143,11 @@ class GenerationEnd(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """The wait of a rank for other ranks, in a call of this package."""
+    """The record of a wait, in which a rank waits in a call of this package until other ranks reach a position."""
 
     where: str  # the wait in words, for messages
     ranks: tuple[int, ...]  # the ranks that this rank waits for
-    until: Position  # the position that all of them have to reach
+    until: Position  # the position that all these ranks have to reach
 
 
 class Whereabouts(NamedTuple):
@@ -178,12 +179,13 @@ def timeout_error(what: str, silent: Sequence[int], whereabouts: Mapping[int, Wh
 
 
 def call_name(fn: Callable[..., Any]) -> str:
-    """Return the name of a call of ``fn``, for errors. It is the same on all ranks, so that they can compare it."""
+    """Return the name of a call of ``fn``, for errors. The name is the same on all ranks, which compare their calls."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     if (getattr(fn, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]:
-        name = name.rpartition("<locals>.")[2]  # inner functions of this package have the names of public functions
+        # An inner function of this package has the name of the public function for which it runs.
+        name = name.rpartition("<locals>.")[2]
     return f"{name}()"
 
 

@@ -76,10 +76,11 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
     if not launch.one_node:
         end_unanswered(kept.sockets, context.unanswered_s)
         context.links = Links(context.lost_after_s)
-        if launch.rank != context.store_host:  # `Blocks.outlive_readers` needs them until the other ranks have left
+        # The rank that hosts the store needs the links until the other ranks have left, see `Blocks.outlive_readers`.
+        if launch.rank != context.store_host:
             context.on_leave.callback(context.links.close)
         if launch.rank == 0:
-            with contextlib.suppress(OSError):  # nothing is logged, because the ranks that cannot connect log it
+            with contextlib.suppress(OSError):  # the other ranks, which then cannot connect, log a warning
                 context.links.listen()
     try:
         _meet(context, f"{launch.master_addr}:{launch.master_port}", refusal)
@@ -116,7 +117,7 @@ def _link(links: Links, launch: Launch, rank_0: Member | None) -> None:
 
 
 def _meet(context: RankContext, where: str, refusal: LaunchError | None) -> None:
-    """Wait until all ranks have come.
+    """Wait until all ranks have connected to the store and are ready to join.
 
     Args:
         context: the context of this rank.
@@ -176,7 +177,7 @@ def _open_store(launch: Launch, timeout: timedelta, before: dict[int, int]) -> d
     Args:
         launch: the launch of this rank.
         timeout: how long rank 0 or the launcher may take to listen. This is also the limit of later requests.
-        before: the sockets of this process that were open before, as ``{descriptor: inode}``.
+        before: the sockets that were open in this process before this call, as ``{descriptor: inode}``.
 
     Raises:
         LaunchError: rank 0 cannot listen there, or this rank cannot connect within ``timeout``.
@@ -230,7 +231,7 @@ def _ended_after(timeout: timedelta, port: int, before: dict[int, int]) -> Itera
     Args:
         timeout: how long the block may take.
         port: the port of the store.
-        before: the sockets of this process that were open before, as ``{descriptor: inode}``. They stay open.
+        before: the sockets that were open in this process before, as ``{descriptor: inode}``. These are not ended.
     """
 
     def end_connections_to_port() -> None:
@@ -282,7 +283,7 @@ class _KeptStore:
 
     store: dist.Store
     sockets: dict[int, int]  # the socket of the connection, as ``{descriptor: inode}``
-    meetings: int = 0  # the number of times that this rank has tried to join the other ranks in this store
+    meetings: int = 0  # how often this rank has tried to join the other ranks in this store, see `_prefix`
 
 
 _stores: dict[tuple[str, int], _KeptStore] = {}  # maps master addresses to stores

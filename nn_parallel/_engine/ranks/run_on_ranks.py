@@ -33,7 +33,7 @@ def make_decorator(
     Args:
         choose: a function that returns the ranks that run the decorated function, see `make_chooser`.
         barrier: the argument of `nn_parallel.on_rank`.
-        broadcast: the argument of `nn_parallel.on_rank`.
+        broadcast: the argument of `nn_parallel.on_rank`. If true, all ranks get the result of the first runner.
         wait: the argument of `nn_parallel.on_rank`.
         timeout_s: the argument ``timeout`` of `nn_parallel.on_rank`, in seconds.
         name: the name of the call in errors; by default the name of the decorated function.
@@ -90,7 +90,7 @@ def make_decorator(
                         if broadcast and blocks.rank == ranks[0]:
                             packed = dumps(result, lambda: {"the result": result})
                 if broadcast:
-                    with block(call_in_errors):  # if a rank fails in the broadcast, the others are freed
+                    with block(call_in_errors):  # so that the other ranks are freed if one fails in the broadcast
                         received: R = broadcast_packed(packed, ranks[0])
                     result = received if packed is None else result
             except ParallelError as error:

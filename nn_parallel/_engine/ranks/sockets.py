@@ -54,7 +54,7 @@ def connected_to(port: int, before: dict[int, int]) -> dict[int, int]:
 
     Args:
         port: the port of the peer.
-        before: sockets that are left out, because they were open earlier.
+        before: sockets to leave out, because they were open earlier: a result of `open_sockets`.
     """
     inodes = {}
     for fd, inode in open_sockets().items():
@@ -86,7 +86,7 @@ def connected_at(addresses: set[tuple[str, int]]) -> dict[int, int]:
 
 
 def _ends() -> Iterator[tuple[int, int, list[tuple[Any, ...]]]]:
-    """Yield descriptor, inode and ends of each internet socket of this process.
+    """Yield the descriptor, the inode and the ends of each internet socket of this process.
 
     The ends are the address of the socket and, if it is connected, the address of its peer.
     """
@@ -153,7 +153,7 @@ def end_if_unanswered(connection: socket.socket, lost_after_s: float, *, is_idle
     Args:
         connection: the connection.
         lost_after_s: the length of an interruption that the connection must survive.
-        is_idle: whether almost no data is sent on the connection.
+        is_idle: if true, almost no data is sent on the connection, so that the first of these limits applies.
     """
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or not hasattr(socket, "TCP_USER_TIMEOUT"):
         return

@@ -49,17 +49,17 @@ from .records import (
 from .store import decode, encode, failures_key, status_key, whereabouts_key
 
 CALLS_KEPT = 8  # the number of calls that a status lists
-FAILURES_KEPT = 64  # the number of failures that a rank keeps in its list of failures
+FAILURES_KEPT = 64  # the number of failures that a rank keeps in its list of failures; older ones are dropped
 logger = logging.getLogger("nn_parallel")
 
 
 class Wait(NamedTuple):
-    """A wait for other ranks in a call."""
+    """The record of a wait, in which this rank waits in a call until other ranks reach a phase of this call."""
 
     call: Call
     ranks: Sequence[int]  # the ranks that this rank waits for
     phase: int  # the phase of the call that these ranks have to reach
-    deadline: float
+    deadline: float  # when this rank gives up, as a value of `time.monotonic`
     verb: str  # "waits in" or "waits at", for the published text; an empty string if the wait must not be published
 
 
@@ -71,14 +71,16 @@ class StatusBoard:
 
     def __init__(self, context: RankContext) -> None:
         self.liveness = Liveness(context, context.connection)
-        self.waits: Waits | None = None  # the present wait, if there is one and the watchdog is to publish it
+        # The present wait, which the watchdog publishes. None if this rank does not wait, if the wait has only begun,
+        # or if the wait must not be published.
+        self.waits: Waits | None = None
         self._context = context
         self._connection = context.connection
         self._rank = context.rank
         self._key = status_key(context.rank)
         self._seen: dict[int, tuple[str, RankStatus]] = {}  # the last status read from each rank, encoded and decoded
-        self._own_failures = NONE_FAILED
-        self._failed_calls: dict[int, FailedCalls] = {}  # the last list of failures that was read from each rank
+        self._own_failures = NONE_FAILED  # the list of failures that this rank has written into the store
+        self._failed_calls: dict[int, FailedCalls] = {}  # the list of failures that was last read from each rank
         self._spin = Spin()
         self._warned_of = set[Call]()  # calls for which a warning about a long wait has been logged
         self.begin_generation(context.generation)
@@ -88,7 +90,7 @@ class StatusBoard:
         self.generation = generation
         self.number = 0  # the number of the present call
         self.phase = WAITING  # the phase of this rank in the present call
-        self._last_call: Call | None = None
+        self._last_call: Call | None = None  # the last call; None until this rank begins a call in this generation
         self._recent_calls = deque[str](maxlen=CALLS_KEPT)  # the last calls, as encoded `CallMade` records
         # The fields ``last`` and ``earlier`` of the status, encoded; an empty string if they must be encoded again.
         self._recent_calls_text = ""
@@ -223,7 +225,8 @@ class StatusBoard:
     def _publish_wait(self, wait: Wait) -> None:
         """Publish that this rank waits, and for which ranks."""
         if self.phase == WAITING:
-            self.post(WAITING)  # so that a rank that waits for this rank in another call notices that the calls differ
+            # If another rank waits for this rank in a different call, it reads this status and notices the difference.
+            self.post(WAITING)
         if wait.verb:
             self.waits = Waits(f"{wait.verb} {wait.call}", tuple(wait.ranks), self._goal(wait))
 
@@ -245,7 +248,7 @@ class StatusBoard:
         return f"is stopped by a signal, and {where}" if self.liveness.is_stopped(rank) else where
 
     def _warn(self, missing: list[int], call: Call, waited: float) -> None:
-        """Log for which ranks this rank has waited for so long. The message is logged only once for each call site."""
+        """Log a warning that this rank has long waited for the ``missing`` ranks, once for each call in the code."""
         if missing and call not in self._warned_of:
             self._warned_of.add(call)
             where = " ".join(f"Rank {rank} {self._where(rank)}." for rank in missing[:RANKS_NAMED])
@@ -253,7 +256,7 @@ class StatusBoard:
             logger.warning("Rank %d has waited %.0f s in %s for %s. %s%s", self._rank, waited, *place)
 
     def check_same_call(self, rank: int, status: RankStatus, call: Call) -> None:
-        """Raise if the call of ``rank`` with the number of the present call is another call than the present one."""
+        """Raise if ``rank`` has made a different call than this rank under the number of the present call."""
         if status.position.call < self.number:
             return
         other = status.made_as(self.number)  # None if the status no longer lists the call with this number

@@ -172,6 +172,6 @@ def _begin_in_fork() -> None:
 
 _received: str | None = None  # the origin of the last request to stop, such as the name of a signal
 _handlers_before: dict[int, Any] = {}  # maps each signal to its previous handler; empty until `listen` is called
-_fork = threading.local()  # its attribute ``mask`` is the signal mask that the thread had before `_hold_signals`
+_fork = threading.local()  # its attribute ``mask`` is the signal mask that this thread had before `_hold_signals`
 _passed_on_to: weakref.WeakSet[AsksRanks] = weakref.WeakSet()  # the objects that `pass_on_to` has registered
 os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_begin_in_fork)

@@ -1,15 +1,15 @@
 """The store through which the ranks exchange records outside of the collectives: connections to it, and its records.
 
 Every program that can reach the port of a store can write into the store. Therefore this package never unpickles values
-from the store. It reads them as JSON, and checks that each value has the types of the expected record. If it has not,
-an error shows the value.
+from the store. It reads the values as JSON, and checks that each value has the types of the expected record. If a
+value does not have these types, an error shows the value.
 
 The table lists all keys. *R* is the number of a rank, and *G* the number of a generation (all calls and barriers
 between two failures of blocks). To keep the number of keys constant, keys are overwritten or deleted as the table
 says::
 
     key           record         written by                             read by
-    member/R      Member         R, when it connects to the store       all ranks that need the process of R
+    member/R      Member         R, when it connects to the store       all ranks, for instance to watch R's process
     status/R      RankStatus     R, when it makes a call                ranks that wait for R
     failures/R    FailedCalls    R, when one of its calls fails         ranks that wait for R
     arrived/G     counter        all ranks, at the barriers of G        all ranks at a barrier
@@ -125,7 +125,7 @@ def death(rank: int, member: Member | None, how: str, lost_after_s: float, what:
         rank: the lost rank.
         member: the process of the rank; None if it is not known.
         how: `ENDED`, `OUT_OF_REACH` or `RESET`.
-        lost_after_s: how long its node has not answered, if ``how`` is `OUT_OF_REACH`.
+        lost_after_s: how long the node of the rank has not answered, if ``how`` is `OUT_OF_REACH`.
         what: the call that the rank had to finish, and for which the others wait; None if there is no such call.
     """
     who = f"Rank {rank} (pid {member.pid} on {member.host_name})" if member else f"Rank {rank}"
@@ -135,7 +135,7 @@ def death(rank: int, member: Member | None, how: str, lost_after_s: float, what:
 
 
 class StoreHost:
-    """The limits within which the process that hosts the store must answer, and the error if it has not answered.
+    """The time limits for answers of the process that hosts the store, and the error after a limit has passed.
 
     If the hosting process is stopped by a signal, it does not answer, but the connections to it stay open. A request
     then ends only by a receive timeout. After a timeout, this rank gives up the store. It shuts down its connections
@@ -163,8 +163,8 @@ class StoreHost:
             loss_of_rank_0: returns how rank 0 was lost, see `Links.loss_of`; None if it is not known to be lost.
         """
         self.timeout_s = timeout_s
-        self.error: ParallelError | None = None
-        self.is_out_of_reach = False
+        self.error: ParallelError | None = None  # set when this rank gives up the store, for all later requests
+        self.is_out_of_reach = False  # set if the store was given up because its node cannot be reached
         self._rank = rank
         self._rank_0 = rank_0
         self._world_size = world_size
@@ -229,13 +229,15 @@ class StoreClient:
             host: the rank that hosts the store; None if another process hosts it, such as the launcher.
         """
         self.store = store
-        self.answer_by = math.inf  # the deadline of the present wait, after which it needs no answer to its requests
+        # The deadline of the wait or block to which the requests belong. A request is given up shortly after this
+        # deadline, because an answer would then come too late. Infinite if there is no such deadline.
+        self.answer_by = math.inf
         self._rank = rank
         self._world_size = world_size
         self._host = host
-        self._limits: StoreHost | None = None
-        self._socket: socket.socket | None = None
-        self._limit_s: float | None = None  # the limit for which the receive timeout of the socket is set now
+        self._limits: StoreHost | None = None  # None until `limit_requests` is called, so that requests have no limit
+        self._socket: socket.socket | None = None  # a duplicate of the connection's socket, to set its receive timeout
+        self._limit_s: float | None = None  # the limit that was last set as the receive timeout of the socket
 
     def limit_requests(self, limits: StoreHost, sockets: dict[int, int]) -> None:
         """Limit how long later requests may wait for their answers. A request that takes longer raises an error.
@@ -295,7 +297,7 @@ class StoreClient:
         return None if text is None else decode(kind, key, text)
 
     def read_all(self, keys: list[str], kind: type[T]) -> list[T]:
-        """Return the records under ``keys``, which must exist, by a single request; see `read`."""
+        """Return the records under ``keys``, which must exist, with a single request; see `read`."""
         texts = self._ask(self.store.multi_get, keys)
         return [decode(kind, key, text.decode(errors="replace")) for key, text in zip(keys, texts, strict=True)]
 
@@ -422,7 +424,7 @@ def clone_store(store: dist.Store, unanswered_s: float | None) -> tuple[dist.Sto
 
     Args:
         store: the existing connection to the store.
-        unanswered_s: how long the new connection may get no answer before it ends; no limit if None.
+        unanswered_s: how long the new connection may get no answer before the kernel ends it; no limit if None.
 
     Raises:
         LaunchError: the store cannot be reached.

@@ -14,8 +14,8 @@ from datetime import timedelta
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 # A rank that has waited this long for other ranks logs a warning.
 WARN_AFTER_S = 30.0
-# A node that has not answered for this long counts as lost. If a third of the user's timeout is shorter, it is used
-# instead.
+# A node that has not answered for this long counts as lost. If a third of the user's timeout is shorter, this third is
+# the limit instead.
 LOST_AFTER = timedelta(seconds=60)
 # The process that hosts the store waits at most this long before it ends, so that other ranks can still read the store.
 LINGER_S = 30.0
@@ -30,8 +30,8 @@ POLL = 0.05, 5e-5, 0.02
 POLL_MOST_S = POLL[-1]
 # Until a rank has waited this long, it does not check whether the rank for which it waits has died or left.
 LOOK_UP_PEER_AFTER_S = 0.01
-# The shortest interval between two requests in which a rank asks the store which ranks rank 0 has lost. The same
-# interval, times the number of ranks, is used for reading the `Member` record of a rank that has not written it yet.
+# The shortest interval between two requests in which a rank asks the store which ranks rank 0 has lost. If a rank has
+# not written its `Member` record yet, another rank reads it again after this interval times the number of ranks.
 ASK_EVERY_S = 0.1
 # A rank that has waited this long publishes which ranks it waits for.
 PUBLISH_WAIT_AFTER_S = 0.05
@@ -45,7 +45,7 @@ DIES_WITHIN_S = 2.0
 
 # How often the watchdog looks.
 
-# The watchdog looks at a new block only after this time, because most blocks have ended by then.
+# The watchdog first checks a block when the block has run for this time, because most blocks have ended by then.
 FIRST_LOOK_AFTER_S = 0.001
 # The interval at which the watchdog checks where in its program its rank is, and publishes changes.
 STAND_EVERY_S = 0.02 if os.environ.get("NN_PARALLEL_DEBUG") == "1" else 0.5
@@ -68,7 +68,7 @@ ATTEMPT_MIN_S = 0.01
 ATTEMPT_MAX_S = 1.0
 # The time limit for opening another connection to a store to which this rank is already connected.
 CONNECTS_WITHIN = timedelta(seconds=10)
-# A request to the store is given up when the deadline of its wait has passed by this long.
+# If a request to the store belongs to a wait with a deadline, the request is given up this long after the deadline.
 ANSWER_MARGIN_S = 0.5
 # To make a group, gloo waits up to one timeout until another rank has written its address into the store, and then up
 # to five timeouts until that rank has connected. Therefore gloo gets only a fifth of the user's timeout for making a

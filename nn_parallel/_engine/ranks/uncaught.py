@@ -26,7 +26,8 @@ from .watchdog import has_left, is_consequence
 class Uncaught(NamedTuple):
     """The reason why the first rank has ended outside of all blocks. All ranks read the same record."""
 
-    description: str  # the exception with its traceback; if there was no exception, the ranks that have died or left
+    # The text that ranks print: the exception with its traceback, or the ranks that have died or left without one.
+    description: str
 
 
 def share_uncaught(context: RankContext) -> None:

@@ -9,7 +9,7 @@ Therefore each rank has a watchdog thread, which checks the rank again and again
 leave the block if
 
 - another rank has ended the generation (`blocks`), and so the block has failed,
-- the next rank has died,
+- the next rank has died (each rank watches the rank after it, and the last rank watches rank 0),
 - the time of the block is over,
 - a collective has failed on the accelerator, or
 - the rank is in a deadlock: it waits in a collective for a rank that waits for it.
@@ -69,19 +69,20 @@ UNINTERRUPTED = True  # the signal handler in `interrupts` reads this, and raise
 class BlockState:
     """The state of a block that this rank is in.
 
-    A separate barrier, which is not the beginning or the end of a block, has a `BlockState` too. This has an ``end``,
-    but no ``begin``.
+    A separate barrier, which is not the beginning or the end of a block, has a `BlockState` too, with an ``end`` but
+    without a ``begin``.
     """
 
     call: Call
     outer: BlockState | None = None  # the block around this block
-    timeout_s: float | None = None
+    timeout_s: float | None = None  # the time limit of the block; None if it has none
     begin: float = math.inf  # the number of the barrier at which the block begins; infinite until this rank reaches it
     end: float = math.inf  # the number of the barrier at which the block ends; infinite until this rank reaches it
     deadline: float = math.inf  # the time at which the block times out, as a value of `time.monotonic`
     body: CancelScope = field(default_factory=CancelScope)  # the code of the block, which the watchdog can interrupt
-    is_active: bool = False  # whether this rank runs the body
-    has_passed: bool = False  # whether all ranks have come to a separate barrier; always False for a block
+    is_active: bool = False  # whether this rank runs the body; otherwise the watchdog does not check the block
+    # Whether all ranks have come to a separate barrier, so that it can no longer fail. Always False for a block.
+    has_passed: bool = False
     is_mixed: bool = False  # whether another rank was at another barrier, see `Blocks._check_neighbor`
     must_leave: bool = False  # whether this rank must leave the block, because the block has failed
     reason: Exception | None = None  # the error for which this rank must leave, see `make_leave`
@@ -102,7 +103,7 @@ class BlockState:
 
 
 class Moment(NamedTuple):
-    """The numbers at the beginning of a check. If one has changed, what the check has found is not true any more."""
+    """Two numbers, read at the beginning of a check. If one of them changes, the result of the check is outdated."""
 
     generation: int
     times_closed: int  # the value of `Group.times_closed`
@@ -126,20 +127,20 @@ class Watchdog:
         self._connection = context.connect()
         self._liveness = Liveness(context, self._connection)
         self._blocks = entered
-        self._changed = Condition()
-        self._stopped = False
+        self._changed = Condition()  # guards `_blocks` and `_stopped`, and wakes the thread when they change
+        self._stopped = False  # set by `stop`, so that the thread ends
         self._next_look = 0.0  # the time of the next `_look`
-        self._published: Whereabouts | None = None
-        self._published_losses = 0  # the number of lost ranks that rank 0 has published
+        self._published: Whereabouts | None = None  # the `Whereabouts` that this thread has published last
+        self._published_losses = 0  # only on rank 0: the number of lost ranks that it has published
         self._seen_state: Any = None  # the state that `_last_collectives` has seen at the last look
         self._seen_collectives: list[Collective] = []  # the collectives in this state; empty if they were not read
         self._seen_nccl_state = ""  # the text that `Group.state_of_nccl` returned at the last look
         # The value of `Group.times_closed` when a failure on the accelerator was raised in the main thread. While this
         # value has not changed, no further failure is raised, because the group has not been closed yet.
         self._raised_in = -1
-        self._reason: Exception | None = None  # the value of the property `reason`
+        self._reason: Exception | None = None  # the error for which `_end_collective` has last ended a collective
         on_cpu = context.world.device.type == "cpu"
-        # Whether this thread can raise errors in the main thread outside of all blocks.
+        # Whether this thread can raise errors in the main thread outside of all blocks. If not, it logs them instead.
         self._can_raise = not on_cpu and stay_ready(context.on_leave)
         self._thread = threading.Thread(target=self._loop, name="nn_parallel watchdog", daemon=True)
         self._thread.start()
@@ -175,7 +176,7 @@ class Watchdog:
             # can therefore no longer interrupt this rank for this block.
             with self._changed:
                 block.is_active = False
-        if block.must_leave:  # the signal came too late to raise `Interrupted` in the body
+        if block.must_leave:  # the watchdog's signal came too late to raise `Interrupted` in the body
             raise Interrupted
 
     @property
@@ -263,8 +264,8 @@ class Watchdog:
     def _is_host_out_of_reach(self) -> bool:
         """Return whether the node of the store is out of reach, but this rank's collectives have not been ended yet.
 
-        They must be ended by this rank. The network does not end the connections to a node that is out of reach, so
-        that a collective with this node would wait until its timeout.
+        This rank must then end its collectives itself. The network does not end the connections to a node that is out
+        of reach, so that a collective with this node would wait until its timeout.
         """
         host = self._context.host
         return host is not None and host.is_out_of_reach and not self._context.group.interrupted
@@ -297,7 +298,7 @@ class Watchdog:
         return self._blocks[-1] if self._blocks and self._blocks[-1].is_active else None
 
     def _has_ended(self, generation: int) -> bool:
-        """Return whether another rank has ended the generation, which means that the innermost block has failed."""
+        """Return whether a rank has ended the generation, which means that the innermost block has failed."""
         return self._connection.get(ended_key(generation)) is not None
 
     def _death(self, block: BlockState) -> RankError | None:
