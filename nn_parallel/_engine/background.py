@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 def start(work: Callable[[], R], name: str) -> Future[R]:
-    """Begin ``work`` in a thread called ``name``, if it must be done before the process ends.
+    """Begin work that must be done before the process ends, in a thread called ``name``.
 
     Before a process ends, this package calls `finish`, which waits for such work.
     """

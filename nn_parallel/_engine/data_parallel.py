@@ -37,7 +37,7 @@ def split_run_gather(
     devices = devices[: lengths[0]]
     columns = [_over_devices(leaf, devices) for leaf in leaves]
     calls = [pytree.tree_unflatten(row, structure) for row in zip(*columns, strict=True)]
-    # These settings belong to a thread, so each new thread must be given those of the calling thread.
+    # The following settings apply to one thread only, so each new thread must get those of the calling thread.
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
     kind = devices[0].type
@@ -68,7 +68,11 @@ def _is_batch(leaf: Any) -> bool:
 
 
 def _over_devices(leaf: Any, devices: list[torch.device]) -> list[Any]:
-    """Return the value of one argument, or of one part of a nested argument, for each device."""
+    """Return one argument, or one part of a nested argument, for each device.
+
+    A batch is split over the devices. Any other tensor, and any module, is put on each device. Other objects are passed
+    as they are.
+    """
     if _is_batch(leaf):
         pieces = torch.tensor_split(leaf, len(devices))
         return [piece.to(device) for piece, device in zip(pieces, devices, strict=True)]

@@ -1,4 +1,4 @@
-"""Functions for processes on Linux: find descendants, end a process together with its parent, recognize a stop."""
+"""Functions for processes on Linux: find descendants, end a process with its parent, recognize a stopped one."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def count(name: str, value: SupportsIndex, what_exists: str = "") -> int:
     Args:
         name: the name of the argument, for error messages.
         value: the argument.
-        what_exists: a clause that is added to the message of the ValueError; see the function of this name.
+        what_exists: a clause for the end of the message of the ValueError, see the function `what_exists`.
 
     Raises:
         TypeError: the argument is no integer; True and 2.0 are not accepted.
@@ -200,8 +200,8 @@ def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
 
     If one accelerator is visible, it is the device, because a launcher may show each rank only its own accelerator. If
     several are visible, the device is the one whose number is the local rank. This number is not taken modulo the
-    number of accelerators, because two ranks would silently share one of them. If none is visible, the device is the
-    CPU.
+    number of accelerators, because then two ranks would silently share one of them. If none is visible, the device
+    is the CPU.
 
     Args:
         local_rank: the number of the rank among those on its node.
@@ -350,7 +350,7 @@ def _warn_no_accelerator_once(wanted: str) -> None:
 
 
 ALL_ACCELERATORS = "all", "gpu", "cuda"  # words for all accelerators in an argument ``devices=``
-_warned = False  # whether `_warn_no_accelerator_once` has warned
+_warned = False  # True once `_warn_no_accelerator_once` has warned, so that it does not warn again
 # The kinds of parameters that take a single argument, in the order in which they stand in a signature.
 _KINDS = (
     inspect.Parameter.POSITIONAL_ONLY,

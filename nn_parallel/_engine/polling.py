@@ -11,7 +11,7 @@ SPIN_S = 3e-4  # how long `Spin` looks before it gives up
 CROWDED_S = 1e-3  # if another process keeps the core for longer than this, the time counts as lost
 LOSS_SHARE = 0.02  # the fraction of all time that may be lost
 CREDIT_S = 0.02  # the time that may be lost in one go
-PAID_AHEAD_S = CREDIT_S / LOSS_SHARE  # the bucket in `Spin` is full if it takes longer than this to become empty
+PAID_AHEAD_S = CREDIT_S / LOSS_SHARE  # the leaky bucket of `Spin` is full if it needs longer than this to run empty
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class Spin:
     """
 
     def __init__(self) -> None:
-        self._paid_at = 0.0  # when the bucket will be empty, because the losses are then LOSS_SHARE of the time
+        self._paid_at = 0.0  # the time at which the bucket will be empty: the losses are then LOSS_SHARE of the time
 
     def offer_core(self) -> bool:
         """Offer the core to other processes, unless this has cost too much time recently.

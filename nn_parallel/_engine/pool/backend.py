@@ -29,14 +29,14 @@ from .pool import Pool
 from .protocols import Backend
 from .site import LocalSite
 
-UNINTERRUPTED = True  # makes the signal handler of `interrupts` raise nothing while a line of this module runs
+UNINTERRUPTED = True  # the signal handler in `interrupts` reads this, and raises no exception in lines of this module
 SHARED_IDLE_LIMIT_S = 60.0  # a shared backend ends its workers after this time without a task
 logger = logging.getLogger("nn_parallel")
 
 
 @dataclass(frozen=True, eq=False)
 class PoolOptions:
-    """The parameters of `ParallelExecutor` that choose its workers."""
+    """The parameters of `ParallelExecutor` that choose its workers; see there for their meaning."""
 
     num_gpus: int | None = None
     devices: str | torch.device | Sequence[str | torch.device | int] | None = None
@@ -48,7 +48,7 @@ class PoolOptions:
     resources_per_worker: Mapping[str, float] | None = None
     placement: str = "pack"
     wait_for_resources: timedelta | float = 300.0
-    idle_limit_s: float | None = None
+    idle_limit_s: float | None = None  # set for shared backends only, see `shared_backend`
 
     def __post_init__(self) -> None:
         if self.initializer is not None and not callable(self.initializer):
@@ -152,12 +152,15 @@ def shared_backend(wanted: PoolOptions, options: CallOptions) -> Backend:
         return _shared[key]
 
 
-_shared: dict[tuple[Any, ...], Backend] = {}  # the shared backends, by engine and devices
+_shared: dict[tuple[Any, ...], Backend] = {}  # maps an engine and its devices to their shared backend
 _shared_lock = threading.Lock()
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a fork, because another thread of the parent may have held it, and is not in the fork."""
+    """Replace the lock in a fork of this process.
+
+    If another thread held the lock at the time of the fork, the copy in the fork would stay locked for ever.
+    """
     global _shared_lock
     _shared_lock = threading.Lock()
 

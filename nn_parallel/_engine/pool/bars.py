@@ -24,7 +24,7 @@ class Line:
 
     text: str = ""
     is_rewritten: bool = False  # True after a carriage return, so that the next text replaces this one
-    is_bar: bool = False  # True if text was printed after a carriage return, as tqdm does
+    is_bar: bool = False  # True once text was printed after a carriage return; the line is drawn as a bar
 
 
 class Screen:
@@ -158,7 +158,7 @@ class Bars:
 
 
 def _text_of_bars(bars: list[str], is_at_line_start: bool) -> str:
-    """Return the text that draws the bars, and moves the cursor back to the first one, where the next text goes."""
+    """Return the text that draws the bars, and then moves the cursor back, so that the next text replaces the bars."""
     width = shutil.get_terminal_size().columns - 1  # a longer line would wrap, and the cursor moves by whole lines
     lines = "\n".join(bar[:width] for bar in bars)
     up = f"\r\x1b[{len(bars) - 1}A" if len(bars) > 1 else "\r"

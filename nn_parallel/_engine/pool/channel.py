@@ -43,7 +43,7 @@ SMALL_BYTES = 1 << 16  # the largest payload that is part of a packet
 MAX_PAYLOAD_FILES = 64  # the maximum number of payloads that have a memory file at the same time
 _PACKET_BYTES = 1 << 17  # the largest packet
 _FDS_AT_ONCE = 250  # the maximum number of descriptors in one packet; the kernel takes 253
-_ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)  # the bytes for received descriptors
+_ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)  # the buffer size for received descriptors
 _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
@@ -59,7 +59,8 @@ class Payload:
         buffers = [memoryview(packed.pickle), *packed.buffers]
         self.sizes = [buffer.nbytes for buffer in buffers]
         self.shared = packed.shared
-        # One of these three holds the object, depending on its size and on the number of memory files.
+        # Only one of these three holds the object: `inline` if the object is small, `_file` if it is large,
+        # or `_copies` if it is large and there are too many memory files.
         self.inline: list[bytes] = []
         self._file: Descriptor | None = None
         self._copies: list[memoryview] = []
@@ -74,7 +75,7 @@ class Payload:
     def open_file(self) -> Descriptor | None:
         """Return the memory file with the object, or None if the object is small. Raise as the constructor does.
 
-        A payload without a file of its own is copied into a new file.
+        If a large object has no file yet, it is copied into a new one.
         """
         return _fill_file(self._copies) if self._copies else self._file
 
@@ -86,7 +87,7 @@ class Received:
     pickle: Buffer | bytes
     buffers: Sequence[Buffer] = ()
     shared: Sequence[Buffer] = ()  # memory that stays shared with the sender
-    error: OSError | None = None  # the error, if the payload could not be received
+    error: OSError | None = None  # set if the payload could not be received; `load` raises this error
 
     def load(self, device: torch.device | None = None) -> Any:
         """Unpickle the object, and put tensors of accelerators on ``device``. Any exception of unpickling is raised."""
@@ -112,7 +113,7 @@ class Channel:
 
     def __post_init__(self) -> None:
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _PACKET_BYTES)  # larger packets are refused
-        # The buffer for received packets. In a map, only the pages that were used take memory.
+        # The buffer for received packets. It is a memory map, whose pages take no memory until they are used.
         self._packet = memoryview(mmap.mmap(-1, _PACKET_BYTES, mmap.MAP_PRIVATE))
         self._fds: list[int] = []  # descriptors that have arrived before the message to which they belong
         self._has_all_fds = True  # False if descriptors are missing, because this process may not open more files
@@ -243,7 +244,8 @@ def receive_fds(
 ) -> tuple[int, list[int], bool]:
     """Receive a packet into the buffer ``packet``.
 
-    `socket.recv_fds` is not used, because programs that a worker starts would inherit the descriptors from it.
+    `socket.recv_fds` is not used, because it cannot mark the descriptors as close-on-exec. Programs that a worker
+    starts would then inherit them.
 
     Returns:
         The size of the packet, its descriptors, and False if descriptors are missing, because this process may not open

@@ -25,13 +25,14 @@ class EventLoop:
         self._epoll = select.epoll()
         self._poll_at_once = functools.partial(self._epoll.poll, 0)
         self._spin = Spin()
-        self._readers: dict[int, Callable[[], object]] = {}  # the handlers of readable descriptors
-        self._writers: dict[int, Callable[[], object]] = {}  # the handlers of writable descriptors
+        # These map each watched descriptor to the function to call when the descriptor is readable or writable.
+        self._readers: dict[int, Callable[[], object]] = {}
+        self._writers: dict[int, Callable[[], object]] = {}
         # A `SimpleQueue`, because a signal handler or a finalizer may call `put` in the middle of another `put`.
         self._posted = SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]]]()
-        self._timers: list[tuple[float, int, Callable[[], object]]] = []  # a heap of time, number and function
-        self._timer_numbers = itertools.count()  # they order timers that have the same time
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # `post` makes it readable, to end a wait
+        self._timers: list[tuple[float, int, Callable[[], object]]] = []  # a heap of (time, number, function)
+        self._timer_numbers = itertools.count()  # the numbers of the timers, which order timers with the same time
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # `post` makes this readable, to end a wait
         self.watch(self._wakeup, self._read_wakeup)
 
     def post(self, call: Callable[..., object], *args: Any) -> None:
@@ -52,7 +53,10 @@ class EventLoop:
         self._epoll.register(fd, select.EPOLLIN)
 
     def watch_for_room(self, fd: int, on_writable: Callable[[], object] | None) -> None:
-        """Call ``on_writable`` whenever a watched descriptor is writable. If it is None, call no function any more."""
+        """Call ``on_writable`` whenever the watched descriptor ``fd`` is writable.
+
+        The pool uses this while a socket has no room for its messages. If ``on_writable`` is None, these calls end.
+        """
         had_writer = self._writers.pop(fd, None) is not None
         if on_writable is not None:
             self._writers[fd] = on_writable

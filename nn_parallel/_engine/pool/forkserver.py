@@ -53,7 +53,7 @@ def serve(control_fd: int, parent_pid: int) -> None:
 
     Args:
         control_fd: the socket on which the connections of the pools arrive, as descriptors.
-        parent_pid: the process of the script.
+        parent_pid: the process id of the script.
     """
     # Ctrl-C is for the script only. SIGTTIN and SIGTTOU are ignored because workers inherit this setting. With these
     # signals a terminal stops a background process, such as a worker, that reads from the terminal or writes to it.
@@ -70,8 +70,9 @@ def serve(control_fd: int, parent_pid: int) -> None:
     blas_libraries()  # searched now, so that the workers inherit the result
     gc.collect()
     gc.freeze()  # otherwise a collection in a worker would write to all objects, and so copy the shared memory pages
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # of libraries that torch imports
-        finalizer.atexit = False  # a worker must not run the finalizers of objects of this process at its own end
+    # Libraries that torch imports have made finalizers. Each worker would otherwise run them at its own end.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     with socket.socket(fileno=control_fd) as control:
         server = _Server(control, parent)
         try:
@@ -93,7 +94,8 @@ class _Server:
         self._parent = parent  # a pidfd of the script
         self._packet = bytearray(64)  # the buffer for messages
         self._pools: dict[int, socket.socket] = {}  # the connections of the pools, by descriptor
-        self._workers: dict[int, tuple[socket.socket, int]] = {}  # the pool and the key of each worker, by pid
+        # Maps the pid of each worker to the connection of the worker's pool and the key of the worker.
+        self._workers: dict[int, tuple[socket.socket, int]] = {}
         # Python writes a byte into this pipe for each signal, so that SIGCHLD ends the wait of `poll`.
         self._child_ended, self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(self._wakeup)
@@ -193,7 +195,7 @@ class _Server:
             os.close(stdout)
             os.close(stderr)
             code = work(sock, control)
-            atexit._run_exitfuncs()  # functions of user code and imported modules, which `os._exit` does not call
+            atexit._run_exitfuncs()  # `os._exit` does not call the functions that user code and modules have registered
             flush_output()
             tracker = vars(resource_tracker)["_resource_tracker"]
             if tracker._pid is not None:  # the worker has started a tracker of its own
@@ -217,7 +219,7 @@ class _Server:
             self._report(worker, exitcode=exitcode, max_rss_kib=max_rss_kib)
 
     def _kill_orphans(self) -> bool:
-        """Kill the children that are not workers. Return whether there was one that this process may kill."""
+        """Kill the children that are not workers. Return whether any child was killed."""
         has_killed = False
         for pid in set(children_of(os.getpid())) - self._workers.keys():
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -22,7 +22,8 @@ from .channel import send_fds
 
 STOP_WITHIN_S = 10.0  # a fork server that has not ended after this time is killed
 
-# The program of the fork server. Its arguments are the descriptor, the process id of the script, and `sys.path`.
+# The program of the fork server. Its arguments are the descriptor of a socket to the script, the process id of the
+# script, and the entries of `sys.path`.
 _SERVE = """
 import sys
 control, parent, *sys.path[:] = sys.argv[1:]
@@ -34,14 +35,14 @@ serve(int(control), int(parent))
 class Forked(NamedTuple):
     """The report that a worker process has been forked."""
 
-    key: int  # the number of the worker, which `ServerConnection.fork` has returned
+    key: int  # the key that `ServerConnection.fork` has returned for the worker
     pid: int
 
 
 class Exited(NamedTuple):
     """The report that a worker process has ended, or could not be forked."""
 
-    key: int
+    key: int  # the key that `ServerConnection.fork` has returned for the worker
     exitcode: int
     evidence: str  # further facts about the end of the process, as sentences
 
@@ -116,7 +117,7 @@ class _ForkServer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # the server prints nothing, and each worker has a pipe of its own
             stderr=subprocess.DEVNULL if sys.__stderr__ is None else 2,
-            process_group=0,  # a terminal sends Ctrl-C to the process group of the script, and not to the workers
+            process_group=0,  # a new group, because a terminal sends Ctrl-C to the whole group of the script
         )
         server_end.close()
 
@@ -142,7 +143,7 @@ class _ForkServer:
         return pool_end
 
     def stop(self) -> None:
-        """End the server, and with it all workers. A fork of the owner only closes its copy of the connection."""
+        """End the server, and with it all workers. In a fork of the script, only close the copy of the connection."""
         if self.owner != os.getpid():
             self._control.close()
             return
@@ -243,7 +244,10 @@ _fork_server_lock = threading.Lock()
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a fork, because another thread of the parent may have held it, and is not in the fork."""
+    """Replace the lock in a fork of this process.
+
+    If another thread held the lock at the time of the fork, the copy in the fork would stay locked for ever.
+    """
     global _fork_server_lock
     _fork_server_lock = threading.Lock()
 
@@ -264,5 +268,5 @@ def _close_all() -> None:
     stop_fork_server()
 
 
-close_at_exit = weakref.WeakSet[Any]()  # the supervisors of all pools
+close_at_exit = weakref.WeakSet[Any]()  # the supervisors of all pools of this process
 os.register_at_fork(after_in_child=close_at_exit.clear)  # a fork has no threads of the pools, so it cannot close them

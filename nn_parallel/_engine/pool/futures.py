@@ -27,14 +27,15 @@ class _Lock:
 
     But the standard library holds the lock of a future only for a few lines that do not wait. So if the lock is taken
     for a second, the owner has almost certainly been interrupted, and a waiting thread replaces the inner lock by a new
-    one. The owner may be in these lines nevertheless, if a signal handler that takes long runs there. Its release then
-    does not touch the new inner lock.
+    one. The owner may be in these lines nevertheless, if a signal handler that takes long runs there. The release by
+    the owner then does not touch the new inner lock.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._replacing = threading.Lock()  # held to replace the inner lock, so that only one waiting thread does so
-        # The thread that has the lock, its inner lock, and the time at which it got the lock.
+        # None while the lock is free. Otherwise the id of the thread that has the lock, the inner lock that this thread
+        # acquired, and the time at which it did so.
         self._held: tuple[int, threading.Lock, float] | None = None
 
     def acquire(self) -> bool:
@@ -45,7 +46,7 @@ class _Lock:
             if lock.acquire(timeout=max(0.0, self._time_left_s(lock, began))):
                 if lock is self._lock:
                     break
-                lock.release()  # another thread has replaced this inner lock while the present one waited for it
+                lock.release()  # another thread has replaced this inner lock while the present thread waited
             with self._replacing:
                 if lock is self._lock and self._time_left_s(lock, began) <= 0:
                     self._lock = threading.Lock()
@@ -60,8 +61,8 @@ class _Lock:
 
         The time counts from the moment at which the owner got the lock. Ctrl-C in `concurrent.futures.wait` leaves the
         locks of many futures taken. A thread that needs all of them therefore waits one second in total, and not one
-        second for each. If the owner of this inner lock is not noted (yet), the time counts from ``began``, when the
-        present thread began to wait for it.
+        second for each. If `_held` does not name the owner of this inner lock (yet), the time counts from ``began``,
+        when the present thread began to wait for the lock.
         """
         held = self._held
         since = held[2] if held is not None and held[1] is lock else began
@@ -170,7 +171,10 @@ class Future(concurrent.futures.Future[Any]):
         super().add_done_callback(call)
 
     def begin(self) -> bool:
-        """Record that the call begins. Return False if it must not, because the future was cancelled or completed."""
+        """Record that the call begins.
+
+        Return False if the call must not begin, because the future was cancelled or completed.
+        """
         if self.done() and not self.cancelled():
             return False
         try:

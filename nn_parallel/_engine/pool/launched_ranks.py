@@ -28,7 +28,7 @@ from ..tracebacks import user_frames
 from .progress import Progress
 from .worker import in_this_process
 
-UNINTERRUPTED = True  # makes the signal handler of `interrupts` raise nothing while a line of this module runs
+UNINTERRUPTED = True  # the signal handler in `interrupts` reads this, and raises no exception in lines of this module
 R = TypeVar("R")
 
 
@@ -36,11 +36,12 @@ class LaunchedRanks:
     """The ranks of a world that a launcher has started; implements `Backend`. This process is one of the ranks."""
 
     def __init__(self, context: RankContext, timeout_s: float | None) -> None:
-        """Use the ranks of ``context``. ``timeout_s`` limits how long they wait for each other when ``with`` ends."""
+        """Use the ranks of ``context``. ``timeout_s`` limits how long they wait for each other as ``with`` ends."""
         self._context = context
         self._timeout_s = timeout_s
         self._closed = False
-        self._block: contextlib.AbstractContextManager[None] | None = None  # the block around the body of ``with``
+        # The block (code that all ranks enter and leave together) around the body of ``with``. `__enter__` sets it.
+        self._block: contextlib.AbstractContextManager[None] | None = None
 
     def __str__(self) -> str:
         world = self._context.world

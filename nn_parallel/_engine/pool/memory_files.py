@@ -47,8 +47,8 @@ class Descriptor:
 class _ReusableFile:
     """A memory file of the sender, which is filled again when it is open nowhere else.
 
-    The descriptor that `fill` returns also keeps the file open. A payload holds this descriptor, so its file is not
-    filled again before the task of the payload has ended.
+    The descriptor that `fill` returns also keeps the file open. The payload of a task (`channel.Payload`)
+    holds this descriptor, so the file is not filled again before the task has ended.
     """
 
     def __init__(self, size: int) -> None:

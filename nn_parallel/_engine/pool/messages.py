@@ -1,8 +1,9 @@
 """The headers of the messages between a pool and its workers. `channel` describes the format of a message.
 
 The pool sends one `WorkerSetup` first, then `KeepObject`, `ForgetObjects` and `TaskHeader`. The worker sends only
-`Answer`. Orders (to cancel a task, to send the stack, to hand back the rest of a batch) go through a socket of their
-own, because the worker reads no message while it does a task.
+`Answer`. A task is one call, or a *batch* of calls of a `map`. Orders (to cancel a task, to send the stack, to hand
+back the rest of a batch) go through a socket of their own, because the worker reads no message while it does
+a task.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Order = struct.Struct("=Q")  # an order is one number: TELL_STACK, HAND_BACK, or
 TELL_STACK = 0  # the order to send the stack of the worker's main thread
 HAND_BACK = 1  # the order to send the results of the batch so far, and to begin no further call of the batch
 FIRST_TASK = 2  # the lowest number of a task, because the lower numbers are orders
-BATCH_S = 0.01  # a worker begins no further call of a batch after this time
+BATCH_S = 0.01  # a worker that has worked on a batch for this time begins no further call of the batch
 
 
 class WorkerSetup(NamedTuple):
@@ -39,19 +40,19 @@ class WorkerSetup(NamedTuple):
 class KeepObject(NamedTuple):
     """The header of a message whose payload the worker must keep for later tasks."""
 
-    number: int  # the number of the object's handle, by which later tasks refer to the object
+    number: int  # the number with which later tasks refer to the object
 
 
 class ForgetObjects(NamedTuple):
     """The header of a message that tells the worker to delete objects that it keeps."""
 
-    numbers: Sequence[int]  # the numbers of the objects' handles
+    numbers: Sequence[int]  # the `KeepObject.number` of each object
 
 
 class Ranks(NamedTuple):
     """The ranks of a `run`, as the header of the task describes them to each worker."""
 
-    world_size: int = 0  # 0 if the task is not a `run`, so that its worker is alone
+    world_size: int = 0  # 0 if the task is not a `run`, but a task for a single worker
     store_host: str = ""
     store_port: int = 0
     # The number of the ranks' process group. Successive runs with the same number use the same group. After a failure
@@ -70,9 +71,9 @@ class TaskHeader(NamedTuple):
     """
 
     number: int  # the number of the task, greater than that of any earlier task
-    function: int = 0  # the number under which the worker keeps the function; 0: the function is in the payload
+    function: int = 0  # the number under which the worker keeps the function; 0 if the function is in the payload
     calls: Sequence[bytes] = ()  # the pickled arguments of each call of that function
-    seconds: float = 0.0  # the worker begins no further call of a batch after this time
+    seconds: float = 0.0  # the worker begins no further call after this time; above 0 if the task is a batch
     pass_device: bool = False
     # The number of cores for this worker, which is also the number of its threads in torch. It is 0 if several workers
     # share a core. The worker then has one thread, and waits for messages by sleeping, to leave the core to the others.
@@ -83,8 +84,9 @@ class TaskHeader(NamedTuple):
     def generation(self) -> int:
         """The number of the generation in which the ranks of this task begin.
 
-        A generation is the calls and barriers between two failures of blocks. So each failure of a block in the task
-        begins the generation with the next number.
+        A generation is all calls and barriers of ranks between two failures of blocks (see `blocks`). Each failure of a
+        block in the task begins the generation with the next number. The shift leaves numbers for these generations
+        before the first one of the next task.
         """
         return self.number << 32
 
@@ -108,4 +110,4 @@ class Answer(NamedTuple):
     # True if a block of a `run` failed, but the function caught the error and went on. The next `run` then needs a new
     # process group, because the failure has closed the group, perhaps not on all ranks.
     failed_inside: bool = False
-    is_spent: bool = False  # the worker can do no further task, because its accelerator fails at every call
+    is_spent: bool = False  # True if the accelerator fails at every call; the pool then replaces the worker

@@ -39,8 +39,8 @@ class Output:
         self._screen = Screen(prefix if has_prefix else "", bar_prefix=prefix)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._line = b""  # the line that has been read but has not ended
-        self._begins_line = True  # True if the next byte to be written is the first one of a line
-        self.holds_some = False  # True if there is text that has been read but not copied
+        self._begins_line = True  # True if the next byte begins a line, so that the prefix goes before it
+        self.holds_some = False  # True while a part of the read text waits for its line to end, or for `flush`
         os.set_blocking(fd, False)
 
     def copy(self, flush: bool = False) -> bool:

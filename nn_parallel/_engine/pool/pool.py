@@ -189,7 +189,8 @@ class Pool:
 
         Args:
             fn: the function.
-            blocks: the arguments of the items. No user code may run between two items of a block.
+            blocks: the arguments of the items, in blocks that are packed together. No user code may run between two
+                items of a block.
             options: the options of the calls.
             timeout_s: how long the iterator waits for results, counted from this call. If None, there is no limit.
             name: the name of the call in errors.

@@ -12,8 +12,8 @@ from ..ranks.sockets import listen_at, loopback
 from ..ranks.stop_signals import ASKED, pass_on_to
 from ..ranks.store import STOP_KEY
 
-LOOPBACK = "::1"  # preferred to 127.0.0.1, because connections to it can be faster, see `loopback`
-ranks_prefix = "group{}".format  # returns the prefix of the keys of the ranks that have this group number
+LOOPBACK = "::1"  # preferred to 127.0.0.1, because connections to ::1 can be faster, see `loopback`
+ranks_prefix = "group{}".format  # maps a group number to the prefix of all keys that this group writes
 
 
 class PoolStore:
@@ -58,7 +58,7 @@ class PoolStore:
         listener = listen_at(self._host)
         self._port = listener.getsockname()[1]
         # The store gets a socket that listens already. If it opened the socket itself, it would listen on every network
-        # interface, and the port would have to be chosen before, so that another process could take it meanwhile.
+        # interface. Also, the port would have to be chosen in advance, and another process could take it meanwhile.
         return dist.TCPStore(
             self._host, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )

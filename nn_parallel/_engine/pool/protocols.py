@@ -22,7 +22,7 @@ from .progress import Progress
 
 
 class Backend(Protocol):
-    """The workers or ranks on which a `ParallelExecutor` makes its calls. Its methods do what the executor's do."""
+    """The workers or ranks on which a `ParallelExecutor` makes its calls. Its methods implement the executor's."""
 
     @property
     def has_ended(self) -> bool:
@@ -73,7 +73,7 @@ class Worker(Protocol):
     rank: int
     device: torch.device
     pid: int  # 0 before the process has started
-    exit_told_within_s: float  # how long after the death of the process the pool may still not know of it
+    exit_told_within_s: float  # the longest time from the death of the process until the pool learns of it
 
     @property
     def description(self) -> str:
@@ -91,7 +91,7 @@ class Worker(Protocol):
         """
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Tell the worker to delete the objects of the handles with these numbers."""
+        """Tell the worker to delete the kept objects with these numbers, which no later task needs."""
 
     def cancel(self, number: int) -> None:
         """Tell the worker to interrupt the task with this number."""
@@ -125,7 +125,7 @@ class WorkerEvents(Protocol):
         """Record that the worker has closed its connection without reading its task. It will exit, or has exited."""
 
     def unsent(self, worker: Worker, error: TransferError) -> None:
-        """Fail the task of the worker, because the rest of its messages cannot be sent."""
+        """Fail the task of the worker, because a message to the worker cannot be sent."""
 
     def exited(
         self, worker: Worker, exitcode: int | None, evidence: str, last: Sequence[tuple[Answer, Received]] = ()
@@ -150,13 +150,17 @@ class Site(Protocol):
     """The place where the workers of one pool run: this machine, or a Ray cluster."""
 
     def make_packer(self, on_forgotten: Callable[[int], None]) -> Packer:
-        """Return the packer of calls for these workers. It calls ``on_forgotten`` with numbers of deleted handles."""
+        """Return the packer of calls for these workers.
+
+        When the script deletes a handle, which is its reference to an object that workers keep, the packer calls
+        ``on_forgotten`` with the number of the handle.
+        """
 
     def open(self, loop: EventLoop, events: WorkerEvents) -> None:
         """Prepare to start workers, whose events are reported to ``events`` in the thread of ``loop``."""
 
     def start(self, rank: int, device: torch.device) -> Worker:
-        """Ask for a worker, and return it. Its process may start later."""
+        """Ask for a worker, and return the object that represents it. The process may start later."""
 
     def resize(self, workers: int) -> bool:
         """Prepare for another number of workers. Return whether the present workers can stay."""

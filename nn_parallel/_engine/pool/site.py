@@ -102,7 +102,7 @@ class LocalSite:
         self._loop.unwatch(self._server.fileno())
         self._events.fail(ParallelError("The fork server has ended, and its workers with it. Make a new executor."))
         for worker in list(self._workers.values()):
-            if worker.pid:  # it is 0 before the fork, and afterwards also the number of the worker's process group
+            if worker.pid:  # 0 before the fork; after the fork, the worker's process group has the same number
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.pid, signal.SIGKILL)
             self._worker_exited(worker, Exited(worker.key, -signal.SIGKILL, "The fork server has ended."))

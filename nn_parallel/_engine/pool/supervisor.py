@@ -19,10 +19,10 @@ worker on a Ray cluster, Ray reports the exit.) Then:
 
 1. The site, which is the place of the workers, reads the answers that are left in the socket, and calls
    `Supervisor.exited` with them. `exited` first treats these answers like any other answers.
-2. If the task is not among the answers, `exited` reports its loss to the task, by `Task.lose`. A single task completes
-   its future with a `WorkerDiedError`. Each unfinished item of a `map` that the worker had received gets this error.
-   A `run` notes the failure of this rank, and its other ranks are cancelled. It ends when all of them have answered or
-   exited, too.
+2. If the answer to the task is not among them, `exited` reports the loss to the task through `Task.lose`. A single task
+   completes its future with a `WorkerDiedError`. Each unfinished item of a `map` that the worker had received gets this
+   error. A `run` notes the failure of this rank, and its other ranks are cancelled. The `run` ends when all ranks have
+   answered or exited.
 3. `exited` starts another worker in the same place, on the same device, unless the pool is closed and no task waits. No
    other task is affected. But if every worker dies during its start, for example by a segmentation fault in the
    initializer, workers would be replaced for ever. So after `MAX_FAILED_STARTS` replacements in a row the pool fails
@@ -61,7 +61,8 @@ CANCEL_GRACE_S = 0.5  # a cancelled task must end within this time, or its worke
 # half a second. When a collective fails for the first time in a process, torch also imports its compiler, to print the
 # line of the call.
 CANCEL_GRACE_ON_ACCELERATORS_S = 20.0
-HAND_BACK_AFTER_S = 2 * BATCH_S  # if a batch takes longer, the worker is in a long call, see `Due.HAND_BACK`
+# A batch (several items of a `map` in one task) that takes longer than this is in a long call, see `Due.HAND_BACK`.
+HAND_BACK_AFTER_S = 2 * BATCH_S
 LEAVE_WITHIN_S = 2.0  # an idle worker that was asked to exit is killed after this time
 MAX_FAILED_STARTS = 3  # how often in a row a worker is replaced after it died during its start, in each place
 BATCH_BYTES = 1 << 15  # once the pickled arguments of a batch are this large, no item is added to it
@@ -82,7 +83,7 @@ class Due(enum.Enum):
 
     TIME_OUT = enum.auto()  # ask the worker for its stack, because the task or the start has run out of time
     STACK = enum.auto()  # fail the task or the start, because the stack has arrived or is not awaited any longer
-    HAND_BACK = enum.auto()  # ask for the later calls of a batch, for other workers, because a call takes long
+    HAND_BACK = enum.auto()  # ask the worker for the calls of its batch that have not begun, for other workers
     KILL = enum.auto()  # kill the worker, which has ignored an order to end its task or to exit
 
 
@@ -103,7 +104,8 @@ class WorkerRecord:
     has_started: bool = False  # True once the process takes tasks; the initializer is the first one
     task: Task | None = None
     task_number: int = 0  # the number of the task in the messages from and to the worker
-    is_task_unread: bool = False  # True if the worker has closed its connection without reading the task
+    # True if the worker has closed its connection without reading the task. Errors then say that the worker was idle.
+    is_task_unread: bool = False
     deadline: Deadline | None = None
     stack: str = ""  # the part of the worker's stack that has arrived
 
@@ -130,9 +132,9 @@ class WorkerRecord:
         if self.state is State.BUSY:
             may_abort = self.worker.device.type != "cpu" and isinstance(self.task, RunTask)
             grace_s = CANCEL_GRACE_ON_ACCELERATORS_S if may_abort else CANCEL_GRACE_S
-            # This worker may have died already, and its death may be the reason why other ranks have failed and this
-            # one is cancelled. If the pool killed it before its death is reported, it would count as cancelled, and the
-            # error of the run would lack the cause.
+            # This worker may have died already, and its death may be the reason why the run is cancelled. If the pool
+            # killed the worker before the death is reported, its rank would count as cancelled, and the error of the
+            # run would lack the cause.
             grace_s = max(grace_s, self.worker.exit_told_within_s)
             self.state = State.CANCELLING
             self.deadline = Deadline(time.monotonic() + grace_s, Due.KILL)
@@ -197,11 +199,11 @@ class Supervisor(threading.Thread):
         # `_is_closed`, which is set once all tasks are queued that were posted before the pool was closed.
         self.is_closing = False
         self._is_closed = False
-        self._discards_waiting = False  # True if tasks that have not begun are cancelled
+        self._discards_waiting = False  # True if `close` was asked to cancel tasks that have not begun
         self.is_over = False  # True once the thread is ending; `do_if_over` then calls posted functions
-        self.broken: ParallelError | None = None  # the reason why the pool has failed
+        self.broken: ParallelError | None = None  # the error of all further calls; None unless the pool has failed
         self.packer = site.make_packer(lambda number: self.post(self._add_deleted_handle, number))
-        self._deleted_handles: list[int] = []  # numbers of deleted handles; the workers still keep their objects
+        self._deleted_handles: list[int] = []  # the numbers of deleted handles, until the workers are told
         self._ended = Future(None)  # complete when the thread has released everything
         self._site = site
         self._initializer = InitializerTask(pack_initializer(self.packer), self.fail) if pack_initializer else None
@@ -360,7 +362,7 @@ class Supervisor(threading.Thread):
 
     def unread(self, worker: Worker) -> None:
         """Implement `WorkerEvents.unread`: note, for the error of the task, that the worker has not read the task."""
-        if worker in self._records:  # it has no record yet if the process ends while `_start` sends the first message
+        if worker in self._records:  # otherwise `_start` still sends the first message, and the worker has no record
             self._records[worker].is_task_unread = True
 
     def unsent(self, worker: Worker, error: TransferError) -> None:
@@ -445,7 +447,7 @@ class Supervisor(threading.Thread):
                 heard_until = self._loop.run_once(self._next_deadline())
                 self._forget_deleted_handles()
                 self._keep_deadlines(heard_until)
-        except BaseException as error:  # a bug, or no descriptor is free; otherwise callers would wait for ever
+        except BaseException as error:  # a bug, or no descriptor is free; callers must not wait for ever
             self.fail(ParallelError(f"The pool cannot go on: {error!r}. Make a new executor."))
         finally:
             self._release()
@@ -636,8 +638,8 @@ class Supervisor(threading.Thread):
     def _keep_deadlines(self, now: float) -> None:
         """Take the action of each deadline that has passed.
 
-        A task that has run out of time fails only after each of its workers has told its stack or has had the time to
-        do so, because its error contains all these stacks.
+        A task that has run out of time fails only after each of its workers has sent its stack or has had the time to
+        do so, because the error of the task contains all these stacks.
 
         Args:
             now: a time until which all events have been handled. An answer that arrived before its deadline therefore

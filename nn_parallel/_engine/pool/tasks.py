@@ -115,8 +115,8 @@ class RunTask(Task):
         super().__init__(call)
         self.reply = reply
         self._results: dict[int, Any] = {}  # the results by rank, with None for a failed rank
-        self._failures: dict[int, Exception] = {}  # by rank, in the order of arrival, so that the cause comes first
-        self._cut_off: Exception | None = None  # the error if a rank was cancelled or killed, but no rank has failed
+        self._failures: dict[int, Exception] = {}  # maps ranks to their errors in the order of arrival: the cause first
+        self._cut_off: Exception | None = None  # set if the pool stopped a rank; raised if no rank has failed
 
     def begin_on(self, ranks: Ranks) -> None:
         """Set the description of the ranks, which the workers receive with this task."""
@@ -235,8 +235,9 @@ class Batch(Task):
         super().__init__(items[0].call)
         self.mapping = items[0].mapping
         self.left = list(items)  # the items for which the worker has not answered yet
-        self.time_out: Any = None  # the deadline of the whole batch, which applies after `Due.HAND_BACK`
-        self._error: Exception | None = None  # the error of `fail`, for the items that have not ended
+        # The deadline of the whole batch. The supervisor applies it after it has asked for the items behind a long one.
+        self.time_out: Any = None
+        self._error: Exception | None = None  # set by `fail`; items that have not ended get this error
 
     @property
     def calls(self) -> Sequence[bytes]:

@@ -1,8 +1,8 @@
 """The main loop of a worker: the process becomes like that of the script, and then does one task after another.
 
 A worker has two threads. The main thread does the tasks. While it is in user code, it reads no messages. So the orders
-of the pool (cancel a task, tell your stack, hand back a batch) arrive on a socket of their own, which a second thread
-reads.
+of the pool (cancel a task, send your stack, hand back the rest of a batch of `map` calls) arrive on a socket of their
+own, which a second thread reads.
 
 To cancel a task, the second thread sends a signal to the main thread, and the handler of the signal raises
 `Interrupted` there (`CancelScope`). Three things can go wrong:
@@ -11,8 +11,8 @@ To cancel a task, the second thread sends a signal to the main thread, and the h
   The second thread notes this number, and interrupts only the task with this number. The second thread holds the lock
   `_task_lock` meanwhile, and the main thread holds it while it begins or ends a task. If the order arrives before its
   task, the task is interrupted as it begins.
-- The signal can be without effect: a wait in C code begins just after it, or user code catches the exception. So the
-  second thread repeats the interrupt until the task has ended.
+- The signal can be without effect: a wait in C code begins just after the signal, or user code catches the exception.
+  So the second thread repeats the interrupt until the task has ended.
 - A signal does not end a collective, which waits in C code. So the second thread also aborts the process group. The
   interrupt comes before the abort, because an aborted collective on an accelerator returns wrong numbers, with which
   the task would go on.
@@ -81,7 +81,7 @@ from .messages import (
 )
 from .pool_store import ranks_prefix
 
-UNINTERRUPTED = True  # makes the signal handler of `interrupts` raise nothing while a line of this module runs
+UNINTERRUPTED = True  # the signal handler in `interrupts` reads this, and raises no exception in lines of this module
 R = TypeVar("R")
 NO_TASK = -1  # stands for the number of a task if there is no task
 INTERRUPT_EVERY_S = 0.02  # how often a cancelled task is interrupted until it has ended
@@ -155,7 +155,8 @@ class TaskRunner:
         self._send = send
         self._calls = deque[bytes | Received]()  # the calls of the present task that have not begun
         self._results: list[bytes] = []  # the pickled results of the calls of the present task that have ended
-        self._function: Callable[..., Any] | None = None  # the function of the present task, if this worker keeps it
+        # The function of the present task, if it is one that this worker keeps. The first call of the task sets it.
+        self._function: Callable[..., Any] | None = None
         self._rank = rank
         self.device = device
         # The context of this worker in single tasks, and the one in a `run`, which is kept as long as `Ranks.group` is
@@ -170,11 +171,12 @@ class TaskRunner:
         self._task_lock = threading.Lock()  # held to begin or end a task, to interrupt it, and to hand back a batch
         self._task = NO_TASK  # the number of the task that runs and can be cancelled
         self._cancelled = NO_TASK  # the number of the last task that the pool or the watchdog has cancelled
-        self._is_batch = False  # True if the present task is a batch of a `map`
+        self._is_batch = False  # True if the present task is a batch of a `map`, which `hand_back` may cut short
         self._scope = CancelScope()  # entered around the calls of a task; the thread of the orders interrupts it
-        # The status board of the last `run`, if the process group was still open when the function returned.
+        # Set by `_post_return`: the object through which this rank has published that the function of a `run` has
+        # returned. The next task withdraws this publication.
         self._board: StatusBoard | None = None
-        self._deadlock: Exception | None = None  # the error for which the watchdog has interrupted the present task
+        self._deadlock: Exception | None = None  # the error with which the watchdog has ended the present task, or None
 
     def follow_orders(self, control: socket.socket) -> None:
         """Follow the orders of the pool that arrive on ``control``, until the pool closes the connection."""
@@ -386,7 +388,7 @@ class TaskRunner:
         )
 
     def store_address(self, ranks: Ranks) -> tuple[str, int]:
-        """Return host and port of the store of these ranks."""
+        """Return host and port of the store of these ranks. On Ray they can change, so a subclass asks for them."""
         return ranks.store_host, ranks.store_port
 
     def _open_store(self, ranks: Ranks) -> dist.Store:
@@ -462,7 +464,7 @@ def _recover(device: torch.device) -> None:
         synchronize_in_thread(device).result(RECOVERS_WITHIN_S)
         gc.collect()  # frees the tensors in the frames of the traceback
         torch.accelerator.memory.empty_cache()
-    except Exception:  # of a type that depends on driver and version; TimeoutError if a kernel does not end
+    except Exception:  # the type depends on driver and version; TimeoutError if a kernel does not end
         _is_spent = True
 
 
@@ -584,4 +586,4 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
 
 
 _THREAD_VARIABLES = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "BLIS_NUM_THREADS"
-_is_spent = False  # no task can succeed in this process any more, because its accelerator fails at every call
+_is_spent = False  # `_recover` sets it to True when the accelerator fails at every call, so that no task can succeed

@@ -38,7 +38,7 @@ from .messages import HAND_BACK, TELL_STACK, Answer, ForgetObjects, KeepObject, 
 from .output import Output
 from .protocols import WorkerEvents
 
-NUMBERS_AT_ONCE = 1000  # the maximum count of numbers in one message, which must fit into a packet
+NUMBERS_AT_ONCE = 1000  # the maximum count of numbers in a `ForgetObjects` message, which must fit into a packet
 CLOSED = errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN  # the errors of sending if the worker has closed its end
 ROOM_EVERY_S = 0.01  # how often to try again to send a message whose descriptors the kernel has refused
 
@@ -73,8 +73,8 @@ class WorkerProcess:
         self._server = server
         self._loop = loop
         self._events = events
-        self._kept_handles: set[int] = set()  # the numbers of the handles whose objects the worker keeps
-        self._is_task_last = False  # True if the last message for the worker is a task
+        self._kept_handles: set[int] = set()  # the numbers of the objects that the worker keeps for later tasks
+        self._is_task_last = False  # True if the last message for the worker is a task, see `_report_unread`
         self._room_deadline: float | None = None  # while the kernel refuses descriptors, the time at which to give up
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as worker_ends:
             pool_ends: list[socket.socket] = []
@@ -259,7 +259,10 @@ class WorkerProcess:
         self._loop.watch_for_room(fd, None if has_room else self._flush)
 
     def _report_unread(self) -> None:
-        """Report that the worker has closed its end with an unread message, if that message is a task."""
+        """Report that the worker has closed its end without reading its last message, if this message is a task.
+
+        The error of the task then says that the worker was idle when it died.
+        """
         if self._is_task_last:
             self._events.unread(self)
 
@@ -270,7 +273,7 @@ class WorkerProcess:
 
 
 def _chunks(numbers: Iterable[int]) -> Iterator[list[int]]:
-    """Yield the numbers in lists that one message can hold."""
+    """Yield the numbers in lists that are short enough for one message."""
     remaining = list(numbers)
     for start in range(0, len(remaining), NUMBERS_AT_ONCE):
         yield remaining[start : start + NUMBERS_AT_ONCE]

@@ -47,7 +47,7 @@ WARN_AFTER_S = 5.0  # how long to wait for room before a warning
 STARTED_WITHIN_S = 60.0  # the least time that workers get to start in their room, because they must import torch
 LOOKS_EACH_S = 0.5  # how often to ask Ray whether it has found room, and whether it still runs
 FIRST_LOOK_S = 0.01  # the first interval at which to ask for the room of a resized pool; it doubles up to LOOKS_EACH_S
-OTHER_CALLS = 100  # how many calls the actor `Orders` serves at once beside those of the workers
+OTHER_CALLS = 100  # how many calls the actor `Orders` of a pool serves at once, beside one call of each worker
 logger = logging.getLogger("nn_parallel")
 
 
@@ -57,7 +57,7 @@ class Wanted(NamedTuple):
     resources: Mapping[str, float]  # Ray's resources of each worker
     placement: str  # "pack" or "spread"
     within_s: float  # how long to wait for room
-    prefix_output: bool  # each line that a worker prints begins with its rank
+    prefix_output: bool  # if True, each line that a worker prints begins with its rank
 
     def describe(self, workers: int) -> str:
         """Return the number of workers and their resources, for messages."""
@@ -134,8 +134,8 @@ class Room:
             workers: the number of workers.
             wanted: their resources and other options.
         """
-        self.workers: set[RayWorker] = set()  # in the room, or waiting for it
-        self.orders: Any = None  # the actor `Orders`; None before the first worker starts
+        self.workers: set[RayWorker] = set()  # the workers in the room, and those that wait for it
+        self.orders: Any = None  # the actor that passes orders to workers; `start_orders` sets it
         self._size = workers
         self._wanted = wanted
         self._group = placement_group([dict(wanted.resources)] * workers, strategy=wanted.placement.upper())
@@ -210,13 +210,13 @@ class Room:
         self.orders = ray.remote(Orders).options(**options, scheduling_strategy=self._place(0)).remote()
 
     def actor_class(self, rank: int) -> Any:
-        """Return the class of the actor for the worker of this rank, with its resources and its place."""
+        """Return the class with which Ray starts the actor of a rank, with its resources and in its bundle."""
         resources = dict(self._wanted.resources)
         options = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0), "resources": resources}
         return ray.remote(WorkerActor).options(**options, scheduling_strategy=self._place(rank))
 
     def give_back(self) -> None:
-        """Give the room back to Ray. Ray ends all actors in the room, or the search for the room."""
+        """Give the room back to Ray. Ray then kills the actors in the room, or ends its search for the room."""
         if ray.is_initialized():
             if self.orders is not None:
                 ray.kill(self.orders)
@@ -246,7 +246,7 @@ class RaySite:
         # The present room. After a `resize`, or if Ray found no room in time, it is None until the next `start`.
         self._room: Room | None = Room(workers, wanted)
         self._former_rooms: set[Room] = set()  # rooms of other sizes, whose workers are leaving
-        self._is_open = False
+        self._is_open = False  # True between `open` and `close`; Ray is asked for news only then
         try:
             self._room.wait()
         except BaseException:

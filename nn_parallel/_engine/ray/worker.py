@@ -67,7 +67,10 @@ class Parcel(NamedTuple):
 
 
 class Sent:
-    """A packed object as the script sends it to workers. Ray's object store holds a large one for all of them."""
+    """A packed object as the script sends it to workers.
+
+    A large object is put into Ray's object store once, and all workers read it there.
+    """
 
     def __init__(self, packed: Packed) -> None:
         """Copy the memory of the object, because its owner may change it later.
@@ -109,8 +112,8 @@ def _received(parcel: Parcel, beside: Iterable[Any]) -> Received:
 
     Args:
         parcel: the parcel.
-        beside: the large objects that came beside the message. If the parcel has no parts, its object is the next one
-            of them.
+        beside: the large objects that came beside the message. If ``parcel`` has no parts, the next one of them is the
+            object of the parcel.
     """
     parts = next(iter(beside)) if parcel.parts is None else parcel.parts
     first, *buffers = parts
@@ -147,7 +150,7 @@ class Orders:
         return await self._mailbox(key).order(number)
 
     async def next(self, key: int, reply: Any) -> int:
-        """Return the next order for a worker, once there is one. ``reply`` is its reply to the previous order."""
+        """Return the next order for a worker, when there is one. ``reply`` is the worker's reply to the last order."""
         return await self._mailbox(key).next(reply)
 
     async def forget(self, key: int) -> None:
@@ -172,6 +175,7 @@ class _Mailbox:
     """The orders for one worker, which follows them one after another."""
 
     def __init__(self) -> None:
+        # The orders that the worker has not asked for yet, each with the future that gets the reply to the order.
         self._waiting = asyncio.Queue[tuple[int, asyncio.Future[Any]]]()
         self._followed: asyncio.Future[Any] | None = None  # gets the reply to the order that the worker follows now
 
@@ -190,7 +194,7 @@ class _Mailbox:
 
 
 class ActorSetup(NamedTuple):
-    """The first message to a worker."""
+    """The first message to a worker: the attributes of the script that the process of the worker needs."""
 
     rank: int
     key: int  # the key that identifies the worker in calls of `Orders`
@@ -277,7 +281,7 @@ class WorkerActor:
 
 
 class _Runner(TaskRunner):
-    """The runner of the tasks of an actor, which also follows the orders that come through `Orders`."""
+    """Does the tasks of one worker in its actor, and follows the orders that come through `Orders`."""
 
     def __init__(self, rank: int, device: torch.device, key: int, orders: Any) -> None:
         super().__init__(rank, device, dict(os.environ), self._reply_with)
@@ -408,9 +412,9 @@ class RayWorker:
         self.rank = rank
         self.device = device
         self.pid = 0  # it stays 0 until the actor has started
-        self.node = ""
+        self.node = ""  # Ray's id of the node, empty until the actor has started
         self.key = next(_keys)  # identifies the worker in calls of `Orders`
-        self.asked_at = time.monotonic()
+        self.asked_at = time.monotonic()  # the time limits of the start count from this time
         self._host = ""
         self._loop = loop
         self._events = events
@@ -418,7 +422,7 @@ class RayWorker:
         self._actor: Any = None
         self._orders: Any = None
         self._is_over = False
-        self._kept_handles: set[int] = set()  # the numbers of the handles whose objects the worker keeps
+        self._kept_handles: set[int] = set()  # the numbers of the objects that the worker keeps for later tasks
         self._hands_back = False  # True while a reply to HAND_BACK is awaited
         # The answer to the worker's task, if it arrives while that reply is awaited. The reply must be handled first.
         self._held: Future[Any] | None = None
