@@ -130,7 +130,8 @@ The invariants, which every change keeps:
 
 A failure in a function that one rank runs, for instance with ``@on_rank(1)``, until all ranks raise the failure:
 
-1. On rank 1 the exception comes out of the user's function into `Blocks.call` (blocks). `StatusBoard.post_failure`
+1. The decorator has called `Blocks.call` (blocks) on each rank (`call_on_rank`, run_on_ranks). On rank 1 the exception
+   comes out of the user's function into `Blocks.call`. `StatusBoard.post_failure`
    (status_board) writes the failure as plain data to the key ``failures/1``, and then writes to ``status/1`` that the
    call has ended.
 2. Rank 0 waits in `_await_outcome` (blocks) and polls ``status/1``. Once the call has ended, `failures_of_call`
@@ -143,7 +144,8 @@ No watchdog takes part, and no group is closed.
 
 A failure in a block. Rank 1 raises, and rank 0 is in a collective:
 
-1. On rank 1 the exception comes out of the user's code into `Blocks.block`, and there into `_on_all_ranks` (blocks).
+1. `LaunchedRanks.__enter__` (launched_ranks) has entered `Blocks.block` (blocks) on each rank. On rank 1 the exception
+   comes out of the user's code into `Blocks.block`, and there into `_on_all_ranks`.
    `_leave_block` describes the exception as plain data (failures), and `_end_generation` writes it into the store, to
    the keys ``arrived/G`` and ``ended/G`` (store, records). G is the number of the generation.
 2. The watchdog thread of rank 0 finds ``ended/G`` (`Watchdog._has_ended`). `_free` interrupts the main thread
@@ -173,17 +175,21 @@ The death of a worker of a pool, from the kernel to the future of a `submit`:
 4. `_start_missing` (supervisor) asks the fork server for another worker in the same place, through `LocalSite.start`.
    The new worker takes tasks once it has answered `STARTED` and has done the initializer.
 
-A large tensor, from `submit` to the future. It is copied twice, once in each direction:
+A large tensor, as the argument and the result of a `submit`. It is copied twice, once in each direction. A `run` on N
+workers makes one copy for all of them, and one for each result:
 
 1. `FunctionPacker.pack` (packer) pickles the call in the thread of the caller. A large storage does not go into the
-   pickle: `Pickler` (pickling) writes a number in its place, and keeps a view of the memory beside the pickle.
-   `Payload` (channel) copies the pickle and all views into a memory file (`fill`, memory_files). Then `submit` returns,
-   and the user may change the tensor.
+   pickle: `Pickler` (pickling), the base class of all picklers, writes a number in its place, and keeps a view of the
+   memory beside the pickle. `Payload` (channel) copies the pickle and all views into a memory file (`fill`,
+   memory_files). Then `submit` returns, and the user may change the tensor.
 2. The supervisor gives the task to a worker. `Channel.flush` sends a packet with the descriptor of the file. The worker
    maps the file (`map_private`), and `loads` (pickling) makes tensors that lie in the map.
-3. The worker drops the arguments (`_serve`, worker) and packs the result in the same way, into a file of its own: that
-   is the second copy. The supervisor maps the result, rebuilds it and completes the future (`SingleTask.complete`,
+3. `TaskRunner._do_calls` (worker) pickles the result in the same way. If the function returns its argument, the view
+   keeps the map alive. `_serve` (worker) drops the arguments, and then copies the views into a file of its own: that is
+   the second copy. The supervisor maps this file, rebuilds the result and completes the future (`SingleTask.complete`,
    tasks).
+
+A tensor that the user has moved to shared memory is not copied: its descriptor is sent instead.
 4. The memory of a map is freed with the last tensor in it. The `PackedCall` of the sender keeps its payload until the
    task has ended. Then the sender may fill the file again, if no process has it open.
 """
