@@ -369,9 +369,9 @@ def cell_of(fn: types.FunctionType, index: int) -> types.CellType:
 
 
 def method_of(cls: type, name: str) -> Any:
-    """Return the function of a method, without a `classmethod` or `staticmethod` around it.
+    """Return the plain function of a method, without a `classmethod` or `staticmethod` around it.
 
-    The function of a method in a class of the script is pickled as a call of this function.
+    If a pickle refers to such a plain function of the script, it contains the call ``method_of(cls, name)`` instead.
     """
     attribute = vars(cls)[name]
     return getattr(attribute, "__func__", attribute)
@@ -548,8 +548,8 @@ def namespace_of(key: str, name: str, goes_into_sys_modules: bool, module_attrib
     namespace: Namespace | None = keys.find(key)
     if namespace is None:
         module = sys.modules.get(name) if name == "__main__" else None
-        # If the script has replaced its ``__main__``, the ``__main__`` of this process is already the copy of the
-        # script's earlier ``__main__``, so another module is created.
+        # If the script has replaced its ``__main__`` by another module, the ``__main__`` of this process is the copy of
+        # the former one. A new module is then created for the present one.
         is_taken = module is not None and id(vars(module)) in namespaces
         if module is None or is_taken or not goes_into_sys_modules:
             module = types.ModuleType(name)

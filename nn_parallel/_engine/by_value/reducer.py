@@ -532,7 +532,9 @@ class Reducer(Pickler):
             return self._reduce_type_alias(obj)
         if issubclass(kind, types.ModuleType):
             return self._reduce_module(obj)
-        if isinstance(obj, types.FunctionType):  # a proxy: cloudpickle would send only the function in it
+        # The object has the ``__class__`` of a function, but is a proxy, such as an object of wrapt. It is pickled as
+        # any other object, because cloudpickle would pickle only the function that it wraps.
+        if isinstance(obj, types.FunctionType):
             return NotImplemented
         return super().reducer_override(obj)
 

@@ -48,7 +48,10 @@ _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
 class Payload:
-    """A copy of a packed object, as messages carry it. The user may change the object itself before it is sent."""
+    """A copy of a packed object, in the form in which a message carries it.
+
+    Because it is a copy, the user may change the object before the message is sent.
+    """
 
     def __init__(self, packed: Packed) -> None:
         """Copy a packed object.

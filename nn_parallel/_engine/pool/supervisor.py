@@ -24,9 +24,9 @@ worker on a Ray cluster, Ray reports the exit.) Then:
    error. A `run` notes the failure of this rank, and its other ranks are cancelled. The `run` ends when all ranks have
    answered or exited.
 3. `exited` starts another worker in the same place, on the same device. No other task is affected. (In a pool that is
-   closed, another worker is started only if a task waits for one.) But if every worker dies during its start, for example by a segmentation fault in the
-   initializer, workers would be replaced for ever. So after `MAX_FAILED_STARTS` replacements in a row the pool fails
-   with the last error.
+   closed, another worker is started only if a task waits for one.) But if every worker dies during its start, for
+   example because of a segmentation fault in the initializer, workers would be replaced for ever. Therefore the pool
+   fails with the last error after `MAX_FAILED_STARTS` replacements in a row.
 """
 
 from __future__ import annotations

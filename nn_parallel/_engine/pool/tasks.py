@@ -257,10 +257,10 @@ class Batch(Task):
             self.mapping.end_item(last.index, value, error)
 
     def split(self, begun: int) -> list[MapItem]:
-        """Take the items that the worker has not begun out of `left`, and return them.
+        """Remove the items that the worker has not begun from `left`, and return them.
 
-        ``begun`` is the number of items in `left` that the worker has begun, which is 1 while a call of the batch still
-        runs, and 0 after the batch.
+        ``begun`` is the number of items that stay in `left`. It is 1 while the worker runs an item of this batch, and 0
+        when the batch has ended. Items that have ended are no longer in `left`.
         """
         items = self.left[begun:]
         del self.left[begun:]
