@@ -223,7 +223,8 @@ def _placed(value: Any, wanted: Any, shards: Shards, *, copies: bool = True) -> 
     Args:
         value: the value. Only tensors are changed.
         wanted: the tensor of the target. If it is not sharded or has another shape, the value is not sharded.
-        shards: the sharded tensors of the checkpoint. `Shards.place` returns the tensor that replaces a stand-in.
+        shards: the sharded tensors of the checkpoint. The file holds a stand-in for each of them, and `Shards.place`
+            returns the tensor that replaces the stand-in.
         copies: if True, a tensor that will not be sharded is copied, so that the result does not depend on the file.
     """
     if not isinstance(value, torch.Tensor):

@@ -384,12 +384,12 @@ def is_constant(value: Any) -> bool:
 def _is_stateless(obj: Any) -> bool:
     """Return whether ``obj`` has no state, so that only its identity and its class matter."""
     kind = type(obj)
-    if getattr(obj, "__dict__", None) or not kind.__flags__ & HEAP_TYPE:
+    if not kind.__flags__ & HEAP_TYPE:
         return False
     if any(getattr(kind, name) is not getattr(object, name) for name in ("__reduce_ex__", "__reduce__")):
         return False
-    try:
-        return obj.__reduce_ex__(4)[1:] == ((kind,), None, None, None)  # type: ignore[no-any-return]
+    try:  # the attributes of a proxy may raise, for example of flask's `request` outside of a request
+        return not getattr(obj, "__dict__", None) and obj.__reduce_ex__(4)[1:] == ((kind,), None, None, None)  # type: ignore[no-any-return]
     except Exception:
         return False
 
@@ -547,8 +547,8 @@ class Reducer(Pickler):
             return NotImplemented
         if id(fn) in self.by_value:
             return self._reduce_function_by_value(fn, keys.key_of_or_add(fn))
-        # A method is not looked up in its class if this pickle creates a class. This may be the class of the method,
-        # and would not have the method yet.
+        # While a pickle creates a class, methods are pickled without looking them up in their class, because this may
+        # be the class that does not have them yet.
         method = None if self.by_value else self._method_of_class(fn)
         if method is not None:
             return receiving.method_of, method
@@ -591,8 +591,11 @@ class Reducer(Pickler):
         reads, binds, attributes, _ = names_in(fn.__code__)
         types_in_annotations = _types_in(annotations, namespace)
         values = (namespace.variables.get(name) for name in reads)
-        modules = {id(value): value for value in values if isinstance(value, types.ModuleType)}
-        in_closure = [value for value in map(contents_of, fn.__closure__ or ()) if isinstance(value, types.ModuleType)]
+        # `isinstance` is not used, because it reads ``__class__``, which may run code of a proxy.
+        modules = {id(value): value for value in values if issubclass(type(value), types.ModuleType)}
+        in_closure = [
+            value for value in map(contents_of, fn.__closure__ or ()) if issubclass(type(value), types.ModuleType)
+        ]
         imported = [module.__name__ for module in (*modules.values(), *in_closure) if goes_by_name(module)]
         submodules = _submodules(imported, attributes)
         if _is_imported(namespace):

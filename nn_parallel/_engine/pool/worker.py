@@ -1,4 +1,7 @@
-"""The main loop of a worker: the process becomes like that of the script, and then does one task after another.
+"""The main loop of a worker.
+
+The process first takes over the environment, the working directory and the import path of the script, and then does one
+task after another.
 
 A worker has two threads. The main thread does the tasks. While it is in user code, it reads no messages. So the orders
 of the pool (cancel a task, send your stack, hand back the rest of a batch of `map` calls) arrive on a socket of their
@@ -18,9 +21,9 @@ To cancel a task, the second thread sends a signal to the main thread, and the h
   the task would go on.
 
 When a rank of a `run` fails, it closes its process group, so that the other ranks do not wait for it in a collective.
-Their collectives then fail, too. If the pool received one of these errors before the error of this rank, it would
-cancel this rank, and the cause of the failure would be lost. So a rank closes its group only at a time at which its
-task can no longer be cancelled.
+Their collectives then fail, too, and their errors may reach the pool before the error of the rank that has failed
+first. The pool would then cancel that rank, and the cause of the failure would be lost. Therefore a rank that fails
+first ends its task, which can then no longer be cancelled, and only after that closes its group.
 """
 
 from __future__ import annotations

@@ -368,7 +368,7 @@ class RaySite:
             self._loop.call_later(self._looks_again_s, self._fill)
 
     def _begin(self, room: Room, worker: RayWorker) -> None:
-        """Start the actor of a worker in a room that Ray has found."""
+        """Start the actor of a worker, for which Ray has now reserved the resources (a `Room`)."""
         if room.orders is None:
             room.start_orders()
             pass_on_to(self)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from nn_parallel import ParallelExecutor, TransferError
+from nn_parallel._engine.by_value import reducer
 from nn_parallel._engine.by_value.reducer import is_importable
 from tests.support.scripts import run_script, values
 
@@ -180,6 +181,28 @@ def same(): return dispatch_table is copyreg.dispatch_table, environ is os.envir
 """
     lines = ["call(same)", "call(same)", "call(lambda: [random(), random()]) == call(lambda: [random(), random()])"]
     assert values(main, definitions, lines) == "(True, True, True) (True, True, True) False"
+
+
+PROXY = """
+class Proxy:
+    @property
+    def __dict__(self): raise RuntimeError("working outside of request context")
+    @property
+    def __class__(self): raise RuntimeError("working outside of request context")
+request = Proxy()
+"""
+
+
+def test_a_proxy_of_a_library(main: dict[str, Any], files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flask's `request` raises at each access outside of a request. It is the library's own object in a worker."""
+    (files / "proxy_of_test.py").write_text(PROXY)
+    monkeypatch.setattr(reducer, "INSTALLED", (*reducer.INSTALLED, str(files)))
+    definitions = """
+import proxy_of_test
+from proxy_of_test import request
+def f(): return request is proxy_of_test.request
+"""
+    assert values(main, definitions, ["call(f)"]) == "True"
 
 
 def test_an_object_that_the_script_puts_into_a_module(main: dict[str, Any], files: Path) -> None:
