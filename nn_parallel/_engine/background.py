@@ -41,7 +41,7 @@ def in_thread(work: Callable[[], R], name: str) -> Future[R]:
 
 
 def finish(within_s: float | None = None) -> None:
-    """Wait until all work that `start` has begun has ended, but no longer than ``within_s`` seconds."""
+    """Wait for the end of all work begun by `start`, for at most ``within_s`` seconds; without a limit if None."""
     if _under_way:  # a `wait` for nothing takes 25 us, and each task of a pool calls this function
         wait(set(_under_way), within_s)
 

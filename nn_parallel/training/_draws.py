@@ -51,15 +51,16 @@ class LoaderId(NamedTuple):
 
 
 class Checksums(NamedTuple):
-    """The checksums of the first samples.
+    """The checksums of the first samples that were drawn.
 
-    Each list has one checksum for each of the first `PLACES` places in a sample; see the docstring of this module. A
-    checksum is 0 if the place is not one of those that the list is for.
+    Each list has one checksum for each of the first `PLACES` positions in a sample, such as the image and the label;
+    see the docstring of this module. `of_keys` covers the positions at which all samples differ, such as an index, and
+    `of_others` those at which only some differ, such as a label. All other entries are 0.
     """
 
     samples: int = 0  # the number of samples; 0 if nothing has been drawn yet
-    of_keys: list[int] = [0] * PLACES  # for places at which all samples differ, such as an index
-    of_others: list[int] = [0] * PLACES  # for places at which only some samples differ, such as a label
+    of_keys: list[int] = [0] * PLACES
+    of_others: list[int] = [0] * PLACES
 
 
 class Draws(NamedTuple):

@@ -260,15 +260,15 @@ def _submodules(packages: Iterable[str], attributes: frozenset[str]) -> list[str
 
 
 def namespace_of(names: dict[str, Any], module: types.ModuleType | None = None) -> Namespace:
-    """Return the namespace of a dict of globals. If the dict has no namespace yet, make it.
+    """Return the `Namespace` that describes a dict of globals. If there is none yet, create one.
 
-    The namespace of a module in `sys.modules` lives as long as the module. Any other namespace lives only as long as
-    something refers to the namespace.
+    A `Namespace` of a module in `sys.modules` lives as long as the module. Any other one lives only as long as
+    something refers to it.
 
     Args:
-        names: the dict.
-        module: the module that has this dict, if it is known. If it is not in `sys.modules`, the namespace keeps it
-            alive.
+        names: the dict of globals.
+        module: the module that has this dict, if the module is known. The `Namespace` keeps a module alive that is not
+            in `sys.modules`.
     """
     with keys.lock:
         namespace = namespaces.get(id(names))
@@ -316,11 +316,11 @@ def _is_own_global(fn: types.FunctionType) -> bool:
 
 
 def holds_no_data(fn: types.FunctionType) -> bool:
-    """Return whether a function holds only constants, definitions and other functions without data.
+    """Return whether a function holds no data, so that it need not be sent again with each call.
 
-    Otherwise the function is sent with each call, as all data is. Any other object in a default, an attribute or a
-    closure variable is data, because other code of the script may use the object and change it in place. A closure
-    variable is data too if the function assigns it (``nonlocal``), or shares it with a function that may assign it.
+    A default, an attribute or a closure variable holds no data if it is a constant, a definition, or a function that
+    itself holds no data. Anything else is data, because other code of the script may change it in place. A closure
+    variable is also data if the function assigns it (``nonlocal``), or shares it with a function that may assign it.
     """
     seen = set[int]()
     pending = [fn]

@@ -642,8 +642,8 @@ class Supervisor(threading.Thread):
         do so, because the error of the task contains all these stacks.
 
         Args:
-            now: a time until which all events have been handled. An answer that arrived before its deadline therefore
-                counts, even if this thread was late.
+            now: a time before which the thread has handled all events. An answer that arrived before its deadline has
+                therefore been counted, even if this thread was late.
         """
         late: dict[Task | None, list[WorkerRecord]] = {}  # for each task, the workers that have run out of time
         awaited: list[Task | None] = []  # the tasks for which a stack may still arrive
