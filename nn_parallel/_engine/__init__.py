@@ -137,8 +137,8 @@ A failure in a function that one rank runs, for instance with ``@on_rank(1)``, u
 2. Rank 0 waits in `_await_outcome` (blocks) and polls ``status/1``. Once the call has ended, `failures_of_call`
    (status_board) reads ``failures/1``.
 3. On both ranks `_error` (blocks) makes a `RankError` with the exception of rank 1. On rank 0, `Failure.rebuild`
-   (failures) has made this exception anew. Its ``__cause__`` is a `RemoteTraceback`, which holds the traceback on
-   rank 1 as text.
+   (failures) has made this exception anew. The ``__cause__`` of this exception is a `RemoteTraceback`, which holds
+   the traceback on rank 1 as text. The decorator raises the `RankError` to its caller.
 
 No watchdog takes part, and no group is closed.
 
@@ -148,8 +148,8 @@ A failure in a block. Rank 1 raises, and rank 0 is in a collective:
    comes out of the user's code into `Blocks.block`, and there into `_on_all_ranks`.
    `_leave_block` describes the exception as plain data (failures), and `_end_generation` writes it into the store, to
    the keys ``arrived/G`` and ``ended/G`` (store, records). G is the number of the generation.
-2. The watchdog thread of rank 0 finds ``ended/G`` (`Watchdog._has_ended`). `_free` interrupts the main thread
-   (interrupts) and ends the connections of gloo, or aborts NCCL (`Group.abort`).
+2. The watchdog thread of rank 0 finds ``ended/G`` (`Watchdog._has_ended`). `_free` calls `_end_body`, which
+   interrupts the main thread (interrupts) and ends the connections of gloo, or aborts NCCL (`Group.abort`).
 3. The main thread of rank 0 comes to `_on_all_ranks` as well, through `Interrupted`, or through the error of its
    collective that the connection is lost. Rank 0 gets either of them only after ``ended/G`` was written. So it knows
    that its own error is a consequence: it does not report this error, and rebuilds the exception of rank 1 from
@@ -170,8 +170,8 @@ The death of a worker of a pool, from the kernel to the future of a `submit`:
 2. In the thread of the pool, `LocalSite._hear` (site) reads the report with `ServerConnection.receive`
    (forkserver_client). `_worker_exited` takes the answers that the worker sent before its death
    (`WorkerProcess.finish`, worker_process), and calls `Supervisor.exited` (supervisor).
-3. If the task is not among these answers, `exited` fails the task: `SingleTask.lose` (tasks) completes the future with
-   a `WorkerDiedError`.
+3. If the answer to the task is not among them, `exited` fails the task: `_report_loss` calls `SingleTask.lose` (tasks),
+   which completes the future with a `WorkerDiedError`.
 4. `_start_missing` (supervisor) asks the fork server for another worker in the same place, through `LocalSite.start`.
    The new worker takes tasks once it has answered `STARTED` and has done the initializer.
 
@@ -188,8 +188,8 @@ workers makes one copy for all of them, and one for each result:
    keeps the map alive. `_serve` (worker) drops the arguments, and then copies the views into a file of its own: that is
    the second copy. The supervisor maps this file, rebuilds the result and completes the future (`SingleTask.complete`,
    tasks).
-
-A tensor that the user has moved to shared memory is not copied: its descriptor is sent instead.
 4. The memory of a map is freed with the last tensor in it. The `PackedCall` of the sender keeps its payload until the
    task has ended. Then the sender may fill the file again, if no process has it open.
+
+A tensor that the user has moved to shared memory is not copied. Its descriptor is sent instead.
 """
