@@ -381,6 +381,11 @@ def is_constant(value: Any) -> bool:
     return kind is object or place_of_sentinel(value) is not None
 
 
+def _is_module(obj: Any) -> typing.TypeGuard[types.ModuleType]:
+    """Return whether ``obj`` is a module, without reading its ``__class__``, which may run code of a proxy."""
+    return issubclass(type(obj), types.ModuleType)
+
+
 def _is_stateless(obj: Any) -> bool:
     """Return whether ``obj`` has no state, so that only its identity and its class matter."""
     kind = type(obj)
@@ -389,7 +394,7 @@ def _is_stateless(obj: Any) -> bool:
     if any(getattr(kind, name) is not getattr(object, name) for name in ("__reduce_ex__", "__reduce__")):
         return False
     try:  # the attributes of a proxy may raise, for example of flask's `request` outside of a request
-        return not getattr(obj, "__dict__", None) and obj.__reduce_ex__(4)[1:] == ((kind,), None, None, None)  # type: ignore[no-any-return]
+        return not getattr(obj, "__dict__", None) and obj.__reduce_ex__(4)[1:] == ((kind,), None, None, None)
     except Exception:
         return False
 
@@ -591,11 +596,8 @@ class Reducer(Pickler):
         reads, binds, attributes, _ = names_in(fn.__code__)
         types_in_annotations = _types_in(annotations, namespace)
         values = (namespace.variables.get(name) for name in reads)
-        # `isinstance` is not used, because it reads ``__class__``, which may run code of a proxy.
-        modules = {id(value): value for value in values if issubclass(type(value), types.ModuleType)}
-        in_closure = [
-            value for value in map(contents_of, fn.__closure__ or ()) if issubclass(type(value), types.ModuleType)
-        ]
+        modules = {id(value): value for value in values if _is_module(value)}
+        in_closure = [value for value in map(contents_of, fn.__closure__ or ()) if _is_module(value)]
         imported = [module.__name__ for module in (*modules.values(), *in_closure) if goes_by_name(module)]
         submodules = _submodules(imported, attributes)
         if _is_imported(namespace):
