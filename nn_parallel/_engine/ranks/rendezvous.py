@@ -92,13 +92,14 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
     rank_0 = context.connection.read(member_key(0), Member)
     if context.links is not None and launch.rank != 0:
         _link(context.links, launch, rank_0)
+    links = context.links  # a reference to `context` in the next lines would make a reference cycle
     context.host = StoreHost(
         context.store_host,
         rank_0,
         context.world_size,
         timeout.total_seconds(),
         context.lost_after_s,
-        lambda: context.links.loss_of(0) if context.links else None,
+        lambda: links.loss_of(0) if links is not None else None,
     )
     context.connection.limit_requests(context.host, kept.sockets)
     return context
