@@ -19,7 +19,7 @@ from ._engine.ranks.membership import as_seconds
 from ._engine.ranks.records import call_name
 from .errors import ExecutorClosedError, RankError
 
-UNINTERRUPTED = True  # makes the signal handler of `interrupts` raise nothing while a line of this module runs
+UNINTERRUPTED = True  # the signal handler in `interrupts` reads this, and raises no exception in lines of this module
 R = TypeVar("R")
 # Maps the name of a parameter in other libraries to its name in this class, for a hint in an error message.
 NAME_HERE = {"max_workers": "num_workers", "n_jobs": "num_workers", "device": "devices", "gpus": "devices"}

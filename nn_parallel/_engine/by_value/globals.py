@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from ..pickling import loads
 
-UNINTERRUPTED = True  # makes the signal handler of `interrupts` raise nothing while a line of this module runs
+UNINTERRUPTED = True  # the signal handler in `interrupts` reads this, and raises no exception in lines of this module
 Unpack = Callable[[], Any]  # unpickles an object that has arrived, and returns the object
 
 

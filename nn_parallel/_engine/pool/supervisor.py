@@ -74,7 +74,7 @@ class State(enum.Enum):
     STARTING = enum.auto()  # from the request for a process until the initializer, if there is one, has returned
     IDLE = enum.auto()
     BUSY = enum.auto()
-    CANCELLING = enum.auto()  # the worker was told to end its task, and has not answered yet
+    CANCELLING = enum.auto()  # the worker must end its task, but has not answered yet
     LEAVING = enum.auto()  # the worker was told to exit, was killed by the pool, or has exited
 
 
@@ -203,7 +203,7 @@ class Supervisor(threading.Thread):
         self.is_over = False  # True once the thread is ending; `do_if_over` then calls posted functions
         self.broken: ParallelError | None = None  # the error of all further calls; None unless the pool has failed
         self.packer = site.make_packer(lambda number: self.post(self._add_deleted_handle, number))
-        self._deleted_handles: list[int] = []  # the numbers of deleted handles, until the workers are told
+        self._deleted_handles: list[int] = []  # numbers of deleted handles whose objects the workers still keep
         self._ended = Future(None)  # complete when the thread has released everything
         self._site = site
         self._initializer = InitializerTask(pack_initializer(self.packer), self.fail) if pack_initializer else None

@@ -241,12 +241,7 @@ class Blocks:
         """
         self.context.on_leave.close()
         self.board.outlive_readers(deadline)
-        self._close_links()
-
-    def _close_links(self) -> None:
-        """Close the connections through which this process notices the deaths of ranks on other nodes."""
-        if self.context.links is not None:
-            self.context.links.close()
+        self.context.close_links()
 
     def _leave(self) -> None:
         """Stop the watchdog, and publish that this rank makes no more calls."""
@@ -563,7 +558,7 @@ def blocks_of(context: RankContext | None) -> Blocks | None:
         if context.store_host == context.rank:
             # The previous world is not kept, because ranks that have joined another world no longer read its records.
             for previous in _hosted:
-                previous._close_links()
+                previous.context.close_links()
             _hosted[:] = [_current]
     if _current.generation != context.generation:
         _current.begin_generation(context.generation)

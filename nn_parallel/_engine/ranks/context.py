@@ -161,6 +161,11 @@ class RankContext:
         self.generation = generation
         self.group.begin_generation(generation)
 
+    def close_links(self) -> None:
+        """Close the connections to other nodes. The rank that hosts the store needs them until its process ends."""
+        if self.links is not None:
+            self.links.close()
+
     def leave(self, *, abort: bool = False, within_s: float = math.inf) -> None:
         """Leave the world: close the process group, and everything else that this context has opened.
 

@@ -86,8 +86,7 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         _meet(context, f"{launch.master_addr}:{launch.master_port}", refusal)
     except BaseException:
         context.on_leave.close()
-        if context.links is not None:
-            context.links.close()
+        context.close_links()
         raise
     rank_0 = context.connection.read(member_key(0), Member)
     if context.links is not None and launch.rank != 0:

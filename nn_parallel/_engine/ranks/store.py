@@ -172,7 +172,7 @@ class StoreHost:
         self._loss_of_rank_0 = loss_of_rank_0
 
     def note(self, error: RuntimeError, store: dist.Store, waited_s: float) -> None:
-        """Give up the store if a request to it has failed because no answer came.
+        """Give up the store if a request to it has failed because no answer came, or because rank 0 has died.
 
         Args:
             error: the error that the request has raised.
