@@ -1,6 +1,7 @@
-"""What every run of pytest loads where nn_parallel is installed: it knows the marker, and costs nothing before that.
+"""The pytest plugin that every run of pytest loads if nn_parallel is installed. It registers the marker ``ranks``.
 
-Torch, and `nn_parallel.testing`, are imported once a test is marked so.
+The plugin `nn_parallel.testing` runs the tests with this marker. It imports torch, which takes seconds, so it is loaded
+only if there is such a test.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Register the marker ``ranks``, so that pytest does not report it as unknown."""
     config.addinivalue_line("markers", "ranks(n): run this test on n ranks, each a process on the CPU (nn_parallel).")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Load what runs the marked tests, if there are any."""
+    """Load the plugin that runs the tests with the marker ``ranks``, if there are any."""
     if any(item.get_closest_marker("ranks") for item in items):
         config.pluginmanager.import_plugin("nn_parallel.testing")

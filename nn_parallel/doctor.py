@@ -37,7 +37,7 @@ OLDEST_TORCH = 2, 11
 
 
 class Finding(NamedTuple):
-    """The result of one check, which tries one part, for instance the devices."""
+    """The result of the check of one part of the setup, for instance of the devices."""
 
     status: str
     part: str

@@ -6,7 +6,7 @@
     ├─ RankTimeoutError(TimeoutError)   a rank did not answer in time
     ├─ ExecutorClosedError              the executor was shut down
     ├─ TransferError                    an object could not be sent
-    ├─ RemoteError                      a stand-in for an exception that could not be rebuilt
+    ├─ RemoteError                      raised in place of an exception that could not be rebuilt
     └─ LaunchError                      the launch environment or device configuration is wrong
 
 ``except ParallelError`` therefore catches all of them, and ``except* ValueError`` selects leaves of a `RankError`.
@@ -124,7 +124,7 @@ class TransferError(ParallelError):
 
 
 class RemoteError(ParallelError):
-    """A stand-in for an exception of another rank that cannot be rebuilt in this process.
+    """An error that replaces an exception of another rank, because that exception cannot be rebuilt in this process.
 
     The message begins with the type of that exception.
     """

@@ -189,7 +189,7 @@ def _unfit(gpu: GPU, min_memory_mb: int) -> str:
 
 
 def _lock(uuid: str) -> int | None:
-    """Try to reserve a GPU for this process by locking the file that stands for the GPU.
+    """Try to reserve a GPU for this process by locking the lock file of this GPU.
 
     Returns:
         The descriptor of the file, which holds the lock until the descriptor is closed. None if another process holds

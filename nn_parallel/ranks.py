@@ -47,8 +47,9 @@ def on_rank(
     Every rank calls the decorated function. The function runs on the named ranks. On any other rank, the call returns
     None once the named ranks have finished. If the function raises on a named rank, every rank raises `RankError` with
     the original exception and traceback. After ``except RankError``, the job can go on. The death of a process is an
-    error too, but a slow process is not. In a process without other ranks, the function is simply called. Inside the
-    body of another decorated function, the function runs if this rank is named, and no rank waits for it.
+    error too, but a slow process is not. In a process without other ranks, the function is simply called. A
+    decorated function may be called inside the body of another one. It then runs if this rank is named, and no rank
+    waits for it.
 
     If a function for *one* rank fails, the process group stays open. A function for *several* ranks is a block, which
     all ranks begin and end together. If the block fails on one rank, the process group is closed, because another rank
@@ -128,8 +129,9 @@ def rank_first(
     """Make a block that ``rank`` runs first, for instance to fill a cache that the others then read.
 
     If ``rank`` raises in the block, the other ranks do not run the block, and every rank raises `RankError`. If another
-    rank raises in the block, only that rank raises the exception. A function of `on_rank` inside the block runs on its
-    named ranks, and no rank waits for it. The block may also be used as a decorator.
+    rank raises in the block, only that rank raises the exception. A function with the decorator `on_rank` may be called
+    inside the block; it then runs on its named ranks, and no rank waits for it. The block may also be used as a
+    decorator.
 
     Args:
         rank: the rank that goes first; a negative number counts from the end.

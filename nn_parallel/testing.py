@@ -44,7 +44,7 @@ _held: list[IO[str]] = []  # the open terminal, from the moment this rank locks 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin without pools. `pool_of` starts a pool when the first test needs this number of ranks."""
+    """Begin without pools. `pool_of` starts a pool when a test needs a number of ranks that no pool has yet."""
     config.stash[_POOLS] = {}
 
 
@@ -75,7 +75,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     except RankError as error:
         pyfuncitem.stash[_TRACEBACKS] = _told_by_all(error)
         if terminal:
-            raise bdb.BdbQuit from None  # after any other exception, pytest would debug frames of this package
+            raise bdb.BdbQuit from None  # for another exception, pytest would start its debugger in this frame
         raise error.exceptions[0] from None  # not the group, because `xfail(raises=...)` checks the type
     except (ParallelError, TypeError, ValueError) as error:  # a fixture cannot be sent, or the mark is wrong
         pytest.fail(str(error), pytrace=False)

@@ -1,4 +1,4 @@
-"""`World`: the place of a process among the ranks that work together."""
+"""`World`: the ranks that work together, and the position of this process among them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ class _WorldTuple(NamedTuple):
 
 
 class World(_WorldTuple):
-    """The place of this process among its ranks; unpacks as ``distributed, rank, local_rank, world_size, device``.
+    """The ranks that work together, and the position of this process among them.
+
+    A world unpacks as ``distributed, rank, local_rank, world_size, device``.
 
     Attributes:
         distributed: True if a process group connects the ranks, so that collectives can be called.

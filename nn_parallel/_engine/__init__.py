@@ -7,8 +7,9 @@ times, because some of their files import files of the folders in between. Share
     shared
         garbage_collection  a pause of Python's garbage collector during an import
         descendants         the processes that a process has started
-        polling             waiting by looking again and again, at first without sleeping
+        polling             waits that check a condition again and again, at first without sleeping
         interrupts          an exception raised in the main thread from another thread or by a signal
+        torch_private       the parts of torch that are not public
         background          work in a thread that goes on after the call that began it
         tracebacks          tracebacks without frames of this package
         failures            an exception as plain data; the `RankError` of several ranks
@@ -42,7 +43,7 @@ times, because some of their files import files of the folders in between. Share
         stop_signals        a signal to one rank stops all ranks at the same step
     by_value: how functions, classes and globals of a script reach a worker
         globals             the receiving side: functions, classes and globals of another process
-        reducer             pickles functions and classes by name, by key or by value
+        reducer             pickles functions and classes by name, by the key of a copy that the worker has, or by value
         packer              the sending side: packs a call
     pool: workers, and the calls of `ParallelExecutor`
         memory_files        shared memory for large payloads
@@ -122,13 +123,16 @@ The invariants, which every change keeps:
 - All ranks go through the same blocks in the same order, and each block has failed on all ranks or on none.
 - A failing rank closes no more than it must. A failing call of one rank closes no group. A failing block closes the
   process group; `initialize_ddp` makes the group again on the same store, under a name with the new generation.
-- No rule that depends on time declares a rank stuck; only the user's ``timeout`` does. A node counts as lost when its
-  kernel has answered nothing for a minute.
+- The package never concludes from elapsed time alone that a rank is stuck. Only the ``timeout`` of the user, or its
+  default, ends a wait for a slow rank. A node counts as lost when its kernel has answered nothing for a minute, or for
+  a third of the ``timeout`` if that is shorter.
 - If a worker is lost, only its task fails. The pool then starts another worker in the same place.
-- Nothing outlives what it was made for: no process, thread, descriptor, variable or file. There is one exception: a
-  process keeps a few memory files, to fill them again for later payloads (memory_files).
+- Each process, thread, descriptor, variable and file is removed when the task or object that needs it ends. There is
+  one exception: a process keeps a few memory files, to fill them again for later payloads (memory_files).
 
-A failure in a function that one rank runs, for instance with ``@on_rank(1)``, until all ranks raise the failure:
+The rest of this text follows four events through the modules.
+
+A failure in a function that one of two ranks runs, here with ``@on_rank(1)``, until both ranks raise the failure:
 
 1. The decorator has called `Blocks.call` (blocks) on each rank (`call_on_rank`, run_on_ranks). On rank 1 the exception
    comes out of the user's function into `Blocks.call`. `StatusBoard.post_failure`
@@ -142,7 +146,7 @@ A failure in a function that one rank runs, for instance with ``@on_rank(1)``, u
 
 No watchdog takes part, and no group is closed.
 
-A failure in a block. Rank 1 raises, and rank 0 is in a collective:
+A failure in a block of two ranks. Rank 1 raises, and rank 0 is in a collective:
 
 1. `LaunchedRanks.__enter__` (launched_ranks) has entered `Blocks.block` (blocks) on each rank. On rank 1 the exception
    comes out of the user's code into `Blocks.block`, and there into `_on_all_ranks`.
@@ -159,9 +163,9 @@ A failure in a block. Rank 1 raises, and rank 0 is in a collective:
 5. A program that catches the error may go on: `initialize_ddp` makes the group again, and the counts of calls and
    barriers begin again.
 
-If rank 1 is killed, no rank writes in step 1. Either gloo raises by itself on rank 0, whose main thread then looks for
-dead ranks (`_seek_deaths`), or the watchdog of rank 0 sees the death (`Watchdog._death`). In both cases rank 0 ends the
-generation.
+If rank 1 is killed instead, it writes nothing into the store. Either gloo raises by itself on rank 0, whose main thread
+then looks for dead ranks (`_seek_deaths`), or the watchdog of rank 0 sees the death (`Watchdog._death`). In both cases
+rank 0 ends the generation.
 
 The death of a worker of a pool, from the kernel to the future of a `submit`:
 

@@ -32,8 +32,8 @@ def in_thread(work: Callable[[], R], name: str) -> Future[R]:
             end.set_result(work())
         except BaseException as error:
             end.set_exception(error)
-            # The traceback of the error refers to this frame. If the frame referred to the future, which refers to the
-            # error, this reference cycle would keep all objects alive that the work has used.
+            # Break a reference cycle: the future refers to the error, the error's traceback refers to this frame, and
+            # this frame to the future. The cycle would keep all objects alive that the work has used.
             end = None
 
     threading.Thread(target=run, args=[end], name=name, daemon=True).start()
@@ -47,4 +47,4 @@ def finish(within_s: float | None = None) -> None:
 
 
 _under_way = set[Future[Any]]()  # the futures of all unfinished work that `start` has begun
-os.register_at_fork(after_in_child=_under_way.clear)  # the threads do not exist in a fork
+os.register_at_fork(after_in_child=_under_way.clear)  # a forked child has none of the threads

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .ranks.records import call_name
+from .torch_private import tree_flatten, tree_unflatten
 
 
 def split_run_gather(
@@ -19,13 +19,14 @@ def split_run_gather(
 ) -> Any:
     """Call ``func`` with a part of the batch on each device, and join the results on the first device.
 
-    If there is no batch of at least two rows, ``func`` is called once with its arguments unchanged. If there are fewer
-    rows than devices, only as many devices as rows are used.
+    Every tensor among the arguments that has a dimension 0 belongs to the batch, and is split along this dimension. If
+    there is no such tensor, or if the batch has fewer than two rows, ``func`` is called once with its arguments
+    unchanged. If there are fewer rows than devices, only as many devices as rows are used.
 
     Raises:
         ValueError, TypeError: as `nn_parallel.parallel_on_all_devices`.
     """
-    leaves, structure = pytree.tree_flatten((args, kwargs))
+    leaves, structure = tree_flatten((args, kwargs))
     lengths = sorted({len(leaf) for leaf in leaves if _is_batch(leaf)})
     if len(lengths) > 1:
         raise ValueError(
@@ -36,7 +37,7 @@ def split_run_gather(
         return func(*args, **kwargs)
     devices = devices[: lengths[0]]
     columns = [_over_devices(leaf, devices) for leaf in leaves]
-    calls = [pytree.tree_unflatten(row, structure) for row in zip(*columns, strict=True)]
+    calls = [tree_unflatten(row, structure) for row in zip(*columns, strict=True)]
     # The following settings apply to one thread only, so each new thread must get those of the calling thread.
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
@@ -53,13 +54,13 @@ def split_run_gather(
 
     with ThreadPoolExecutor(len(devices)) as threads:
         results = list(threads.map(run, calls, streams))
-    parts, (shape, *others) = zip(*(pytree.tree_flatten(result) for result in results), strict=True)
+    parts, (shape, *others) = zip(*(tree_flatten(result) for result in results), strict=True)
     if any(other != shape for other in others):
         raise TypeError(
             f"{call_name(func)} returned differently nested results on different devices, which cannot be joined: "
             "return the same nest of tensors everywhere."
         )
-    return pytree.tree_unflatten([_gather(func, pieces, devices[0]) for pieces in zip(*parts, strict=True)], shape)
+    return tree_unflatten([_gather(func, pieces, devices[0]) for pieces in zip(*parts, strict=True)], shape)
 
 
 def _is_batch(leaf: Any) -> bool:

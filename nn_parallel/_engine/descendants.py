@@ -1,4 +1,4 @@
-"""Functions for processes on Linux: find descendants, end a process with its parent, recognize a stopped one."""
+"""Functions for processes on Linux: find descendants, end a process with its parent, recognize a stopped process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def end_with(parent: int) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped by SIGSTOP, Ctrl-Z or a debugger. A process that has ended is not."""
+    """Return whether a process is stopped by SIGSTOP, Ctrl-Z or a debugger. If the process has ended, return False."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] in "Tt"
     return False

@@ -59,6 +59,7 @@ def named_device(device: torch.device | str | None) -> torch.device | None:
 def hardware_id(device: torch.device) -> str | None:
     """Return a name of an accelerator that is the same in every process of its host, or None if it has no such name.
 
+    Ranks compare these names to find out whether some of them share an accelerator, because NCCL refuses to share one.
     The name is the address of the accelerator on the PCI bus, with which NCCL distinguishes GPUs. All slices of a GPU
     in MIG mode have the same address. If torch does not report an address, the name is the UUID. This function
     initializes CUDA.
@@ -147,11 +148,14 @@ def choose_devices(
     devices: str | torch.device | Sequence[str | torch.device | int] | None,
     num_workers: int | None = None,
 ) -> list[torch.device]:
-    """Return the device of each worker of a `ParallelExecutor`.
+    """Return the device of each worker of a `ParallelExecutor`, from the arguments that the user has given to it.
+
+    If there are more workers than devices, several workers share a device.
 
     Raises:
         TypeError: both ``num_gpus`` and ``devices`` are given, or a number is no integer.
-        ValueError: a number is below one, there are fewer GPUs, or a named device does not exist.
+        ValueError: a number is below one, ``num_gpus`` is more than the GPUs that exist, or a named device does not
+            exist.
     """
     if num_gpus is not None and devices is not None:
         raise TypeError(f"num_gpus={num_gpus} and devices={devices!r} both choose the devices: give one of them.")
@@ -178,7 +182,7 @@ def count(name: str, value: SupportsIndex, what_exists: str = "") -> int:
     Args:
         name: the name of the argument, for error messages.
         value: the argument.
-        what_exists: a clause for the end of the message of the ValueError, see the function `what_exists`.
+        what_exists: a clause with which the message of the ValueError ends, see the function `what_exists`.
 
     Raises:
         TypeError: the argument is no integer; True and 2.0 are not accepted.
@@ -271,11 +275,11 @@ def call_on_device(
 
 
 def _device_parameter(fn: Callable[..., Any]) -> tuple[Any, int, float] | None:
-    """Return three properties of the parameter ``device`` of a function, or None if it has no such parameter.
+    """Return the position of the parameter ``device`` in the signature of a function.
 
     Returns:
-        The kind of the parameter, the number of parameters before it, and the number of other parameters that take
-        positional arguments.
+        The kind of the parameter, the number of parameters before it, and the number of positional arguments that the
+        other parameters take (infinite if there is ``*args``). None if the function has no parameter ``device``.
     """
     if isinstance(fn, types.FunctionType) and not fn.__dict__:  # a fast path, because `inspect.signature` is slow
         code = fn.__code__
@@ -287,7 +291,8 @@ def _device_parameter(fn: Callable[..., Any]) -> tuple[Any, int, float] | None:
         takes_all = code.co_flags & inspect.CO_VARARGS
         return kind, before, math.inf if takes_all else code.co_argcount - (before < code.co_argcount)
     if isinstance(fn, types.BuiltinFunctionType) and "device" not in (getattr(fn, "__text_signature__", None) or ""):
-        # `inspect` would touch all modules to parse the signature, and so copy memory that forked workers share.
+        # To parse the signature, `inspect` would look at all loaded modules. In a forked worker this would copy memory
+        # that all workers share.
         return None
     if isinstance(fn, functools.partial) and "device" in fn.keywords:
         return None

@@ -27,7 +27,7 @@ def find_unpicklable(parts: Mapping[str, Any], can_be_pickled: Callable[[Any], b
 def _search(
     parts: Mapping[str, Any], can_be_pickled: Callable[[Any], bool], seen: set[int], levels: int
 ) -> tuple[str, Any] | None:
-    """Return path and object of the innermost culprit within ``parts``, or None.
+    """Return path and object of the innermost object within ``parts`` that cannot be pickled, or None.
 
     Args:
         parts: the objects to search, by their paths.
@@ -46,8 +46,8 @@ def _search(
         except Exception:  # the object raises when its attributes are read, so the search cannot look into it
             inner = {}
         culprit = _search(inner, can_be_pickled, seen, levels - 1)
-        # If no inner part is the culprit, this part itself is. But if the search has entered one of the inner parts
-        # already, this part is not blamed, because it may fail only because of that inner part.
+        # If no culprit is inside this part, this part itself is the culprit. But if the search has entered one of the
+        # inner parts before, this part is skipped, because that inner part may be the only reason why pickling fails.
         if culprit or not any(id(value) in seen for value in inner.values()):
             return culprit or (path, part)
     return None

@@ -70,7 +70,7 @@ class Failure(NamedTuple):
         """Return an exception like the described one.
 
         Args:
-            allowed: maps the names of the types that the exception may have to these types. If the type of the
+            allowed: the types that the returned exception may have, by their full names. If the type of the described
                 exception is not among them, or if its constructor does not accept the arguments, a `RemoteError` is
                 returned.
         """
@@ -192,7 +192,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def _is_short(value: Any) -> bool:
-    """Return whether ``value`` is a short integer, because Python refuses to convert very long ones to strings."""
+    """Return whether ``value`` is an integer that Python can convert to a string. It refuses very long integers."""
     return isinstance(value, int) and value.bit_length() <= 10_000
 
 

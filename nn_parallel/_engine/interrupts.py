@@ -80,10 +80,12 @@ class CancelScope:
         # A weak reference to the exception that was last raised in the block.
         self._raised: Callable[[], Interrupted | None] = _nothing_raised
         self._before: Any = _raise_in_the_outermost  # the handler of SIGURG to restore at the end of the block
-        # The number of imports during which the block itself runs. They are counted in this method because `__enter__`
-        # must be fast: a worker enters the same block again for each task, and a small task takes only 50 us.
+        # The number of imports that are under way when the scope is made. If the handler counts more imports, the block
+        # has begun an import. `__enter__` does not count them, because it must be fast: a worker enters the same block
+        # again for each task, and a small task takes only 50 us.
         self._imports_around = _imports(sys._getframe())
-        # When an interrupt first came during an import in the block; None before that.
+        # When an interrupt first came during an import in the block; None before that. The import must end within
+        # IMPORT_PATIENCE_S from this time on.
         self._import_seen_at: float | None = None
 
     def __enter__(self) -> None:
@@ -108,8 +110,8 @@ class CancelScope:
     def interrupt(self) -> None:
         """Raise `Interrupted` in the block, if the block still runs. Any thread may call this method.
 
-        Call it again and again until the block has ended, because a call may have no effect: the handler may have
-        raised nothing, or the signal may have come just before a wait in C code began, and does not end this wait.
+        Call it again and again until the block has ended, because one call may have no effect. For example, the handler
+        raises nothing in protected lines, and a signal that comes just before a wait in C code does not end the wait.
         """
         self.interrupted = True
         signal.pthread_kill(_main, signal.SIGURG)
@@ -227,8 +229,9 @@ class DeferredSignals:
                 _signal.signal(_SIGINT, replaced)
 
     def _ctrl_c(self, signum: int, frame: FrameType | None) -> None:
-        # If the block is not in `_delayed`, it has only begun or is about to end. Or another handler has raised an
-        # exception at such a moment, so that this handler has stayed installed.
+        # The block defers signals only while it is in `_delayed`. This handler may run outside of that time: in the
+        # middle of `__enter__` or `__exit__`, or later, if another handler has raised an exception in the middle of
+        # these methods. Ctrl-C then takes effect at once.
         if self not in _delayed:
             self.put_back()
             self._before(signum, frame)
@@ -273,13 +276,14 @@ def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
 
 
 def _nothing_raised() -> None:
-    """Return None, as a dead weak reference does, because nothing was raised in the block yet."""
+    """Stand for the weak reference `CancelScope._raised` until an exception was raised in the block: return None."""
 
 
 def _must_finish(frame: FrameType | None) -> bool:
     """Return whether the handler of SIGURG must raise nothing at this innermost frame of the main thread."""
-    # If a context manager is written as a generator, a ``with`` statement enters and leaves it through `contextlib`.
-    # The garbage collector calls a finalizer only once, through `weakref`, so an interrupted finalizer would be lost.
+    # Functions of `contextlib` enter and leave context managers that are written as generators. An exception in such a
+    # function could keep the context manager from being left. Functions of `weakref` call finalizers. A finalizer is
+    # called only once, so an exception before its first line would lose it.
     if frame is not None and frame.f_code.co_filename in (contextlib.__file__, weakref.__file__):
         return True
     if frame is not None and _is_rmtree(frame):
@@ -293,8 +297,9 @@ def _must_finish(frame: FrameType | None) -> bool:
 def _is_rmtree(frame: FrameType) -> bool:
     """Return whether this is a frame of `shutil.rmtree`.
 
-    If `shutil.rmtree` is interrupted while it closes a descriptor, the descriptor stays open. Before Python 3.13 the
-    descriptor is closed a second time instead. By then another thread may have opened a file with the same number.
+    It must not be interrupted while it closes a descriptor. From Python 3.13 on, the descriptor could stay open. In
+    older versions, `shutil.rmtree` could close the same number twice, and the second time the number may belong to a
+    file that another thread has opened meanwhile.
     """
     return frame.f_code.co_filename == shutil.__file__ and "rmtree" in frame.f_code.co_qualname.lower()
 
@@ -331,7 +336,7 @@ def stay_ready(until: contextlib.ExitStack) -> bool:
 
     def put_back() -> None:
         raise_nothing()
-        if threading.get_ident() == _main and not _running:  # otherwise the handler stays, which does no harm
+        if threading.get_ident() == _main and not _running:  # a running block still needs the handler
             signal.signal(signal.SIGURG, before)
 
     until.callback(put_back)

@@ -35,6 +35,7 @@ import torch
 from ..errors import TransferError
 from .diagnostics import find_unpicklable
 from .failures import qualified_name
+from .torch_private import REBUILD_TENSOR, DisableTorchFunction, set_tensor_metadata
 
 Buffer = bytearray | memoryview | pickle.PickleBuffer
 _Parts = list[tuple[int, torch.UntypedStorage]]  # the parts of a storage that have arrived, each with its offset
@@ -46,9 +47,12 @@ _ALIGNMENT = 64  # parts of a storage begin at a multiple of this number of byte
 class Packed(NamedTuple):
     """An object as a pickle, and the memory that is not in the pickle.
 
-    If there are buffers, the first one is a table. For each part of a large storage the table has two integers of 64
-    bits: the number of the storage, and the byte at which the part begins. The next buffers are these parts. Further
-    buffers are those of other objects, in the order in which the pickle refers to them.
+    The buffers, if there are any, have this order:
+
+    1. A table with two integers of 64 bits for each part of a large storage: the number with which the pickle refers to
+       the storage, and the byte of the storage at which the part begins.
+    2. These parts, in the order of the table.
+    3. The memory of other objects, for example of large NumPy arrays, in the order in which the pickle refers to them.
     """
 
     pickle: bytes
@@ -56,10 +60,10 @@ class Packed(NamedTuple):
     shared: Sequence[torch.UntypedStorage] = ()  # shared memory, which the other process maps
 
     def after(self, first: Packed) -> Packed:
-        """Return this pickle with the pickle ``first`` before it.
+        """Return this pickle with the pickle ``first`` before it, which prepares the process that unpickles both.
 
-        `loads` unpickles both, and returns only the object in this pickle. The pickle ``first`` can make calls that
-        prepare the process for this pickle.
+        For example, ``first`` sets globals that a function in this pickle uses. `loads` unpickles both, and returns
+        only the object in this pickle.
         """
         assert not first.buffers
         assert not first.shared
@@ -100,7 +104,7 @@ def loads(
     Raises:
         Exception: any exception that unpickling raises.
     """
-    with torch._C.DisableTorchFunction():  # the user's default device must have no effect on rebuilt tensors
+    with DisableTorchFunction():  # the user's default device must have no effect on rebuilt tensors
         table, *others = buffers or [bytearray()]
         places = memoryview(table).cast("B").cast("Q")
         parts: dict[int, list[tuple[int, Buffer]]] = {}
@@ -134,7 +138,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         """
         self.file = io.BytesIO()
         self._share = share
-        self._storages: dict[int, _Storage] = {}  # maps the address of a storage to its record
+        self._storages: dict[int, _Storage] = {}  # maps the address of a storage to its `_Storage`
         # The pickle refers to these storages by their indices in these lists.
         self.shared: list[torch.UntypedStorage] = []  # the storages in shared memory, which the other process maps
         self.large: list[_Storage] = []  # the storages that are sent beside the pickle
@@ -175,7 +179,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
             ) from error
 
     def another(self) -> Pickler:
-        """Return a new pickler like this one."""
+        """Return a new pickler of this class, with which `_can_pickle` tests a single object."""
         return Pickler()
 
     def _pack(self, obj: Any) -> Packed:
@@ -228,9 +232,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         return super().reducer_override(obj)
 
     def _record_of(self, storage: torch.UntypedStorage) -> _Storage:
-        """Return the record of a storage, which is the same for all tensors in the storage."""
+        """Return the `_Storage` of a storage. All tensors with this storage have the same `_Storage`."""
         if storage._cdata not in self._storages:
-            # The memory of `torch.from_file` has a file name. It is shared too, but torch keeps no descriptor of it.
+            # Memory is shared through its descriptor. torch keeps no descriptor for a storage with a file name, which
+            # `torch.from_file` has made, so such a storage is copied.
             can_be_shared = storage.device.type == "cpu" and storage.is_shared() and storage.filename is None
             stays_shared = self._share and can_be_shared
             self._storages[storage._cdata] = _Storage(storage, stays_shared)
@@ -263,13 +268,13 @@ class _Unpickler(pickle.Unpickler):
             )
         if obj is _shared_storage:
             return lambda index, size: _rebuild_storage([(0, _last(memoryview(shared[index]), size))])
-        if module == "torch._utils" and name == "_rebuild_tensor_v3":
+        if (module, name) == REBUILD_TENSOR:
             return _rebuild_tensor_of_any_dtype
         return obj
 
 
 class _Storage:
-    """The record of a storage that is pickled, and of the parts that tensors use."""
+    """A storage that a `Pickler` has come across, and the parts of it that the pickled tensors use."""
 
     def __init__(self, storage: torch.UntypedStorage, is_shared: bool) -> None:
         self.storage = storage
@@ -387,7 +392,7 @@ def _rebuild_tensor_of_any_dtype(
     """
     tensor = _plain_tensor([(0, storage)], dtype, offset, tuple(size), tuple(stride), requires_grad)
     if metadata:
-        torch._utils.set_tensor_metadata(tensor, metadata)  # type: ignore[no-untyped-call]
+        set_tensor_metadata(tensor, metadata)
     tensor._backward_hooks = hooks
     return tensor
 

@@ -1,4 +1,7 @@
-"""Waiting by looking again and again: at first without sleeping, as locks do, and then at growing intervals."""
+"""Waits that check a condition again and again: `Spin` without sleeping, `looks` at growing intervals.
+
+A *look* is one check, such as a query of the store.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,19 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 SPIN_S = 3e-4  # how long `Spin` looks before it gives up
+# The following constants limit the time that `Spin` loses when it offers its core to other processes.
 CROWDED_S = 1e-3  # if another process keeps the core for longer than this, the time counts as lost
 LOSS_SHARE = 0.02  # the fraction of all time that may be lost
-CREDIT_S = 0.02  # the time that may be lost in one go
+CREDIT_S = 0.02  # the time that may be lost in one go, before the limit of LOSS_SHARE applies
 PAID_AHEAD_S = CREDIT_S / LOSS_SHARE  # the leaky bucket of `Spin` is full if it needs longer than this to run empty
 
 T = TypeVar("T")
 
 
 def looks(share: float, least_s: float, most_s: float) -> Iterator[float]:
-    """Yield whenever the caller is to look again. The yielded values are the seconds since the first look.
+    """Pace a loop that polls: yield each time the loop should look, and sleep in between.
 
-    The first two looks follow each other immediately. Before each further look this function sleeps.
+    The yielded values are the seconds since the first look. The first two looks follow each other immediately.
 
     Args:
         share: the fraction of the elapsed time that each sleep takes.
@@ -35,20 +39,20 @@ def looks(share: float, least_s: float, most_s: float) -> Iterator[float]:
 
 
 class Spin:
-    """A short wait that looks again and again instead of sleeping.
+    """A short wait for the answer of another process, which looks again and again instead of sleeping.
 
-    A short answer often comes sooner than the kernel can put this process to sleep and wake it up. A process that has
-    slept also runs slowly at first, because other processes have used its core and its caches meanwhile.
+    The answer often comes sooner than the kernel can put this process to sleep and wake it up. A process that has slept
+    also runs slowly at first, because other processes have used its core and its caches meanwhile.
 
-    But the process that is to answer may need this core. So before each look the core is offered to other processes
-    with `os.sched_yield`. A process that only answers returns the core soon. A process that computes keeps the core for
-    milliseconds, which this process loses. Such a loss is harmless now and then. If it happens again and again, the
-    core is offered only so often that 2 % of the time is lost: the losses fill a leaky bucket, and while the bucket is
-    full, the core is not offered.
+    But the other process may need this core to answer. So before each look, this process offers the core to other
+    processes with `os.sched_yield`. A process that only answers returns the core soon. A process that computes keeps
+    the core for milliseconds, which this process loses. Such a loss is harmless now and then. To limit frequent losses
+    to 2 % of the time, they fill a leaky bucket, and while the bucket is full, the core is not offered.
     """
 
     def __init__(self) -> None:
-        self._paid_at = 0.0  # the time at which the bucket will be empty: the losses are then LOSS_SHARE of the time
+        # The time at which the leaky bucket will be empty. Each loss delays it by the loss divided by LOSS_SHARE.
+        self._paid_at = 0.0
 
     def offer_core(self) -> bool:
         """Offer the core to other processes, unless this has cost too much time recently.

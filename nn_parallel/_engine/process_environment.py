@@ -86,7 +86,7 @@ class ProcessEnvironment:
     """
 
     def __init__(self, is_elsewhere: bool = False) -> None:
-        """Record the present environment, which the workers have.
+        """Record the present environment. The workers have it already, so it need not be sent.
 
         Args:
             is_elsewhere: whether the workers are on other machines. If so, the workers keep the folders of their own

@@ -111,7 +111,9 @@ def is_whole(stack: str) -> bool:
 
 
 def by_call_site(stacks: Mapping[str, str]) -> str:
-    """Return a summary with one line for each call site, which names the processes there; see `by_place`.
+    """Return a summary of stacks: one line for each call site, with the processes that are at this call site.
+
+    `by_place` has an example.
 
     Args:
         stacks: maps the names of processes to their stacks.
@@ -181,13 +183,14 @@ def _call(function: str) -> str:
     return function if function.startswith("<") else f"{function}()"
 
 
-# The file, the line and the function in each line of a stack.
+# Matches a line of a stack. The groups are the file, the number of the line and the function.
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LIBRARIES = PACKAGE_FOLDER, _TORCH, sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep
 _DISTRIBUTED = os.path.join(_TORCH, "distributed", "")
-# These functions are not named, because only the function that they call is of interest.
+# `call_site_of` does not name these functions. For example, a function called ``wrapper`` calls torch's `all_reduce`,
+# but the user's code calls `all_reduce`.
 _WRAPPERS = "wrapper", "_fn", "__enter__", "__exit__"
-# The beginning of the line with the frame of `devices` that calls the function of a task. In a stack, which has the
-# innermost frame first, the lines before this line belong to the function.
+# In the stack of a worker, the lines before the first line that begins with this string belong to the function of the
+# task. The string is the beginning of a frame of the module `devices`, which calls the function.
 _TASK = f'  File "{devices.__file__}", line'

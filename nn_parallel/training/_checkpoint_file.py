@@ -57,7 +57,8 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object], keep: int) ->
     with _locked(new) as file:
         try:
             with contextlib.suppress(OSError):  # there is no old file, or the file system has no modes
-                # The owner may always write: if this process is killed, the next one must open this file for writing.
+                # Until the new file is complete, its owner may write it, even if the old file is read-only. Otherwise,
+                # if this process is killed, the next one could not open the new file for writing.
                 new.chmod(path.stat().st_mode | stat.S_IWUSR)
             write(file)
             file.flush()
@@ -114,8 +115,8 @@ def _location(storage: Any) -> str | None:
 
 
 _reads_on_the_cpu = contextvars.ContextVar("_reads_on_the_cpu", default=False)  # True inside `_read_on_the_cpu`
-# `torch.save` asks the registered functions for the device of a storage, in the order of their numbers. Torch's own
-# functions have numbers from 10 on, so the number 7 puts `_location` before them.
+# `torch.save` asks functions that are registered like this one for the device of a storage, in the order of their
+# priorities. Torch's own functions have priorities from 10 on, so the priority 7 puts `_location` before them.
 torch.serialization.register_package(7, _location, lambda storage, location: None)
 
 
@@ -143,7 +144,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], FileIdentity]:
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except Exception as error:  # for a damaged file, torch, pickle and zipfile raise many types of errors
             raise ValueError(_why_unreadable(path, error)) from None
-        if identity == _identity(path):  # otherwise another process has replaced the file meanwhile
+        if identity == _identity(path):  # if not, another process has replaced the file: read it again
             break
     if not isinstance(saved, dict):
         raise ValueError(f"{path} holds a {type(saved).__name__}, but a checkpoint is a dict.")
@@ -186,15 +187,16 @@ def _rotate(path: Path, keep: int) -> None:
 
 @contextlib.contextmanager
 def _locked(new: Path) -> Iterator[IO[bytes]]:
-    """Open an empty file at ``new``, as soon as no other process writes it, and lock the file during the block.
+    """Open the file at ``new`` for the block, and lock it, so that no other process writes it during the block.
 
-    If a killed process has left a file at ``new``, this file is emptied and used.
+    If another process is writing the file, this function first waits for that process. The block begins with an empty
+    file, even if a killed process has left a file at ``new``.
     """
     while True:
         with open(new, "ab") as file:
             with contextlib.suppress(OSError):  # the file system has no locks
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_at(file, new):  # otherwise another process has just moved this file to the path of the checkpoint
+            if _is_at(file, new):  # if not, another process has just renamed this file to the checkpoint
                 file.truncate(0)
                 yield file
                 return

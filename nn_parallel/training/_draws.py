@@ -13,11 +13,11 @@ The ranks compare the length of an epoch, and checksums of the first samples. Th
 strings, such as an index, a label or a file name. Other numbers, such as floats, are not compared, because each rank
 may augment its samples in its own way.
 
-An augmented stream may hold random integers as well, such as the index of a randomly chosen negative example. So each
-*place* in the samples has a checksum of its own: the first integer or string of all samples, the second one, and so on.
-Places at which all samples hold the same value are ignored. The order counts as different only if the checksums of the
-two ranks differ at every remaining place. If there are places at which all samples of a rank differ, as an index does,
-only those are compared.
+An augmented stream may hold random integers as well, such as the index of a randomly chosen negative example. So the
+samples are treated as a table: each sample is a row, and its first integer or string is in the first column, the second
+one in the second column, and so on. Each column has a checksum of its own. Columns in which all samples hold the same
+value are ignored. The order counts as different only if the checksums of the two ranks differ in every remaining
+column. If all samples differ in some columns, as they do in a column of indices, only those columns are compared.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from .._engine.ranks.blocks import blocks_of
 from .._engine.ranks.context import rank_context
 from .._engine.ranks.store import decode, draws_key, encode
+from .._engine.torch_private import tree_leaves
 from ..errors import ParallelError
 
 SAMPLES = 16  # the number of samples that are compared in each iteration
-PLACES = 8  # at most this many integers and strings of each sample are compared
+PLACES = 8  # the number of columns that are compared: at most this many integers and strings of each sample
 SLOTS = 64  # all loaders share this many keys of the store, so that many loaders do not fill the store
 LEADING = 256  # at most this many elements of a tensor, or bytes of an array, are compared
 
@@ -51,11 +51,12 @@ class LoaderId(NamedTuple):
 
 
 class Checksums(NamedTuple):
-    """The checksums of the first samples that were drawn.
+    """The checksums of the first samples that a rank has drawn. Ranks compare them to find different draws.
 
-    Each list has one checksum for each of the first `PLACES` positions in a sample, such as the image and the label;
-    see the docstring of this module. `of_keys` covers the positions at which all samples differ, such as an index, and
-    `of_others` those at which only some differ, such as a label. All other entries are 0.
+    The samples form a table: each sample is a row, and each integer or string in it is in a column of its own. The
+    lists have one entry for each of the first `PLACES` columns. If all samples differ in a column, as in a column of
+    indices, `of_keys` holds the checksum of this column. If only some samples differ, as in a column of labels,
+    `of_others` holds the checksum. All other entries are 0.
     """
 
     samples: int = 0  # the number of samples; 0 if nothing has been drawn yet
@@ -104,8 +105,11 @@ def checksums(drawn: list[Any]) -> Checksums:
 def check_alike(loader: LoaderId | None, name: str, draws: Draws) -> None:
     """Compare the draws of this rank with the record in the store. If there is no record yet, write it.
 
-    Nothing is compared if the ranks are not expected to draw alike: in a world of one rank, inside a function that only
-    some ranks run, in a forked process, in a thread other than the main one, or after the store is gone.
+    Nothing is compared in these cases:
+
+    - this rank is the only rank, or the store can no longer be reached;
+    - the loader is used inside a function that only some ranks run;
+    - the loader is used in a forked process, or in a thread other than the main thread.
 
     Args:
         loader: the identity of the loader; None if the ranks have not agreed on an identity.
@@ -176,4 +180,4 @@ def _identifying_parts(sample: Any) -> Iterator[Any]:
             yield tuple(leaf.shape), *leaf.flatten()[:LEADING].tolist()
 
 
-_count = itertools.count()  # gives each new loader a number, from which its slot follows
+_count = itertools.count()  # counts the new loaders, so that `new_loader_id` uses the keys of the store in turn

@@ -46,7 +46,7 @@ class WorkerInit:
 
     def __call__(self, worker: int) -> None:
         for number in SIGNALS:
-            if number == signal.SIGTERM:  # torch has already replaced any handler of the user
+            if number == signal.SIGTERM:  # torch has already replaced the user's handler, so none is lost
                 signal.signal(number, self._end_if_flag_is_set)
             elif not callable(signal.getsignal(number)):
                 signal.signal(number, pass_over)
@@ -59,7 +59,11 @@ class WorkerInit:
             self._initialize(worker)
 
     def guard(self, workers: list[Any]) -> None:
-        """Replace the method ``terminate()`` of each worker process with `_terminate`, in the process of the rank."""
+        """Make sure that ``terminate()`` still ends the worker processes, although they ignore SIGTERM.
+
+        The rank calls this function after torch has started the workers. Their method ``terminate()`` is replaced with
+        `_terminate`, which sets the flag before it sends the signal.
+        """
         for worker in workers:
             popen = worker._popen  # `multiprocessing` calls ``terminate()`` of this object, not of ``worker``
             popen.terminate = functools.partial(_terminate, weakref.ref(popen), self._is_ending)
@@ -79,8 +83,8 @@ def _terminate(reference: Callable[[], Any], is_ending: torch.Tensor) -> None:
     """
     popen = reference()
     is_ending[0] = True
-    # The signal is repeated, because if it arrives just before a wait in C code begins, Python runs the handler only
-    # after this wait.
+    # One signal may not be enough: if the signal arrives just before the worker begins a wait in C code, Python runs
+    # the handler only after this wait. So the signal is repeated.
     for _ in range(SIGNALS_SENT):
         type(popen).terminate(popen)
         if popen.wait(timeout=KILL_AFTER_S / SIGNALS_SENT) is not None:

@@ -54,7 +54,7 @@ class OwnRandomNumbers:
     """
 
     def __init__(self, seed: int, generators: Sequence[torch.Generator] = ()) -> None:
-        """Begin with ``seed``. Inside the blocks, ``generators`` draw from a sequence with this seed too."""
+        """Begin with ``seed``. Inside the blocks, ``generators`` draw from sequences that begin with this seed too."""
         self._seed = seed
         self._generators = generators
         # The random states at the end of the last block `used`; None before the first block.

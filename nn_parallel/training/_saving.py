@@ -2,14 +2,15 @@
 
 `save_checkpoint` copies the state first, so that training may change the original. Then each rank begins a thread. If
 the checkpoint is sharded, the threads of all ranks write the shards together, with collectives in a process group of
-their own. After that the thread of rank 0 puts the file of the checkpoint in place.
+their own. After that the thread of rank 0 writes the file of the checkpoint.
 
 An error in a thread cannot be raised at once, because the main thread is in the user's code. `finish_saving` raises the
 error on all ranks, and the next `save_checkpoint` or `load_checkpoint` calls this function. If the program ends without
 such a call, the error is logged.
 
-If the ranks fail together while the threads run, the process groups are closed, and the threads can no longer write the
-shards. The checkpoint is then given up: the previous checkpoint stays in place, and the next call only logs a warning.
+If a rank fails in a block while the threads run, all ranks raise the failure and close their process groups. The
+threads can then no longer write the shards, and the checkpoint is given up: the previous checkpoint stays at its path,
+and the next `save_checkpoint` or `load_checkpoint` only logs a warning.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Saving(NamedTuple):
     """A checkpoint that is being written."""
 
     # This future is done when the thread of this rank ends. Its result is a failure that all ranks must raise, or None.
-    # It has an exception if this rank failed alone, or if the process group was closed.
+    # If this rank failed alone, or if the process group was closed, the future has an exception instead of a result.
     end: Future[Exception | None]
     group: dist.ProcessGroup | None  # the default group when saving began; None if there are no shards
     writes_file: bool  # True on rank 0, which writes the file of the checkpoint and logs failures at exit
@@ -56,12 +57,13 @@ def save_in_background(
 ) -> None:
     """Begin to write a checkpoint in a thread. All ranks call this function.
 
-    The thread runs until the next `finish_saving` at the latest, or until this rank leaves its world.
+    The next `finish_saving` waits until the thread has ended. If this rank leaves its world earlier, it waits too.
 
     Args:
         shards: the sharded tensors. Their present values are written.
         folder: the folder for the shards; None if there are no shards.
-        write_file: puts the file of the checkpoint in place, after the shards of all ranks; None except on rank 0.
+        write_file: a function that writes the file of the checkpoint, after all ranks have written their shards. None
+            on ranks other than 0.
         until_written: a stack whose callbacks are called when the thread ends, or if the thread cannot begin.
     """
     global _running
@@ -73,7 +75,7 @@ def save_in_background(
             failure: Exception | None = None
             if folder is not None:
                 failure = write_shards(shards, folder, group)
-                # If the group was closed meanwhile, torch has written the shards as if this rank were the only rank.
+                # If the group is closed during the write, torch writes the shards as if this rank were the only rank.
                 if default is not dist.group.WORLD:
                     raise ParallelError("The process group has been closed.")
             if failure is None and write_file is not None:

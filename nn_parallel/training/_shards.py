@@ -1,8 +1,8 @@
 """The sharded tensors of a checkpoint.
 
 No rank holds a whole sharded tensor, so rank 0 cannot write it into the file of the checkpoint. Instead each rank
-writes its shard with torch.distributed.checkpoint into a folder beside the file. In the file, a *stand-in* is the
-placeholder of the tensor: an empty tensor of the same shape on the device ``meta``.
+writes its shard with torch.distributed.checkpoint into a folder beside the file. The file holds a *placeholder* for the
+tensor: a tensor of the same shape on the device ``meta``, which has no values.
 
 Each checkpoint has a folder of its own below ``last.pt.shards``, and its file names this folder. So the old file and
 the old shards stay together until the new file has replaced the old one. Then folders to which no file refers are
@@ -33,7 +33,7 @@ from .._engine.failures import Failure, rank_error, summary
 from ..errors import RemoteError
 
 LOCK = "lock"  # the name of a file in each folder, which is locked while the folder is written
-# `DataUnpickler` allows these types, which are in the index of a folder.
+# The index of a folder contains objects of these types, so `DataUnpickler` allows them.
 METADATA = {"ChunkStorageMetadata", "TensorStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"}
 METADATA |= {"TensorProperties", "_MEM_FORMAT_ENCODING"}
 ALLOWED = {("torch.distributed.checkpoint.metadata", name) for name in METADATA}
@@ -50,17 +50,17 @@ def is_sharded(value: Any) -> bool:
 class Shards:
     """The sharded tensors of one checkpoint. Each has a path, such as ``/model/layer.weight``, which identifies it.
 
-    To save, `add` each tensor, and pass this object to `write_shards`. To load, `find` the stand-ins in the file,
-    replace each stand-in with the tensor that `place` returns, and then `read` the values of these tensors.
+    To save, `add` each tensor, and pass this object to `write_shards`. To load, `find` the placeholders in the file,
+    replace each placeholder with the tensor that `place` returns, and then `read` the values of these tensors.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.are_copies = False  # True after `copy`: the tensors are copies in the memory of the CPU
-        self._path_of: dict[int, str] = {}  # maps the `id` of each stand-in to its path; set by `find`
+        self._path_of: dict[int, str] = {}  # maps the `id` of each placeholder to its path; set by `find`
 
     def add(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Add a tensor to be written, and return its stand-in."""
+        """Add a tensor to be written, and return the placeholder that represents it in the file."""
         self.tensors[path] = tensor.detach()
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
@@ -70,7 +70,7 @@ class Shards:
         self.are_copies = True
 
     def find(self, states: Any, path: str = "") -> None:
-        """Record the path of each stand-in within ``states``. ``path`` is the path of ``states`` itself."""
+        """Record the path of each placeholder within ``states``. ``path`` is the path of ``states`` itself."""
         if isinstance(states, torch.Tensor) and states.is_meta:
             self._path_of[id(states)] = path
         elif isinstance(states, list | tuple):
@@ -82,9 +82,9 @@ class Shards:
         """Return an empty tensor, which `read` will fill with the values of the tensor that was saved.
 
         Args:
-            stand_in: the stand-in of the tensor in the file. A tensor that is no stand-in is returned unchanged.
-            wanted: a sharded tensor of the same shape, whose sharding the new tensor gets. For any other value, the new
-                tensor is not sharded, and is on the CPU.
+            stand_in: the placeholder of the tensor in the file. Any other tensor is returned unchanged.
+            wanted: if this is a sharded tensor of the same shape, the new tensor is sharded in the same way. If not,
+                the new tensor is not sharded, and is on the CPU.
         """
         path = self._path_of.get(id(stand_in))
         if path is None:
@@ -132,9 +132,9 @@ def write_shards(shards: Shards, folder: Path, group: dist.ProcessGroup | None =
         group: the process group for the collectives; None for the default group.
 
     Returns:
-        The failure of one or more ranks, the same on all ranks; None if all ranks have written their shards. A failure
-        that is raised in a block would close the process group. Therefore this failure is returned: no rank waits in a
-        collective any more, so the group can stay open.
+        The failure of one or more ranks, the same on all ranks; None if all ranks have written their shards. The
+        failure is returned and not raised, because an exception in a block closes the process group. The group can stay
+        open, because after such a failure no rank waits in a collective.
 
     Raises:
         Exception: this rank has failed, but the others do not know it, and may wait in a collective.
@@ -184,7 +184,7 @@ class DataUnpickler(pickle.Unpickler):
 def new_folder(path: Path) -> Iterator[Path]:
     """Make a folder for the shards of the checkpoint ``path``, and lock it during the block.
 
-    `remove_folders` does not remove a folder that is locked.
+    The lock keeps `remove_folders` in another process from removing the folder.
     """
     folder = folder_of_all(path) / secrets.token_hex(4)
     folder.mkdir(parents=True)
@@ -203,14 +203,14 @@ def remove_folders(path: Path, kept: set[Path]) -> None:
     """Remove the folders with shards of the checkpoint ``path``, except those in ``kept`` and those being written."""
     for folder in folder_of_all(path).iterdir():
         if folder not in kept:
-            # Mode "ab" creates the lock file if a process was killed before it made the file.
+            # Mode "ab" creates the lock file if the process that made the folder was killed before it made this file.
             with contextlib.suppress(OSError), open(folder / LOCK, "ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder)
 
 
 def folder_of_all(path: Path) -> Path:
-    """Return the folder in which all checkpoints that are saved at ``path`` have their folders with shards."""
+    """Return the folder that contains a folder with shards for each checkpoint that is saved at ``path``."""
     return path.with_name(f"{path.name}.shards")
 
 

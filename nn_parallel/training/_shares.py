@@ -2,8 +2,8 @@
 
 Every rank draws all samples, in the same order, and takes every ``world_size``-th one. So the ranks need not
 communicate, every sampler and every iterable dataset can be shared out, and the order does not depend on the number of
-ranks. The order is the same on all ranks because each draws it with random numbers of its own, which are seeded with
-the seed of the loader and the number of the epoch.
+ranks. While a rank draws, the random numbers of Python, NumPy and torch come from a separate sequence, which is seeded
+from the seed of the loader and the number of the epoch. Therefore the order is the same on all ranks.
 
 The rank draws a *round* at a time: as many samples as the batches of all ranks hold together. `Share` takes the part of
 the rank out of each round.
@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.data import (
     BatchSampler,
     IterableDataset,
@@ -42,25 +41,28 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from .._engine.torch_private import tree_map
 from ._draws import PLACES, Checksums, checksums
 from ._random_numbers import OwnRandomNumbers
 
 State = dict[str, Any]  # the state of a prepared loader: maps names to numbers, or to None if a number is not known
 logger = logging.getLogger("nn_parallel")
-# These samplers draw all random numbers when an iteration begins, so only the first draw needs `OwnRandomNumbers`.
+# These samplers draw all random numbers when an iteration begins. So only the first draw needs the separate sequence of
+# random numbers, `OwnRandomNumbers`.
 DRAW_AT_ONCE = {SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, range, list, tuple}
 
 
 @dataclass(frozen=True)
 class Share:
-    """The rule by which one rank takes its share of the samples that all ranks draw; see the top of this module.
+    """The rule by which one rank takes its share: every ``world_size``-th of the samples that all ranks draw.
 
     Attributes:
         rank: the rank.
         world_size: the number of ranks.
         together: the number of samples in a round, that is, in the batches of all ranks together.
-        pad: if True, the first samples of the epoch are repeated at its end, so that all ranks have equally many.
-        drop: if True, the last samples of the epoch are left out, so that all ranks have equally many.
+        pad: if True, the first samples of the epoch are repeated at its end, to give all ranks the same number of
+            samples.
+        drop: if True, the last samples of the epoch are left out, to give all ranks the same number of samples.
     """
 
     rank: int
@@ -70,7 +72,7 @@ class Share:
     drop: bool
 
     def batches(self, draw: Callable[[], list[Any]], first: list[Any]) -> Iterator[list[Any]]:
-        """Yield the part of this rank from each round.
+        """Yield the batches of this rank. Each batch is the part of this rank in a round of `together` samples.
 
         A round is drawn only when the caller asks for its batch. There is one exception: if every sample must be on
         exactly one rank (neither ``pad`` nor ``drop``), the next round is drawn as well. If that round is too small to
@@ -80,8 +82,8 @@ class Share:
         Args:
             draw: returns the samples of the next round. At the end of the epoch it returns fewer than `together`
                 samples, and after that an empty list.
-            first: the first samples of the epoch, which are needed to pad its end, if this iteration begins later in
-                the epoch and therefore does not draw them; otherwise an empty list.
+            first: the first samples of the epoch, with which its end may be padded. If the iteration begins with the
+                epoch, this is an empty list, because ``draw`` itself returns these samples.
         """
         looks_ahead = not self.pad and not self.drop and self.world_size > 1
         drawn = draw()
@@ -125,7 +127,7 @@ class Epochs:
         self.epoch = 0  # the present epoch; the next iteration has the same epoch unless this epoch is complete
         self.begin = 0  # the position in the epoch at which the next iteration begins: 0, or that of a loaded state
         self.left_after = 0  # the number of batches that the last iteration over this epoch has handed out so far
-        self._is_complete = False  # True after the last batch of this epoch; the next iteration is of a new epoch
+        self._is_complete = False  # True after the last batch of this epoch; the next iteration begins a new one
         self._has_warned = not warns
 
     @property
@@ -305,7 +307,7 @@ class RankSampler(Epochs, Sampler[Any]):
     def name(self) -> str:
         """The name of the type of the source, for error messages.
 
-        It mentions a `Subset`, because the ranks may have been given different subsets by mistake.
+        If the dataset is a `Subset`, the name says so, because different subsets on the ranks may cause the error.
         """
         return super().name if self._subset_indices is None else f"{super().name} over a Subset"
 
@@ -327,7 +329,7 @@ class RankSampler(Epochs, Sampler[Any]):
 
     @property
     def source_length(self) -> int | None:
-        """The number of times that the source draws in an epoch; None if the source has no length."""
+        """The number of samples, or batches, that the source draws in an epoch; None if the source has no length."""
         try:
             return len(self.source)
         except (TypeError, NotImplementedError):
@@ -480,7 +482,7 @@ class Stream(Epochs, IterableDataset[Any]):
             if is_first and number == 0 and self._share.world_size > 1:
                 first = checksums(samples)
                 self._shared[3:] = torch.tensor(first.of_keys + first.of_others)
-                # Written last, because the rank regards the checksums as complete once this number is not 0.
+                # This number is written last, because the rank uses the checksums as soon as the number is not 0.
                 self._shared[2] = first.samples
             is_first = False
             return samples

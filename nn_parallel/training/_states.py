@@ -4,11 +4,13 @@ A saved state does not depend on how the model was trained. It has no names of w
 DDP puts before each name. Unless the checkpoint is sharded, each tensor in it is whole. So a checkpoint can be loaded
 into a model that is wrapped or sharded in another way.
 
-A *target* is an object into which a state is loaded. Before that, the tensors of the state are sharded and its names
-are changed as the target needs them. Nothing else is checked or changed here: the ``load_state_dict`` of the target
-decides which states it accepts, with its own hooks and its own migrations of old states.
+A *target* is an object into which a state is loaded. This module first makes the state fit the target: it shards the
+tensors as the target does, and gives them the names that the target uses. This module checks and changes nothing else:
+the ``load_state_dict`` of the target decides which states it accepts, with its own hooks and its own migrations of old
+states.
 
-A *stand-in* is the placeholder of a sharded tensor in a checkpoint, as `_shards` explains.
+In the file of a sharded checkpoint, each sharded tensor is represented by a *placeholder*, a tensor without values. The
+values are in a folder beside the file (`_shards`).
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ def loadable(name: str, target: Any, saved: Mapping[str, Any], shards: Shards) -
 
 
 def copied_state(state: Any, shards: Shards) -> Any:
-    """Return ``state`` with its tensors copied, because the originals are mapped from the file.
+    """Return ``state`` with its tensors copied into memory, because the originals are only mapped from the file.
 
     Tensors that were saved sharded are empty until `Shards.read` fills them.
     """
@@ -129,6 +131,8 @@ def _of_model(model: nn.Module, state: Mapping[str, Any], shards: Shards) -> dic
 def _under_own_names(state: Mapping[str, Any], model: nn.Module, own: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """Return a copy of ``state`` in which the keys have the same names of wrappers as the keys of ``model``.
 
+    For example, if ``torch.compile`` wraps the layer in ``model``, ``layer.weight`` becomes ``layer._orig_mod.weight``.
+
     A key consists of the path of a module and the name of a parameter in the module. Wrappers are modules, so only the
     path needs to be changed. The name of the parameter stays as it was saved, because it may be an old name that the
     hooks of ``model`` still accept. A state also holds the version of each module, from which the module recognises an
@@ -144,13 +148,14 @@ def _under_own_names(state: Mapping[str, Any], model: nn.Module, own: Mapping[st
     # If two keys differ only in names of wrappers, the user has modules of these names. Then the keys stay as they are.
     is_ambiguous = len(set(map(_bare, own))) < len(own) or len(set(map(_bare, state))) < len(state)
     if not is_ambiguous and not state.keys() <= own.keys():
-        # A wrapper and the module in it have the same bare path. The module comes later, so the dict keeps its path.
+        # A wrapper and the module in it have the same bare path. The module comes later, so the dict keeps the path of
+        # the module, and not the path of the wrapper.
         path_of = {_bare(path): path for path, _ in model.named_modules()}
         renamed = OrderedDict((key if key in own else _own_name(key, path_of), value) for key, value in state.items())
         if versions is not None:
             versions = {_own_name(path, path_of): version for path, version in versions.items()}
     if versions is not None:
-        renamed._metadata = versions  # type: ignore[attr-defined]  # torch keeps the versions there
+        renamed._metadata = versions  # type: ignore[attr-defined]  # torch keeps the versions in it
     return renamed
 
 
@@ -222,9 +227,9 @@ def _placed(value: Any, wanted: Any, shards: Shards, *, copies: bool = True) -> 
 
     Args:
         value: the value. Only tensors are changed.
-        wanted: the tensor of the target. If it is not sharded or has another shape, the value is not sharded.
-        shards: the sharded tensors of the checkpoint. The file holds a stand-in for each of them, and `Shards.place`
-            returns the tensor that replaces the stand-in.
+        wanted: the tensor of the target. If this tensor is not sharded or has another shape, the value is not sharded.
+        shards: the sharded tensors of the checkpoint. The file holds a placeholder for each of them, and `Shards.place`
+            returns the tensor that replaces the placeholder.
         copies: if True, a tensor that will not be sharded is copied, so that the result does not depend on the file.
     """
     if not isinstance(value, torch.Tensor):

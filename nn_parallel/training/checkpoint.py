@@ -60,9 +60,9 @@ def save_checkpoint(
             ``path``. The next `save_checkpoint` or `load_checkpoint` waits for the thread, and raises the errors of the
             thread on every rank.
             `cleanup_ddp`, the end of the process and the end of a task of a pool wait for the thread too; at the end of
-            the process, errors are logged. To write sharded tensors, the thread needs the process group. So if ranks
-            fail together while the thread runs, the checkpoint is given up. Call `cleanup_ddp` before your own code
-            destroys a process group.
+            the process, errors are logged. To write sharded tensors, the thread needs the process group. If all ranks
+            raise a failure while the thread runs, the group is closed, and the checkpoint is given up: the previous one
+            stays. Call `cleanup_ddp` before your own code destroys a process group.
         state: the values to save, under their names. A value may be an object with a ``state_dict`` (models,
             optimizers, schedulers, scalers, prepared loaders), a number, a string, a tensor, or a list, tuple or dict
             of these. Models are saved without their wrappers. Without ``sharded``, sharded models and their optimizers
@@ -137,10 +137,10 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
 
     Args:
         path: the file. Code in the file, or in the shards beside it, is not executed.
-        targets: the objects to load into, under the names that were given to `save_checkpoint`. They are loaded in this
-            order. The ``load_state_dict`` of each target decides which states the target accepts, with the target's
-            hooks and migrations of old states. If a ``load_state_dict`` raises on any rank, the targets stay as torch
-            has left them.
+        targets: the objects to load into, under the names that were given to `save_checkpoint`. They are loaded in the
+            order of the arguments. The ``load_state_dict`` of each target decides which states the target accepts, with
+            the target's hooks and migrations of old states. If a ``load_state_dict`` raises on any rank, nothing is
+            undone: some targets may be loaded, or loaded in part.
 
     Returns:
         The saved values that are not in ``targets``, under their names.

@@ -185,7 +185,7 @@ def _why_not_gathered(tensor: Any) -> str:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of ``tensor``, which may have any dtype, as a tensor of bytes of shape (count,).
+    """Return the bytes of ``tensor``, which may have any dtype, as a tensor of dtype uint8 with one dimension.
 
     If ``tensor`` is contiguous, the result is a view of ``tensor``.
     """
@@ -194,10 +194,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def can_gather(device_types: set[str], backends: str) -> bool:
-    """Return whether the tensors can be gathered on their devices, without a copy to the CPU.
+    """Return whether `all_gather_tensor` can send the tensors from their own devices, without a copy to the CPU.
 
-    The tensors cannot be gathered there if the backend for these devices is gloo, because gloo itself copies tensors to
-    the CPU, or if the ranks have their tensors on devices of different types.
+    It cannot in two cases: the ranks have their tensors on devices of different types, or the backend for these devices
+    is gloo, which would itself copy the tensors to the CPU.
 
     Args:
         device_types: the types of the devices on which the ranks have their tensors.
@@ -265,7 +265,7 @@ def _number(value: Any) -> float:
     Raises:
         ValueError: the metric is not one number.
     """
-    size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)  # for NumPy
+    size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)  # NumPy has `size`
     plain = value.item() if size == 1 else value
     if isinstance(plain, numbers.Real):
         return int(plain) if isinstance(plain, numbers.Integral) else float(plain)

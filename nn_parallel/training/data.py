@@ -1,8 +1,9 @@
 """`prepare_dataloader`: a `DataLoader` whose samples are shared out between the ranks.
 
 The prepared loader is a copy of the user's loader. Its class is derived from the class of that loader, so all methods
-and options of the user's loader stay. For a dataset with a length, only the sampler is replaced. An iterable dataset is
-replaced too, but only while torch makes an iterator. `_shares` explains how samples are shared out.
+and options of the user's loader stay. If the dataset has a length, the copy has another sampler. If the dataset is
+iterable, the copy has another dataset, but only while torch makes an iterator; at any other time the user sees the
+original dataset. `_shares` explains how samples are shared out.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
 )
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .._engine.ranks.blocks import blocks_of
 from .._engine.ranks.context import current_world, rank_context
 from .._engine.ranks.membership import join_launched_world
 from .._engine.ranks.run_on_ranks import on_rank_0
+from .._engine.torch_private import LoaderIterator
 from ..world import World
 from ._draws import Draws, LoaderId, check_alike, new_loader_id
 from ._loader_workers import WorkerInit
@@ -59,11 +60,12 @@ def prepare_dataloader(
     workers of the loader, as torch requires: with `get_worker_info`, with a ``worker_init_fn``, or with the
     ``sharding_filter`` of a DataPipe.
 
-    **Check.** At the beginning of each epoch the ranks compare their first draws, without waiting for each other. They
-    compare the number of samples and the indices; for a `Subset`, the indices in its dataset; for an iterable dataset,
-    the integers and the strings in the samples. So it is an error if a sampler, a subset or an iterable dataset already
-    takes the share of its rank, or is seeded differently on each rank. The content of other datasets is not compared,
-    but must be the same on all ranks.
+    **Check.** At the beginning of each epoch the ranks compare their first draws, without waiting for each other. For a
+    dataset with a length, they compare the number of samples and the first indices. If the dataset is a `Subset`, these
+    are indices into the whole dataset. For an iterable dataset, they compare the integers and the strings in the first
+    samples. So it is an error if a sampler, a subset or an iterable dataset already takes the share of its rank, or is
+    seeded differently on each rank. The content of a dataset with a length is not compared, but must be the same on all
+    ranks.
 
     **Epochs.** An epoch is complete when its last batch has been handed out. The next iteration then draws the next
     epoch. For an iterable dataset without a length, the epoch is complete when the loop has asked for a batch after the
@@ -75,14 +77,14 @@ def prepare_dataloader(
     **State.** ``save_checkpoint(..., loader=loader)`` saves the seed, the epoch and how much of the epoch was handed
     out. After `load_checkpoint` the next iteration draws the rest of that epoch, even if the loop first calls
     ``set_epoch`` with the number of that epoch. ``len(loader)`` is then the number of batches in the rest. With the
-    same number of ranks they are the batches that would have come next; with another number of ranks they hold each
-    remaining sample once. If the state was saved after the last batch of an epoch, the rest is empty. So
+    same number of ranks, the rest has the same batches as without the interruption. With another number of ranks, it
+    holds each remaining sample once. If the state was saved after the last batch of an epoch, the rest is empty. So
     ``for epoch in range(saved["epoch"], epochs)`` continues correctly after any step.
 
     For an iterable dataset, the batches that were handed out before the state was saved are drawn again and skipped.
-    This requires the same number of workers, and of samples in the batches of all ranks together, as at that time. The
-    random numbers that workers draw themselves, for instance to augment images, are not restored. They are different on
-    each rank, even if ``loader`` has a ``generator``.
+    This requires the same number of workers, and the same total batch size of all ranks, as when the state was saved.
+    The random numbers that workers draw themselves, for instance to augment images, are not restored. They are
+    different on each rank, even if ``loader`` has a ``generator``.
 
     The workers of a loader ignore the signals that `stop_requested` handles, because SLURM sends these signals to every
     process.
@@ -197,7 +199,7 @@ def _batch_sampler(loader: DataLoader[Any]) -> tuple[Any, bool]:
 def _iterators_in(loader: DataLoader[Any]) -> list[str]:
     """Return the names of the attributes that hold an iterator of torch, except torch's own ``_iterator``."""
     attributes = vars(loader).items()
-    return [name for name, value in attributes if isinstance(value, _BaseDataLoaderIter) and name != "_iterator"]
+    return [name for name, value in attributes if isinstance(value, LoaderIterator) and name != "_iterator"]
 
 
 def _check_whole(source: Any, world: World) -> None:
@@ -274,8 +276,10 @@ def _prepared(
     prepared: Any = copy.copy(loader)
     # `DataLoader.__setattr__` refuses some attributes after the loader has been made, so this method is bypassed.
     object.__setattr__(prepared, "__class__", _prepared_class(type(loader)))
-    vars(prepared).update(dict.fromkeys([*_iterators_in(loader), "_iterator"]))  # the iterators are the user's
-    if loader.generator is not None and world.world_size > 1:  # torch draws the seeds of the workers from it
+    # The copy must not use the iterators of ``loader``, so these attributes become None.
+    vars(prepared).update(dict.fromkeys([*_iterators_in(loader), "_iterator"]))
+    # Torch draws the seeds of the workers from the generator. The workers of each rank need different seeds.
+    if loader.generator is not None and world.world_size > 1:
         replaced["generator"] = torch.Generator().manual_seed(loader.generator.initial_seed() + world.rank)
     vars(prepared).update(
         _share=share,
@@ -301,8 +305,9 @@ class PreparedLoader(DataLoader[T]):
 
     def __iter__(self) -> Any:  # `DataLoader` declares its own private class as the type
         self._share.begin_iteration()
-        # Torch draws a seed for the workers from the random numbers of the program. If this iteration is the rest of an
-        # epoch, that seed was already drawn before the state was saved, so drawing it again must leave no trace.
+        # In each iteration, torch draws a seed for the workers from the program's random numbers. If this iteration
+        # continues a saved epoch, the saved random states are already those after this draw. So a second draw must not
+        # change the random states.
         with torch.random.fork_rng(devices=[], enabled=self._share.begin > 0):
             batches: Iterator[T] = DataLoader.__iter__(self) if self._is_plain else super().__iter__()
         if isinstance(self._share, Stream):
@@ -395,7 +400,7 @@ class _Batches(Iterator[T]):
         self._taken = 0
         self._epoch = 0
         self._is_checked = loader_id is None
-        self._rest: list[T] = []  # the second of the `Parts` of a batch, until it is handed out
+        self._rest: list[T] = []  # holds `Parts.last` of a divided batch until the next call hands it out
 
     def __next__(self) -> T:
         if self._rest:
@@ -438,7 +443,7 @@ class _Batches(Iterator[T]):
 
 
 class Parts(NamedTuple):
-    """Two batches that are handed out in the place of one, because their samples could not be collated together."""
+    """Two batches that are handed out instead of one, because their samples could not be collated together."""
 
     first: Any  # all samples but the last
     last: Any  # the last sample
@@ -456,6 +461,6 @@ class EvenCollate:
         if len(samples) > self.batch_size:
             try:
                 return self.collate(samples)
-            except Exception:  # the user's function may raise anything; it raises again if one sample is the cause
+            except Exception:  # of any type; if a single sample is faulty, the user's function raises again
                 return Parts(self.collate(samples[:-1]), self.collate(samples[-1:]))
         return self.collate(samples)

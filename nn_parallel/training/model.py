@@ -22,6 +22,7 @@ from .._engine.devices import accelerators
 from .._engine.ranks.blocks import block
 from .._engine.ranks.context import current_world
 from .._engine.ranks.membership import join_launched_world
+from .._engine.torch_private import ignore_parameters
 from ..ddp import initialize_ddp
 from ._random_numbers import seed_random_numbers
 from .collectives import as_bytes, gather_alike
@@ -29,8 +30,8 @@ from .collectives import as_bytes, gather_alike
 STRATEGIES = ("ddp", "fsdp", "dp", "none")
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
 WRAPPERS = (DistributedDataParallel, DataParallel)
-# Dtypes that gloo or NCCL does not support. Tensors of these dtypes could be sent to other ranks as bytes. DDP does not
-# do this, and raises an exception instead.
+# DDP raises an exception if it must send a tensor of one of these dtypes, because gloo or NCCL does not support them.
+# `_broadcast` can send such a tensor, because it sends bytes.
 NOT_SENT = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
 NOT_SENT |= {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
 logger = logging.getLogger("nn_parallel")
@@ -138,7 +139,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def accumulate(model: nn.Module, step: int, every: int, *, last: bool = False) -> Iterator[bool]:
-    """Make a block for one micro-step, the forward and backward of one batch.
+    """Accumulate gradients: make the block for one micro-step, the forward and backward of one batch.
 
     The optimizer makes one step for ``every`` micro-steps, and gradients are sent only in the last of these. The
     gradients of the micro-steps add up. So divide each loss by the number of micro-steps between two steps of the
@@ -316,8 +317,7 @@ def _send_what_ddp_cannot(model: nn.Module) -> None:
     if unknown:
         _broadcast(tensors[name] for name in sorted(unknown))
         hidden = unknown.union(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-        hide: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-        hide(model, sorted(hidden))
+        ignore_parameters(model, sorted(hidden))
 
 
 def _raise_if_unfrozen(model: nn.Module, _: Any) -> None:
@@ -333,7 +333,10 @@ def _raise_if_unfrozen(model: nn.Module, _: Any) -> None:
 
 
 def _forget_frozen(model: nn.Module) -> None:
-    """Remove the hook `_raise_if_unfrozen`, which an earlier `prepare_model` may have added."""
+    """Remove the hook `_raise_if_unfrozen`, which an earlier `prepare_model` may have added.
+
+    Otherwise a model that is unfrozen and prepared again would still raise the error of the hook.
+    """
     for number, hook in list(model._forward_pre_hooks.items()):
         if hook is _raise_if_unfrozen:
             del model._forward_pre_hooks[number]
@@ -378,7 +381,7 @@ def _shard(model: nn.Module, options: dict[str, Any]) -> nn.Module:
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the repeated blocks of a model, such as the layers of a transformer.
+    """Yield the repeated blocks of a model, such as the layers of a transformer. Each becomes an FSDP unit.
 
     A repeated block is in a `ModuleList` or `Sequential` together with other modules of its class, and itself contains
     modules. If repeated blocks are nested, only the outermost blocks are yielded.

@@ -12,7 +12,7 @@ def stop_requested() -> bool:
 
     The answer becomes True on all ranks at the same call, so that they can save a checkpoint together.
 
-    A job is asked to stop with SIGTERM, SIGUSR1 or SIGUSR2 to one or more ranks. SLURM sends such a signal when it
+    SIGTERM, SIGUSR1 or SIGUSR2 asks the job to stop, if one or more ranks receive it. SLURM sends such a signal when it
     preempts a job, and before the time limit with ``--signal=USR1@120``. A cloud provider sends such a signal when it
     takes a machine back, and torchrun sends it when torchrun itself is ended. After the first call of this function,
     these signals no longer end the process, however many arrive. If the program has set a handler of its own, that
@@ -22,7 +22,7 @@ def stop_requested() -> bool:
     asks the ranks of the pool to stop.
 
     SLURM sends the signals to every process of a job. The workers of prepared loaders ignore the signals, so that the
-    rank can go on to its next step. Other forks of this process ignore SIGUSR1 and SIGUSR2.
+    rank can go on to its next step. Other processes that this process forks ignore SIGUSR1 and SIGUSR2.
 
     A call costs one round trip to the store, and no collective.
 

@@ -24,8 +24,8 @@ Three simpler schemes fail:
 So there is one rule, and every module of this package serves it:
 
     *An object that a fresh interpreter would import is sent by name. A definition of the script is sent once, and
-    again after the script has bound something in it to another object. Everything else is data, and is sent with each
-    call.*
+    again after one of its parts, such as an attribute, has become another object. Everything else is data, and is sent
+    with each call.*
 
 The three modules:
 
@@ -51,10 +51,11 @@ One call, from the script to the worker:
    ``fn`` reaches are still the same objects. If so, the number of the kept function is sent instead of ``fn``. If in
    addition all arguments are numbers, short strings and the like, they are pickled directly, and steps 2 and 3 are left
    out.
-2. Otherwise `_CallReducer` pickles ``(fn, args, kwargs)``. For each definition and function in them it follows the
-   records to all definitions and globals that the call needs. It packs definitions that are new or have changed
-   (`Packer.definition`). The script keeps a `Handle` for each object that workers store, such as the pickle of a
-   definition or an object from `put`. Each worker is sent such an object once, before the first call that needs it.
+2. In all other cases `_CallReducer` pickles ``(fn, args, kwargs)``, with None for an ``fn`` that the workers keep. For
+   each definition and function in this tuple, `_CallReducer` follows the packer's records to all definitions and
+   globals that the call needs. Definitions that are new or have changed are packed (`Packer.definition`). The script
+   keeps a `Handle` for each object that workers store, such as the pickle of a definition or an object from `put`.
+   Each worker is sent such an object once, before the first call that needs it.
 3. Some globals change only if the script binds them to another object: their values are numbers, modules, definitions
    and the like. These globals go into a pickle that precedes the pickle of the call, as arguments of `globals.prepare`.
    Globals that are data go into the pickle of the call itself, as calls of `globals.bind`. So an object that is both a

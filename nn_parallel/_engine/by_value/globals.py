@@ -1,6 +1,7 @@
-"""The receiving side: definitions and globals of another process, as they live in this process.
+"""The receiving side: the copies that this process has of the definitions and globals of another process.
 
-In a worker the other process is the script, which sends calls. In the script it is a worker, which sends results.
+In a worker the other process is the script, which sends calls. In the script the other process is a worker, which
+sends results.
 
 A *definition* (a class, a function with a name) has a key that is the same in every process. A call lists the
 definitions that it needs, each in a certain *version*, whose pickle has arrived before the call. `prepare` creates the
@@ -37,13 +38,14 @@ Unpack = Callable[[], Any]  # unpickles an object that has arrived, and returns 
 
 
 class Missing:
-    """A marker in the place of a value, for a name that is not bound."""
+    """A marker for a name that is not bound. The class itself is used instead of a value."""
 
 
 class Keys:
-    """A table that maps each definition, namespace and plain `object()` to its key, and each key to its object.
+    """The keys with which processes refer to each other's objects: definitions, namespaces and plain `object()`s.
 
-    The table keeps no object alive, except objects that take no weak references, such as `object()`.
+    This table maps each such object to its key, and each key to its object. It keeps no object alive, except objects
+    that take no weak references, such as `object()`.
     """
 
     def __init__(self) -> None:
@@ -51,7 +53,8 @@ class Keys:
         self._objects: dict[str, Callable[[], Any]] = {}
         self._keys: dict[int, str] = {}  # maps the `id` of an object to its key
         self._own = set[str]()  # the keys of objects that originate in this process
-        self.lock = threading.RLock()  # reentrant, because `_remove` may be called in the thread that has the lock
+        # Reentrant, because garbage collection may call `_remove` in the thread that has the lock.
+        self.lock = threading.RLock()
 
     def add(self, obj: Any, key: str | None = None) -> str:
         """Give ``obj`` a key, and return the key.
@@ -131,7 +134,7 @@ class Namespace:
         # reference to the value.
         self.sent: dict[str, tuple[int, Any]] = {}
         # The cache of `_CallReducer._import_of`. Maps a name to the number of a binding, and to the name of the module
-        # from which a worker imports the value of this binding. The latter is None if the value is sent as data.
+        # from which a worker imports the value of this binding, or to None if the value is sent as data.
         self.imports: dict[str, tuple[int, str | None]] = {}
         # Maps a name to the last binding that this process has received: the number of the binding and the value.
         self.received: dict[str, tuple[int, Any]] = {}
@@ -147,12 +150,13 @@ class GlobalName(NamedTuple):
 
     namespace: Namespace
     name: str
-    # Whether the code assigns or deletes the global. If so, a worker also learns if the script has not bound the name.
+    # Whether the code assigns or deletes the global. If so, and if the script has not bound the name, a call tells the
+    # worker that the name is not bound.
     is_bound_by_code: bool = False
 
 
 class Needed(NamedTuple):
-    """A definition that a call needs, with the version that it needs. A call brings a list of these for `prepare`."""
+    """A definition that a call needs, in a certain version. A call brings a list of these for `prepare`."""
 
     key: str
     version: int  # also the number under which `store_object` has stored the pickle of this version
@@ -166,7 +170,7 @@ class Stored:
 
     def __init__(self, unpack: Unpack) -> None:
         self.unpack = unpack
-        # The definition that `find_definition` has unpickled; None before that. `keys` does not keep it alive.
+        # The definition that `find_definition` has unpickled, or None. This reference keeps it alive; `keys` does not.
         self.definition: Any = None
 
     @functools.cached_property
@@ -204,7 +208,7 @@ class CachedFunction:
         return self._function
 
 
-# Stored objects, and the state with which a call begins
+# Stored objects, and the preparation of a call
 
 
 def store_object(number: int, unpack: Unpack) -> None:
@@ -230,7 +234,8 @@ def stored_object(number: int) -> Any:
 def adopt_environment(number: int) -> None:
     """Apply the script's environment variables, working directory and import path to this process.
 
-    They were stored under ``number``. The number is 0 if the worker has started with them.
+    ``number`` is the number of the stored object that contains them. It is 0 if the script has not changed them since
+    the pool was made, because the worker has started with them.
     """
     global _environment
     if number != _environment:
@@ -271,8 +276,8 @@ def find_definition(key: str) -> Any:
     if key in _awaited:
         for earlier in _awaited[key].made_before:
             find_definition(earlier)
-    # The entry is removed after the loop and not before, because the loop may already have created this definition and
-    # removed the entry.
+    # The entry is removed only after the loop. During the loop, the pickle of a base may call this function with the
+    # same key. That call creates the definition and removes the entry, so the definition is not created again.
     needed = _awaited.pop(key, None)
     if needed is not None:
         store = stored[needed.version]
@@ -327,8 +332,8 @@ def make_function(
         code: the code.
         namespace: the globals.
         name: the name.
-        cells: one item for each closure variable. If another function in the pickle shares the variable, the item is
-            the cell of that function. If the item is None, the function gets a cell of its own.
+        cells: one item for each closure variable. If an earlier function in the pickle has the same variable, the item
+            is the cell of that function. Otherwise the item is None, and this function gets a new cell.
     """
     known: types.FunctionType | None = keys.find(key)
     if known is not None:
@@ -371,7 +376,7 @@ def cell_of(fn: types.FunctionType, index: int) -> types.CellType:
 def method_of(cls: type, name: str) -> Any:
     """Return the plain function of a method, without a `classmethod` or `staticmethod` around it.
 
-    If a pickle refers to such a plain function of the script, it contains the call ``method_of(cls, name)`` instead.
+    A method of a class of the script is pickled as a call of this function, except in the pickle of the class itself.
     """
     attribute = vars(cls)[name]
     return getattr(attribute, "__func__", attribute)
@@ -483,9 +488,10 @@ def _native(metaclass: type, method: str) -> Callable[..., Any]:
 
 
 def make_instance(cls: type) -> Any:
-    """Return an instance of a class that is not complete yet, because an attribute of the class refers to the instance.
+    """Return an instance of a class whose attributes are not set yet.
 
-    A ``__new__`` that the class defines is not called, because it may read attributes or globals that are not set yet.
+    This is needed if an attribute of the class refers to an instance of the class. A ``__new__`` that the class defines
+    is not called, because it may read attributes or globals that are not set yet.
     """
     return _native(cls, "__new__")(cls)
 
@@ -549,7 +555,7 @@ def namespace_of(key: str, name: str, goes_into_sys_modules: bool, module_attrib
     if namespace is None:
         module = sys.modules.get(name) if name == "__main__" else None
         # If the script has replaced its ``__main__`` by another module, the ``__main__`` of this process is the copy of
-        # the former one. A new module is then created for the present one.
+        # the former ``__main__``. A new module is then created for the present ``__main__`` of the script.
         is_taken = module is not None and id(vars(module)) in namespaces
         if module is None or is_taken or not goes_into_sys_modules:
             module = types.ModuleType(name)
@@ -564,7 +570,7 @@ def namespace_of(key: str, name: str, goes_into_sys_modules: bool, module_attrib
 
 
 def namespace_of_module(name: str) -> Namespace:
-    """Return a namespace of the globals of a module that each process imports by itself."""
+    """Return a namespace with the globals of a module that each process imports by itself."""
     module = importlib.import_module(name)
     return Namespace(lambda: module, vars(module))
 
@@ -585,9 +591,9 @@ def imported(module: str, name: str) -> Any:
 def imported_sentinel(module: str, name: str, kind: type | None) -> Any:
     """Return a sentinel (an object without state) that is a global of a module that each process imports.
 
-    ``kind`` is the class of the sentinel, or None if no import finds the class. If the global of this process is of
-    another class, the script has assigned the sentinel to the global itself. Then this function returns a new object of
-    the class ``kind``.
+    ``kind`` is the class of the sentinel, or None if no import finds the class. If the global of this process contains
+    an object of another class, then the sentinel was assigned to the global by the script. In this case the function
+    returns a new object of the class ``kind``.
     """
     sentinel = getattr(importlib.import_module(module), name, None)
     return sentinel if kind is None or type(sentinel) is kind else object.__new__(kind)
@@ -609,10 +615,10 @@ def bind(namespace: Namespace, name: str, number: int, value: Any) -> None:
     if last_number == number and variables.get(name, Missing) is not last_value:
         return
     if last_number is None and name in variables and not name.startswith("__"):
-        # A task has bound the name through `globals()` or `setattr`, so the task's value stays. (If a function had
-        # bound the name with a ``global`` statement, the script would have sent a binding with the function.) A new
-        # object is recorded as the received value. It differs from the value in the dict, so later calls also see that
-        # a task has bound the name.
+        # A task has bound the name through `globals()` or `setattr`, so the task's value stays. (A name that a function
+        # binds with a ``global`` statement does not lead to this branch, because the script sends a binding of the name
+        # with the function.) A new object is recorded as the received value. It differs from the value in the dict, so
+        # later calls also see that a task has bound the name.
         value = object()
     elif value is Missing:
         variables.pop(name, None)
@@ -631,7 +637,7 @@ _awaited: dict[str, Needed] = {}  # maps keys to definitions that must be unpick
 _values_of_aliases: dict[str, Any] = {}  # maps the key of a type alias to its value
 _attribute_names: dict[str, set[str]] = {}  # maps the key of a class to the attributes that were last received
 _making_classes = threading.RLock()  # held by `_without_hook`, so that two threads do not replace a hook at once
-_environment = 0  # the number of the environment that this process has adopted
+_environment = 0  # the number with which `adopt_environment` was last called; 0 before the first call
 
 
 def _renew_locks() -> None:

@@ -1,8 +1,9 @@
 """The sending side: packs calls, and the definitions and functions that workers keep for many calls.
 
 To pack an object means to pickle it, with the memory of large tensors beside the pickle (`pickling`), and to turn the
-result into a *payload*, which is what the pool sends. A *definition* is a class or a named function of the script. A
-*handle* stands for a packed object that the workers keep. The docstring of this package describes a call step by step.
+result into a *payload*, the form in which the pool sends the object. A *definition* is a class or a named function of
+the script. A *handle* stands for a packed object that the workers keep. The docstring of this package describes a call
+step by step.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Handle:
         # The definitions and globals to which the object refers. Each call with this handle brings them up to date.
         self.definitions: Sequence[Any] = ()
         self.globals: Sequence[GlobalName] = ()
-        # Maps the `id` of each `torch.nn.Parameter` in the object to a reference to this parameter.
+        # Maps the `id` of each `torch.nn.Parameter` in the object to a reference to this parameter. If a call contains
+        # one of these parameters a second time, for example inside an optimizer, a warning is issued.
         self.parameters: Mapping[int, weakref.ref[Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -134,7 +136,7 @@ class Definition:
         # The other definitions and the globals that a worker needs with this definition.
         self.definitions = [*pickler.definitions.values(), *made_before]
         self.globals = [*pickler.globals, *filter(None, [reducer.global_naming(obj)])]
-        self.users_modules = pickler.users_modules  # see `Reducer.users_modules`
+        self.users_modules = pickler.users_modules  # the user's own modules in the pickle, to warn if they are reloaded
         self.handle = handle  # the handle of the definition's pickle
 
     def is_current(self) -> bool:
@@ -150,7 +152,7 @@ class _DefinitionReducer(Reducer):
     """
 
     def __init__(self, *defined: Any) -> None:
-        """Make a pickler of ``defined``, which is pickled by value. Other definitions are pickled as references."""
+        """Make a pickler that pickles the definitions ``defined`` by value, and all other definitions as references."""
         super().__init__()
         self._defined = defined
         self.by_value.update(map(id, defined))
@@ -171,15 +173,16 @@ class _DefinitionReducer(Reducer):
 class _CallReducer(Reducer):
     """The pickler of a call, or of a function that workers keep.
 
-    It collects the definitions that the call needs, and the globals that are constants. These go into a pickle that
-    precedes the call. Globals that are data become part of the pickle of the call.
+    It collects the definitions that the call needs, and the globals that are constants, whose values cannot change in
+    place. Both go into a pickle that precedes the call. Globals whose values can change in place are *data*, and become
+    part of the pickle of the call.
     """
 
     def __init__(self, packer: Packer) -> None:
         super().__init__()
         self._packer = packer
         self.needed: dict[int, Definition] = {}  # maps the `id` of a definition to its record
-        self.global_values: dict[tuple[Namespace, str], Any] = {}  # all globals to which the call refers
+        self.global_values: dict[tuple[Namespace, str], Any] = {}  # the value of each global in the call
         self.constants: list[tuple[Namespace, str, int, Any]] = []  # the constants, as arguments of `globals.bind`
         # Maps the `id` of a definition to the globals that have this definition as value, each with the number of the
         # binding.
@@ -259,7 +262,7 @@ class _CallReducer(Reducer):
         return []
 
     def _import_of(self, namespace: Namespace, name: str, number: int, value: Any) -> str | None:
-        """Return the name of the module from which a worker imports the value of a global, or None if it is data.
+        """Return the name of the module from which a worker imports a global's value; None if the value is data.
 
         An object of a library is not copied, because the worker can use the object of its own copy of the library. An
         object of a user's module, such as a configuration that the script changes, is sent as data. It is imported only
@@ -313,11 +316,12 @@ class _SentFunction:
         watched: list[tuple[dict[str, Any], str, Any]] = []
         for (namespace, name), value in call.global_values.items():
             watched.append((namespace.variables, name, value))
-            # If the script binds the name to another value and back, the value is the same again, but the binding may
-            # have got another number. Then the function is packed again, because its pickle contains the number.
+            # The number of the binding is compared as well as the value. For example, the script binds the name to
+            # another value, makes a call, and binds the first value again. The number is then another one, so the
+            # function must be packed again, because its pickle contains the number.
             if name in namespace.sent:
                 watched.append((namespace.sent, name, namespace.sent[name]))
-        # A reload gives a module another ``__spec__``.
+        # If the ``__spec__`` of a module is another object, the module was reloaded.
         watched += [(vars(module), "__spec__", module.__spec__) for module in call.users_modules.values()]
         for names, name, value in watched:
             _, its_names, its_values = values.setdefault(id(names), (names, [], []))
@@ -356,12 +360,14 @@ class Packer:
             make_payload: turns a packed object into a payload of the pool's messages.
             on_forgotten: called with the number of a handle that was deleted, in any thread, because garbage collection
                 may run in any thread.
-            is_elsewhere: whether the workers are on other machines; see `ProcessEnvironment`.
+            is_elsewhere: whether the workers are on other machines. If so, the import path is sent to them without the
+                folders of the script's Python installation.
         """
         self.make_payload = make_payload
         self._on_forgotten = on_forgotten
         self._process_environment = ProcessEnvironment(is_elsewhere)
-        self._environment: Handle | None = None  # None until the script changes its environment
+        # The handle of the script's environment. It is None until the script changes the environment.
+        self._environment: Handle | None = None
         # Maps the `id` of a definition to its record. The record keeps the definition alive, so that no other object
         # gets the same `id`. The most recently used record is last.
         self._definitions = OrderedDict[int, Definition]()
@@ -465,7 +471,7 @@ class Packer:
         return handle
 
     def _sent_function(self, fn: Any) -> _SentFunction | None:
-        """Return the function that the workers keep for ``fn``, or None.
+        """Return the record of the function that the workers keep for ``fn``, or None.
 
         The workers keep a function from its second call on, unless it refers to data.
         """
@@ -602,7 +608,7 @@ def _parts(obj: Any) -> list[Any]:
     if isinstance(obj, type):
         parts += obj.__bases__
         for name, value in list(vars(obj).items()):
-            # Empty annotations are not compared: the script adds them to a class by merely reading ``__annotations__``.
+            # Empty annotations are not compared, because Python adds them to a class if ``__annotations__`` is read.
             if name not in reducer.NOT_COPIED and (name != "__annotations__" or value):
                 parts += name, value
         functions = [function for value in parts for function in _functions_in(value)]

@@ -1,4 +1,4 @@
-"""Pickles for another process of the same program: each object by name, by key or by value.
+"""The pickler of calls and results, which sends each object by name, by key or by value.
 
 The problem. A worker has not run the script, and it cannot import the script. But it can import most of the modules
 that the script uses. `pickle` sends a function or class as the name of its module and its own name, if `sys.modules`
@@ -10,8 +10,8 @@ The solution. `Reducer` is a pickler. To *reduce* an object means to return a fu
 writes instead of the object and with which the worker rebuilds the object. `Reducer` decides for each function, class
 and module, and for some other objects, in this order:
 
-1. *By name*, if a fresh interpreter would get the object by an import (`is_importable`). This includes sentinels,
-   which are objects without state in such a module, for example `dataclasses.MISSING`.
+1. *By name*, if a fresh interpreter would get the object by an import (`is_importable`). This rule includes
+   sentinels: objects without state that are globals of an importable module, for example `dataclasses.MISSING`.
 2. *By key*, if the object is a *definition*, such as a class or named function of the script (`is_definition`). The
    definition itself is sent once, in a pickle of its own. All other pickles contain only the key of the definition,
    with which the worker looks up its copy. A *mark*, which is a plain ``object()``, also has a key, because only its
@@ -109,7 +109,8 @@ def _would_be_imported(name: str, module: types.ModuleType) -> bool:
     spec = _find_spec(name, getattr(sys.modules.get(parent), "__path__", None))
     if spec is not None:
         return spec.origin == origin or _is_same_file(spec.origin, origin)
-    # No finder knows a module that has no file and that its package creates when it is imported, such as `torch.ops`.
+    # A package may create a submodule that has no file, such as `torch.ops`. No finder knows this submodule, but every
+    # import of the package creates it.
     return is_in_package
 
 
@@ -152,7 +153,8 @@ def is_users(module: types.ModuleType) -> bool:
     return bool(file) and not str(file).startswith(INSTALLED)
 
 
-_importable: dict[str, tuple[types.ModuleType, bool]] = {}  # maps a name to its module and the result for it
+# Maps a name to the module that is loaded under it, and to whether this module is importable.
+_importable: dict[str, tuple[types.ModuleType, bool]] = {}
 _path_of_answers: list[str] = []  # the import path with which `_importable` was filled
 
 
@@ -168,7 +170,7 @@ class CodeNames(NamedTuple):
     reads: Sequence[str]  # the globals that the code reads
     binds: Sequence[str]  # the globals that the code sets or deletes
     attributes: frozenset[str]  # the names of all globals and of all attributes in the code
-    binds_closure: bool  # whether the code sets or deletes a ``nonlocal`` variable; if so, the function is data
+    binds_closure: bool  # whether the code sets or deletes a ``nonlocal``; if so, each call sends the function
 
 
 @functools.lru_cache(maxsize=4096)
@@ -393,7 +395,7 @@ def _is_stateless(obj: Any) -> bool:
         return False
     if any(getattr(kind, name) is not getattr(object, name) for name in ("__reduce_ex__", "__reduce__")):
         return False
-    try:  # the attributes of a proxy may raise, for example of flask's `request` outside of a request
+    try:  # reading attributes of a proxy may raise an error, such as flask's `request` outside of a request
         return not getattr(obj, "__dict__", None) and obj.__reduce_ex__(4)[1:] == ((kind,), None, None, None)
     except Exception:
         return False
@@ -462,9 +464,10 @@ class Reducer(Pickler):
     def __init__(self, share: bool = True) -> None:
         super().__init__(share)
         self.by_value = set[int]()  # the `id` of each class and function that this pickle creates
-        self.users_modules: dict[str, types.ModuleType] = {}  # maps names to modules; filled by `note_module`
+        # Maps the name of each of the user's own modules in this pickle to the module; see `note_module`.
+        self.users_modules: dict[str, types.ModuleType] = {}
         self.namespaces = list[Namespace]()  # the namespaces to which the pickle refers
-        # Maps the `id` of each parameter in this pickle to a reference to this parameter.
+        # Maps the `id` of each `torch.nn.Parameter` in this pickle to a reference to this parameter.
         self.parameters: dict[int, weakref.ref[torch.nn.Parameter]] = {}
         # Maps the `id` of a cell (a closure variable) to the first function in this pickle that has the cell, and to
         # the index of the cell in the ``__closure__`` of this function.
@@ -537,8 +540,8 @@ class Reducer(Pickler):
             return self._reduce_type_alias(obj)
         if issubclass(kind, types.ModuleType):
             return self._reduce_module(obj)
-        # The object has the ``__class__`` of a function, but is a proxy, such as an object of wrapt. It is pickled as
-        # any other object, because cloudpickle would pickle only the function that it wraps.
+        # A proxy, such as an object of wrapt, may have the ``__class__`` of a function. It is pickled as any other
+        # object, because cloudpickle would pickle only the function inside the proxy.
         if isinstance(obj, types.FunctionType):
             return NotImplemented
         return super().reducer_override(obj)
@@ -552,8 +555,8 @@ class Reducer(Pickler):
             return NotImplemented
         if id(fn) in self.by_value:
             return self._reduce_function_by_value(fn, keys.key_of_or_add(fn))
-        # While a pickle creates a class, methods are pickled without looking them up in their class, because this may
-        # be the class that does not have them yet.
+        # While a pickle creates a class, methods are pickled with their code. A worker cannot look them up in their
+        # class, because this may be the class that the pickle creates, which has no methods yet.
         method = None if self.by_value else self._method_of_class(fn)
         if method is not None:
             return receiving.method_of, method
@@ -570,7 +573,7 @@ class Reducer(Pickler):
             fn: the function.
             key: its key, or None if it is no definition.
         """
-        cells: list[types.CellType | None] = []  # see `globals.make_function`
+        cells: list[types.CellType | None] = []  # cells that earlier functions in this pickle have; None for all others
         contents: dict[int, Any] = {}
         for index, cell in enumerate(fn.__closure__ or ()):
             owner = self._cell_owners.setdefault(id(cell), (fn, index))
@@ -890,10 +893,11 @@ def _name_in(module: Any, obj: Any) -> str | None:
 
 
 def global_naming(obj: Any) -> GlobalName | None:
-    """Return the global with which the qualified name of a class or function begins, or None.
+    """Return the global through which `pickle` looks up a class or function, or None.
 
-    `pickle` looks up a class or function by its qualified name, so the global must be bound in the worker as well. For
-    a class inside of another class, it is the global of the outer class.
+    The qualified name begins with the name of this global. For example, a class inside of another class is looked up
+    through the global of the outer class. The global must be bound in the worker as well, so that `pickle` finds
+    the class or function there too.
     """
     module = module_defining(obj)
     name = str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", ""))

@@ -1,1 +1,1 @@
-"""The pool: worker processes, and the calls of `ParallelExecutor`."""
+"""The implementation of `ParallelExecutor`: worker processes, and its calls on them or on the ranks of a launcher."""

@@ -48,7 +48,8 @@ class PoolOptions:
     resources_per_worker: Mapping[str, float] | None = None
     placement: str = "pack"
     wait_for_resources: timedelta | float = 300.0
-    idle_limit_s: float | None = None  # set for shared backends only, see `shared_backend`
+    # The pool ends after this time without a task; if None, it does not. Only `shared_backend` sets this field.
+    idle_limit_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.initializer is not None and not callable(self.initializer):
@@ -116,7 +117,7 @@ def _start_on_ray(wanted: PoolOptions, options: CallOptions) -> Pool:
     site = RaySite(number, placed)
     try:
         return Pool(site, site.devices_for, number, _initializer_packer(wanted, options), wanted.idle_limit_s)
-    except BaseException:  # for example, the initializer cannot be pickled; there is no pool that would close the site
+    except BaseException:  # for example, the initializer cannot be pickled; without a pool, nothing closes the site
         site.close()
         raise
 
@@ -134,7 +135,7 @@ def _initializer_packer(wanted: PoolOptions, options: CallOptions) -> Callable[.
 
 
 def shared_backend(wanted: PoolOptions, options: CallOptions) -> Backend:
-    """Return the backend that all calls with the same engine and devices share.
+    """Return the backend for the functions of `parallelize_on_gpus` that have the same engine and devices.
 
     The workers of this backend end after a minute without a task. Under a launcher no workers are started, so there is
     nothing to share, and each call of this function returns a new `LaunchedRanks`.

@@ -47,11 +47,11 @@ class Screen:
         return not any(line.text for line in self._lines)
 
     def print(self, text: str, flush: bool) -> str:
-        """Interpret printed text; return the text of the lines that will not change any more, and forget them.
+        """Interpret printed text. Return the text of all lines that cannot change any more, and forget these lines.
 
-        A plain line (a line that is not a bar) is final once it has ended. All lines above a plain line are final, bars
-        too. Other bars may still be drawn again, so they are kept. With ``flush``, all lines above the cursor count as
-        final, and a plain line is returned even if it has not ended.
+        A plain line (a line that is not a bar) cannot change once it has ended. No line above a plain line can change
+        either, not even a bar. The screen keeps the other bars, because they may be redrawn. With ``flush``, it returns
+        all lines above the cursor, and also the line with the cursor if it is plain.
         """
         for part in filter(None, MOVES.split(text)):
             line = self._lines[self._at]
@@ -159,7 +159,8 @@ class Bars:
 
 def _text_of_bars(bars: list[str], is_at_line_start: bool) -> str:
     """Return the text that draws the bars, and then moves the cursor back, so that the next text replaces the bars."""
-    width = shutil.get_terminal_size().columns - 1  # a longer line would wrap, and the cursor moves by whole lines
+    # A longer bar would wrap and take two rows of the terminal, and the cursor would move up by too few rows.
+    width = shutil.get_terminal_size().columns - 1
     lines = "\n".join(bar[:width] for bar in bars)
     up = f"\r\x1b[{len(bars) - 1}A" if len(bars) > 1 else "\r"
     return ("" if is_at_line_start else "\n") + lines + up if bars else ""

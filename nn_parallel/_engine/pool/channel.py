@@ -48,9 +48,9 @@ _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
 class Payload:
-    """A copy of a packed object, in the form in which a message carries it.
+    """The content of a message: a packed object (a pickle and buffers), copied.
 
-    Because it is a copy, the user may change the object before the message is sent.
+    The user may change the object before the message is sent, because the message carries the copy.
     """
 
     def __init__(self, packed: Packed) -> None:
@@ -76,9 +76,12 @@ class Payload:
             self._copies = [memoryview(bytes(buffer)) for buffer in buffers]
 
     def open_file(self) -> Descriptor | None:
-        """Return the memory file with the object, or None if the object is small. Raise as the constructor does.
+        """Return the memory file with the object, or None if the object is small.
 
         If a large object has no file yet, it is copied into a new one.
+
+        Raises:
+            TransferError: no memory file can be made.
         """
         return _fill_file(self._copies) if self._copies else self._file
 
@@ -95,8 +98,8 @@ class Received:
     def load(self, device: torch.device | None = None) -> Any:
         """Unpickle the object, and put tensors of accelerators on ``device``. Any exception of unpickling is raised."""
         if self.error is not None:
-            # Raise a new exception each time. A raised exception refers through its traceback to the frames that it has
-            # passed, and `self.error` would keep their objects alive.
+            # Raise a copy of the error. If `self.error` itself were raised, its traceback would refer to all frames of
+            # the callers, and keep the objects in these frames alive.
             raise OSError(*self.error.args)
         return loads(self.pickle, self.buffers, device, self.shared)
 
@@ -115,7 +118,8 @@ class Channel:
     _outbox: deque[_Packet] = field(default_factory=deque)  # the packets that have not been sent yet
 
     def __post_init__(self) -> None:
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _PACKET_BYTES)  # larger packets are refused
+        # The kernel refuses a packet that is larger than the buffer of the socket.
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _PACKET_BYTES)
         # The buffer for received packets. It is a memory map, whose pages take no memory until they are used.
         self._packet = memoryview(mmap.mmap(-1, _PACKET_BYTES, mmap.MAP_PRIVATE))
         self._fds: list[int] = []  # descriptors that have arrived before the message to which they belong

@@ -28,7 +28,7 @@ class EventLoop:
         # These map each watched descriptor to the function to call when the descriptor is readable or writable.
         self._readers: dict[int, Callable[[], object]] = {}
         self._writers: dict[int, Callable[[], object]] = {}
-        # A `SimpleQueue`, because a signal handler or a finalizer may call `put` in the middle of another `put`.
+        # Not a `Queue`, which would deadlock if a signal handler or a finalizer calls `put` in the middle of a `put`.
         self._posted = SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]]]()
         self._timers: list[tuple[float, int, Callable[[], object]]] = []  # a heap of (time, number, function)
         self._timer_numbers = itertools.count()  # the numbers of the timers, which order timers with the same time
@@ -40,7 +40,7 @@ class EventLoop:
         try:
             self._posted.put((call, args))
         finally:  # if Ctrl-C comes just after `put`, the loop must still wake up
-            with contextlib.suppress(ValueError):  # the loop is closed
+            with contextlib.suppress(ValueError):  # the loop is closed, and `_wakeup` is -1
                 os.eventfd_write(self._wakeup, 1)
 
     def call_later(self, seconds: float, call: Callable[[], object]) -> None:
@@ -55,7 +55,8 @@ class EventLoop:
     def watch_for_room(self, fd: int, on_writable: Callable[[], object] | None) -> None:
         """Call ``on_writable`` whenever the watched descriptor ``fd`` is writable.
 
-        The pool uses this while a socket has no room for its messages. If ``on_writable`` is None, these calls end.
+        The pool uses this while the buffer of a socket has no room for further messages. If ``on_writable`` is None,
+        stop these calls.
         """
         had_writer = self._writers.pop(fd, None) is not None
         if on_writable is not None:
@@ -73,15 +74,15 @@ class EventLoop:
         """Wait for events, at most until ``deadline`` on the clock of `time.monotonic`, and handle them.
 
         Returns:
-            The time until which all events have been handled. It is earlier than the present time if this thread got
-            no core for a while.
+            The time at which this call began. All events before this time have been handled, even if this thread got no
+            core for a while.
         """
         now = time.monotonic()
         if self._timers:
             deadline = min(deadline, self._timers[0][0])
         timeout_s = min(max(0.0, deadline - now), MAX_WAIT_S)
         for fd, events in self._spin.until(self._poll_at_once) or self._epoll.poll(timeout_s):
-            # The handler of an earlier descriptor may have stopped the watch of this one, so it is looked up again.
+            # The handlers are looked up only now, because the handler before may have called `unwatch` for this `fd`.
             if events & ~select.EPOLLOUT and (read := self._readers.get(fd)):
                 read()
             if events & select.EPOLLOUT and (write := self._writers.get(fd)):
@@ -95,7 +96,7 @@ class EventLoop:
         for _ in range(self._posted.qsize()):
             try:
                 call, args = self._posted.get_nowait()
-            except Empty:  # after the end of the loop, several threads may be in this method
+            except Empty:  # after the end of the loop, other threads also call this method and empty the queue
                 return
             call(*args)
 

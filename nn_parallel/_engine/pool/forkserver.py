@@ -20,8 +20,8 @@ So a child of the fork server is either a worker, or an orphan that a worker has
 whenever a child has ended. The children of an orphan become orphans themselves, and are killed after its end.
 
 If the script ends, the fork server kills all workers and orphans and ends, too. It watches the script through a pidfd.
-The end of a pipe to the script would not show this, because every process that the script has forked keeps the pipe
-open. If the fork server itself is killed, the kernel kills the workers (`end_with`).
+A pipe to the script would not show that the script has ended, because processes that the script has forked keep the
+pipe open. If the fork server itself is killed, the kernel kills the workers (`end_with`).
 
 The fork server stays in the session of the script. Linux distributes processor time first between sessions (autogroup).
 Once, when the workers had a session of their own and two other programs were busy, the supervisor (the thread of the
@@ -55,8 +55,8 @@ def serve(control_fd: int, parent_pid: int) -> None:
         control_fd: the socket on which the connections of the pools arrive, as descriptors.
         parent_pid: the process id of the script.
     """
-    # Ctrl-C is for the script only. SIGTTIN and SIGTTOU are ignored because workers inherit this setting. With these
-    # signals a terminal stops a background process, such as a worker, that reads from the terminal or writes to it.
+    # Ctrl-C is for the script only. With SIGTTIN or SIGTTOU, a terminal stops a background process, such as a worker,
+    # that reads from the terminal or writes to it. The workers inherit that these signals are ignored.
     for number in (signal.SIGINT, signal.SIGTTIN, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the script may have blocked SIGCHLD
@@ -70,7 +70,8 @@ def serve(control_fd: int, parent_pid: int) -> None:
     blas_libraries()  # searched now, so that the workers inherit the result
     gc.collect()
     gc.freeze()  # otherwise a collection in a worker would write to all objects, and so copy the shared memory pages
-    # Libraries that torch imports have made finalizers. Each worker would otherwise run them at its own end.
+    # Libraries that torch imports have registered finalizers for the end of the process. These are switched off,
+    # because otherwise each worker, as a fork of this process, would run them at its own end.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     with socket.socket(fileno=control_fd) as control:
@@ -134,7 +135,7 @@ class _Server:
                 _remove_shared_memory(pid)
 
     def _serve_pool(self, pool: socket.socket) -> None:
-        """Do what a pool asks for in its next message. If the pool has closed its connection, kill its workers."""
+        """Carry out the next request of a pool. If the pool has closed its connection, kill the workers of the pool."""
         try:
             size, fds, _ = receive_fds(pool, self._packet)
         except ConnectionError:  # the pool has closed the connection without reading the last report
@@ -214,7 +215,7 @@ class _Server:
                 _remove_shared_memory(pid)
                 if pid in self._workers:
                     exited.append((self._workers.pop(pid), os.waitstatus_to_exitcode(status), usage.ru_maxrss))
-        self._kill_orphans()  # before the reports, because replacements of workers may need memory or ports of orphans
+        self._kill_orphans()  # before the reports, because a new worker may need the memory or ports of orphans
         for worker, exitcode, max_rss_kib in exited:
             self._report(worker, exitcode=exitcode, max_rss_kib=max_rss_kib)
 

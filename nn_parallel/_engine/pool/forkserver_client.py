@@ -60,7 +60,7 @@ class ServerConnection:
         return self._sock.fileno()
 
     def fork(self, fds: list[int]) -> int:
-        """Ask for a worker process with these descriptors. Return the key that names the worker in later messages."""
+        """Ask for a worker with the descriptors ``fds``. Return the key that names the worker in later messages."""
         key = next(self._keys)
         with contextlib.suppress(ConnectionError):  # the server has ended, which `receive` reports
             send_fds(self._sock, f"fork {key}".encode(), fds)
@@ -161,8 +161,8 @@ class _ForkServer:
 def take_standard_descriptors() -> None:
     """Open the null device as standard input, output or error, if one of them is closed.
 
-    A script that is started with ``>&-`` has no standard output. The next file that this process opens would get the
-    number 1. If this were a connection to a worker, C code that prints would write into the connection.
+    For example, a script that is started with ``>&-`` has no standard output, so the next file that it opens gets the
+    descriptor 1. If this file is a connection to a worker, C code that prints writes into the connection.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass

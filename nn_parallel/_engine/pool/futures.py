@@ -20,6 +20,8 @@ TAKEN_OVER_AFTER_S = 1.0  # how long a thread may hold a `_Lock` before another 
 class _Lock:
     """The lock of a future, which another thread takes over if the owner does not release it within a second.
 
+    The class wraps a `threading.Lock`, the *inner lock*.
+
     Python raises Ctrl-C in the main thread between any two instructions. If Ctrl-C comes between the taking of a lock
     and the ``try`` or ``with`` that releases it, as it can in `concurrent.futures.wait`, the lock stays taken for ever.
     The supervisor would wait for the lock when it completes the future, and the whole pool would hang. Python code
@@ -61,8 +63,8 @@ class _Lock:
 
         The time counts from the moment at which the owner got the lock. Ctrl-C in `concurrent.futures.wait` leaves the
         locks of many futures taken. A thread that needs all of them therefore waits one second in total, and not one
-        second for each. If `_held` does not name the owner of this inner lock (yet), the time counts from ``began``,
-        when the present thread began to wait for the lock.
+        second for each. If the owner has not set `_held` yet, or was interrupted before it could do so, the time counts
+        from ``began``, when the present thread began to wait for the lock.
         """
         held = self._held
         since = held[2] if held is not None and held[1] is lock else began
@@ -91,13 +93,13 @@ class _Lock:
 
 
 class Reply:
-    """The result of a task, for one thread that waits for it once. A future would take ten times as long."""
+    """The result of a task, for one thread that waits for it once. This is ten times as fast as a future."""
 
     def __init__(self) -> None:
         self._value: Any = None
         self._error: BaseException | None = None
         self._is_complete = False
-        self._incomplete = threading.Lock()  # taken until the reply is complete
+        self._incomplete = threading.Lock()  # taken until the reply is complete; `result` waits for this lock
         self._incomplete.acquire()
 
     def result(self, timeout_s: float | None = None) -> Any:
@@ -137,7 +139,11 @@ class Future(concurrent.futures.Future[Any]):
         self._thread = thread
 
     def result(self, timeout: float | None = None) -> Any:
-        """Return the result, as `concurrent.futures.Future.result`. Refuse to wait for it in a done-callback."""
+        """Return the result, as `concurrent.futures.Future.result`.
+
+        Raises:
+            ParallelError: a done-callback would have to wait for the result; see `refuse_to_wait_in`.
+        """
         if not self.done():
             refuse_to_wait_in(self._thread)
         try:
@@ -146,7 +152,11 @@ class Future(concurrent.futures.Future[Any]):
             del self  # breaks the reference cycle error -> traceback -> this frame -> `self` -> error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the exception, as `concurrent.futures.Future.exception`. Refuse to wait for it in a done-callback."""
+        """Return the exception, as `concurrent.futures.Future.exception`.
+
+        Raises:
+            ParallelError: a done-callback would have to wait for the exception; see `refuse_to_wait_in`.
+        """
         if not self.done():
             refuse_to_wait_in(self._thread)
         return super().exception(timeout)

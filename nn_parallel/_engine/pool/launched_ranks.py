@@ -36,7 +36,7 @@ class LaunchedRanks:
     """The ranks of a world that a launcher has started; implements `Backend`. This process is one of the ranks."""
 
     def __init__(self, context: RankContext, timeout_s: float | None) -> None:
-        """Use the ranks of ``context``. ``timeout_s`` limits how long they wait for each other as ``with`` ends."""
+        """Use the ranks of ``context``. They wait for each other at the end of ``with`` for ``timeout_s`` at most."""
         self._context = context
         self._timeout_s = timeout_s
         self._closed = False
@@ -156,7 +156,7 @@ class LaunchedRanks:
         with block(name, options.timeout_s):
             result = in_this_process(call_on_device, fn, args, kwargs, device)
             packed = dumps(result, lambda: {"the result": result})
-        # A second block, which begins only if the first one has succeeded on all ranks, so that all have a result.
+        # This second block begins only if the first one has succeeded on all ranks, so every rank has a result to send.
         with block(name, options.timeout_s):
             return all_gather_packed(packed)
 

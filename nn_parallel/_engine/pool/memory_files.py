@@ -4,12 +4,12 @@ The sender copies the object into a file and sends the descriptor of the file wi
 file privately (``MAP_PRIVATE``). When a receiver writes to the object, other processes do not see the change. So one
 copy serves any number of receivers.
 
-The sender uses its files again for later objects. This takes a fifth of the time, because the kernel must clear the
-memory of a new file. But if the sender overwrote a file that a receiver still maps, the receiver would see the new
-content in all pages to which it has not written. So the sender must know that no other process has the file. Receivers
-do not report this, because messages would cost time, and a receiver may die or fork. Instead, the sender asks the
-kernel for a write lease (``fcntl(2)``). The kernel grants it only on a file that is open nowhere else, and a file
-counts as open while its descriptor is in flight or a map of it exists.
+The sender uses its files again for later objects. To fill a used file takes a fifth of the time that a new file takes,
+because the kernel must clear the memory of a new file. But if the sender overwrote a file that a receiver still maps,
+the receiver would see the new content in all pages to which it has not written. So the sender must know that no other
+process has the file. Receivers do not report when they close a file, because messages would cost time, and a receiver
+may die or fork. Instead, the sender asks the kernel for a write lease (``fcntl(2)``). The kernel grants the lease only
+on a file that is open nowhere else, and a file counts as open while its descriptor is in flight or a map of it exists.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 from ..pickling import Buffer
 
-KEPT_BYTES = 132 << 20  # the maximum size of all reusable files: two objects of 64 MiB with their pickles
+KEPT_BYTES = 132 << 20  # the maximum size of all reusable files together, enough for two pickled objects of 64 MiB
 
 
 class Descriptor:
@@ -123,7 +123,7 @@ def map_shared(fd: int) -> memoryview:
 
 
 def shared_descriptor(storage: torch.UntypedStorage) -> tuple[int, Descriptor | None]:
-    """Return a descriptor of the shared memory of a storage, and the object that closes the descriptor.
+    """Return a descriptor of a storage's shared memory, and a `Descriptor` object that closes it when deleted.
 
     The object is None if the storage itself closes the descriptor.
     """

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..process_environment import ProcessAttributes
 
-STARTED = 0  # the number in the first answer of a worker, which says that the worker is ready for tasks
+STARTED = 0  # `Answer.number` in the first answer of a worker, which says that the worker is ready for tasks
 Order = struct.Struct("=Q")  # an order is one number: TELL_STACK, HAND_BACK, or the number of the task to cancel
 TELL_STACK = 0  # the order to send the stack of the worker's main thread
 HAND_BACK = 1  # the order to send the results of the batch so far, and to begin no further call of the batch
@@ -24,7 +24,7 @@ BATCH_S = 0.01  # a worker that has worked on a batch for this time begins no fu
 
 
 class WorkerSetup(NamedTuple):
-    """The payload of the first message to a worker: the attributes of the script that a new fork does not have."""
+    """The payload of the first message to a worker: the state of the script's process, which a new fork lacks."""
 
     rank: int
     device: str
@@ -73,7 +73,7 @@ class TaskHeader(NamedTuple):
     number: int  # the number of the task, greater than that of any earlier task
     function: int = 0  # the number under which the worker keeps the function; 0 if the function is in the payload
     calls: Sequence[bytes] = ()  # the pickled arguments of each call of that function
-    seconds: float = 0.0  # the worker begins no further call after this time; above 0 if the task is a batch
+    seconds: float = 0.0  # 0 for a single call; in a batch, the worker begins no further call after this time
     pass_device: bool = False
     # The number of cores for this worker, which is also the number of its threads in torch. It is 0 if several workers
     # share a core. The worker then has one thread, and waits for messages by sleeping, to leave the core to the others.
@@ -85,8 +85,8 @@ class TaskHeader(NamedTuple):
         """The number of the generation in which the ranks of this task begin.
 
         A generation is all calls and barriers of ranks between two failures of blocks (see `blocks`). Each failure of a
-        block in the task begins the generation with the next number. The shift leaves numbers for these generations
-        before the first one of the next task.
+        block begins the generation with the next number, so one task can use several numbers. Because of the shift,
+        these numbers never reach the first number of the next task.
         """
         return self.number << 32
 
@@ -100,14 +100,18 @@ class Outcome(enum.Enum):
 
 
 class Answer(NamedTuple):
-    """The answer to a task. The payload is the result of the last call, or its exception and `Failure`."""
+    """The answer to a task.
+
+    The payload is the result of the last call, or its exception and `Failure`. There is no payload if ``results`` holds
+    all results, or if the task was cancelled.
+    """
 
     number: int  # the number of the task
-    results: Sequence[bytes] = ()  # the pickled results of the calls before the last one
+    results: Sequence[bytes] = ()  # the pickled results of the calls, without the last one if ``outcome`` is set
     outcome: Outcome | None = None  # the outcome of the last call; None if ``results`` holds all results
     # True in the reply to HAND_BACK. The call that runs will be answered later, and the calls after it will not begin.
     goes_on: bool = False
     # True if a block of a `run` failed, but the function caught the error and went on. The next `run` then needs a new
     # process group, because the failure has closed the group, perhaps not on all ranks.
     failed_inside: bool = False
-    is_spent: bool = False  # True if the accelerator fails at every call; the pool then replaces the worker
+    is_spent: bool = False  # True if the accelerator fails whenever it is used; the pool then replaces the worker

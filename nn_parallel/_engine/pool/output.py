@@ -19,7 +19,7 @@ class Output:
     """Copies one of the output streams of a worker to the stream of the same name of this process.
 
     Whole lines are copied, so that lines of several workers are not mixed. On a terminal and in a notebook, progress
-    bars are drawn below the lines. Any other stream gets the bytes as they are.
+    bars are drawn below the lines. To any other stream, such as a file, bars are written with their carriage returns.
     """
 
     def __init__(self, fd: int, name: str, rank: int, *, has_prefix: bool) -> None:
@@ -40,7 +40,7 @@ class Output:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._line = b""  # the line that has been read but has not ended
         self._begins_line = True  # True if the next byte begins a line, so that the prefix goes before it
-        self.holds_some = False  # True while a part of the read text waits for its line to end, or for `flush`
+        self.holds_some = False  # True while text that was read is not copied yet, such as a line that has not ended
         os.set_blocking(fd, False)
 
     def copy(self, flush: bool = False) -> bool:

@@ -47,7 +47,7 @@ class Pool:
         """Start workers.
 
         Args:
-            site: the place where the workers run.
+            site: starts the workers on this machine or on a Ray cluster.
             devices_for: returns the devices for a number of workers. If the number is None, the function chooses it.
             num_workers: the number of workers, or None to let ``devices_for`` choose it.
             pack_initializer: packs the call of the initializer; None if the pool has no initializer.
@@ -108,7 +108,7 @@ class Pool:
             blocks = _growing_blocks(items) if is_plain else ([args] for args in items)
             return progress.counted(self._map(fn, blocks, options, timeout_s, progress.name))
         chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
-        call_chunk = functools.partial(call_each, fn)  # without the items, so that the workers can keep the function
+        call_chunk = functools.partial(call_each, fn)  # contains no items, so the workers can keep it
         results = self._map(call_chunk, ([(chunk,)] for chunk in chunks), options, timeout_s, progress.name)
         return progress.counted(_results_of_chunks(results))
 
@@ -220,7 +220,7 @@ class Pool:
             for index in range(count):
                 if index not in mapping.outcomes:
                     self._wait_for_item(mapping, index, deadline)
-                yield _take_result(mapping, index)  # a variable would keep the result alive until the next one
+                yield _take_result(mapping, index)  # no variable keeps the result alive until the next one
         finally:
             mapping.is_wanted = False
 

@@ -13,7 +13,7 @@ from ..ranks.stop_signals import ASKED, pass_on_to
 from ..ranks.store import STOP_KEY
 
 LOOPBACK = "::1"  # preferred to 127.0.0.1, because connections to ::1 can be faster, see `loopback`
-ranks_prefix = "group{}".format  # maps a group number to the prefix of all keys that this group writes
+ranks_prefix = "group{}".format  # maps the number of a process group to the prefix of the keys of its ranks
 
 
 class PoolStore:

@@ -1,7 +1,8 @@
 """The interfaces inside a `ParallelExecutor`, for workers on this machine and on a Ray cluster alike.
 
-An executor makes its calls on a `Backend`. One backend is a pool. The pool starts its `Worker`s on a `Site`, which is
-this machine or a Ray cluster, and the workers report `WorkerEvents` to the pool.
+An executor makes its calls on a `Backend`: a pool of workers, or the ranks that a launcher has started. A pool starts
+its `Worker`s through a `Site`, which stands for this machine or a Ray cluster. When a worker has answered a task, has
+exited or the like, the pool is informed through a method of `WorkerEvents`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Backend(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the backend takes no more calls from this process."""
+        """Return whether the backend takes no more calls: it was shut down or has failed, or this process is a fork."""
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: CallOptions) -> list[Any]:
         """Call ``fn`` on all workers or ranks, as `ParallelExecutor.run`."""
@@ -46,7 +47,7 @@ class Backend(Protocol):
         """Call ``fn`` on every item, as `ParallelExecutor.map`."""
 
     def put(self, obj: Any) -> Any:
-        """Return a handle of ``obj``, as `ParallelExecutor.put`."""
+        """Return a handle with which calls refer to ``obj`` without sending it again; see `ParallelExecutor.put`."""
 
     def resize(self, num_workers: int) -> None:
         """Change the number of workers, as `ParallelExecutor.resize`."""
@@ -64,10 +65,10 @@ class Backend(Protocol):
 
 
 class Worker(Protocol):
-    """A worker, as its pool sees it.
+    """The object through which a pool controls one worker process.
 
-    Only the supervisor, the thread of the pool, calls the methods. No method waits for the worker: its answers and all
-    other news of it arrive as `WorkerEvents`.
+    Only the supervisor, the thread of the pool, calls the methods. No method waits for the process: its answers and the
+    news of its exit arrive later, through `WorkerEvents`.
     """
 
     rank: int
@@ -81,7 +82,7 @@ class Worker(Protocol):
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether the process is stopped by a signal."""
+        """Return whether the process is suspended by a signal such as SIGSTOP."""
 
     def send(self, task: TaskHeader, call: PackedCall) -> None:
         """Send a task. Before it, send the kept objects that the task needs and the worker does not have.
@@ -100,7 +101,10 @@ class Worker(Protocol):
         """Ask the worker for the stack of its main thread, which arrives through `WorkerEvents.told_stack`."""
 
     def hand_back(self) -> None:
-        """Tell the worker to send the results of its batch so far, and to begin no further call of the batch."""
+        """Tell the worker to send the results of its batch so far, and to begin no further call of the batch.
+
+        A batch is several calls of a `map` in one task. Other workers then do the calls that have not begun.
+        """
 
     def leave(self) -> None:
         """Tell the worker to exit after the tasks that it was sent."""
@@ -110,7 +114,10 @@ class Worker(Protocol):
 
 
 class WorkerEvents(Protocol):
-    """The events of workers. The supervisor of a pool implements these methods, and they are called in its thread."""
+    """The methods through which a pool is informed of events of its workers.
+
+    The supervisor of the pool implements the methods. They are called in the supervisor's thread.
+    """
 
     def forked(self, worker: Worker) -> None:
         """Record that the process of the worker has been started."""
@@ -122,7 +129,10 @@ class WorkerEvents(Protocol):
         """Take a part of the stack of the worker's main thread."""
 
     def unread(self, worker: Worker) -> None:
-        """Record that the worker has closed its connection without reading its task. It will exit, or has exited."""
+        """Record that the worker has closed its connection without reading its task.
+
+        The worker will exit, or has exited already. The error of the task then says that the worker died while idle.
+        """
 
     def unsent(self, worker: Worker, error: TransferError) -> None:
         """Fail the task of the worker, because a message to the worker cannot be sent."""
@@ -140,14 +150,14 @@ class WorkerEvents(Protocol):
         """
 
     def no_room(self, workers: Sequence[Worker], error: ParallelError) -> None:
-        """Record that these workers will never start, because Ray has found no room for them in time."""
+        """Record that these workers will never start, because Ray has found no free resources for them in time."""
 
     def fail(self, error: ParallelError) -> None:
         """End the pool, because it cannot go on."""
 
 
 class Site(Protocol):
-    """The place where the workers of one pool run: this machine, or a Ray cluster."""
+    """Starts the workers of one pool, either on this machine or on a Ray cluster."""
 
     def make_packer(self, on_forgotten: Callable[[int], None]) -> Packer:
         """Return the packer of calls for these workers.
@@ -169,9 +179,9 @@ class Site(Protocol):
         """Return the number of cores for each worker, if there are ``workers`` of them; 0 if several share a core."""
 
     def ranks(self, world_size: int, group: int) -> Ranks:
-        """Return the description of the ranks of a `run`, which each of them receives with the task.
+        """Return the description of the ranks of a `run`, which each rank receives with the task.
 
-        ``group`` is the number of their process group, see `Ranks`.
+        ``group`` is the number of the ranks' process group, see `Ranks`.
         """
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""This machine, as the place where the workers of a pool run."""
+"""The start of a pool's workers on this machine, and the reports about them, through the fork server."""
 
 from __future__ import annotations
 

@@ -13,17 +13,17 @@ A worker goes through these states::
 
 The death of a worker. The future of its task must get the result if the worker has sent the result, and an error if
 the worker died before it could send the result. The end of the connection to the worker is not enough to decide this: a
-worker may close its end and live, its last answer may still be in the socket, and the cause of the death is unknown. So
+worker may close its end and live on, its last answer may still be in the socket, and the cause of death is unknown. So
 the supervisor waits until the parent process of the worker, the fork server, reports how the worker has exited. (For a
 worker on a Ray cluster, Ray reports the exit.) Then:
 
-1. The site, which is the place of the workers, reads the answers that are left in the socket, and calls
-   `Supervisor.exited` with them. `exited` first treats these answers like any other answers.
+1. The site, which is the object that has started the worker (`Site`), reads the answers that are left in the socket,
+   and calls `Supervisor.exited` with them. `exited` first treats these answers like any other answers.
 2. If the answer to the task is not among them, `exited` reports the loss to the task through `Task.lose`. A single task
    completes its future with a `WorkerDiedError`. Each unfinished item of a `map` that the worker had received gets this
    error. A `run` notes the failure of this rank, and its other ranks are cancelled. The `run` ends when all ranks have
    answered or exited.
-3. `exited` starts another worker in the same place, on the same device. No other task is affected. (In a pool that is
+3. `exited` starts another worker with the same rank, on the same device. No other task is affected. (In a pool that is
    closed, another worker is started only if a task waits for one.) But if every worker dies during its start, for
    example because of a segmentation fault in the initializer, workers would be replaced for ever. Therefore the pool
    fails with the last error after `MAX_FAILED_STARTS` replacements in a row.
@@ -57,14 +57,15 @@ from .tasks import Batch, InitializerTask, MapItem, Mapping, ResizeTask, RunTask
 START_WITHIN_S = 300.0  # the time limit for the start of a worker; a busy machine may need minutes
 STACK_WITHIN_S = 1.0  # how long to wait for the stack of a worker, which takes 1 ms if the worker gets a core
 CANCEL_GRACE_S = 0.5  # a cancelled task must end within this time, or its worker is killed
-# The same limit for a rank of a `run` on an accelerator, which must first close its process group. NCCL's abort takes
-# half a second. When a collective fails for the first time in a process, torch also imports its compiler, to print the
-# line of the call.
+# A cancelled rank of a `run` on an accelerator has this time instead, because it must first close its process group.
+# NCCL's abort takes half a second. When a collective fails for the first time in a process, torch also imports its
+# compiler, to print the line of the call.
 CANCEL_GRACE_ON_ACCELERATORS_S = 20.0
-# A batch (several items of a `map` in one task) that takes longer than this is in a long call, see `Due.HAND_BACK`.
+# If a batch (several items of a `map` in one task) takes longer than this, one of its items takes long. The worker must
+# then hand back the items that it has not begun, see `Due.HAND_BACK`.
 HAND_BACK_AFTER_S = 2 * BATCH_S
 LEAVE_WITHIN_S = 2.0  # an idle worker that was asked to exit is killed after this time
-MAX_FAILED_STARTS = 3  # how often in a row a worker is replaced after it died during its start, in each place
+MAX_FAILED_STARTS = 3  # if more workers than this die in a row during their start, with the same rank, the pool fails
 BATCH_BYTES = 1 << 15  # once the pickled arguments of a batch are this large, no item is added to it
 
 
@@ -83,7 +84,7 @@ class Due(enum.Enum):
 
     TIME_OUT = enum.auto()  # ask the worker for its stack, because the task or the start has run out of time
     STACK = enum.auto()  # fail the task or the start, because the stack has arrived or is not awaited any longer
-    HAND_BACK = enum.auto()  # ask the worker for the calls of its batch that have not begun, for other workers
+    HAND_BACK = enum.auto()  # let the worker hand back the calls that it has not begun, so that other workers do them
     KILL = enum.auto()  # kill the worker, which has ignored an order to end its task or to exit
 
 
@@ -189,7 +190,7 @@ class Supervisor(threading.Thread):
         """Start the workers. The caller then calls `start`, which starts the thread.
 
         Args:
-            site: the place where the workers run.
+            site: starts the workers on this machine or on a Ray cluster.
             devices: the device of each worker.
             pack_initializer: packs the call of the initializer; None if the pool has no initializer.
             idle_limit_s: the time without a task after which the pool closes. If None, it never closes by itself.
@@ -204,15 +205,15 @@ class Supervisor(threading.Thread):
         self.broken: ParallelError | None = None  # the error of all further calls; None unless the pool has failed
         self.packer = site.make_packer(lambda number: self.post(self._add_deleted_handle, number))
         self._deleted_handles: list[int] = []  # numbers of deleted handles whose objects the workers still keep
-        self._ended = Future(None)  # complete when the thread has released everything
+        self._ended = Future(None)  # completed at the end of the thread; `wait_for_end` waits for this future
         self._site = site
         self._initializer = InitializerTask(pack_initializer(self.packer), self.fail) if pack_initializer else None
         self._idle_limit_s = math.inf if idle_limit_s is None else idle_limit_s
         self._loop = EventLoop()
         self._queue: deque[Task | ResizeTask] = deque()
         self._records: dict[Worker, WorkerRecord] = {}  # the records of all workers that have not exited
-        self._workers: list[WorkerRecord] = []  # the records by place, without workers that a resize has removed
-        # For each place, the number of starts that have failed there since the last successful one.
+        self._workers: list[WorkerRecord] = []  # the workers that get tasks, in the order of their ranks
+        # For each rank, the number of its workers that have died during their start since the last successful start.
         self._failed_starts: Counter[int] = Counter()
         self._numbers = itertools.count(FIRST_TASK)  # the numbers of tasks
         # The number of the ranks' process group, see `Ranks`. It is increased when a rank has failed, has exited or is
@@ -299,7 +300,7 @@ class Supervisor(threading.Thread):
         if task in self._queue:
             self._queue.remove(task)
             task.discard()
-            self._hand_out()  # the tasks behind it may need fewer workers
+            self._hand_out()  # the tasks behind this task may need fewer workers, and can then begin now
         elif isinstance(task, Task):
             self._cancel(task)
 
@@ -350,11 +351,14 @@ class Supervisor(threading.Thread):
         if task is not None:  # it is None if the worker has only started, or if the pool has failed meanwhile
             self._task_answered(task, worker, answer, payload)
         if answer.is_spent and record.state is State.IDLE:
-            record.leave()  # once it has exited, another worker takes its place
+            record.leave()  # once this worker has exited, `exited` replaces it
         self._hand_out()
 
     def told_stack(self, worker: Worker, text: str) -> None:
-        """Implement `WorkerEvents.told_stack`: once the stack is complete, the task need not wait for it any longer."""
+        """Implement `WorkerEvents.told_stack`: keep the stack for the timeout error of the task.
+
+        Once the stack is complete, the error need not wait for it any longer.
+        """
         record = self._records[worker]
         record.stack += text
         if record.deadline is not None and record.deadline.due is Due.STACK and is_whole(record.stack):
@@ -362,17 +366,17 @@ class Supervisor(threading.Thread):
 
     def unread(self, worker: Worker) -> None:
         """Implement `WorkerEvents.unread`: note, for the error of the task, that the worker has not read the task."""
-        if worker in self._records:  # otherwise `_start` still sends the first message, and the worker has no record
+        if worker in self._records:  # a worker has no record while `_start` sends the first message
             self._records[worker].is_task_unread = True
 
     def unsent(self, worker: Worker, error: TransferError) -> None:
         """Implement `WorkerEvents.unsent`: fail the task and kill the worker.
 
-        The worker has not received its descriptors for a long time, so it may be stopped. The kernel limits the number
-        of descriptors in flight, so the death of this worker makes room for the descriptors of others.
+        The worker may be suspended (SIGSTOP), and then does not receive the descriptors that are sent to it. The kernel
+        limits the number of descriptors in flight, so the death of this worker makes room for those of other workers.
         """
         record = self._records.get(worker)
-        if record is None:  # `_start` still sends the first message of this worker
+        if record is None:  # a worker has no record while `_start` sends the first message
             worker.kill()
             return
         record.kill()
@@ -411,8 +415,8 @@ class Supervisor(threading.Thread):
     def no_room(self, workers: Sequence[Worker], error: ParallelError) -> None:
         """Implement `WorkerEvents.no_room`: fail the first task that waits for workers.
 
-        While other workers are busy, no task fails, because these workers may do the waiting tasks. When the next task
-        is handed out, the pool asks for the workers without room again.
+        While other workers are busy, no task fails, because the busy workers may do the waiting tasks. Before the next
+        task is handed out, the pool tries again to start the missing workers.
         """
         for worker in workers:
             record = self._records.pop(worker)
@@ -523,7 +527,8 @@ class Supervisor(threading.Thread):
             needed = len(self._devices) if isinstance(task, (RunTask, ResizeTask)) else 1
             if len(idle) < needed:
                 return
-            # The task is still in the queue, so that it fails with the pool if `ranks` finds no free descriptor.
+            # `ranks` raises an error if no file descriptor is free. The pool then fails, and with it all tasks in the
+            # queue. So this task is removed from the queue only after `ranks` has returned.
             if isinstance(task, RunTask):
                 task.begin_on(self._site.ranks(len(idle), self._group_number))
             self._queue.popleft()
@@ -539,8 +544,8 @@ class Supervisor(threading.Thread):
     def _batch(self, first: MapItem) -> Batch:
         """Return a batch of an item and of further items of its `map`, which are taken from the queue.
 
-        A batch holds at most about half of one worker's equal share of the waiting items. If one worker took all the
-        last items, the other workers would be idle.
+        A batch holds at most about half of one worker's equal share of the waiting items. For example, if 80 items wait
+        for 4 workers, it holds at most 10. If one worker took all the last items, the other workers would be idle.
         """
         mapping = first.mapping
         limit = min(mapping.batch_size, mapping.waiting // (2 * len(self._workers)) + 1)
@@ -576,7 +581,9 @@ class Supervisor(threading.Thread):
         if isinstance(task, Batch) and len(task.left) > 1:
             task.time_out = deadline
             deadline = Deadline(time.monotonic() + HAND_BACK_AFTER_S, Due.HAND_BACK)
-        for record in records:  # before the task is sent, because a failure to send it to one worker cancels it on all
+        # All records get the task before the first worker is sent it. If the task then cannot be sent to one worker, it
+        # is cancelled on all workers whose records have it.
+        for record in records:
             record.begin(task, number, deadline)
         for record in records:
             try:
@@ -597,7 +604,7 @@ class Supervisor(threading.Thread):
             self._report_loss(task, record.worker, error)
 
     def _task_answered(self, task: Task, worker: Worker, answer: Answer, payload: Received) -> None:
-        """Pass the answer of a worker to its task, and return the items of a batch that the worker has not begun."""
+        """Pass the answer of a worker to its task. Requeue the items of a batch that the worker has not begun."""
         if isinstance(task, RunTask):
             has_failed = answer.outcome in (Outcome.FAILED, Outcome.CANCELLED)
             if has_failed or answer.failed_inside:
@@ -723,7 +730,10 @@ class Supervisor(threading.Thread):
 
 
 def _timeout_error(task: Task | None, late: Iterable[WorkerRecord]) -> RankTimeoutError:
-    """Return the error for a task that these workers have not ended in time; without a task, for their start."""
+    """Return the error for a task that these workers have not ended in time.
+
+    If ``task`` is None, these workers have not started in time.
+    """
     if task is None:
         name = "The start of workers"
         limit = f"{START_WITHIN_S:g} s"

@@ -32,7 +32,7 @@ class Task:
 
     @property
     def calls(self) -> Sequence[bytes]:
-        """The pickled arguments of each call, if the workers keep the function; otherwise empty."""
+        """The pickled arguments of each call; empty if the payload contains the arguments."""
         return () if self.call.arguments is None else (self.call.arguments,)
 
     def begin(self) -> bool:
@@ -115,8 +115,10 @@ class RunTask(Task):
         super().__init__(call)
         self.reply = reply
         self._results: dict[int, Any] = {}  # the results by rank, with None for a failed rank
-        self._failures: dict[int, Exception] = {}  # maps ranks to their errors in the order of arrival: the cause first
-        self._cut_off: Exception | None = None  # set if the pool stopped a rank; raised if no rank has failed
+        # Maps ranks to their errors in the order of arrival, from which `rank_error` finds the cause.
+        self._failures: dict[int, Exception] = {}
+        # The error of a rank that the pool has cancelled or killed. The caller gets it only if no rank has failed.
+        self._cut_off: Exception | None = None
 
     def begin_on(self, ranks: Ranks) -> None:
         """Set the description of the ranks, which the workers receive with this task."""
@@ -127,7 +129,7 @@ class RunTask(Task):
         self._results[rank], error = rebuild(self.call, answer, payload)
         if answer.outcome is Outcome.CANCELLED:
             self._cut_off = error
-        elif isinstance(error, RankError):  # it contains the failures of other ranks, which this rank has learned
+        elif isinstance(error, RankError):  # a failure of other ranks, of which this rank has learned
             for other, failure in error.failures.items():
                 self._failures.setdefault(other, failure)
         elif error is not None and (rank not in self._failures or lost_connection(self._failures[rank])):
@@ -135,7 +137,7 @@ class RunTask(Task):
         self._end_if_all_answered()
 
     def lose(self, rank: int, error: Exception) -> None:
-        """Implement `Task.lose`: the rank has failed, or was cut off if the pool has killed its worker."""
+        """Implement `Task.lose`: note that the rank has failed, or that the pool has killed its worker."""
         self._results[rank] = None
         if isinstance(error, ExecutorClosedError):
             self._cut_off = error
@@ -148,7 +150,10 @@ class RunTask(Task):
         self.reply.complete(None, error)
 
     def _end_if_all_answered(self) -> None:
-        """Complete the reply once each rank has answered or was lost: with a `RankError` if a rank has failed."""
+        """Complete the reply once each rank has answered or was lost.
+
+        If a rank has failed, the reply raises a `RankError`.
+        """
         if len(self._results) < self.ranks.world_size:
             return
         results = [self._results[rank] for rank in range(len(self._results))]
@@ -170,10 +175,11 @@ class Mapping:
         self.is_wanted = True  # False once the iterator is closed, so that no further item begins
         self.waiting = 0  # the number of items in the queue of the supervisor
         self.outcomes: dict[int, tuple[Any, Exception | None]] = {}  # results or exceptions by index of the item
-        self._awaited: tuple[int, Reply] | None = None  # the item for which the iterator waits, and its reply
+        # The index of the item for which the iterator waits, and the reply to complete when this item has ended.
+        self._awaited: tuple[int, Reply] | None = None
 
     def await_item(self, index: int, reply: Reply) -> None:
-        """Complete the reply when the item has ended. Only the supervisor calls this."""
+        """Complete the reply when the item has ended. This must be called in the thread of the supervisor."""
         if index in self.outcomes:
             reply.complete(None)
         else:
@@ -207,7 +213,7 @@ class MapItem(Task):
         self.index = index
 
     def begin(self) -> bool:
-        """Implement `Task.begin`."""
+        """Implement `Task.begin`: the item does not begin if the iterator of the `map` was closed."""
         return self.mapping.is_wanted
 
     def can_be_joined_by(self, other: MapItem) -> bool:
@@ -227,15 +233,16 @@ class MapItem(Task):
 class Batch(Task):
     """Items of a `map` that one worker does one after another.
 
-    The worker begins no further item after `BATCH_S`. If one item takes long, the supervisor asks for the items behind
-    it. Items that the worker has not begun go back to the queue.
+    The worker begins no further item after `BATCH_S`. If one item takes long, the supervisor asks the worker to hand
+    back the items behind this item. Items that the worker has not begun go back to the queue.
     """
 
     def __init__(self, items: Sequence[MapItem]) -> None:
         super().__init__(items[0].call)
         self.mapping = items[0].mapping
         self.left = list(items)  # the items for which the worker has not answered yet
-        # The deadline of the whole batch. The supervisor applies it after it has asked for the items behind a long one.
+        # The `Deadline` at which the batch times out, or None. The worker first has another deadline, at which the
+        # supervisor asks the worker to hand back the items that it has not begun.
         self.time_out: Any = None
         self._error: Exception | None = None  # set by `fail`; items that have not ended get this error
 
@@ -275,8 +282,8 @@ class Batch(Task):
     def fail(self, error: Exception) -> None:
         """Implement `Task.fail`, but only note the error.
 
-        The supervisor cancels the worker next. If the worker answers, its present item gets the error. If the worker
-        exits, all items that are left get it.
+        The supervisor next cancels the batch on its worker. If the worker answers, its present item gets the error. If
+        the worker exits, all items that are left get the error.
         """
         self._error = error
 

@@ -22,8 +22,9 @@ To cancel a task, the second thread sends a signal to the main thread, and the h
 
 When a rank of a `run` fails, it closes its process group, so that the other ranks do not wait for it in a collective.
 Their collectives then fail, too, and their errors may reach the pool before the error of the rank that has failed
-first. The pool would then cancel that rank, and the cause of the failure would be lost. Therefore a rank that fails
-first ends its task, which can then no longer be cancelled, and only after that closes its group.
+first. The pool would then cancel that rank, and the cause of the failure would be lost. Therefore a failing rank takes
+two steps. In the first step it ends its task, which can then no longer be cancelled. In the second step it closes its
+process group.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _serve(channel: Channel, worker: TaskRunner) -> None:
     except TransferError as error:
         answer = answer._replace(outcome=Outcome.FAILED)
         channel.send(answer, Payload(_pack_exception(error, worker.describe_place(header))))
-    if header.cores:  # if it is 0, workers share a core, and this worker must leave the core to the others
+    if header.cores:  # otherwise several workers share a core, which `wait_for_more` would keep busy
         channel.wait_for_more()
 
 
@@ -162,8 +163,8 @@ class TaskRunner:
         self._function: Callable[..., Any] | None = None
         self._rank = rank
         self.device = device
-        # The context of this worker in single tasks, and the one in a `run`, which is kept as long as `Ranks.group` is
-        # the same.
+        # The contexts of this worker as a rank: `_alone` in single tasks, `_rank_context` in a `run`. Successive runs
+        # with the same `Ranks.group` use the same `_rank_context`.
         self._alone = RankContext(World(False, 0, 0, 1, self.device, launcher="executor"))
         self._rank_context: RankContext | None = None
         self._group_number = 0  # the `Ranks.group` for which `_rank_context` was made
@@ -176,8 +177,8 @@ class TaskRunner:
         self._cancelled = NO_TASK  # the number of the last task that the pool or the watchdog has cancelled
         self._is_batch = False  # True if the present task is a batch of a `map`, which `hand_back` may cut short
         self._scope = CancelScope()  # entered around the calls of a task; the thread of the orders interrupts it
-        # Set by `_post_return`: the object through which this rank has published that the function of a `run` has
-        # returned. The next task withdraws this publication.
+        # The status board on which `_post_return` has published that the function of a `run` has returned on this rank.
+        # `perform` uses it to withdraw the publication when the next task begins.
         self._board: StatusBoard | None = None
         self._deadlock: Exception | None = None  # the error with which the watchdog has ended the present task, or None
 
@@ -220,7 +221,10 @@ class TaskRunner:
             return True
 
     def hand_back(self) -> None:
-        """Send the results of the batch so far, and drop its calls that have not begun. The call that runs goes on."""
+        """Send the results of the batch so far, and drop its calls that have not begun. The call that runs goes on.
+
+        The pool then gives the dropped calls to other workers.
+        """
         with self._task_lock:
             # The order may arrive too late: the batch has ended, and perhaps a task that is not a batch runs now.
             if self._task != NO_TASK and self._is_batch and (self._results or self._calls):
@@ -254,7 +258,7 @@ class TaskRunner:
             _use_threads(max(1, task.cores), self._environ)
         generation = task.generation
         if self._board is not None:
-            self._board.waits = None  # withdraws the wait that `_post_return` has published after the last `run`
+            self._board.waits = None  # withdraws the record that `_post_return` has published after the last `run`
         context = self._enter(task, generation) if task.ranks.world_size else self._alone
         join(context)
         with self._task_lock:
@@ -286,7 +290,7 @@ class TaskRunner:
                 packed = _pack_exception(error, self.describe_place(task))
         has_failed = outcome in (Outcome.FAILED, Outcome.CANCELLED)
         if task.ranks.world_size and has_failed:
-            context.group.close()  # now, because the task can no longer be cancelled, see the beginning of this module
+            context.group.close()  # only after the task has ended above; the beginning of this module says why
         if has_failed:
             _recover(self.device)
         join(self._alone)
@@ -391,11 +395,14 @@ class TaskRunner:
         )
 
     def store_address(self, ranks: Ranks) -> tuple[str, int]:
-        """Return host and port of the store of these ranks. On Ray they can change, so a subclass asks for them."""
+        """Return host and port of the store of these ranks. On Ray the store can move, so a subclass asks for both."""
         return ranks.store_host, ranks.store_port
 
     def _open_store(self, ranks: Ranks) -> dist.Store:
-        """Return the pool's store with the prefix of these ranks. The connection is kept for later groups."""
+        """Return the pool's store, limited to the keys with the prefix of these ranks.
+
+        The connection to the store is kept, so that ranks with a later group number use the same connection.
+        """
         address = self.store_address(ranks)
         if self._store is None or self._store_address != address:
             self._store_address = address

@@ -1,7 +1,7 @@
 """A worker process on this machine, as its pool sees it: the connections to the process, and the messages on them.
 
-Four connections lead to a worker: a `Channel` for tasks and answers, a socket for orders and stacks, and one pipe each
-for its standard output and standard error.
+Four connections lead to a worker: a `Channel` for tasks and answers; a socket for orders, such as to cancel a task, and
+for the Python stack of the worker; and one pipe each for its standard output and standard error.
 
 The end of a connection does not show that the process has ended, because the worker may have closed the connection.
 Nor does it show what the worker has done, because its last answer or output may still be unread. So only the fork
@@ -46,7 +46,7 @@ ROOM_EVERY_S = 0.01  # how often to try again to send a message whose descriptor
 class WorkerProcess:
     """A process that the fork server forks for a pool; implements `Worker`. Only the pool's thread uses it."""
 
-    exit_told_within_s = 0.0  # the fork server reports a death at once
+    exit_told_within_s = 0.0  # the pool learns of a death at once, from the fork server
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class WorkerProcess:
         self._flush()
 
     def send(self, task: TaskHeader, call: PackedCall) -> None:
-        """Implement `Worker.send`. The message goes out now, or when there is room for it."""
+        """Implement `Worker.send`. If the socket is full, the message goes out later."""
         for handle in call.handles:
             if handle.number not in self._kept_handles:
                 self._channel.enqueue(KeepObject(handle.number), handle.payload)
@@ -155,11 +155,11 @@ class WorkerProcess:
 
     def ask_for_stack(self) -> None:
         """Implement `Worker.ask_for_stack`."""
-        self.cancel(TELL_STACK)  # no task has this number
+        self.cancel(TELL_STACK)  # no task has this number, so the worker takes it as the order to send its stack
 
     def hand_back(self) -> None:
         """Implement `Worker.hand_back`."""
-        self.cancel(HAND_BACK)  # no task has this number
+        self.cancel(HAND_BACK)  # no task has this number, so the worker takes it as the order to send its results
 
     def leave(self) -> None:
         """Implement `Worker.leave`: the worker exits when it reads the end of its channel."""
@@ -236,7 +236,7 @@ class WorkerProcess:
             self._loop.unwatch(self._control.fileno())
 
     def _flush(self) -> None:
-        """Send the messages in the outbox. If there is no room for some of them, the event loop sends them later."""
+        """Send the messages in the outbox. If the kernel does not take all of them, send the rest later."""
         fd = self._channel.sock.fileno()
         try:
             has_room = self._channel.flush()
@@ -247,7 +247,8 @@ class WorkerProcess:
             if error.errno != errno.ETOOMANYREFS:
                 self._events.unsent(self, TransferError(str(error)))
                 return
-            # Too many descriptors are in flight, see `no_room_error`. Try again later, because no event reports room.
+            # Too many descriptors are in flight, see `no_room_error`. Try again after a while, because no event reports
+            # when the kernel takes descriptors again.
             now = time.monotonic()
             self._room_deadline = self._room_deadline or now + channel.ROOM_WITHIN_S
             if now < self._room_deadline:

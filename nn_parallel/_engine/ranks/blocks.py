@@ -63,7 +63,7 @@ from .store import arrived_key, decode, encode, ended_key
 from .watchdog import BlockState, Watchdog, cause_of
 
 UNINTERRUPTED = True  # the signal handler in `interrupts` reads this, and raises no exception in lines of this module
-NO_BARRIER = contextlib.nullcontext(lambda: None)  # replaces `Blocks._barrier` in calls without a barrier
+NO_BARRIER = contextlib.nullcontext(lambda: None)  # used instead of `Blocks._barrier` if a call has no barrier
 # A rank that ends a generation adds this number to the counter of arrivals. It is greater than any possible count.
 END_MARK = 1 << 40
 
@@ -101,7 +101,7 @@ class Blocks:
         self._barriers = 0
         self.stop_calls = 0
         for block in self._entered:
-            # 0 means that all ranks had begun this block before the first barrier of the new generation.
+            # The block began in an earlier generation. 0 means that all ranks began it before barrier 1 of the new one.
             block.begin = 0
 
     @contextlib.contextmanager
@@ -154,7 +154,8 @@ class Blocks:
         Args:
             call: holds the name of the barrier for errors.
             timeout_s: how long this rank waits; no limit if None.
-            refusal: an error for which this rank refuses to pass the barrier. All ranks then raise this error.
+            refusal: an error that this rank raises instead of arriving at the barrier, so that the barrier fails with
+                this error on all ranks. None if this rank arrives.
 
         Raises:
             RankError: on every rank, if a rank gave up waiting, or its process ended before all ranks had come.
@@ -212,7 +213,8 @@ class Blocks:
     def nested(self, ranks: Sequence[int]) -> Iterator[None]:
         """Mark the body of the ``with`` block as code that only ``ranks`` run.
 
-        A call inside this code runs on the ranks that it names, and no other rank waits for it.
+        Inside this code, `on_rank` runs its function at once on the ranks that the decorator names, and no other rank
+        waits for the end of this function.
         """
         outer = self.nested_in
         self.nested_in = tuple(ranks)
@@ -260,16 +262,20 @@ class Blocks:
         self.board.begin(call)
 
     def _wait(self, call: Call, ranks: Sequence[int], phase: int, timeout_s: float | None) -> Wait:
-        """Return the record of a wait that begins now, in which this rank waits until ``ranks`` have reached ``phase``.
+        """Return the description of a wait that begins now: this rank waits until ``ranks`` have reached ``phase``.
 
-        A wait without a timeout is published, so that a rank that is in a deadlock with this rank notices the deadlock,
-        see `Watchdog._deadlock`. A wait with a timeout is not published, because it cannot be part of a deadlock: this
-        rank may give up the wait and go on.
+        If the wait has no timeout, the watchdog publishes for which ranks this rank waits. If one of these ranks waits
+        for this rank in a collective, its watchdog reads this and notices the deadlock, see `Watchdog._deadlock`. A
+        wait with a timeout is not published, because it is no deadlock: this rank gives up after the timeout and goes
+        on.
         """
         return Wait(call, ranks, phase, deadline_of(timeout_s), "" if timeout_s else "waits in")
 
     def _await_outcome(self, wait: Wait) -> dict[int, Exception]:
-        """Wait until the present call has been run. Return its failures, by rank; an empty dict if it succeeded."""
+        """Wait until the rank in ``wait`` has finished the present call, and return the failures of the call by rank.
+
+        The dict is empty if the call succeeded.
+        """
         (rank,) = wait.ranks
         status = NO_STATUS
         goal = Position(self.generation, self.board.number, FINISHED)
@@ -281,8 +287,8 @@ class Blocks:
                 self.board.check_same_call(rank, status, wait.call)
                 if status.position < goal and status.position.phase == HAS_LEFT:
                     raise self.board.left_error(rank, wait.call)
-            # If the other rank is in a later generation, its position is later than `goal`, even if a block has failed
-            # before that rank ran the call. Therefore the next lines check whether this rank's generation has ended.
+            # A position in a later generation is greater than `goal`, even if that rank has never run the call because
+            # a block failed first. Therefore the next lines check whether a failure has ended this rank's generation.
             has_run = status.position >= goal
             if status.position.generation > self.generation or (waited > times.LOOK_UP_PEER_AFTER_S and not has_run):
                 self._raise_if_generation_ended()
@@ -320,7 +326,7 @@ class Blocks:
             raise Interrupted
 
     def _raise_if_generation_ended(self) -> None:
-        """Raise `Interrupted` if the generation has ended, because the innermost block has then failed.
+        """Raise `Interrupted` if the generation has ended, because this rank must then leave its innermost block.
 
         Outside of all blocks, do nothing.
         """
@@ -381,8 +387,9 @@ class Blocks:
 
         def is_complete(waited: float) -> bool:
             nonlocal has_arrived
-            # The neighbor must be checked before the counter is read. In the other order, a neighbor that arrives as
-            # the last rank and leaves the world between these two steps would seem to have left without arriving.
+            # Check the neighbor first, and read the counter second. In the other order, the neighbor could arrive as
+            # the last rank and leave the world between the two steps. This rank would then see an old count, and raise
+            # an error because the neighbor has left.
             has_left = waited > times.LOOK_UP_PEER_AFTER_S and self._check_neighbor(block, wait.call)
             arrivals = self._connection.add(key, 0 if has_arrived else 1)
             has_arrived = True
@@ -409,10 +416,11 @@ class Blocks:
     def _check_neighbor(self, block: BlockState, call: Call) -> bool:
         """Raise if the neighbor (the rank before this one) is at another barrier than this rank.
 
-        It is enough that each rank checks one other rank. If the ranks are at different barriers, then at each of these
-        barriers, at least one rank has a neighbor at another barrier. A rank whose neighbor is at the same barrier
-        notices nothing, and may pass because the counter does not distinguish the barriers. Therefore a rank that
-        notices the difference records it in the `GenerationEnd` (``is_mixed``).
+        The check is needed because the counter of arrivals does not distinguish the barriers: if some ranks arrive at
+        one barrier and the others at another one, the sum looks complete. It is enough that each rank checks one other
+        rank. If the ranks are at different barriers, then at each of these barriers, at least one rank has a neighbor
+        at another barrier, and raises. Ranks whose neighbor is at the same barrier may already have passed. Therefore a
+        rank that notices the difference records it in the `GenerationEnd` (``is_mixed``).
 
         Returns:
             True if the neighbor has left the world.
@@ -464,13 +472,19 @@ class Blocks:
                 del raised
 
     def _leave_block(self, block: BlockState, error: BaseException) -> BaseException | None:
-        """End the generation because ``error`` was raised in ``block``, which may also stand for a separate barrier.
+        """End the generation because ``error`` was raised in ``block``, and return the exception to raise.
+
+        Args:
+            block: a block, or the `BlockState` of a separate barrier.
+            error: the exception that was raised in the block.
 
         Returns:
-            The exception to raise out of ``block``. If this block has failed, it is the error that all ranks raise. If
-            the block around it has failed, it is `Interrupted`, and the block around it then raises the error. None if
-            no block has failed because all ranks had already come to the end of ``block``. This rank then goes on, and
-            raises the failure at its next barrier.
+            The exception to raise out of ``block``:
+
+            - If ``block`` has failed, the error that all ranks raise.
+            - If a block around it has failed, `Interrupted`. The outer block then raises the error.
+            - If no block has failed because all ranks have already come to the end of ``block``, None. This rank then
+              goes on, and raises the failure at its next barrier.
 
         Raises:
             ParallelError: the store is gone.
@@ -536,7 +550,7 @@ class Blocks:
         return failures_in(error, self.rank)
 
     def _seek_deaths(self, block: BlockState) -> dict[int, BaseException]:
-        """Return the errors for the ranks whose death may be the reason for a lost connection, by rank.
+        """Look for dead ranks, because a death may be the reason for a lost connection. Return their errors by rank.
 
         The dict is empty if the generation ends first, or if no death is noticed within `times.CAUSE_WITHIN_S`.
         """

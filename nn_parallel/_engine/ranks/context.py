@@ -7,8 +7,9 @@ A process is in a world in one of four ways:
 3. Other code has initialised torch.distributed.
 4. The process is alone, as rank 0 of 1.
 
-In the first two cases the process *joins* a `RankContext`, which this module then holds. Cases 3 and 4 are
-distinguished at each request, by asking torch.distributed whether it is initialised.
+In the first two cases the process makes a `RankContext` and *joins* it: `join` stores the context in this module. If no
+context is stored, `rank_context` asks torch.distributed at each call whether it is initialised, because other code may
+initialise it at any time. If torch.distributed is initialised, this is case 3, otherwise case 4.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from ...errors import LaunchError
 from ...world import World
 from ..devices import accelerators, current_index, device_of_rank, hardware_id
+from ..torch_private import default_store
 from . import times
 from .environment import Launch, detect_launch
 from .group import Group
@@ -56,19 +58,23 @@ class RankContext:
     """
 
     world: World  # the world when this rank joined it; `current` returns the present state
-    open_store: Callable[[], dist.Store] | None = None  # None if this rank is alone, because it then needs no store
+    open_store: Callable[[], dist.Store] | None = None  # connects to the store; None for a lone rank without a store
     timeout: timedelta = times.DEFAULT_TIMEOUT
     store_host: int | None = None  # the rank that hosts the store; None if no rank hosts it
-    one_node: bool = True  # if false, connections that get no answer from another node are ended, see `unanswered_s`
-    # In a worker of a pool, the watchdog calls this function to end a collective that can never end, outside of all
-    # blocks. The arguments are the error that says why, and the generation of the collective. If the function is None,
-    # the watchdog ends the collective itself.
+    # Whether all ranks are certainly on this node. If not, the kernel ends connections that get no answer from another
+    # node, see `unanswered_s`.
+    one_node: bool = True
+    # Set in a worker of a pool. If a collective outside of all blocks can never end, the watchdog calls this function,
+    # which ends the collective. The arguments are the error that says why the collective can never end, and the
+    # generation. If the function is None, the watchdog ends the collective itself.
     on_deadlock: Callable[[Exception, int], None] | None = None
-    # Notices deaths on other nodes. None unless `initialize_ddp` has joined the ranks of a launcher on several nodes.
+    # The connections through which this rank notices deaths on other nodes. None unless a launcher has started the
+    # ranks, and they may run on several nodes.
     links: Links | None = None
     host: StoreHost | None = None  # limits how long the store may take to answer; None if there is no limit
     generation: int = 0
-    # Set when an uncaught exception ends this process. The collectives on the accelerator are then aborted at the exit.
+    # Set when an uncaught exception ends this process. At the exit, this rank then aborts its collectives on the
+    # accelerator instead of waiting for their end.
     ends_by_exception: bool = False
     # The functions to call when this rank leaves the world.
     on_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -106,7 +112,7 @@ class RankContext:
         return store
 
     def _accelerator(self) -> str:
-        """Return a text that identifies the accelerator of this rank and the host of the accelerator.
+        """Return a text that identifies the accelerator of this rank. Ranks with the same text share an accelerator.
 
         The string is empty if this rank runs on the CPU, or if its accelerator cannot be identified.
         """
@@ -148,7 +154,11 @@ class RankContext:
 
     @property
     def lost_after_s(self) -> float:
-        """The seconds that a node may be out of reach without being lost. After twice this time the node is lost."""
+        """The seconds for which another node may be out of reach without being counted as lost.
+
+        If the node stays out of reach for longer, it counts as lost after about twice this time at the latest, see
+        `end_if_unanswered`.
+        """
         return min(times.LOST_AFTER, self.timeout / 3).total_seconds()
 
     @property
@@ -189,7 +199,7 @@ def _release_store_in_fork() -> None:
 
     The forked process has copies of these sockets. While it holds them open, other ranks would not see that the rank
     has ended. The descriptors are replaced by the null device instead of being closed, because objects in C++ close
-    them when the forked process ends. A closed descriptor number could refer to another file by then.
+    them again when the forked process ends. If they were closed now, their numbers could belong to other files by then.
     """
     context = _joined
     if context is not None and context.world.launcher != "executor" and context.has_store:
@@ -274,10 +284,11 @@ def _external_context() -> RankContext:
                 node_rank = launch.node_rank
                 local_world_size = launch.local_world_size
                 one_node = launch.one_node
-        device = dist.distributed_c10d._get_default_group().bound_device_id or _device_of_foreign_rank(local_rank)
+        assert dist.group.WORLD is not None
+        device = dist.group.WORLD.bound_device_id or _device_of_foreign_rank(local_rank)
         world = World(True, rank, local_rank, world_size, device, node_rank, local_world_size, "external")
         # The ranks communicate through the store of the group. Torch has no public function that returns this store.
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         if _external is not None:
             _external.on_leave.close()
             _external.group.release()
@@ -295,8 +306,8 @@ def _external_context() -> RankContext:
 def _device_of_foreign_rank(local_rank: int) -> torch.device:
     """Return the device of a rank whose group other code has made.
 
-    This is the current device, unless the current device is the first one. The other code may then have chosen no
-    device at all. In this case the function returns the accelerator with the number of the local rank.
+    This is usually the current device. But if the current device is the first accelerator, the other code may have
+    chosen no device. In this case the function returns the accelerator whose index is the local rank, if it exists.
     """
     current = _current_device()
     available = accelerators()

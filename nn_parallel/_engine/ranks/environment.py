@@ -51,7 +51,7 @@ class Launch:
     master_port: int
     one_node: bool  # True only if all ranks certainly run on this host, so that their sockets may use the loopback
     told_by: tuple[str, ...]  # the variables from which these values were read
-    launcher_hosts_store: bool = False  # whether torchrun's agent listens on the master port instead of rank 0
+    launcher_hosts_store: bool = False  # whether torchrun's agent hosts the store at the master port, instead of rank 0
     attempt: int = 0  # the number of times that torchrun has restarted the ranks
 
 
@@ -106,7 +106,8 @@ def with_arguments(environ: Mapping[str, str], **arguments: int | str | None) ->
     if changed & {"MASTER_ADDR", "MASTER_PORT"}:
         for name in [name for name in merged if name.startswith("TORCHELASTIC_")]:
             del merged[name]
-    if "LOCAL_RANK" in explicit:  # `detect_launch` reads the local rank from the launcher's own variable
+    # For an MPI launcher and SLURM, `detect_launch` reads the local rank from a variable with another name.
+    if "LOCAL_RANK" in explicit:
         explicit |= dict.fromkeys(_LOCAL_RANKS & merged.keys(), explicit["LOCAL_RANK"])
     return merged | explicit
 
@@ -225,7 +226,8 @@ class _Variables:
 def _by_env(variables: _Variables) -> Launch:
     """Return the launch that the ``env://`` variables describe, which torchrun, a platform or a user has set.
 
-    If LOCAL_RANK is not set, the rank is taken for the local rank. This is right only if all ranks run on this node.
+    If LOCAL_RANK is not set, the function uses the rank as the local rank. This is right only if all ranks run on this
+    node, which `_check_rank_numbers_processes` checks.
     """
     has_local_rank = variables.has("LOCAL_RANK")
     local_rank = "LOCAL_RANK" if has_local_rank else "RANK"

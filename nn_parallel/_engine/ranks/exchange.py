@@ -1,6 +1,6 @@
 """Transfer of objects between ranks, through torch's own collectives for objects.
 
-The objects are *packed*: an object is a pickle, with the memory of its tensors beside the pickle (`Packed`).
+The objects are *packed*: a `Packed` consists of the pickle of an object and, separately, the memory of its tensors.
 """
 
 from __future__ import annotations

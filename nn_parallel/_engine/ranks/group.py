@@ -15,14 +15,14 @@ this. Gloo then sees the end of the connection, and the collective raises an err
   own watchdog, which knows the cause of the failure. The end of a connection could even block a peer forever: if a
   write of gloo fails before gloo has noticed the end, gloo never wakes the thread that waits for this write
   (``Pair::signalException`` skips unbound buffers that are being sent).
-- For the same reason the connection must stay open even after gloo has closed it, because a peer may begin to write
-  only then. Therefore this rank keeps a duplicate of each socket until all ranks have certainly left the group, namely
-  until the ranks make the next group.
+- For the same reason the connection must stay open even after gloo has closed its socket, because a peer may begin to
+  write after that. Therefore this rank keeps a duplicate of each socket until all ranks have certainly left the group,
+  namely until the ranks make the next group.
 
-A closed group is kept in `_closed` until no other object refers to it. Otherwise a `DistributedDataParallel` model that
-holds the last reference could destroy the group in C++ while it holds the GIL, and would wait for gloo's threads. These
-threads wait for the GIL in order to drop their last asynchronous operations, so that there would be a deadlock. If
-Python code drops the last reference to a group, torch releases the GIL first.
+A closed group is kept in `_closed` until no other object refers to it. This avoids a deadlock: if a
+`DistributedDataParallel` model held the last reference, the end of the model would destroy the group in C++ without
+releasing the GIL, and would wait there for gloo's threads. But these threads wait for the GIL in order to drop their
+last asynchronous operations. If Python code drops the last reference to a group, torch releases the GIL first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ import functools
 import logging
 import math
 import os
-import re
 import socket
 import sys
 import threading
@@ -47,6 +46,7 @@ from ...world import World
 from .. import background
 from ..devices import synchronize_in_thread
 from ..failures import summary
+from ..torch_private import gloo_addresses, groups, reset_group_names, set_timeout
 from . import nccl, times
 from .flight_recorder import next_group_id, running_collectives
 from .sockets import bottom, connected_at, duplicate, interface_to_other_nodes, still_open
@@ -67,7 +67,6 @@ del _present
 # `sys.getrefcount` counts as a second reference.
 ONLY_OURS = 2
 logger = logging.getLogger("nn_parallel")
-_KEY_OF_GLOO = re.compile(r"(^|/)cpu//0/\d+$")  # matches the keys under which gloo writes the address of a rank
 _closed: list[dist.ProcessGroup] = []  # closed groups that other objects may still refer to
 
 
@@ -91,7 +90,7 @@ class Group:
         # generation. Both numbers are the same on all ranks.
         self.begun = 0, 0
         # True from the moment at which this rank ends connections of the present groups until the groups are closed.
-        # Errors of their collectives are then only a consequence.
+        # Meanwhile errors of their collectives are ignored, because they are only a consequence.
         self.interrupted = False
         # A counter that rises by one when a group begins to be closed, and again when the group has been closed. A
         # thread passes an earlier value to `abort`, which then does nothing if that group has been closed meanwhile.
@@ -107,7 +106,7 @@ class Group:
         self._store: dist.Store | None = None  # the connection to the store that `_own_connection` has opened
         # The socket of `_store`, as ``{descriptor: inode}``. Empty if the connection must not be used again.
         self._store_sockets: dict[int, int] = {}
-        self._for_thread: dist.ProcessGroup | None = None  # the group that `for_thread` has made, if it is still open
+        self._for_thread: dist.ProcessGroup | None = None  # the open group that `for_thread` has made, if any
         self._half_closed: list[socket.socket] = []  # duplicates that keep connections open, see the module's docstring
         self._on_release = contextlib.ExitStack()  # restores the environment variables that `make` has set
 
@@ -155,9 +154,7 @@ class Group:
         hook = sys.excepthook
         self.first_id = next_group_id()
         self._first_nccl_id = next_group_id("nccl")
-        # Torch numbers the groups with this counter. After a failed init the counter may differ between ranks, and
-        # ranks that use different numbers for the same group would wait for each other forever.
-        dist.distributed_c10d._world.group_count = 0
+        reset_group_names()
         try:
             dist.init_process_group(
                 backend,
@@ -168,8 +165,8 @@ class Group:
                 device_id=None if on_cpu else world.device,
             )
             if connect_within != timeout:
-                _set_timeout(timeout)
-            self._sockets = connected_at(_gloo_addresses(rendezvous))
+                set_timeout(timeout)
+            self._sockets = connected_at(gloo_addresses(bottom(rendezvous)))
         except (RuntimeError, ValueError) as error:
             self._store_sockets.clear()  # drops the connection, which may be in the middle of a request
             if isinstance(error, ValueError) and "backend" not in str(error).lower():
@@ -182,7 +179,7 @@ class Group:
             ) from error
         finally:
             sys.excepthook = hook  # the init has replaced the hook, and each init would add another one on top
-        self._found_groups = set(_groups().values())  # only the default group exists, and its connections are known
+        self._found_groups = set(groups().values())  # only the default group exists, and its connections are known
         self.default = dist.group.WORLD
         self._for_thread = None  # if there was such a group, the user has destroyed it with the former default group
         _drop_closed_groups()
@@ -199,7 +196,7 @@ class Group:
         """
         if self._for_thread is None:
             self._for_thread = dist.new_group(backend="gloo", timeout=_connect_within(timeout))
-            _set_timeout(times.DEFAULT_TIMEOUT, self._for_thread)
+            set_timeout(times.DEFAULT_TIMEOUT, self._for_thread)
             self.find_connections(store)
         return self._for_thread
 
@@ -214,7 +211,7 @@ class Group:
         if dist.is_initialized():
             is_over = not abort and self._has_ended(within_s)
             with self._closing:
-                self.times_closed += 1  # from here on a late `abort` for this group does nothing
+                self.times_closed += 1  # from now on, an `abort` that a thread has decided before does nothing
             if is_over:
                 self._end_reading()
             else:
@@ -224,7 +221,7 @@ class Group:
                 return
             # A group whose connections are not in `_sockets` is not kept, because only the destruction of the group
             # ends its connections.
-            _closed.extend(group for group, name in _groups().items() if name in self._found_groups)
+            _closed.extend(group for group, name in groups().items() if name in self._found_groups)
             dist.destroy_process_group()
             self.default = None
         if self._for_thread is not None:
@@ -261,7 +258,7 @@ class Group:
         with self._closing:
             if times_closed in (None, self.times_closed):
                 self._end_reading()
-                self._aborts.begin(_groups(), self._first_nccl_id)
+                self._aborts.begin(groups(), self._first_nccl_id)
 
     def error(self) -> dist.DistBackendError | None:
         """Return the error of a failed collective of an accelerator; None if there is none.
@@ -270,7 +267,7 @@ class Group:
         """
         if self._world.device.type == "cpu" or self.interrupted:
             return None
-        return nccl.error_of(_groups(), self._world.device)
+        return nccl.error_of(groups(), self._world.device)
 
     def is_gloo_alone(self) -> bool:
         """Return whether gloo is the only backend of all groups.
@@ -278,7 +275,7 @@ class Group:
         If it is not, no collective may be aborted while the main thread goes on, because an aborted collective of
         another backend returns wrong numbers.
         """
-        return not any(map(nccl.backends_of, _groups()))
+        return not any(map(nccl.backends_of, groups()))
 
     def has_ended_on_accelerator(self) -> bool:
         """Return whether all work that is queued on the accelerator of this rank ends within `times.ENDS_WITHIN_S`."""
@@ -292,17 +289,17 @@ class Group:
         """Find the connections of groups that users have made, so that `abort` can end them.
 
         Args:
-            store: a connection to the store of the groups that no other thread uses. A connection serves one request
-                at a time, and the main thread's connection may be waiting for an answer, for instance in `new_group`.
+            store: the calling thread's own connection to the store of the groups. A connection serves one request at a
+                time, and the main thread's connection may be waiting for an answer, for instance in `new_group`.
 
         Returns:
             True if the connections of further groups are now known.
         """
         times_closed = self.times_closed
-        names = set(_groups().values()) - self._found_groups
+        names = set(groups().values()) - self._found_groups
         if not names:
             return False
-        connections = connected_at(_gloo_addresses(store))
+        connections = connected_at(gloo_addresses(bottom(store)))
         with self._closing:
             # If these groups have been closed meanwhile, new groups may have the same names but other connections.
             if times_closed != self.times_closed:
@@ -340,8 +337,9 @@ class Group:
         The variable for gloo makes it listen on the loopback interface if all ranks are on one node, and otherwise on
         an interface that the other nodes can reach.
 
-        The variables for NCCL make its own thread leave errors to this package, see `nccl`. This package can raise
-        errors only in the main thread. Therefore these variables are not set if this rank runs in another thread.
+        With the variables for NCCL, torch's own thread only notes errors, and this package handles them, see `nccl`.
+        This package can raise errors only in the main thread. Therefore these variables are not set if this rank runs
+        in another thread.
         """
         can_raise = self._world.device.type == "cuda" and threading.current_thread() is threading.main_thread()
         new = nccl.settings(os.environ) if can_raise else {}
@@ -394,12 +392,6 @@ def _connect_within(timeout: timedelta) -> timedelta:
     return min(timeout, max(timeout / times.GLOO_CONNECTS_WITHIN, times.GLOO_CONNECT_AT_LEAST))
 
 
-def _set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
-    """Set the limit for the collectives of ``group``, or of the default group if ``group`` is None."""
-    private = dist.distributed_c10d._set_pg_timeout  # torch has a public function for this only since version 2.14
-    getattr(dist, "set_timeout", private)(timeout, group)
-
-
 @functools.cache
 def _warn_of_shared(shared: str) -> None:
     """Warn once that gloo is used because ranks share an accelerator."""
@@ -418,35 +410,11 @@ def _put_back(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
-def _groups() -> dict[dist.ProcessGroup, str]:
-    """Return all process groups of this process with their names in torch, which are the same on all ranks."""
-    return dict(dist.distributed_c10d._world.pg_names)
-
-
 def _drop_closed_groups() -> None:
     """Destroy the closed groups to which no other object refers any more."""
     for index in reversed(range(len(_closed))):
         if sys.getrefcount(_closed[index]) == ONLY_OURS:
             del _closed[index]
-
-
-def _gloo_addresses(store: dist.Store) -> set[tuple[str, int]]:
-    """Return the addresses at which the ranks of gloo groups listen for each other. Gloo writes them into the store.
-
-    Each value that gloo writes has these parts, one after another: the length of the host name (8 bytes), the host
-    name, the size of gloo's ``transport::tcp::Address`` (8 bytes), and this address, which begins with a C
-    ``sockaddr``.
-    """
-    inner_store = bottom(store)
-    keys = [key for key in inner_store.list_keys() if _KEY_OF_GLOO.search(key)]
-    addresses = set()
-    for value in inner_store.multi_get(keys) if keys else ():
-        socket_address = value[16 + int.from_bytes(value[:8], sys.byteorder) :]
-        family = int.from_bytes(socket_address[:2], sys.byteorder)
-        port = int.from_bytes(socket_address[2:4], "big")
-        host = socket_address[4:8] if family == socket.AF_INET else socket_address[8:24]
-        addresses.add((socket.inet_ntop(family, host), port))
-    return addresses
 
 
 def _delete_groups(store: dist.Store, names: list[str]) -> None:

@@ -102,7 +102,7 @@ class Links:
         self._poll.register(new, select.POLLIN)
 
     def _read(self, connection: socket.socket) -> str | None:
-        """Read from a connection that has data or has ended.
+        """Read from a connection, which either has data, namely the greeting of a rank, or has ended.
 
         Returns:
             ENDED, OUT_OF_REACH or RESET if the connection has ended; None if it has not.

@@ -31,8 +31,8 @@ class Liveness:
         self._context = context
         self._connection = connection
         self._members: dict[int, Member] = {}  # maps ranks to the `Member` records that were read from the store
-        # Maps each rank to the earliest time at which its `Member` record is looked up again. An attempt fails if the
-        # rank has not written the record yet.
+        # Maps each rank to the earliest time at which this rank next tries to read that rank's `Member` record. The
+        # attempts are repeated until that rank has written the record.
         self._look_up_at = dict.fromkeys(range(context.world_size), 0.0)
         self._poll = select.poll()  # polls the pidfds
         self._rank_of: dict[int, int] = {}  # maps pidfds to ranks
@@ -49,8 +49,8 @@ class Liveness:
         now = time.monotonic()
         for rank in ranks:
             if rank not in self._members and now > self._look_up_at[rank]:
-                # The interval is proportional to the number of ranks, so that the number of requests per second does
-                # not grow with it.
+                # The interval is proportional to the number of ranks. Otherwise the more ranks there are, the more
+                # requests per second this rank would send to the store.
                 self._look_up_at[rank] = now + times.ASK_EVERY_S * self._context.world_size
                 self._look_up(rank)
         self._loss_reason.update((self._rank_of[pidfd], ENDED) for pidfd, _ in self._poll.poll(0))

@@ -1,6 +1,6 @@
-"""The place in the code at which the main thread is.
+"""The line of code that the main thread executes.
 
-The watchdog thread reads this place, for errors and logs that say where each rank is when ranks wait for each other.
+The watchdog thread reads this line, so that errors and logs can say where each rank is when ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from .records import site_of
 
 
 class CodeLocation(NamedTuple):
-    """The place in the code at which the main thread is."""
+    """The location in the code at which the main thread is."""
 
     # The function of torch.distributed that user code has called, or "initialize_ddp"; None if neither is running.
     function: str | None
     site: str  # the line of user code that runs now, or that has called torch or this package, as ``file:line``
     caller: str  # the name of the user's function that contains this line
-    may_wait: bool  # whether the main thread may be waiting for other ranks, see `_may_wait`
+    # Whether the main thread may be waiting for other ranks, see `_may_wait`. If not, the watchdog does not check
+    # whether the main thread is in a collective that can never end.
+    may_wait: bool
 
     def __str__(self) -> str:
         function = self.function or self.caller
@@ -35,7 +37,7 @@ class CodeLocation(NamedTuple):
 
 
 def location() -> CodeLocation:
-    """Return the present place of the main thread."""
+    """Return the location at which the main thread is now."""
     frame = innermost = main_frame()
     function = None
     while frame is not None and _is_library(frame):
@@ -66,9 +68,10 @@ def _is_library(frame: FrameType) -> bool:
 def _may_wait(frame: FrameType) -> bool:
     """Return whether the main thread may be waiting for other ranks, in C code that the innermost ``frame`` has called.
 
-    This may be so in torch's code for distributed work, and in its code for autograd, because the backward pass waits
-    for DDP's collectives. It may also be so in a call of an attribute named ``wait``, such as ``work.wait()``. The
-    function recognizes such a call by the last attribute that the bytecode loads before the present instruction.
+    The main thread may wait in torch's code for distributed work, and in torch's code for autograd, because the
+    backward pass waits for DDP's collectives. It may also wait in a call of an attribute named ``wait``, such as
+    ``work.wait()``. The function recognizes such a call from the bytecode: the last attribute that is loaded before the
+    present instruction is ``wait``.
     """
     if frame.f_code.co_filename.startswith(_WAITING):
         return True

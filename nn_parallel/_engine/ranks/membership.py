@@ -1,7 +1,7 @@
 """The membership of this process in a world.
 
-`initialize` reads the launch from the environment, waits in a store for the other ranks, and makes the process group
-with this store. `clean_up` undoes all of this.
+`initialize` reads rank and world size from the launcher's environment variables, connects to the store, waits until the
+other ranks have connected too, and makes the process group. `clean_up` closes the group and leaves the world.
 """
 
 from __future__ import annotations
@@ -170,9 +170,9 @@ def _place(launch: Launch) -> str:
 def join_launched_world() -> RankContext | None:
     """Return the context of this process among other ranks, or None if this process is alone.
 
-    If a launcher started this process and `initialize_ddp` has not been called yet, this function joins the world. This
-    is for scripts that never call `initialize_ddp`. Otherwise every rank of such a script would act as rank 0, and all
-    ranks would write the checkpoint.
+    If a launcher started this process and `initialize_ddp` has not been called yet, this function joins the world,
+    because a script may use `on_rank` without calling `initialize_ddp`. If such a script did not join the world, every
+    rank would act as rank 0, and, for instance, all ranks would write the checkpoint.
     """
     context = rank_context()
     launch = detect_launch(os.environ) if context is None else None

@@ -10,9 +10,9 @@ The GPU is freed by aborting the process groups. The kernels then return, but th
 main thread uses these results, it is always interrupted first.
 
 The abort of a group returns only when the kernels of this group have ended. These kernels may wait for memory that a
-kernel of another stuck group holds. Aborts one after another waited forever for this reason, even between
-``ncclGroupStart`` and ``ncclGroupEnd`` (seen with torch 2.11 and NCCL 2.28). Therefore all groups are aborted at the
-same time, each in its own thread (`Aborts`).
+kernel of another stuck group holds. For this reason, if the groups are aborted one after another, the first abort may
+never return, even if all aborts are between ``ncclGroupStart`` and ``ncclGroupEnd`` (seen with torch 2.11 and NCCL
+2.28). Therefore all groups are aborted at the same time, each in its own thread (`Aborts`).
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ import torch
 import torch.distributed as dist
 
 from ..devices import synchronize_in_thread
+from ..torch_private import all_backends
 from . import times
 from .flight_recorder import running_collectives
 
 UNINTERRUPTED = True  # the signal handler in `interrupts` reads this, and raises no exception in lines of this module
-# Environment variables with which torch's thread neither aborts collectives nor ends the process.
+# Environment variables that keep torch's thread from aborting collectives and from ending the process.
 SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # the thread writes no dump of its records
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # no second thread monitors the first one and ends the process if it hangs
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # the thread does not wait until other ranks have written a dump
 }
-# Torchrun sets this value for all its ranks. It is replaced by the one in SETTINGS, because the user has not chosen it.
+# A value that torchrun sets for all its ranks. The value in SETTINGS replaces it, because the user has not chosen it.
 SET_BY_TORCHRUN = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 # When a collective has failed, torch sets this key in the store, which makes all ranks dump their records. The key must
 # be deleted before the next group is made, because the ranks of that group would read it too.
@@ -57,15 +58,15 @@ def backends_of(group: dist.ProcessGroup) -> list[Any]:
     """Return the backends of ``group`` that can be aborted, which are all backends except gloo."""
     if type(group) is not dist.ProcessGroup:  # a process group that is written in Python is its own backend
         return [group]
-    backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
-    return [backend for backend in backends.values() if type(backend) is not dist.ProcessGroupGloo]
+    return [backend for backend in all_backends(group) if type(backend) is not dist.ProcessGroupGloo]
 
 
 def error_of(groups: Iterable[dist.ProcessGroup], device: torch.device) -> dist.DistBackendError | None:
     """Return an error if a collective of ``groups`` on ``device`` has failed and cannot end; otherwise None.
 
-    The backends of the groups report errors. Such an error is ignored if all work that is queued on the device still
-    ends. The connection may then have been lost only because another rank closed it after the last collective.
+    A backend may report a lost connection although no collective has failed, namely if another rank closes its
+    connections after the last collective. Therefore a reported error is ignored if all work that is queued on the
+    device still ends.
     """
     errors = {name for group in groups for name in _reported_errors(group)}
     if not errors or has_ended(device, times.ENDS_WITHIN_S):
@@ -137,5 +138,5 @@ class Aborts:
 def _abort(group: dist.ProcessGroup, name: str) -> None:
     try:
         group.abort()
-    except Exception as error:  # go on, because the aborts of other groups and the interrupt may still free this rank
+    except Exception as error:  # not raised, because the aborts of other groups may still free this rank
         logger.warning("Process group %s could not be aborted: %s", name, error)

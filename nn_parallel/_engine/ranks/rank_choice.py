@@ -17,8 +17,8 @@ from .liveness import members
 def make_chooser(caller: str, rank: Any, local: bool = False) -> Callable[[Blocks], tuple[int, ...]]:
     """Return a function that takes a world's `Blocks` and returns the ranks that ``rank`` names in this world.
 
-    A decorator calls this when the world size is not known yet. Therefore only the type of ``rank`` is checked now. The
-    returned function checks the range.
+    A decorator such as `on_rank` calls `make_chooser` before the world size is known. Therefore `make_chooser` checks
+    only the type of ``rank``. The returned function checks whether the world has such ranks.
 
     Args:
         caller: the name of the public function, for error messages.
@@ -35,7 +35,12 @@ def make_chooser(caller: str, rank: Any, local: bool = False) -> Callable[[Block
 
 
 def _checked_ranks(caller: str, rank: Any) -> tuple[int, ...]:
-    """Return ``rank`` as a tuple. Raise TypeError unless it consists of integers, ValueError if it names no rank."""
+    """Return ``rank`` as a tuple of ranks.
+
+    Raises:
+        TypeError: ``rank`` is neither an integer nor a sequence of integers.
+        ValueError: ``rank`` is an empty sequence.
+    """
     ranks = tuple(rank) if isinstance(rank, Sequence) and not isinstance(rank, str) else (rank,)
     if not ranks:
         raise ValueError(f"{caller}({rank!r}) names no rank: give one, 0 to world_size - 1, or a list of them.")

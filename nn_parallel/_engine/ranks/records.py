@@ -26,7 +26,8 @@ RANKS_NAMED = 8  # a message describes at most this number of ranks one by one
 
 # The phases of a call on a rank. Each call begins with WAITING. FINISHED means that the rank has run the function of
 # the call, or has failed in it. ARRIVED means that the rank is at a barrier. HAS_LEFT means that the rank makes no more
-# calls in this generation, because it has left the world or its task in a pool has ended.
+# calls in this generation (all calls and barriers between two failed blocks), because it has left the world or its task
+# in a pool has ended.
 WAITING, FINISHED, ARRIVED, HAS_LEFT = range(4)
 
 
@@ -59,8 +60,8 @@ class Position(NamedTuple):
 class CallMade(NamedTuple):
     """A call that a rank has made, once or several times in succession.
 
-    For instance, if one `CallMade` has the number 3 and the next one has the number 7, the rank made this call four
-    times, as its calls 3 to 6.
+    For instance, if a `CallMade` has the number 3 and the next `CallMade` has the number 7, the rank made the call of
+    the first record four times, as its calls 3 to 6.
     """
 
     number: int  # the number under which the rank made the call first
@@ -115,24 +116,25 @@ NONE_FAILED = FailedCalls(0, ())
 class GenerationEnd(NamedTuple):
     """The end of a generation. The first rank that leaves a block or a barrier early writes this record."""
 
-    barriers: int  # the number of barriers that all ranks had reached
+    barriers: int  # the number of barriers of the generation that all ranks reached before its end
     failures: dict[int, Failure]  # maps the ranks that failed to their failures, the cause first
-    # Whether ranks were at different barriers at the same time. Some ranks may then have passed a barrier that others
-    # have not reached.
+    # Whether ranks were at different barriers at the same time. If true, the process group is closed in any case,
+    # because some ranks may have passed a barrier that others have not reached.
     is_mixed: bool = False
 
     def fails(self, begin: float, end: float, is_outermost: bool) -> bool:
-        """Return whether this end of the generation fails a block. The result is the same on all ranks.
+        """Return whether a block fails because of this end of the generation. The result is the same on all ranks.
 
-        The failed block is the innermost block that all ranks had begun, but that not all ranks had ended. Therefore a
-        rank calls this method for its innermost block first. For instance, an outer block begins at barrier 1 and ends
-        at barrier 4, and a block inside it begins at barrier 2 and ends at barrier 3. Then the number of complete
-        barriers (``barriers``) decides:
+        The block that fails is the innermost block that all ranks have begun, but not all ranks have ended. Therefore a
+        rank calls this method for its innermost block first, and then for the blocks around it.
 
-        - 0: the outer block fails. Not all ranks had begun it, but there is no block around it that could fail instead.
+        For instance, an outer block begins at barrier 1 and ends at barrier 4. A block inside it begins at barrier 2
+        and ends at barrier 3. The number of barriers that all ranks have reached (``barriers``) decides:
+
+        - 0: the outer block fails. Not all ranks have begun it, but no block around it could fail instead.
         - 1 or 3: the outer block fails.
         - 2: the inner block fails.
-        - 4: no block fails, because all ranks had reached the end of the outer block.
+        - 4: no block fails, because all ranks have reached the end of the outer block.
 
         Args:
             begin: the number of the barrier at which the block begins; infinite if this rank has not reached it.
@@ -143,20 +145,20 @@ class GenerationEnd(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """The record of a wait, in which a rank waits in a call of this package until other ranks reach a position."""
+    """A record that a rank publishes while it waits in a call of this package until other ranks reach a position."""
 
-    where: str  # the wait in words, for messages
-    ranks: tuple[int, ...]  # the ranks that this rank waits for
+    where: str  # the call in which the rank waits, in words such as "waits in save() on rank 0 at train.py:12"
+    ranks: tuple[int, ...]  # the ranks for which the rank waits
     until: Position  # the position that all these ranks have to reach
 
 
 class Whereabouts(NamedTuple):
-    """The place of a rank in its program, which the watchdog of the rank publishes."""
+    """The code that a rank executes, and its wait for other ranks. The watchdog of the rank publishes this record."""
 
-    where: str  # the place in words, for messages
+    where: str  # the line of code in words, such as "is in all_reduce() at train.py:12"; if `waits` is set, its text
     stack: str  # the stack of the main thread, only the user's code
     entered: dict[str, int]  # an upper limit for the number of collectives that the rank has entered, by process group
-    waits: Waits | None  # None if the rank is in no wait of this package: it runs, or is in a collective
+    waits: Waits | None  # None if the rank does not wait in a call of this package; it may wait in a collective
 
     def waits_for(self, rank: int) -> bool:
         return self.waits is not None and rank in self.waits.ranks

@@ -80,7 +80,7 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         if launch.rank != context.store_host:
             context.on_leave.callback(context.links.close)
         if launch.rank == 0:
-            with contextlib.suppress(OSError):  # the other ranks, which then cannot connect, log a warning
+            with contextlib.suppress(OSError):  # the other ranks log a warning, because they cannot connect
                 context.links.listen()
     try:
         _meet(context, f"{launch.master_addr}:{launch.master_port}", refusal)
@@ -165,8 +165,8 @@ def _prefix(launch: Launch, kept: _KeptStore) -> str:
     """Return the prefix of all keys that the ranks use in the store.
 
     The prefix contains the world size, so that a job of another size at the same address uses other keys. It also
-    contains the number of restarts by the launcher and the number of joins at this address. Therefore the ranks do not
-    read the keys of an earlier attempt.
+    contains two counters, so that the ranks do not read the keys of an earlier attempt. The first one counts the
+    restarts by the launcher. The second one counts how often this rank has tried to join at this address.
     """
     return f"nn_parallel/{launch.world_size}/{launch.attempt}.{kept.meetings}"
 
@@ -177,10 +177,11 @@ def _open_store(launch: Launch, timeout: timedelta, before: dict[int, int]) -> d
     Args:
         launch: the launch of this rank.
         timeout: how long rank 0 or the launcher may take to listen. This is also the limit of later requests.
-        before: the sockets that were open in this process before this call, as ``{descriptor: inode}``.
+        before: the sockets that were open in this process before this call, as ``{descriptor: inode}``. If the store
+            does not answer in time, these sockets are not shut down.
 
     Raises:
-        LaunchError: rank 0 cannot listen there, or this rank cannot connect within ``timeout``.
+        LaunchError: rank 0 cannot listen at the master address, or this rank cannot connect within ``timeout``.
     """
     hosts_store = launch.rank == 0 and not launch.launcher_hosts_store
     address = f"{launch.master_addr}:{launch.master_port}"

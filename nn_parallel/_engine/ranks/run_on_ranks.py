@@ -33,7 +33,8 @@ def make_decorator(
     Args:
         choose: a function that returns the ranks that run the decorated function, see `make_chooser`.
         barrier: the argument of `nn_parallel.on_rank`.
-        broadcast: the argument of `nn_parallel.on_rank`. If true, all ranks get the result of the first runner.
+        broadcast: the argument of `nn_parallel.on_rank`. If true, all ranks get the result of the first rank
+            that ``choose`` returns.
         wait: the argument of `nn_parallel.on_rank`.
         timeout_s: the argument ``timeout`` of `nn_parallel.on_rank`, in seconds.
         name: the name of the call in errors; by default the name of the decorated function.

@@ -1,8 +1,8 @@
 """Sockets: the loopback, the network interfaces, and the connections that torch opens in this process.
 
-Torch gives no access to the descriptors of its connections. Therefore this package searches the open descriptors of the
-process, either for sockets that were opened after a certain moment, or for sockets that are connected to a known
-address.
+This package shuts down torch's connections in order to free a rank, and sets TCP options on them. But torch gives no
+access to their descriptors. Therefore this package searches the open descriptors of the process, either for sockets
+that were opened after a certain moment, or for sockets that are connected to a known address.
 
 A socket is identified by its descriptor together with its inode, in dictionaries ``{descriptor: inode}``. The
 descriptor alone is not enough, because torch may close the socket at any time, and the number may then refer to another
@@ -68,7 +68,7 @@ def connected_to(port: int, before: dict[int, int]) -> dict[int, int]:
 def at_ports(ports: set[int]) -> list[int]:
     """Return the descriptors of all sockets of this process that have one of ``ports`` at either end.
 
-    Listening sockets are included.
+    A forked process uses this function to close the sockets that it has inherited. Listening sockets are included.
     """
     return [fd for fd, _, ends in _ends() if ports & {port for _, port, *_ in ends}]
 

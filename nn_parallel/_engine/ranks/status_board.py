@@ -54,7 +54,7 @@ logger = logging.getLogger("nn_parallel")
 
 
 class Wait(NamedTuple):
-    """The record of a wait, in which this rank waits in a call until other ranks reach a phase of this call."""
+    """The arguments of `StatusBoard.wait`: this rank waits in a call until other ranks reach a phase of this call."""
 
     call: Call
     ranks: Sequence[int]  # the ranks that this rank waits for
@@ -71,8 +71,8 @@ class StatusBoard:
 
     def __init__(self, context: RankContext) -> None:
         self.liveness = Liveness(context, context.connection)
-        # The present wait, which the watchdog publishes. None if this rank does not wait, if the wait has only begun,
-        # or if the wait must not be published.
+        # A record of the call in which this rank waits for other ranks, which the watchdog publishes. None if this rank
+        # does not wait, if it has only begun to wait, or if the wait must not be published.
         self.waits: Waits | None = None
         self._context = context
         self._connection = context.connection
@@ -141,7 +141,7 @@ class StatusBoard:
     def outlive_readers(self, deadline: float) -> None:
         """Wait until the other ranks no longer need the store, or until ``deadline``.
 
-        Called at the end of the process that hosts the store, because the store ends with this process.
+        The process that hosts the store calls this method before it ends, because the store ends with this process.
         """
         for rank in range(self._context.world_size):
             with contextlib.suppress(RuntimeError):
@@ -169,7 +169,7 @@ class StatusBoard:
             status: the last status of that rank.
 
         Raises:
-            ParallelError: the list of failures has overflowed since this call, so that its failure may be lost.
+            ParallelError: the list keeps only the last failures of ``rank``, and may have dropped one of this call.
         """
         failed = self._failed_calls.get(rank, NONE_FAILED)
         if status.failed_calls > failed.total:
@@ -189,7 +189,7 @@ class StatusBoard:
     def wait(self, wait: Wait, is_over: Callable[[float], bool]) -> None:
         """Call ``is_over`` again and again, with the seconds waited so far, until it returns True.
 
-        The function does not use the blocking ``wait`` of the store, because a thread that is blocked in this call
+        The method does not use the ``wait`` of torch's store, because a thread that is blocked in the store's ``wait``
         notices neither Ctrl-C nor the death of a rank.
 
         Raises:
@@ -256,7 +256,7 @@ class StatusBoard:
             logger.warning("Rank %d has waited %.0f s in %s for %s. %s%s", self._rank, waited, *place)
 
     def check_same_call(self, rank: int, status: RankStatus, call: Call) -> None:
-        """Raise if ``rank`` has made a different call than this rank under the number of the present call."""
+        """Raise ParallelError if the call of ``rank`` with the same number as the present call is a different call."""
         if status.position.call < self.number:
             return
         other = status.made_as(self.number)  # None if the status no longer lists the call with this number

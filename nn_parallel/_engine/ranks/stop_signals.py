@@ -8,14 +8,14 @@ through the store, and without waiting for each other:
    the key ``stop``.
 2. A rank that has received a signal writes `ASKED` under this key. `ASKED` means that the ranks are to stop, but that
    the call at which they stop is not fixed yet.
-3. A rank that reads `ASKED` reads the counts of all ranks, and replaces `ASKED` by the number after the highest count.
-   If several ranks do so at the same time, the first replacement counts.
+3. A rank that reads `ASKED` reads the counts of all ranks, and replaces `ASKED` by the highest count plus one. If
+   several ranks do so at the same time, the first replacement counts.
 4. At the call of this number `stop_requested` returns True on every rank.
 
 No rank can make the call of this number without noticing it, because of the order of writing and reading in step 1. In
-this call the rank writes a count that is higher than all counts that step 3 has read. It must therefore write this
-count after step 3 has read the counts, and it reads the key ``stop`` still later. There it finds either the number or
-`ASKED`. If it finds `ASKED`, it performs step 3 itself.
+this call, a rank first writes its count. This count is higher than all counts that were read in step 3, so the rank
+writes it after step 3 has read the counts. `ASKED` was in the store even earlier. When the rank then reads the key
+``stop``, it therefore finds the number or `ASKED`. If it finds `ASKED`, it performs step 3 itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class StopCall(NamedTuple):
     call: int
 
 
-# Means that the ranks are to stop, but that the call at which they stop is not fixed yet. No generation is number -1.
+# Means that the ranks are to stop, but that the call at which they stop is not fixed yet. The numbers of generations
+# begin at 0, so that no generation has the number -1.
 ASKED = encode(StopCall(-1, 0))
 
 
@@ -134,7 +135,7 @@ def pass_over(number: int, frame: FrameType | None) -> None:
 
 
 def _hold_signals() -> None:
-    """Block `SIGNALS` before a fork, so that the new process receives none while it still has these handlers."""
+    """Block `SIGNALS` before a fork, so that the new process receives none before it has replaced the handlers."""
     if _handlers_before:
         _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
@@ -157,8 +158,8 @@ def _begin_in_fork() -> None:
 
     SLURM sends the signals to every process of a job step, but only the rank should react to them. The default action
     of SIGUSR1 and SIGUSR2 would end the forked process. SIGTERM is not ignored, because the rank itself may send it to
-    end the forked process. A handler cannot know which process has sent the signal. The workers of a prepared loader
-    solve this problem with a flag, see `training._loader_workers`.
+    end the forked process, and a handler cannot know whether SLURM or the rank has sent it. The workers of a prepared
+    loader learn this from a flag, which the rank sets first, see `training._loader_workers`.
     """
     if not _handlers_before:
         return

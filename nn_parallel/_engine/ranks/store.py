@@ -4,9 +4,9 @@ Every program that can reach the port of a store can write into the store. There
 from the store. It reads the values as JSON, and checks that each value has the types of the expected record. If a
 value does not have these types, an error shows the value.
 
-The table lists all keys. *R* is the number of a rank, and *G* the number of a generation (all calls and barriers
-between two failures of blocks). To keep the number of keys constant, keys are overwritten or deleted as the table
-says::
+The table lists all keys. *R* is the number of a rank, *G* the number of a generation (all calls and barriers between
+two failures of blocks), and *L* a number that several prepared loaders may share. To keep the number of keys constant,
+keys are overwritten or deleted as the table says::
 
     key           record         written by                             read by
     member/R      Member         R, when it connects to the store       all ranks, for instance to watch R's process
@@ -22,10 +22,9 @@ says::
                                  to stop, or a pool's script. Then the
                                  rank that fixes at which call all
                                  ranks stop.
-    stops/R       StopCall       R, when it calls `stop_requested`      the rank that fixes the call
+    stops/R       StopCall       R, when it calls `stop_requested`      the rank that fixes at which call all ranks stop
     draws/L       Draws          the first rank that begins an          the other ranks, when they begin the same
-                                 iteration of a prepared loader in      iteration
-                                 slot L
+                                 iteration of a loader with number L    iteration
     lost          Lost           the watchdog of rank 0, see `links`    all ranks that wait for a rank on another node
     uncaught      Uncaught       the first rank that ends by an         the other ranks, when they lose the connection
                                  exception outside all blocks           and end because of that
@@ -78,7 +77,7 @@ status_key = "status/{}".format
 failures_key = "failures/{}".format
 whereabouts_key = "whereabouts/{}".format
 stops_key = "stops/{}".format
-# The first two of these keys contain the number of a generation, and the last one the number of a loader's slot:
+# The first two of these keys contain the number of a generation, and the last one the number of a prepared loader:
 arrived_key = "arrived/{}".format
 ended_key = "ended/{}".format
 draws_key = "draws/{}".format
@@ -97,7 +96,7 @@ class Member(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Return whether ``pid`` is valid in this process, because both are on one machine and in one pid namespace."""
+        """Return whether this process can use ``pid``: both processes are on one machine and in one pid namespace."""
         return self.host == host_identity()
 
     def open_process(self) -> int | None:
@@ -135,11 +134,11 @@ def death(rank: int, member: Member | None, how: str, lost_after_s: float, what:
 
 
 class StoreHost:
-    """The time limits for answers of the process that hosts the store, and the error after a limit has passed.
+    """The time limits for requests to the store, and the error of all requests after this rank has given up the store.
 
-    If the hosting process is stopped by a signal, it does not answer, but the connections to it stay open. A request
-    then ends only by a receive timeout. After a timeout, this rank gives up the store. It shuts down its connections
-    to the store, and every later request raises `error`.
+    If the process that hosts the store is stopped by a signal, it does not answer, but the connections to it stay open.
+    A request then ends only when its receive timeout has passed. After that, this rank gives up the store: it shuts
+    down its connections to the store, and every later request raises `error`.
     """
 
     def __init__(
@@ -163,7 +162,7 @@ class StoreHost:
             loss_of_rank_0: returns how rank 0 was lost, see `Links.loss_of`; None if it is not known to be lost.
         """
         self.timeout_s = timeout_s
-        self.error: ParallelError | None = None  # set when this rank gives up the store, for all later requests
+        self.error: ParallelError | None = None  # None until this rank gives up the store; later requests raise it
         self.is_out_of_reach = False  # set if the store was given up because its node cannot be reached
         self._rank = rank
         self._rank_0 = rank_0
@@ -185,7 +184,7 @@ class StoreHost:
             self.is_out_of_reach = True  # set before `error`, because another thread may raise the error immediately
             self.error = rank_error("The connection", self._world_size, {0: self._death_of_rank_0(OUT_OF_REACH)})
         elif (how := self._loss_of_rank_0()) is not None:
-            # The launcher ends together with rank 0, and the store ends together with the launcher.
+            # Rank 0 is lost, and the store with it. If the launcher hosts the store, it ends together with rank 0.
             self.error = rank_error("The connection", self._world_size, {0: self._death_of_rank_0(how)})
         else:
             return
@@ -466,7 +465,7 @@ def end_unanswered(sockets: dict[int, int], unanswered_s: float | None) -> None:
 def host_identity() -> str:
     """Return a text that is equal in two processes if they can use each other's process ids.
 
-    This is so if both run on one machine, since the same boot, and in the same pid namespace.
+    They can if both run on one machine, which has not been restarted in between, and in the same pid namespace.
     """
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

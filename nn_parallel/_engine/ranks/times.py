@@ -10,7 +10,8 @@ from datetime import timedelta
 
 # Limits that a user notices.
 
-# The default limit of a collective, of the wait for other ranks at the beginning of a block, and of a store's answer.
+# The default limit for a collective, for a rank that waits for others at the beginning of a block, and for a request to
+# the store.
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 # A rank that has waited this long for other ranks logs a warning.
 WARN_AFTER_S = 30.0
@@ -28,17 +29,17 @@ EXIT_WITHIN_S = 60.0
 # The numbers are this fraction, and the shortest and the longest sleep in seconds.
 POLL = 0.05, 5e-5, 0.02
 POLL_MOST_S = POLL[-1]
-# Until a rank has waited this long, it does not check whether the rank for which it waits has died or left.
+# A rank that has waited this long for another rank begins to check whether the other rank has died or left.
 LOOK_UP_PEER_AFTER_S = 0.01
-# The shortest interval between two requests in which a rank asks the store which ranks rank 0 has lost. If a rank has
-# not written its `Member` record yet, another rank reads it again after this interval times the number of ranks.
+# The shortest interval at which a rank reads from the store which ranks on other nodes are lost. If a `Member` record
+# is not in the store yet, a rank tries to read it again after this interval times the number of ranks.
 ASK_EVERY_S = 0.1
 # A rank that has waited this long publishes which ranks it waits for.
 PUBLISH_WAIT_AFTER_S = 0.05
 # If a collective in a block loses a connection, the rank searches this long for a rank that has died.
 CAUSE_WITHIN_S = 0.5
-# The interval at which a rank checks whether the work on its accelerator has finished, and at which the process that
-# hosts the store checks, at its end, whether the other ranks still need the store.
+# The interval of two checks: before a rank closes its process group, whether the work on its accelerator has finished;
+# and before the process that hosts the store ends, whether the other ranks still need the store.
 END_EVERY_S = 0.002
 # If a rank loses a connection outside of all blocks, it searches this long for an exception or a death of another rank.
 DIES_WITHIN_S = 2.0
@@ -51,8 +52,9 @@ FIRST_LOOK_AFTER_S = 0.001
 STAND_EVERY_S = 0.02 if os.environ.get("NN_PARALLEL_DEBUG") == "1" else 0.5
 # If all ranks are stuck, all of them together read at most this many `Whereabouts` per second.
 WHEREABOUTS_READ_PER_S = 10_000
-# When a group is closed, the rank waits this long for its background thread to leave a collective of the group. If the
-# thread takes longer, it is not in a collective but writes a file, so that the rank need not wait for it.
+# When a rank closes a group, it waits this long for the thread that saves a checkpoint in the background, because this
+# thread may be in a collective of the group. If the thread takes longer, it is not in a collective but writes a file,
+# and the rank need not wait for it.
 THREAD_LEAVES_WITHIN_S = 0.2
 # How long `Watchdog.stop` waits for its thread to end. The limit is needed because the thread may be waiting for a
 # store whose host is gone.
@@ -80,6 +82,6 @@ GLOO_CONNECT_AT_LEAST = timedelta(seconds=5)
 
 # How long the abort of process groups may take before it counts as hanging.
 ABORT_WITHIN_S = 30.0
-# A lost connection is not a failure if the work that this rank has queued still finishes within this time, because the
-# other rank has then closed the connection only after the collective.
+# When NCCL reports a lost connection, the work that is queued on the accelerator has this long to finish. If the work
+# finishes, no collective has failed: the other rank has closed the connection after the last collective.
 ENDS_WITHIN_S = 0.25

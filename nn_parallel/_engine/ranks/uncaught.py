@@ -26,7 +26,8 @@ from .watchdog import has_left, is_consequence
 class Uncaught(NamedTuple):
     """The reason why the first rank has ended outside of all blocks. All ranks read the same record."""
 
-    # The text that ranks print: the exception with its traceback, or the ranks that have died or left without one.
+    # The text that ranks print: the exception with its traceback. If there is no exception, the text names the ranks
+    # that have died or left.
     description: str
 
 
@@ -36,7 +37,7 @@ def share_uncaught(context: RankContext) -> None:
     def excepthook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         context.ends_by_exception = True
         if not context.is_inherited:
-            with contextlib.suppress(Exception):  # an error of the store must not hide the traceback below
+            with contextlib.suppress(Exception):  # an error of the store must not hide ``error``, which is printed next
                 _publish_or_show_cause(context, error)
         former_hook(kind, error, frames)
 
@@ -50,7 +51,10 @@ def share_uncaught(context: RankContext) -> None:
 
 
 def _publish_or_show_cause(context: RankContext, error: BaseException) -> None:
-    """Publish ``error`` unless it is a consequence of a failure on another rank, and print its cause if it has one."""
+    """Publish ``error``, or print the failure of another rank that has caused it.
+
+    If ``error`` is a timeout, which a stopped rank may have caused, it is published, and the stopped ranks are printed.
+    """
     if is_consequence(error):
         cause = _cause(context)
     else:

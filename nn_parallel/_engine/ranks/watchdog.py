@@ -8,7 +8,7 @@ freed, and their error would be a lost connection, not the cause.
 Therefore each rank has a watchdog thread, which checks the rank again and again while it is in a block. The rank must
 leave the block if
 
-- another rank has ended the generation (`blocks`), and so the block has failed,
+- the block has failed, because another rank has ended the generation (see `blocks`),
 - the next rank has died (each rank watches the rank after it, and the last rank watches rank 0),
 - the time of the block is over,
 - a collective has failed on the accelerator, or
@@ -16,9 +16,9 @@ leave the block if
 
 The watchdog then frees its own rank. First it interrupts the main thread with a signal that raises `Interrupted` in the
 body of the block, and only there. Then it aborts the process groups, so that a collective returns (`group`). The
-interrupt comes first because an aborted collective of an accelerator returns normally, with wrong numbers. Both steps
-are repeated at each look until the rank has left the block. Otherwise the rank could be stuck, because a signal that
-arrives just before the main thread begins to wait in C is lost, and because a group that is being made may not have its
+interrupt comes first because an aborted collective of an accelerator returns normally, with wrong numbers. The watchdog
+repeats both steps until the rank has left the block, because the first attempt may have no effect: a signal that
+arrives just before the main thread begins to wait in C is lost, and a group that is just being made may not have its
 connections yet.
 
 About twice a second the watchdog also publishes the `Whereabouts` of its rank, if they have changed. Other ranks show
@@ -83,7 +83,9 @@ class BlockState:
     is_active: bool = False  # whether this rank runs the body; otherwise the watchdog does not check the block
     # Whether all ranks have come to a separate barrier, so that it can no longer fail. Always False for a block.
     has_passed: bool = False
-    is_mixed: bool = False  # whether another rank was at another barrier, see `Blocks._check_neighbor`
+    # Whether this rank has noticed that another rank is at a different barrier. If true, this rank tells the others in
+    # `GenerationEnd.is_mixed`.
+    is_mixed: bool = False
     must_leave: bool = False  # whether this rank must leave the block, because the block has failed
     reason: Exception | None = None  # the error for which this rank must leave, see `make_leave`
 
@@ -103,7 +105,10 @@ class BlockState:
 
 
 class Moment(NamedTuple):
-    """Two numbers, read at the beginning of a check. If one of them changes, the result of the check is outdated."""
+    """Two numbers that the watchdog reads at the beginning of a check.
+
+    If one of them has changed before the watchdog acts on the result of the check, the result is outdated.
+    """
 
     generation: int
     times_closed: int  # the value of `Group.times_closed`
@@ -132,9 +137,11 @@ class Watchdog:
         self._next_look = 0.0  # the time of the next `_look`
         self._published: Whereabouts | None = None  # the `Whereabouts` that this thread has published last
         self._published_losses = 0  # only on rank 0: the number of lost ranks that it has published
-        self._seen_state: Any = None  # the state that `_last_collectives` has seen at the last look
-        self._seen_collectives: list[Collective] = []  # the collectives in this state; empty if they were not read
-        self._seen_nccl_state = ""  # the text that `Group.state_of_nccl` returned at the last look
+        # The state that `_last_collectives` read when it was last called. The method compares it to detect progress.
+        self._seen_state: Any = None
+        # The collectives that `_last_collectives` has read in this state. Empty if it has not read them.
+        self._seen_collectives: list[Collective] = []
+        self._seen_nccl_state = ""  # the text that `Group.state_of_nccl` returned last
         # The value of `Group.times_closed` when a failure on the accelerator was raised in the main thread. While this
         # value has not changed, no further failure is raised, because the group has not been closed yet.
         self._raised_in = -1
@@ -249,8 +256,9 @@ class Watchdog:
     def _check_links(self) -> None:
         """Check the connections to other nodes. Rank 0 publishes which ranks it has lost.
 
-        After that, rank 0 delays its own look, so that the other ranks leave their collectives first. If rank 0 failed
-        first, a launcher that ends all ranks after the failure of one would end them before they report the loss.
+        After that, rank 0 delays its next `_look`, so that the other ranks leave their collectives before it does.
+        Otherwise rank 0 could fail first. Then a launcher that ends all ranks when one fails would end the other ranks
+        before they report the loss.
         """
         links = self._context.links
         if links is None:
@@ -271,7 +279,11 @@ class Watchdog:
         return host is not None and host.is_out_of_reach and not self._context.group.interrupted
 
     def _free(self, block: BlockState, generation: int, reason: Exception | None) -> None:
-        """Make this rank leave ``block``. The watchdog repeats this at each look until the rank has left the block."""
+        """Make this rank leave ``block``. The watchdog calls this method again and again until the rank has left it.
+
+        The rank may be in a collective whose connections are not known yet. Therefore the method searches for further
+        connections, and if there are any, ends the body once more.
+        """
         self._end_body(block, generation, reason)
         if self._find_connections():
             self._end_body(block, generation, reason)
@@ -363,7 +375,10 @@ class Watchdog:
             self._connection.write(whereabouts_key(self._context.rank), whereabouts)
 
     def _entered_at_most(self, last: list[Collective]) -> dict[str, int]:
-        """Return an upper limit for the number of collectives that this rank has entered, by process group."""
+        """Return an upper limit for the number of collectives that this rank has entered, by process group.
+
+        Other ranks use the limit to see that this rank has not entered a certain collective yet, see `_deadlock`.
+        """
         return {self._key_of(group): number for group, number in flight_recorder.entered(last).items()}
 
     def _key_of(self, group: str) -> str:
@@ -454,7 +469,7 @@ class Watchdog:
 
         Args:
             position: the position of this rank in its calls.
-            place: the place of this rank in its code, for the error.
+            place: the line of code that this rank executes, for the error.
             stuck_in: the collective in which this rank waits.
             others: the other ranks of this collective.
         """
@@ -480,8 +495,9 @@ class Watchdog:
     def _last_collectives(self, waits: Waits | None, place: CodeLocation) -> list[Collective]:
         """Return the last collectives of this rank if it has made no progress since the last look; otherwise [].
 
-        To detect progress, the method compares a state that is quick to read. It reads the collectives themselves only
-        if this state has not changed, because this takes much longer.
+        To detect progress, the method compares a state that is quick to read, namely the numbers of collectives that
+        have begun and ended, and the present wait. It reads the collectives themselves only if this state has not
+        changed, because reading them takes much longer.
         """
         first_id = self._context.group.first_id
         state = under_way, _ = flight_recorder.running_collectives(first_id), waits

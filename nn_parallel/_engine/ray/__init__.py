@@ -6,8 +6,9 @@ _PREFIX = r"\[rank \d+\] "  # the prefix of lines that `ParallelExecutor(prefix_
 _OPTION = "RAY_DEDUP_LOGS_ALLOW_REGEX"
 
 # If several processes print the same line, Ray shows it once. Lines that differ only in digits count as the same, so
-# most lines with a rank as prefix would be missing. The option exempts lines that match a regular expression. Ray reads
-# the option only when it is imported, so the environment is restored after the import.
+# most lines with a rank as prefix would be missing. The environment variable `_OPTION` exempts lines that match a
+# regular expression. Ray reads the variable only when Ray is imported, so the environment is restored after
+# the import.
 _is_ours = _OPTION not in os.environ
 os.environ.setdefault(_OPTION, _PREFIX)
 try:

@@ -1,12 +1,13 @@
-"""A Ray cluster as the place where the workers of a pool run.
+"""The resources of a Ray cluster on which the workers of a pool run, and the start of these workers.
 
-This module connects to the cluster and asks for the room for all workers. The room is a placement group of Ray, which
-has a bundle of resources for each worker. Ray reserves all bundles at once. If a node is lost, Ray searches for other
-nodes that have room for its bundles. The workers of one node have successive ranks.
+In this module, the *room* of a pool means the resources that Ray reserves for all its workers, such as cores and GPUs.
+A room is a placement group of Ray, which has a *bundle* of resources for each worker. Ray reserves all bundles at once.
+If a node is lost, Ray reserves the bundles of this node again on other nodes. The workers of one node have successive
+ranks.
 
 The thread of the pool must not wait. So it makes only those calls to Ray's head node that return within milliseconds.
-Actions that take longer, such as the search for room, go on in Ray, and the thread asks at intervals whether they have
-ended.
+Actions that take longer, such as the search for room, go on in Ray. The thread *looks* at intervals, which means that
+it asks Ray whether they have ended.
 """
 
 from __future__ import annotations
@@ -44,18 +45,21 @@ if TYPE_CHECKING:
 
 REACHED_WITHIN_S = 10.0  # how long to try to connect to a cluster
 WARN_AFTER_S = 5.0  # how long to wait for room before a warning
-STARTED_WITHIN_S = 60.0  # the least time that workers get to start in their room, because they must import torch
+STARTED_WITHIN_S = 60.0  # workers get at least this time to start, because they must import torch
 LOOKS_EACH_S = 0.5  # how often to ask Ray whether it has found room, and whether it still runs
-FIRST_LOOK_S = 0.01  # the first interval at which to ask for the room of a resized pool; it doubles up to LOOKS_EACH_S
-OTHER_CALLS = 100  # how many calls the actor `Orders` of a pool serves at once, beside one call of each worker
+# While a resized pool waits for room, this is the first interval at which to ask Ray. It doubles up to LOOKS_EACH_S.
+FIRST_LOOK_S = 0.01
+# Workers receive orders from the actor `Orders`. Each worker always has one call of this actor pending, with which it
+# waits for its next order. The actor serves this number of further calls at once.
+OTHER_CALLS = 100
 logger = logging.getLogger("nn_parallel")
 
 
 class Wanted(NamedTuple):
     """The options of the workers on a cluster."""
 
-    resources: Mapping[str, float]  # Ray's resources of each worker
-    placement: str  # "pack" or "spread"
+    resources: Mapping[str, float]  # the resources of Ray that each worker gets, such as ``{"CPU": 1, "GPU": 1}``
+    placement: str  # the strategy of Ray: "pack" for as few nodes as possible, "spread" for as many as possible
     within_s: float  # how long to wait for room
     prefix_output: bool  # if True, each line that a worker prints begins with its rank
 
@@ -125,7 +129,7 @@ def resources_for(
 
 
 class Room:
-    """The room for a number of workers: a placement group of Ray, with a bundle of resources for each worker."""
+    """The resources that Ray reserves for a number of workers: a placement group, with a bundle for each worker."""
 
     def __init__(self, workers: int, wanted: Wanted) -> None:
         """Ask Ray for the room. Ray then searches for it, but this method does not wait.
@@ -134,25 +138,25 @@ class Room:
             workers: the number of workers.
             wanted: their resources and other options.
         """
-        self.workers: set[RayWorker] = set()  # the workers in the room, and those that wait for it
-        self.orders: Any = None  # the actor that passes orders to workers; `start_orders` sets it
+        self.workers: set[RayWorker] = set()  # the workers that have this room, or that wait for it
+        self.orders: Any = None  # the actor that passes orders to workers; None before `start_orders`
         self._size = workers
         self._wanted = wanted
         self._group = placement_group([dict(wanted.resources)] * workers, strategy=wanted.placement.upper())
-        # The number of the bundle of each rank, in the order of the ranks. Bundles on the same node follow each other.
-        # The list is empty until `look` has seen that Ray has found the room.
+        # The index of each rank's bundle in the placement group. Bundles on the same node follow each other. The list
+        # is empty until `look` has seen that Ray has found the room.
         self._bundles: list[int] = []
         self._has_warned = False  # True once `raise_if_late` has warned of a long wait
 
     @property
     def is_there(self) -> bool:
-        """True after `look` has seen for the first time that Ray has found the room."""
+        """True after `look` has seen that Ray has found the room, even if a node is lost later."""
         return bool(self._bundles)
 
     def look(self) -> bool:
         """Return whether Ray has reserved the whole room.
 
-        After the loss of a node, this is False until Ray has found another place for the bundles of that node.
+        After the loss of a node, this is False until Ray has reserved the bundles of that node on other nodes.
         """
         table = placement_group_table(self._group)
         is_whole: bool = table["state"] == "CREATED"
@@ -205,7 +209,10 @@ class Room:
             )
 
     def start_orders(self) -> None:
-        """Start the actor `Orders` on the node of rank 0. Ray starts it again if it is lost."""
+        """Start the actor `Orders`, which passes orders to workers, on the node of rank 0.
+
+        If the actor is lost, Ray starts it again.
+        """
         options = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": self._size + OTHER_CALLS}
         self.orders = ray.remote(Orders).options(**options, scheduling_strategy=self._place(0)).remote()
 
@@ -227,10 +234,10 @@ class Room:
 
 
 class RaySite:
-    """Workers on a Ray cluster; implements `Site`."""
+    """The Ray cluster on which the workers of a pool run; implements `Site`."""
 
     def __init__(self, workers: int, wanted: Wanted) -> None:
-        """Wait until there is room.
+        """Ask Ray for room for the workers, and wait until Ray has found it.
 
         Args:
             workers: the number of workers.
@@ -241,12 +248,12 @@ class RaySite:
         """
         self._size = workers
         self._wanted = wanted
-        self._workers: dict[int, RayWorker] = {}  # the last worker of each rank
+        self._workers: dict[int, RayWorker] = {}  # maps each rank to the worker that was started last for it
         self._looks_again_s = LOOKS_EACH_S  # the interval at which to ask whether Ray has found room
         # The present room. After a `resize`, or if Ray found no room in time, it is None until the next `start`.
         self._room: Room | None = Room(workers, wanted)
         self._former_rooms: set[Room] = set()  # rooms of other sizes, whose workers are leaving
-        self._is_open = False  # True between `open` and `close`; Ray is asked for news only then
+        self._is_open = False  # True between `open` and `close`; Ray is asked at intervals only then
         try:
             self._room.wait()
         except BaseException:
@@ -354,7 +361,7 @@ class RaySite:
             self._events.no_room(starting, error)
 
     def _fill(self) -> None:
-        """Start the workers that wait for room if Ray has found it, and otherwise look again later."""
+        """Start the workers that wait for room, if Ray has found it. If not, call this method again later."""
         room = self._room
         self._looks_again_s = min(2 * self._looks_again_s, LOOKS_EACH_S)
         if room is None or not self._is_open or not ray.is_initialized():
@@ -368,7 +375,7 @@ class RaySite:
             self._loop.call_later(self._looks_again_s, self._fill)
 
     def _begin(self, room: Room, worker: RayWorker) -> None:
-        """Start the actor of a worker, for which Ray has now reserved the resources (a `Room`)."""
+        """Start the actor of a worker in its room, which Ray has found."""
         if room.orders is None:
             room.start_orders()
             pass_on_to(self)

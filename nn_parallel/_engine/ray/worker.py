@@ -4,7 +4,7 @@
 
 The problem. A task must run in the main thread, because only there it can be interrupted (see `interrupts`). Ray runs
 the methods of an actor in the main thread only if the actor has a single thread and no concurrency groups. But while
-such an actor runs a task, it takes no other call, so it cannot be asked to cancel the task or to tell its stack.
+such an actor runs a task, it takes no other call, so it cannot be asked to cancel the task or to report its stack.
 
 The solution. Such orders go through another actor, `Orders`, which all workers of the pool share. A second thread of
 each worker asks `Orders` for the next order for this worker, and waits until there is one.
@@ -51,7 +51,7 @@ from ..stack_dump import main_stack
 if TYPE_CHECKING:
     from ..pool.protocols import WorkerEvents
 
-# How long Ray may take to report the exit of a worker. When all processes of a node ended at once, it took 1.5 s.
+# How long Ray may take to report the exit of a worker. Ray took 1.5 s when all processes of a node ended at once.
 EXIT_TOLD_WITHIN_S = 3.0
 ASK_AGAIN_AFTER_S = 0.5  # the interval at which to call the actor `Orders` again, while Ray restarts it
 ORDERS_WITHIN_S = 60.0  # how long Ray may take to restart the actor `Orders`
@@ -112,8 +112,8 @@ def _received(parcel: Parcel, beside: Iterable[Any]) -> Received:
 
     Args:
         parcel: the parcel.
-        beside: the large objects that came beside the message. If ``parcel`` has no parts, the next one of them is the
-            object of the parcel.
+        beside: for each large object of the message, its parts, which came beside the message. If ``parcel`` has no
+            parts, the next item has them.
     """
     parts = next(iter(beside)) if parcel.parts is None else parcel.parts
     first, *buffers = parts
@@ -126,14 +126,14 @@ def _received(parcel: Parcel, beside: Iterable[Any]) -> Received:
 
 
 class Orders:
-    """The actor that passes orders on to the workers, and holds the store of their ranks.
+    """The actor that passes orders on to the workers, and holds the store through which their ranks communicate.
 
-    A pool has one such actor, on the node of rank 0. If the node is lost, Ray starts the actor again on another node.
-    The ranks have then lost their store and have failed. The ranks of the next run use the store of the new actor.
+    A pool has one such actor, on the node of rank 0. If the node is lost, the ranks lose their store and fail. Ray
+    starts the actor again on another node, and the ranks of the next run use the store of the new actor.
     """
 
     def __init__(self) -> None:
-        end_with(os.getppid())  # otherwise the process of an actor may outlive Ray's process of this node
+        end_with(os.getppid())  # otherwise this process may outlive its parent, Ray's process on this node
         self._store = PoolStore(ray.util.get_node_ip_address())
         self._mailboxes: dict[int, _Mailbox] = {}  # the mailbox of each worker, by its key
 
@@ -145,7 +145,7 @@ class Orders:
 
         Args:
             key: the key of the worker.
-            number: the order, as in `messages.Order`.
+            number: the order: `TELL_STACK`, `HAND_BACK`, or the number of the task to cancel.
         """
         return await self._mailbox(key).order(number)
 
@@ -207,7 +207,7 @@ class ActorSetup(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The node and process of a worker."""
+    """The process, the node and the device of a worker, which the worker reports when it has started."""
 
     pid: int
     host: str
@@ -236,7 +236,7 @@ class WorkerActor:
         if version != __version__:
             versions = f"the script has {version}, {socket.gethostname()} has {__version__}"
             raise LaunchError(f"All nodes need the same version of nn_parallel: {versions}.")
-        end_with(os.getppid())  # otherwise the process of an actor may outlive Ray's process of this node
+        end_with(os.getppid())  # otherwise this process may outlive its parent, Ray's process on this node
         keep_handler()
         own_setup: ActorSetup = pickle.loads(setup)
         device = _device(own_setup.has_accelerator)
@@ -281,7 +281,7 @@ class WorkerActor:
 
 
 class _Runner(TaskRunner):
-    """Does the tasks of one worker in its actor, and follows the orders that come through `Orders`."""
+    """The part of a worker's actor that does the tasks, and follows the orders that come through `Orders`."""
 
     def __init__(self, rank: int, device: torch.device, key: int, orders: Any) -> None:
         super().__init__(rank, device, dict(os.environ), self._reply_with)
@@ -290,7 +290,9 @@ class _Runner(TaskRunner):
         self._reply: Any = None  # the reply to the last order, which `Orders` gets with the request for the next one
 
     def store_address(self, ranks: Ranks) -> tuple[str, int]:
-        """Return the address that `Orders` reports now, because the store moves when Ray restarts `Orders`.
+        """Return the address of the store of the ranks.
+
+        `Orders` is asked each time, because the address changes when Ray restarts `Orders`.
 
         Raises:
             ParallelError: `Orders` was lost, and Ray has not started it again in time.
@@ -311,7 +313,7 @@ class _Runner(TaskRunner):
 
     def follow_orders_of_actor(self) -> None:
         """Follow one order after another until this process ends."""
-        must_repeat = False  # True while the cancelled task runs, which must then be interrupted again
+        must_repeat = False  # True while a cancelled task still runs; it must be interrupted repeatedly
         while True:
             # `ray.get` is not used, because Ray would assume that the whole process waits and does not need its cores.
             order = self._orders.next.remote(self._key, self._reply).future()
@@ -387,9 +389,9 @@ class _PrefixedStream:
 
 
 class RayWorker:
-    """An actor as its pool sees it; implements `Worker`. All methods are called in the thread of the pool."""
+    """The object through which a pool uses an actor; implements `Worker`. The thread of the pool calls all methods."""
 
-    is_stopped = False  # not known, because the process may be on another machine
+    is_stopped = False  # not known to the pool, because the process may be on another machine
     exit_told_within_s = EXIT_TOLD_WITHIN_S
 
     def __init__(
@@ -423,8 +425,10 @@ class RayWorker:
         self._orders: Any = None
         self._is_over = False
         self._kept_handles: set[int] = set()  # the numbers of the objects that the worker keeps for later tasks
-        self._hands_back = False  # True while a reply to HAND_BACK is awaited
-        # The answer to the worker's task, if it arrives while that reply is awaited. The reply must be handled first.
+        # True from the order HAND_BACK, with which the worker sends its results so far, until the worker's reply.
+        self._hands_back = False
+        # The future of the answer to the worker's task, if the answer arrives before the reply to HAND_BACK. The answer
+        # is kept here, because the reply must be handled first.
         self._held: Future[Any] | None = None
 
     @property
@@ -498,7 +502,7 @@ class RayWorker:
     def kill(self) -> None:
         """Implement `Worker.kill`."""
         self.end_actor()
-        # The exit is only posted, because the pool calls this method at times when it cannot handle an exit.
+        # The event loop handles the exit later, because the pool may be unable to handle an exit during this call.
         self._loop.post(self._exit, -signal.SIGKILL, "")
 
     def end_actor(self) -> None:
@@ -507,7 +511,7 @@ class RayWorker:
             ray.kill(self._actor)
 
     def withdraw(self) -> None:
-        """Give the worker up, because it has not started in time. It causes no more events."""
+        """Give the worker up, because it has not started in time. The worker then causes no more events."""
         self._is_over = True
         self.end_actor()
         self._on_exit(self)
@@ -548,7 +552,7 @@ class RayWorker:
             self._held_number = number
             return
         error = future.exception()
-        if isinstance(error, RayTaskError):  # Ray's object store has no room for the answer
+        if isinstance(error, RayTaskError):  # Ray's object store is full, so the answer is lost
             reason = OSError(" ".join(str(error).split()))
             self._events.answered(self, Answer(number, outcome=Outcome.SUCCEEDED), Received(b"", error=reason))
         elif error is not None:
@@ -575,8 +579,7 @@ class RayWorker:
     def _hear_exit(self, future: Future[Any]) -> None:
         """Record that the actor has exited.
 
-        Perhaps Ray only cannot reach the actor, and the actor still runs. So it is killed, because another worker takes
-        its place.
+        The actor is also killed, because another worker replaces it. It may still run, if Ray only cannot reach it.
         """
         error = future.exception()
         self.end_actor()
