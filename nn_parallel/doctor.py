@@ -29,7 +29,7 @@ TIMEOUT_S = 60.0
 OK = "ok"
 WARNING = "warning"
 FAILED = "failed"
-WAITS = "..."  # the status of a finding that only announces a check
+WAITS = "..."  # the status that is shown while a check waits for other ranks, before its result is known
 PART_WIDTH = 14
 MARGIN = " " * (PART_WIDTH + 10)
 TENSOR_BYTES = 16 << 20
@@ -86,7 +86,8 @@ def examine(show: Callable[[Finding], None]) -> Report:
 
     Args:
         show: a function that is called with each finding. Before a check that may wait for other ranks, ``show`` is
-            also called with a finding of status `WAITS`, which is not in the report.
+            also called with a finding of status `WAITS`, so that the user sees the reason for the wait. These findings
+            are not in the report.
     """
     own = list[Finding]()
 

@@ -61,12 +61,16 @@ class RankError(ExceptionGroup[Exception], ParallelError):
         return next(iter(self.failures))
 
     def derive(self, excs: Sequence[Exception]) -> RankError:  # type: ignore[override]
-        """Return a group of ``excs``, the leaves that ``except*`` has selected. Each leaf keeps its rank."""
+        """Return a `RankError` with ``excs``, the exceptions that ``except*`` has selected. Each one keeps its rank.
+
+        The exception of a rank may itself be a group, of which ``except*`` has selected only a part. Then ``excs`` has
+        a new group with this part.
+        """
         kept = {
             rank: part
             for part in excs
             for rank, whole in self.failures.items()
-            if part is whole or _leaves(part) & _leaves(whole)  # Python may pass only a part of a leaf that is a group
+            if part is whole or _leaves(part) & _leaves(whole)
         }
         return RankError(self.message, kept)
 

@@ -58,7 +58,7 @@ def on_rank(
     Args:
         rank: the rank, or a sequence of ranks; a negative number counts from the end.
         barrier: if True, no rank returns from the call before all ranks have made the call.
-        broadcast: if True, all ranks return the result of the first named rank, which must be picklable.
+        broadcast: if True, all ranks return the result of the first named rank. The result must be picklable.
         wait: if False, for instance for logging, the named ranks simply call the function. The other ranks go on
             immediately, and learn nothing about the call. An exception of the function is then an ordinary exception of
             its rank: it fails the block around the call, or ends the rank.

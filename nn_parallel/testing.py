@@ -75,7 +75,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     except RankError as error:
         pyfuncitem.stash[_TRACEBACKS] = _told_by_all(error)
         if terminal:
-            raise bdb.BdbQuit from None  # for another exception, pytest would start its debugger in this frame
+            # The debugger has already run on a rank. After any other exception, pytest would start another one here.
+            raise bdb.BdbQuit from None
         raise error.exceptions[0] from None  # not the group, because `xfail(raises=...)` checks the type
     except (ParallelError, TypeError, ValueError) as error:  # a fixture cannot be sent, or the mark is wrong
         pytest.fail(str(error), pytrace=False)

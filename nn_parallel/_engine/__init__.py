@@ -1,8 +1,9 @@
 """The engine beneath the public functions. Nothing here is public; any release may change it.
 
-The map: every file, from the bottom up. A file imports only files that stand before it in this list, and of the public
-files only the vocabulary: `nn_parallel.errors`, `nn_parallel.world` and the version. `shared` and `pool` appear several
-times, because some of their files import files of the folders in between. Shared files lie in this folder itself::
+The map: every file, from the bottom up. A file imports only files that stand before it in this list, and from
+outside this folder only `nn_parallel.errors`, `nn_parallel.world` and `nn_parallel._version`. `shared` and `pool`
+appear several times, because some of their files import files of the folders in between. Shared files lie in this
+folder itself::
 
     shared
         garbage_collection  a pause of Python's garbage collector during an import

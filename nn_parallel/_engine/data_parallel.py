@@ -69,10 +69,10 @@ def _is_batch(leaf: Any) -> bool:
 
 
 def _over_devices(leaf: Any, devices: list[torch.device]) -> list[Any]:
-    """Return one argument, or one part of a nested argument, for each device.
+    """Return the values that the user's function gets in place of ``leaf``: one value for each device.
 
-    A batch is split over the devices. Any other tensor, and any module, is put on each device. Other objects are passed
-    as they are.
+    ``leaf`` is an argument, or a part of a nested argument. A batch is split over the devices. Any other tensor, and
+    any module, is put on each device. Other objects are passed as they are.
     """
     if _is_batch(leaf):
         pieces = torch.tensor_split(leaf, len(devices))
@@ -85,11 +85,11 @@ def _over_devices(leaf: Any, devices: list[torch.device]) -> list[Any]:
 
 
 def _replica(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Return a copy of ``module`` on ``device``, from whose parameters gradients flow back to the original ones.
+    """Copy ``module`` to ``device`` so that gradients flow back to the parameters of the original.
 
     `copy.deepcopy` alone would make independent parameters. So its memo, the dict of objects that are copied already,
-    maps each original tensor to the result of moving this tensor, which is a differentiable operation. `copy.deepcopy`
-    then uses these results as the copies.
+    maps each tensor of ``module`` to the tensor that ``to(device)`` returns. `copy.deepcopy` then uses these tensors as
+    the copies. ``to`` is differentiable, so gradients flow through it.
     """
     tensors = itertools.chain(module.parameters(), module.buffers())
     return copy.deepcopy(module, {id(tensor): tensor.to(device) for tensor in tensors})

@@ -60,9 +60,9 @@ def hardware_id(device: torch.device) -> str | None:
     """Return a name of an accelerator that is the same in every process of its host, or None if it has no such name.
 
     Ranks compare these names to find out whether some of them share an accelerator, because NCCL refuses to share one.
-    The name is the address of the accelerator on the PCI bus, with which NCCL distinguishes GPUs. All slices of a GPU
-    in MIG mode have the same address. If torch does not report an address, the name is the UUID. This function
-    initializes CUDA.
+    The name is the address of the accelerator on the PCI bus, because NCCL distinguishes GPUs by this address. All
+    slices of a GPU in MIG mode have the same address. If torch does not report an address, the name is the UUID. This
+    function initializes CUDA.
     """
     if device.type == "cpu":
         return None

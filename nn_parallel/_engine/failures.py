@@ -209,6 +209,6 @@ _LOST_CONNECTION_MARKS = (
     "Connection reset by peer",
     "NCCL communicator was aborted",
     "ncclRemoteError",
-    "Failed to recv, got 0 bytes",  # an error of the store, with which `new_group` waits for the other ranks
+    "Failed to recv, got 0 bytes",  # an error of the store: `new_group` waits for the other ranks through the store
     "Another rank failed while",  # an error of `group` in this package, while a rank waits for the others
 )

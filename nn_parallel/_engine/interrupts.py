@@ -51,7 +51,8 @@ else:
 UNINTERRUPTED = True  # the handler of SIGURG raises nothing in this module; see `_must_finish`
 PATIENCE_S = 1.0  # how long Ctrl-C waits for the end of a `DeferredSignals` block
 IMPORT_SYSTEM = "<frozen importlib._bootstrap>"  # the file name of frames of the import system
-IMPORT_PATIENCE_S = 30.0  # how long an interrupt waits for the end of an import, which may run a whole program
+# How long an interrupt waits for the end of an import. There is a limit, because an import may run a whole program.
+IMPORT_PATIENCE_S = 30.0
 
 
 class Interrupted(BaseException):
@@ -68,11 +69,12 @@ class CancelScope:
 
     The exception may be dropped, and then the block would never end. If the exception is raised in ``__del__``, in the
     callback of a weak reference or in the garbage collector, Python prints it and goes on. User code drops it with
-    ``except BaseException: pass``. A list of such places could not be complete. So before the handler of the signal
-    raises another exception, it checks whether the last exception is still on its way out of the block. This is so
-    while ``finally`` and ``except`` clauses run: Python is then handling this exception, or an exception whose context
-    leads to it. In this case the handler raises nothing. Otherwise the last exception was dropped, and the handler
-    raises another one.
+    ``except BaseException: pass``. These places cannot all be known in advance. So the signal is sent again and again,
+    and its handler raises another exception if the last one was dropped.
+
+    The handler checks this as follows. While the last exception is on its way out of the block, the handler can run
+    only in ``finally`` and ``except`` clauses and the like. Python is then handling the last exception, or an exception
+    that has the last one in its chain of ``__context__``. If Python handles neither, the last exception was dropped.
     """
 
     def __init__(self) -> None:
@@ -117,9 +119,10 @@ class CancelScope:
         signal.pthread_kill(_main, signal.SIGURG)
 
     def is_being_left(self) -> bool:
-        """Return whether the last exception is still on its way out of the block, and so was not dropped.
+        """Return whether the last exception that was raised in the block is still on its way out of the block.
 
-        If so, the handler of SIGURG, which calls this method, raises no other exception.
+        If so, the handler of SIGURG raises nothing. Otherwise the exception was dropped (see `CancelScope`), or none
+        was raised yet, and the handler raises another one.
         """
         raised = self._raised()
         handled = sys.exc_info()[1] if raised is not None else None
@@ -229,9 +232,9 @@ class DeferredSignals:
                 _signal.signal(_SIGINT, replaced)
 
     def _ctrl_c(self, signum: int, frame: FrameType | None) -> None:
-        # The block defers signals only while it is in `_delayed`. This handler may run outside of that time: in the
-        # middle of `__enter__` or `__exit__`, or later, if another handler has raised an exception in the middle of
-        # these methods. Ctrl-C then takes effect at once.
+        # Ctrl-C is deferred only while this block is in `_delayed`. This handler is also installed for a moment before
+        # `__enter__` adds the block, and after `__exit__` removes the block. It even stays installed if the handler of
+        # another signal raises an exception at this moment. In these cases Ctrl-C takes effect at once.
         if self not in _delayed:
             self.put_back()
             self._before(signum, frame)
@@ -276,7 +279,7 @@ def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
 
 
 def _nothing_raised() -> None:
-    """Stand for the weak reference `CancelScope._raised` until an exception was raised in the block: return None."""
+    """Return None. `CancelScope._raised` is this function, in place of a weak reference, before the first exception."""
 
 
 def _must_finish(frame: FrameType | None) -> bool:
@@ -305,7 +308,7 @@ def _is_rmtree(frame: FrameType) -> bool:
 
 
 def _imports(frame: FrameType | None) -> int:
-    """Return the number of frames of the import system on the stack, which grows with each nested import."""
+    """Return the number of frames of the import system on the stack. It grows with each nested import."""
     count = 0
     while frame is not None:
         count += frame.f_code.co_filename == IMPORT_SYSTEM

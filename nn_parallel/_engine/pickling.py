@@ -60,10 +60,10 @@ class Packed(NamedTuple):
     shared: Sequence[torch.UntypedStorage] = ()  # shared memory, which the other process maps
 
     def after(self, first: Packed) -> Packed:
-        """Return this pickle with the pickle ``first`` before it, which prepares the process that unpickles both.
+        """Return a pickle that consists of the pickle ``first`` and this one.
 
-        For example, ``first`` sets globals that a function in this pickle uses. `loads` unpickles both, and returns
-        only the object in this pickle.
+        ``first`` prepares the process that unpickles them. For example, it sets the globals that a function in this
+        pickle uses. `loads` unpickles both, and returns only the object in this pickle.
         """
         assert not first.buffers
         assert not first.shared
@@ -234,8 +234,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     def _record_of(self, storage: torch.UntypedStorage) -> _Storage:
         """Return the `_Storage` of a storage. All tensors with this storage have the same `_Storage`."""
         if storage._cdata not in self._storages:
-            # Memory is shared through its descriptor. torch keeps no descriptor for a storage with a file name, which
-            # `torch.from_file` has made, so such a storage is copied.
+            # Memory is shared through its descriptor. A storage that `torch.from_file` has made has a file name, and
+            # torch keeps no descriptor for it, so such a storage is copied.
             can_be_shared = storage.device.type == "cpu" and storage.is_shared() and storage.filename is None
             stays_shared = self._share and can_be_shared
             self._storages[storage._cdata] = _Storage(storage, stays_shared)
@@ -252,7 +252,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the object to which a pickle refers by name.
 
-        If the object is a placeholder, such as `_small_storage`, return a function that rebuilds the storage.
+        A pickle refers to `_small_storage`, `_large_storage` or `_shared_storage` where a storage must be rebuilt. For
+        these names, return a function that rebuilds the storage for this unpickler.
         """
         obj = super().find_class(module, name)
         # A returned function must not refer to the unpickler. The memo of the unpickler refers to the function, so with
@@ -402,19 +403,19 @@ def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.s
 
 
 def _small_storage(buffer: Buffer, on_accelerator: bool) -> Any:
-    """Represent, in a pickle, a storage whose memory is in the pickle too.
+    """Stand in a pickle for the function that rebuilds a storage from memory in the pickle.
 
-    This function is a placeholder. It is never called, because `_Unpickler.find_class` replaces it with a function that
-    rebuilds the storage.
+    This function is a placeholder and is never called. When the pickle is read, `_Unpickler.find_class` replaces it
+    with a function that also knows the device to which the storage must go.
     """
 
 
 def _large_storage(number: int, on_accelerator: bool) -> Any:
-    """Represent, as `_small_storage` does, a storage whose memory is sent beside the pickle."""
+    """Stand, as `_small_storage` does, for the function that rebuilds a storage from memory sent beside the pickle."""
 
 
 def _shared_storage(index: int, size: int) -> Any:
-    """Represent, as `_small_storage` does, a storage in shared memory."""
+    """Stand, as `_small_storage` does, for the function that makes a storage of shared memory."""
 
 
 def _last(memory: memoryview, size: int) -> memoryview:
@@ -454,13 +455,13 @@ def _only_part(parts: _Parts) -> torch.UntypedStorage:
 def _code_of_file(
     make: Callable[..., types.CodeType], args: tuple[Any, ...], file_name: str, lines: list[str] | None
 ) -> types.CodeType:
-    """Return a code object with the name of its file.
+    """Make a code object when it is unpickled, and set the name of its file, which cloudpickle may omit.
 
     Args:
         make: makes the code object.
         args: the arguments of ``make``.
         file_name: the name of the file.
-        lines: the lines of the source, which tracebacks show, if there is no such file; otherwise None.
+        lines: if the file does not exist, the lines of the source, so that tracebacks can show them; otherwise None.
     """
     if lines is not None:
         linecache.cache[file_name] = len("".join(lines)), None, lines, file_name

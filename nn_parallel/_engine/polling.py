@@ -15,7 +15,8 @@ SPIN_S = 3e-4  # how long `Spin` looks before it gives up
 CROWDED_S = 1e-3  # if another process keeps the core for longer than this, the time counts as lost
 LOSS_SHARE = 0.02  # the fraction of all time that may be lost
 CREDIT_S = 0.02  # the time that may be lost in one go, before the limit of LOSS_SHARE applies
-PAID_AHEAD_S = CREDIT_S / LOSS_SHARE  # the leaky bucket of `Spin` is full if it needs longer than this to run empty
+# If the leaky bucket of `Spin` needs longer than this to run empty, it counts as full, and the core is not offered.
+PAID_AHEAD_S = CREDIT_S / LOSS_SHARE
 
 T = TypeVar("T")
 
@@ -46,8 +47,8 @@ class Spin:
 
     But the other process may need this core to answer. So before each look, this process offers the core to other
     processes with `os.sched_yield`. A process that only answers returns the core soon. A process that computes keeps
-    the core for milliseconds, which this process loses. Such a loss is harmless now and then. To limit frequent losses
-    to 2 % of the time, they fill a leaky bucket, and while the bucket is full, the core is not offered.
+    the core for milliseconds, and this process loses that time. A rare loss is harmless. A leaky bucket limits the
+    losses to 2 % of the time: each loss fills the bucket, and while the bucket is full, the core is not offered.
     """
 
     def __init__(self) -> None:

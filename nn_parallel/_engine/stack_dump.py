@@ -1,8 +1,8 @@
 """The Python stacks of the processes of a job, and a summary of them with one line for each call site.
 
-`stacks_below` reads the stacks of other processes with py-spy, which reads their memory. These processes need not take
-part. So the stack of a process can be read even if the process is stopped, holds the GIL in C code, or does not use
-this package.
+`stacks_below` uses py-spy, which reads the stack of another process from the memory of that process. The other process
+need not take part. So its stack can be read even if it is stopped, holds the GIL in C code, or does not use this
+package.
 
 A stack is a string in the form in which `faulthandler` writes it: one line for each frame, the innermost frame first.
 """
@@ -71,7 +71,8 @@ def name_of(pid: int, rank_in: Callable[[Mapping[str, str]], int | None]) -> str
 
     Args:
         pid: the process id.
-        rank_in: returns the rank that is in these environment variables, or None.
+        rank_in: takes the environment variables of the process, and returns the rank that a launcher has written into
+            them; None if there is no rank in them.
     """
     rank = None
     with contextlib.suppress(OSError):  # the process has ended
@@ -188,9 +189,9 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LIBRARIES = PACKAGE_FOLDER, _TORCH, sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep
 _DISTRIBUTED = os.path.join(_TORCH, "distributed", "")
-# `call_site_of` does not name these functions. For example, a function called ``wrapper`` calls torch's `all_reduce`,
-# but the user's code calls `all_reduce`.
+# `call_site_of` does not name these functions, because the user does not know them. For example, the user's code calls
+# `all_reduce`, which torch has decorated. So in the stack the user's frame has called a function ``wrapper``.
 _WRAPPERS = "wrapper", "_fn", "__enter__", "__exit__"
-# In the stack of a worker, the lines before the first line that begins with this string belong to the function of the
-# task. The string is the beginning of a frame of the module `devices`, which calls the function.
+# The beginning of a line in the stack of a worker. `call_on_device` in the module `devices` calls the function of the
+# task. Stacks list the innermost frame first, so all lines before the first such line belong to this function.
 _TASK = f'  File "{devices.__file__}", line'

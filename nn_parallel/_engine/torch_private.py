@@ -54,10 +54,11 @@ __all__ = [
 
 # Switches off the user's default device while tensors are rebuilt. The public `torch.overrides` has no such switch.
 DisableTorchFunction = torch._C.DisableTorchFunction
-# The function that torch's pickles name for tensors of dtypes without a typed storage, such as float8.
+# The module and the name of the function with which torch pickles a tensor whose dtype has no typed storage, such as
+# float8. `pickling` looks for this name in a pickle.
 REBUILD_TENSOR = "torch._utils", "_rebuild_tensor_v3"
 set_tensor_metadata: Callable[[torch.Tensor, Any], None] = torch._utils.set_tensor_metadata
-# Lets `DistributedDataParallel` leave the parameters and buffers with these names alone.
+# Makes `DistributedDataParallel` ignore the parameters and buffers of a module that have the given names.
 ignore_parameters: Callable[[torch.nn.Module, list[str]], None]
 ignore_parameters = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
 # The names of torch's functions that return the records of the flight recorder, for each backend.
@@ -121,7 +122,8 @@ def flight_records(entries: bool, backend: str) -> dict[str, Any]:
 
     If ``entries`` is true, the records include one entry for each collective.
     """
-    dump = getattr(torch._C._distributed_c10d, FLIGHT_RECORDS[backend], None)  # torch for the CPU lacks that of NCCL
+    # A build of torch for the CPU has no such function for NCCL.
+    dump = getattr(torch._C._distributed_c10d, FLIGHT_RECORDS[backend], None)
     records: dict[str, Any] = {} if dump is None else json.loads(dump(entries, False))
     return records
 

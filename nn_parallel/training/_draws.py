@@ -38,7 +38,7 @@ from .._engine.torch_private import tree_leaves
 from ..errors import ParallelError
 
 SAMPLES = 16  # the number of samples that are compared in each iteration
-PLACES = 8  # the number of columns that are compared: at most this many integers and strings of each sample
+PLACES = 8  # of each sample, only this many integers and strings are compared, so this is the number of columns
 SLOTS = 64  # all loaders share this many keys of the store, so that many loaders do not fill the store
 LEADING = 256  # at most this many elements of a tensor, or bytes of an array, are compared
 
@@ -51,12 +51,13 @@ class LoaderId(NamedTuple):
 
 
 class Checksums(NamedTuple):
-    """The checksums of the first samples that a rank has drawn. Ranks compare them to find different draws.
+    """The checksums of the first samples that a rank has drawn. Ranks compare them to see if they draw alike.
 
-    The samples form a table: each sample is a row, and each integer or string in it is in a column of its own. The
-    lists have one entry for each of the first `PLACES` columns. If all samples differ in a column, as in a column of
-    indices, `of_keys` holds the checksum of this column. If only some samples differ, as in a column of labels,
-    `of_others` holds the checksum. All other entries are 0.
+    The samples form a table. Each sample is a row: its first integer or string is in the first column, its second one
+    in the second column, and so on. The lists `of_keys` and `of_others` have an entry for each of the first `PLACES`
+    columns. If no value comes twice in a column, as with indices, the checksum of the column is in `of_keys`. If some
+    values come several times, as with labels, it is in `of_others`. All other entries are 0, so a column that is empty,
+    or that has the same value in all rows, has no checksum.
     """
 
     samples: int = 0  # the number of samples; 0 if nothing has been drawn yet

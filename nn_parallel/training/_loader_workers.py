@@ -46,7 +46,8 @@ class WorkerInit:
 
     def __call__(self, worker: int) -> None:
         for number in SIGNALS:
-            if number == signal.SIGTERM:  # torch has already replaced the user's handler, so none is lost
+            # The user's handler of SIGTERM is lost already, because torch has replaced it. Other handlers are kept.
+            if number == signal.SIGTERM:
                 signal.signal(number, self._end_if_flag_is_set)
             elif not callable(signal.getsignal(number)):
                 signal.signal(number, pass_over)
@@ -61,8 +62,8 @@ class WorkerInit:
     def guard(self, workers: list[Any]) -> None:
         """Make sure that ``terminate()`` still ends the worker processes, although they ignore SIGTERM.
 
-        The rank calls this function after torch has started the workers. Their method ``terminate()`` is replaced with
-        `_terminate`, which sets the flag before it sends the signal.
+        The rank calls this method after torch has started the workers. ``terminate()`` of each worker is replaced with
+        `_terminate`, which sets a flag and then sends SIGTERM. If the flag is set, the worker does not ignore SIGTERM.
         """
         for worker in workers:
             popen = worker._popen  # `multiprocessing` calls ``terminate()`` of this object, not of ``worker``

@@ -40,8 +40,9 @@ logger = logging.getLogger("nn_parallel")
 class Saving(NamedTuple):
     """A checkpoint that is being written."""
 
-    # This future is done when the thread of this rank ends. Its result is a failure that all ranks must raise, or None.
-    # If this rank failed alone, or if the process group was closed, the future has an exception instead of a result.
+    # This future is done when the thread that writes on this rank has ended. If writing succeeded, the result is None.
+    # If it failed and no other rank waits for this rank, the result is the error, which `finish_saving` raises on all
+    # ranks. If other ranks may still wait, or the process group was closed, the future has an exception and no result.
     end: Future[Exception | None]
     group: dist.ProcessGroup | None  # the default group when saving began; None if there are no shards
     writes_file: bool  # True on rank 0, which writes the file of the checkpoint and logs failures at exit
@@ -57,7 +58,8 @@ def save_in_background(
 ) -> None:
     """Begin to write a checkpoint in a thread. All ranks call this function.
 
-    The next `finish_saving` waits until the thread has ended. If this rank leaves its world earlier, it waits too.
+    The next `finish_saving` waits until the thread has ended. If this rank leaves its world before that call, it first
+    waits for the thread as well.
 
     Args:
         shards: the sharded tensors. Their present values are written.
@@ -108,7 +110,7 @@ def finish_saving(caller: str) -> None:
 
     Raises:
         OSError: the checkpoint could not be written, and this is the only rank.
-        RankError: on every rank, if there are several ranks: the checkpoint could not be written.
+        RankError: the checkpoint could not be written, and there are several ranks. Every rank raises this error.
         RankTimeoutError: a rank has not called this function.
     """
     global _running

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from .._engine.failures import Failure, rank_error, summary
 from ..errors import RemoteError
 
-LOCK = "lock"  # the name of a file in each folder, which is locked while the folder is written
+LOCK = "lock"  # the name of a file in each folder; this file is locked while the folder is written
 # The index of a folder contains objects of these types, so `DataUnpickler` allows them.
 METADATA = {"ChunkStorageMetadata", "TensorStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"}
 METADATA |= {"TensorProperties", "_MEM_FORMAT_ENCODING"}

@@ -72,18 +72,19 @@ class Share:
     drop: bool
 
     def batches(self, draw: Callable[[], list[Any]], first: list[Any]) -> Iterator[list[Any]]:
-        """Yield the batches of this rank. Each batch is the part of this rank in a round of `together` samples.
+        """Yield the batches of this rank, round by round. A round is the samples of one batch for each rank.
 
-        A round is drawn only when the caller asks for its batch. There is one exception: if every sample must be on
-        exactly one rank (neither ``pad`` nor ``drop``), the next round is drawn as well. If that round is too small to
-        give each rank a sample, its samples are added to the batches of the present round, so that all ranks have
+        A round is drawn only when the caller asks for the batch. There is one exception: if every sample must be on
+        exactly one rank (neither ``pad`` nor ``drop``), the next round is drawn as well. If the next round is too small
+        to give each rank a sample, its samples are added to the batches of the present round, so that all ranks have
         equally many batches.
 
         Args:
-            draw: returns the samples of the next round. At the end of the epoch it returns fewer than `together`
-                samples, and after that an empty list.
-            first: the first samples of the epoch, with which its end may be padded. If the iteration begins with the
-                epoch, this is an empty list, because ``draw`` itself returns these samples.
+            draw: returns the samples of the next round. The last round of the epoch may have fewer than `together`
+                samples. After the last round, ``draw`` returns an empty list.
+            first: the first samples of the epoch, at most ``world_size``, because ``pad`` repeats them at the end. If
+                the iteration begins at the beginning of the epoch, this is an empty list, because ``draw`` itself
+                returns these samples.
         """
         looks_ahead = not self.pad and not self.drop and self.world_size > 1
         drawn = draw()
@@ -108,7 +109,8 @@ class Share:
 class Epochs:
     """The base class of samplers and datasets that count the epochs of a loader and the position in the epoch.
 
-    Each rank counts for itself. A rank that only looks at a few batches stays in the same epoch as the other ranks.
+    Each rank counts for itself. An epoch is complete only after its last batch. So if one rank takes only a few batches
+    and stops, its next iteration goes through the same epoch again, and the ranks stay in the same epoch.
     """
 
     def __init__(self, source: Any, warns: bool) -> None:
@@ -136,10 +138,11 @@ class Epochs:
         return type(self.source).__name__
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration draw this epoch.
+        """Set the epoch of the next iteration, which then begins at the beginning of this epoch.
 
-        If ``epoch`` is already the present epoch, and not complete, the iteration begins at the position that was
-        loaded with the state, if any.
+        There is one exception. If `load_state_dict` has set a position in this same epoch, and the epoch has not been
+        completed since, the iteration begins at that position. So a loop that continues from a checkpoint may call
+        ``set_epoch`` before each epoch, as usual.
         """
         if epoch != self.epoch or self._is_complete:
             self.begin = 0
@@ -181,7 +184,7 @@ class Epochs:
         self._is_complete = taken >= count
 
     def note_end(self, epoch: int) -> None:
-        """Record that the loop has asked an iteration over ``epoch`` for a batch after the last one.
+        """Record that an iteration over ``epoch`` has ended, because the loop asked for a batch after the last batch.
 
         The epoch is then complete, so the next epoch becomes the present one.
         """
@@ -280,7 +283,7 @@ class RankSampler(Epochs, Sampler[Any]):
         self._seed = state["seed"]
 
     def batches(self) -> Iterator[list[Any]]:
-        """Yield the samples of this rank, one list for each round."""
+        """Yield the samples of this rank in lists: in each list, its part of a round (see `Share.batches`)."""
         source = self.source
         generator = generator_of(source)
         random_numbers = OwnRandomNumbers(self._seed + self.epoch, [generator] if generator else [])
@@ -385,8 +388,8 @@ def even_batches(fewest: int, batch_size: int, has_any: bool) -> int:
 class Stream(Epochs, IterableDataset[Any]):
     """An iterable dataset that yields the share of one rank of another iterable dataset, batch by batch.
 
-    Each worker process of the loader has a copy of the stream, and takes the share out of the samples that the worker
-    draws, round by round.
+    Each worker process of the loader has a copy of the stream. It draws the samples of all ranks in rounds, one batch
+    for each rank at a time, and yields only the samples of its own rank.
     """
 
     def __init__(

@@ -6,8 +6,7 @@ into a model that is wrapped or sharded in another way.
 
 A *target* is an object into which a state is loaded. This module first makes the state fit the target: it shards the
 tensors as the target does, and gives them the names that the target uses. This module checks and changes nothing else:
-the ``load_state_dict`` of the target decides which states it accepts, with its own hooks and its own migrations of old
-states.
+the ``load_state_dict`` of the target decides which states it accepts, and may convert old states with its own hooks.
 
 In the file of a sharded checkpoint, each sharded tensor is represented by a *placeholder*, a tensor without values. The
 values are in a folder beside the file (`_shards`).
@@ -129,23 +128,24 @@ def _of_model(model: nn.Module, state: Mapping[str, Any], shards: Shards) -> dic
 
 
 def _under_own_names(state: Mapping[str, Any], model: nn.Module, own: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return a copy of ``state`` in which the keys have the same names of wrappers as the keys of ``model``.
+    """Return a copy of ``state`` whose keys contain the names of the wrappers in ``model``.
 
     For example, if ``torch.compile`` wraps the layer in ``model``, ``layer.weight`` becomes ``layer._orig_mod.weight``.
 
     A key consists of the path of a module and the name of a parameter in the module. Wrappers are modules, so only the
     path needs to be changed. The name of the parameter stays as it was saved, because it may be an old name that the
     hooks of ``model`` still accept. A state also holds the version of each module, from which the module recognises an
-    old state. These versions have the paths of the modules as keys, which are changed too.
+    old state. The versions are stored under the paths of the modules, and these paths are changed in the same way.
 
     Args:
         state: the saved state.
         model: the model into which the state will be loaded.
-        own: the present state of the model, of which only the keys are used.
+        own: the present state of the model; only its keys are used.
     """
     renamed = OrderedDict(state)
     versions = getattr(state, "_metadata", None)
-    # If two keys differ only in names of wrappers, the user has modules of these names. Then the keys stay as they are.
+    # If two keys differ only in the name of a wrapper, such as ``weight`` and ``module.weight``, this is the name of a
+    # module of the user, and not of a wrapper. Then the keys stay as they are.
     is_ambiguous = len(set(map(_bare, own))) < len(own) or len(set(map(_bare, state))) < len(state)
     if not is_ambiguous and not state.keys() <= own.keys():
         # A wrapper and the module in it have the same bare path. The module comes later, so the dict keeps the path of
@@ -160,11 +160,12 @@ def _under_own_names(state: Mapping[str, Any], model: nn.Module, own: Mapping[st
 
 
 def _own_name(key: str, path_of: Mapping[str, str]) -> str:
-    """Return ``key`` with the path of its module replaced by the path that the model has for this module.
+    """Return ``key`` with the names of the wrappers in the model, such as ``layer._orig_mod.weight``.
 
     Args:
-        key: a key of a saved state.
-        path_of: maps the path of each module of the model, without the names of wrappers, to its whole path.
+        key: a key of a saved state, such as ``layer.weight``.
+        path_of: maps the path of each module of the model without wrappers, such as ``layer``, to the path with
+            wrappers, such as ``layer._orig_mod``.
     """
     parts = _bare(key).split(".")
     for length in range(len(parts), -1, -1):
@@ -175,7 +176,7 @@ def _own_name(key: str, path_of: Mapping[str, str]) -> str:
 
 
 def _bare(key: str) -> str:
-    """Return ``key`` without the names of wrappers."""
+    """Return ``key`` without the names of wrappers: ``layer.weight`` for ``module.layer._orig_mod.weight``."""
     return ".".join(part for part in key.split(".") if part not in WRAPPERS)
 
 

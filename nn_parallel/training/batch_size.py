@@ -41,8 +41,8 @@ def find_batch_size(fn: Callable[[int], object], start: int) -> int:
     Raises:
         ValueError: ``start`` is not a whole number, or is less than 1.
         MemoryError: on every rank: a batch of one sample does not fit. The message says what could not be allocated.
-        RankError: on every rank, if there are several ranks: ``fn`` raised a different exception on one of them. In a
-            world of one rank, that exception itself is raised.
+        RankError: one of several ranks failed in ``fn``, and not because its memory was full. Every rank raises this
+            error. In a world of one rank, the exception of ``fn`` itself is raised.
 
     Example::
 

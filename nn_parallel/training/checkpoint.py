@@ -50,11 +50,12 @@ def save_checkpoint(
 
     Args:
         path: the file. `torch.load` can read it with ``weights_only=True``, as a dict with the names in ``state``.
-        keep: the number of checkpoints to keep: the new one, and previous ones as ``last.1.pt`` (the most recent of
-            them), ``last.2.pt``, and so on.
+        keep: the number of checkpoints to keep: the new one and previous ones. If ``path`` is ``last.pt``, the previous
+            ones are ``last.1.pt`` (the most recent of them), ``last.2.pt``, and so on.
         sharded: if True, each rank writes its own shards of sharded models and of their optimizers, so that no rank
-            ever holds a whole model. `torch.distributed.checkpoint` writes the shards into a folder ``last.pt.shards``
-            beside the file. To save and to load, all ranks must reach this folder, for example on a shared file system.
+            ever holds a whole model. `torch.distributed.checkpoint` writes the shards into a folder beside the file,
+            ``last.pt.shards`` for ``last.pt``. To save and to load, all ranks must reach this folder, for example on a
+            shared file system.
         asynchronous: if True, return as soon as the state is copied into the memory of the CPU. A thread then writes
             the checkpoint while training goes on. Until the thread has finished, the previous checkpoint stays at
             ``path``. The next `save_checkpoint` or `load_checkpoint` waits for the thread, and raises the errors of the
@@ -72,7 +73,7 @@ def save_checkpoint(
         ValueError: a value could not be loaded again; the message names it.
         OSError: the checkpoint cannot be written, for instance because the disk is full or the folder does not exist.
             The previous checkpoint is still at ``path``.
-        RankError: on every rank, if there are several ranks: one of these errors.
+        RankError: raised on every rank instead of these errors, if there are several ranks. It contains the errors.
         RankTimeoutError: a rank has not called this function within the timeout of the process group.
 
     Example::
@@ -138,9 +139,9 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
     Args:
         path: the file. Code in the file, or in the shards beside it, is not executed.
         targets: the objects to load into, under the names that were given to `save_checkpoint`. They are loaded in the
-            order of the arguments. The ``load_state_dict`` of each target decides which states the target accepts, with
-            the target's hooks and migrations of old states. If a ``load_state_dict`` raises on any rank, nothing is
-            undone: some targets may be loaded, or loaded in part.
+            order of the arguments. The ``load_state_dict`` of each target is called as usual. It decides which states
+            the target accepts, and its hooks may convert old states. If a ``load_state_dict`` raises on any rank,
+            nothing is undone: some targets may be loaded, or loaded in part.
 
     Returns:
         The saved values that are not in ``targets``, under their names.
@@ -150,7 +151,7 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
             target; or a ``load_state_dict`` raised an exception, which is the cause of this error.
         OSError: on every rank: rank 0 cannot read the file, for instance because there is no checkpoint yet
             (`FileNotFoundError`).
-        RankError: on every rank, if there are several ranks: one of them failed in another way.
+        RankError: one of several ranks failed in another way. Every rank raises this error.
         RankTimeoutError: a rank has not called this function within the timeout of the process group.
 
     Example::
@@ -229,7 +230,7 @@ def _remove_unused_shards(path: Path) -> None:
 
 
 def _folder(path: Path, saved: dict[str, Any]) -> Path:
-    """Return the folder with the shards of the checkpoint at ``path``, whose content is ``saved``."""
+    """Return the folder with the shards of the checkpoint whose file is at ``path`` and has the content ``saved``."""
     return path.parent / str(saved.get(FOLDER, ""))
 
 

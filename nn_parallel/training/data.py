@@ -67,15 +67,15 @@ def prepare_dataloader(
     seeded differently on each rank. The content of a dataset with a length is not compared, but must be the same on all
     ranks.
 
-    **Epochs.** An epoch is complete when its last batch has been handed out. The next iteration then draws the next
+    **Epochs.** An epoch is complete when its last batch has been handed out. The next iteration then begins the next
     epoch. For an iterable dataset without a length, the epoch is complete when the loop has asked for a batch after the
-    last one. If an iteration ends earlier, the next one draws the same epoch again; so a rank that only looks at a few
+    last one. If an iteration ends earlier, the next one begins the same epoch again; so a rank that only looks at a few
     batches stays in step with the others. To choose the epoch, call ``loader.set_epoch(epoch)`` or, as loops with a
     `DistributedSampler` do, ``loader.sampler.set_epoch(epoch)``. If your sampler or iterable dataset has a
     ``set_epoch``, it is called for each new epoch. If your loop calls that method too, the value of your loop is used.
 
     **State.** ``save_checkpoint(..., loader=loader)`` saves the seed, the epoch and how much of the epoch was handed
-    out. After `load_checkpoint` the next iteration draws the rest of that epoch, even if the loop first calls
+    out. After `load_checkpoint` the next iteration yields the rest of that epoch, even if the loop first calls
     ``set_epoch`` with the number of that epoch. ``len(loader)`` is then the number of batches in the rest. With the
     same number of ranks, the rest has the same batches as without the interruption. With another number of ranks, it
     holds each remaining sample once. If the state was saved after the last batch of an epoch, the rest is empty. So
@@ -182,7 +182,7 @@ def _of_stream(
 
 
 def _batch_sampler(loader: DataLoader[Any]) -> tuple[Any, bool]:
-    """Return the batch sampler that makes one epoch of ``loader``, and True if ``loader`` has an endless iterator.
+    """Return the batch sampler that makes the batches of one epoch, and True if ``loader`` has an endless iterator.
 
     Some loaders keep their workers alive with one iterator that never ends: timm's MultiEpochsDataLoader, ultralytics'
     InfiniteDataLoader, DomainBed's FastDataLoader. The batch sampler of such a loader repeats another batch sampler,
@@ -278,7 +278,8 @@ def _prepared(
     object.__setattr__(prepared, "__class__", _prepared_class(type(loader)))
     # The copy must not use the iterators of ``loader``, so these attributes become None.
     vars(prepared).update(dict.fromkeys([*_iterators_in(loader), "_iterator"]))
-    # Torch draws the seeds of the workers from the generator. The workers of each rank need different seeds.
+    # In each iteration, torch draws a seed for the loader's workers from this generator. Each rank needs other seeds,
+    # because otherwise the workers of all ranks would, for instance, augment images with the same random numbers.
     if loader.generator is not None and world.world_size > 1:
         replaced["generator"] = torch.Generator().manual_seed(loader.generator.initial_seed() + world.rank)
     vars(prepared).update(
@@ -294,20 +295,23 @@ def _prepared(
 class PreparedLoader(DataLoader[T]):
     """A loader that hands out the share of one rank, on the device of this rank, and counts the batches.
 
-    The attributes are those of the user's loader, except the sampler and batch sampler of a dataset with a length.
+    The attributes are those of the user's loader. But if the dataset has a length, ``sampler`` and ``batch_sampler``
+    are replaced, so that they draw only the share of this rank.
     """
 
     _share: RankSampler | Stream
     _loader_id: LoaderId | None
     _device: torch.device | None
     _replaced: dict[str, Any]
-    _is_plain: bool  # if True, iterate as `DataLoader` does, because the user's loader has an endless iterator
+    # True if the ``__iter__`` of the user's class reads an iterator that never ends (see `_batch_sampler`). Then this
+    # class uses ``__iter__`` and ``__len__`` of `DataLoader` instead of those of the user's class.
+    _is_plain: bool
 
     def __iter__(self) -> Any:  # `DataLoader` declares its own private class as the type
         self._share.begin_iteration()
-        # In each iteration, torch draws a seed for the workers from the program's random numbers. If this iteration
-        # continues a saved epoch, the saved random states are already those after this draw. So a second draw must not
-        # change the random states.
+        # When an iteration begins, torch draws a seed for the workers from the program's random numbers. If this
+        # iteration continues an interrupted one, that iteration drew such a seed too, before the random states were
+        # saved. So the draw in this iteration must leave the random states unchanged.
         with torch.random.fork_rng(devices=[], enabled=self._share.begin > 0):
             batches: Iterator[T] = DataLoader.__iter__(self) if self._is_plain else super().__iter__()
         if isinstance(self._share, Stream):
@@ -323,7 +327,7 @@ class PreparedLoader(DataLoader[T]):
         return DataLoader.__len__(self) if self._is_plain else super().__len__()
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration draw ``epoch``, in the order of that epoch."""
+        """Set the epoch of the next iteration. The order of the samples depends on the epoch."""
         self._share.set_epoch(epoch)
 
     def state_dict(self) -> State:
@@ -457,7 +461,10 @@ class EvenCollate:
     batch_size: int
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Return the batch of ``samples``, as `Parts` if the additional sample cannot be collated with the others."""
+        """Return ``samples`` as a batch.
+
+        If there is one sample more than ``batch_size``, and it cannot be collated with the others, return `Parts`.
+        """
         if len(samples) > self.batch_size:
             try:
                 return self.collate(samples)

@@ -65,14 +65,14 @@ def prepare_model(
     Returns:
         The model to call. `unwrap_model` returns the model inside. Except with ``strategy="none"``, all ranks now have
         the parameters and buffers of rank 0. A model with nothing to train is not wrapped. If a part of such a model is
-        unfrozen later, calling the model with gradients raises RuntimeError; then prepare the model again. Gloo or NCCL
-        does not support some dtypes: int16, unsigned integers from 16 bits on, and float8. Buffers and frozen
-        parameters of these dtypes are copied from rank 0 now, but not again in each forward.
+        unfrozen later, calling the model with gradients raises RuntimeError; then prepare the model again. DDP copies
+        the buffers of rank 0 to the other ranks in each forward, except buffers of the dtypes that gloo or NCCL cannot
+        send: int16, uint16, uint32, uint64 and float8.
 
     Raises:
         TypeError: ``model`` is not a module.
         ValueError: there is no such strategy or compression, they do not go together, or the model is prepared already.
-        RankError: on every rank, if there are several ranks: one of them failed.
+        RankError: one of several ranks failed. Every rank raises this error.
 
     Example::
 
@@ -139,17 +139,18 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def accumulate(model: nn.Module, step: int, every: int, *, last: bool = False) -> Iterator[bool]:
-    """Accumulate gradients: make the block for one micro-step, the forward and backward of one batch.
+    """Accumulate gradients over several micro-steps. Use this context manager around each micro-step.
 
-    The optimizer makes one step for ``every`` micro-steps, and gradients are sent only in the last of these. The
-    gradients of the micro-steps add up. So divide each loss by the number of micro-steps between two steps of the
-    optimizer, which is ``every``, or less at the end of an epoch. With ``strategy="fsdp"`` gradients are sent in each
-    micro-step, because gradients that are not sent would need the memory of a whole model on every rank.
+    A micro-step is the forward and backward of one batch. After every N micro-steps, the optimizer makes a step; N is
+    the argument ``every``. Gradients are sent to the other ranks only in the last of these N micro-steps. The gradients
+    of the micro-steps add up. So divide each loss by N, or by the number of micro-steps that are left if an epoch ends
+    with fewer than N. With ``strategy="fsdp"`` gradients are sent in each micro-step, because gradients that are not
+    sent would need the memory of a whole model on every rank.
 
     Args:
         model: the prepared model.
         step: the number of the micro-step, from 0.
-        every: the number of micro-steps for one step of the optimizer.
+        every: the number of micro-steps before each step of the optimizer.
         last: True for the last micro-step of the epoch. Gradients are then sent even if there were fewer than ``every``
             micro-steps.
 
@@ -245,7 +246,7 @@ def sync_buffers(model: nn.Module, *, average: bool = False) -> None:
 
     Raises:
         ValueError: on every rank: the buffers to average differ in shape.
-        RankError: on every rank, if there are several ranks: one of them failed.
+        RankError: one of several ranks failed. Every rank raises this error.
 
     Example::
 

@@ -21,7 +21,7 @@ from ..ddp import initialize_ddp
 from .collectives import all_gather_object
 
 BLOCK = "profile_ranks()"  # the name of the block in the trace
-# Matches the names of collectives in a trace, which are torch's own names or the names of NCCL's kernels.
+# Matches the names of collectives in a trace: torch's own names, or the names of NCCL's kernels.
 COMMUNICATION = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|nccl(Dev)?Kernel")
 logger = logging.getLogger("nn_parallel")
 
@@ -58,7 +58,7 @@ def profile_ranks(path: str | os.PathLike[str]) -> Iterator[RankProfile]:
     Raises:
         OSError: the file cannot be written. If there are several ranks, every rank raises a `RankError` instead, which
             contains the OSError.
-        RankError: on every rank, if there are several ranks: one of them failed in the block.
+        RankError: one of several ranks failed in the block. Every rank raises this error.
 
     Example::
 

@@ -7,9 +7,9 @@ with all its attributes. Three things go wrong then:
 
 - *Time.* To pickle a function with its globals takes ten times as long as a small call, and the globals may be large.
 - *Identity.* Each call brings new copies of functions and of the objects in globals. Only classes stay the same,
-  because cloudpickle gives each class an id. A `functools.cache` is empty in each call. A mark such as
-  ``MISSING = object()`` is a different object each time. Even objects that the worker could import (a lock, a registry,
-  a sentinel) are copied.
+  because cloudpickle gives each class an id. The cache of a function decorated with `functools.cache` is empty in each
+  call. A mark such as ``MISSING = object()`` is a different object each time. Even objects that the worker could import
+  (a lock, a registry, a sentinel) are copied.
 - *Hooks.* In the worker, cloudpickle first creates an empty class with the metaclass, and then sets the attributes. So
   the metaclass and ``__init_subclass__`` run a second time, on an empty class and without the keyword arguments of the
   class statement.
@@ -32,9 +32,9 @@ The three modules:
 - `reducer` decides how an object is sent. It sends a function, class or module by name only if the module is installed
   with Python, or if the finders of `sys.meta_path` lead to the file from which the script has loaded it. Definitions
   are: classes; functions that are bound to a global with the function's name and that hold no data in defaults,
-  attributes or closure variables; results of `functools.cache`; type variables and type aliases. Each definition has a
-  key. Each `object()` has a key too, because only its identity matters. The script and its workers use the same key for
-  the same object, so a result can refer to an object of the script by the key.
+  attributes or closure variables; functions decorated with `functools.cache`; type variables and type aliases. Each
+  definition has a key. Each `object()` has a key too, because only its identity matters. The script and its workers use
+  the same key for the same object, so a result can refer to an object of the script by the key.
 - `packer` is the sending side. It keeps a record of each definition that it has sent: the parts of the definition, the
   other definitions that it refers to, and the globals that its code reads, which are found in the bytecode
   (`reducer.names_in`). The record is current as long as all parts are the same objects. Changes inside a part are not

@@ -125,7 +125,8 @@ class Namespace:
         """Make a namespace.
 
         Args:
-            find_module: returns the module that has this dict; None if there is none, or if it was deleted.
+            find_module: returns the module whose dict of globals is ``variables``. It returns None if there is no such
+                module, or if the module was deleted.
             variables: the dict of globals.
         """
         self._find_module = find_module
@@ -309,7 +310,11 @@ def is_known_to_sender(key: str | None) -> bool:
 
 
 def mark(key: str) -> object:
-    """Return the `object()` with this key. If this process has no such object yet, create it."""
+    """Return the mark with this key. If this process does not have the mark yet, create it.
+
+    A mark is a plain `object()` that code compares by identity, such as ``MISSING = object()``. The script pickles a
+    mark that workers cannot import as a call of this function, so that all calls in a worker use the same object.
+    """
     known: object = keys.find(key)
     if known is None:
         known = object()
@@ -323,12 +328,12 @@ def mark(key: str) -> object:
 def make_function(
     key: str | None, code: types.CodeType, namespace: Namespace, name: str, cells: Sequence[types.CellType | None]
 ) -> types.FunctionType:
-    """Create the function with this key, or give the existing one this code. `complete_function` sets the rest.
+    """Create the function with this key. If this process already has the function, replace its code.
 
-    A function that originates in this process is returned unchanged.
+    `complete_function` sets the rest of the function. A function that originates in this process is returned unchanged.
 
     Args:
-        key: the key; None if the function is no definition.
+        key: the key; None if the function has no key, because it is not a definition.
         code: the code.
         namespace: the globals.
         name: the name.
@@ -352,8 +357,8 @@ def complete_function(
 ) -> None:
     """Fill a function that `make_function` has returned, and import the submodules that the function uses.
 
-    The last item of ``state`` is not used. When it was unpickled, it has already bound the globals that the function
-    reads.
+    The last item of ``state`` needs no work here. It may contain calls of `bind` for the globals that the function
+    reads, and unpickling the item has already made these calls.
     """
     if keys.originates_here(fn):
         return
@@ -395,9 +400,10 @@ def method_of(cls: type, name: str) -> Any:
 
 
 def make_class(key: str, metaclass: type, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:
-    """Create the class with this key, or give the existing one these bases. `set_attributes` fills it.
+    """Create the class with this key. If this process already has the class, replace its bases.
 
-    A class that originates in this process is returned unchanged.
+    `set_attributes` sets the attributes of the class that are not in ``body``. A class that originates in this process
+    is returned unchanged.
     """
     known: type | None = keys.find(key)
     if known is not None:
@@ -422,8 +428,8 @@ def set_attributes(cls: type, attributes: dict[str, Any]) -> None:
 def complete_class(cls: type, state: tuple[Any, Sequence[str], Sequence[type]]) -> None:
     """Delete the attributes that the script's class no longer has, and register the virtual subclasses of a class.
 
-    The first item of ``state`` is not used. When it was unpickled, it has already set the attributes of the class. The
-    other items are the names of all attributes, and the virtual subclasses, which only an abstract class has.
+    The first item of ``state`` needs no work here: unpickling it has already set the attributes of the class. The other
+    items are the names of all attributes, and the virtual subclasses, which only an abstract class has.
     """
     if keys.originates_here(cls):
         return
@@ -457,9 +463,10 @@ def member_of(cls: Any, name: str) -> Any:
 
 
 def make_type_alias(key: str, name: str, module: str) -> Any:
-    """Create a type alias whose value `complete_type_alias` sets later.
+    """Create a type alias without its value, which `complete_type_alias` stores later.
 
-    This is possible because Python evaluates the expression after ``=`` only when the value is first used.
+    The alias looks its value up in `_values_of_aliases` when the value is first used, because Python evaluates the
+    expression after ``=`` only then.
     """
     names: dict[str, Any] = {"__name__": module, "value": functools.partial(_values_of_aliases.get, key)}
     exec(f"type {name} = value()", names)
@@ -468,7 +475,7 @@ def make_type_alias(key: str, name: str, module: str) -> Any:
 
 
 def complete_type_alias(alias: Any, value: Any) -> None:
-    """Set the value of a type alias."""
+    """Store the value of a type alias, which the alias looks up when its ``__value__`` is first read."""
     _values_of_aliases[keys.key_of(alias) or ""] = value
 
 
@@ -488,16 +495,16 @@ def _native(metaclass: type, method: str) -> Callable[..., Any]:
 
 
 def make_instance(cls: type) -> Any:
-    """Return an instance of a class whose attributes are not set yet.
+    """Return an instance of ``cls`` before the attributes of ``cls`` itself have been set.
 
     This is needed if an attribute of the class refers to an instance of the class. A ``__new__`` that the class defines
-    is not called, because it may read attributes or globals that are not set yet.
+    is not called, because it may read attributes of the class, or globals, that are not set yet.
     """
     return _native(cls, "__new__")(cls)
 
 
 def dead_reference() -> weakref.ref[Any]:
-    """Return a weak reference whose object was deleted, as a copy of such a reference in the sending process."""
+    """Return a dead weak reference: the copy of a weak reference whose object was deleted in the sending process."""
     return weakref.ref(Missing())
 
 
@@ -546,9 +553,9 @@ def namespace_of(key: str, name: str, goes_into_sys_modules: bool, module_attrib
     Args:
         key: the key.
         name: the name of the module.
-        goes_into_sys_modules: whether to put the module into `sys.modules` of this process, because the script has it
-            in `sys.modules` and no import finds it. If the name is ``__main__``, the module that this process already
-            has under this name is used.
+        goes_into_sys_modules: whether to put the module into `sys.modules` of this process. This is needed if the
+            script has the module in its `sys.modules`, but no import finds the module. If the name is ``__main__``, the
+            module that this process already has under this name is used.
         module_attributes: globals that Python sets in every module: ``__package__``, ``__file__`` and others.
     """
     namespace: Namespace | None = keys.find(key)
@@ -591,9 +598,9 @@ def imported(module: str, name: str) -> Any:
 def imported_sentinel(module: str, name: str, kind: type | None) -> Any:
     """Return a sentinel (an object without state) that is a global of a module that each process imports.
 
-    ``kind`` is the class of the sentinel, or None if no import finds the class. If the global of this process contains
-    an object of another class, then the sentinel was assigned to the global by the script. In this case the function
-    returns a new object of the class ``kind``.
+    ``kind`` is the class of the sentinel, or None if the class cannot be imported. If the global contains no object of
+    the class ``kind`` in this process, then the import of the module does not create the sentinel: other code of the
+    sending process has assigned it to the global. In this case the function returns a new object of the class ``kind``.
     """
     sentinel = getattr(importlib.import_module(module), name, None)
     return sentinel if kind is None or type(sentinel) is kind else object.__new__(kind)
@@ -615,10 +622,11 @@ def bind(namespace: Namespace, name: str, number: int, value: Any) -> None:
     if last_number == number and variables.get(name, Missing) is not last_value:
         return
     if last_number is None and name in variables and not name.startswith("__"):
-        # A task has bound the name through `globals()` or `setattr`, so the task's value stays. (A name that a function
-        # binds with a ``global`` statement does not lead to this branch, because the script sends a binding of the name
-        # with the function.) A new object is recorded as the received value. It differs from the value in the dict, so
-        # later calls also see that a task has bound the name.
+        # A task has bound the name through `globals()` or `setattr`, so the task's value stays. It must stay in later
+        # calls too. These compare the value in the dict with the value that is recorded as received, and keep the
+        # former if the two differ. So a new object is recorded, which is never in the dict. (This branch is not reached
+        # if a function binds the name with a ``global`` statement: the script sends a binding of the name with such a
+        # function.)
         value = object()
     elif value is Missing:
         variables.pop(name, None)

@@ -187,7 +187,7 @@ class _CallReducer(Reducer):
         # Maps the `id` of a definition to the globals that have this definition as value, each with the number of the
         # binding.
         self.bound: dict[int, list[tuple[Namespace, str, int]]] = {}
-        self.handles: list[Handle] = []  # handles in the arguments, and in the globals that are data
+        self.handles: list[Handle] = []  # the handles in the pickle, such as handles among the arguments of the call
         self.has_data = False  # whether a global is data; if so, the workers do not keep the function
 
     def another(self) -> _CallReducer:
@@ -291,7 +291,7 @@ class _CallReducer(Reducer):
 
 
 class _SentFunction:
-    """The record of a function that workers keep, with all objects to which it referred when it was packed."""
+    """The record of a function that workers keep, with all objects to which the packed function refers."""
 
     def __init__(self, fn: Any, call: _CallReducer, handles: Sequence[Handle], environment: Handle | None) -> None:
         """Record all objects to which ``fn`` refers.
@@ -317,8 +317,8 @@ class _SentFunction:
         for (namespace, name), value in call.global_values.items():
             watched.append((namespace.variables, name, value))
             # The number of the binding is compared as well as the value. For example, the script binds the name to
-            # another value, makes a call, and binds the first value again. The number is then another one, so the
-            # function must be packed again, because its pickle contains the number.
+            # another value, makes a call, and binds the first value again. The name then has its old value, but a new
+            # number. So the function must be packed again, because its pickle contains the number.
             if name in namespace.sent:
                 watched.append((namespace.sent, name, namespace.sent[name]))
         # If the ``__spec__`` of a module is another object, the module was reloaded.
@@ -327,14 +327,16 @@ class _SentFunction:
             _, its_names, its_values = values.setdefault(id(names), (names, [], []))
             its_names.append(name)
             its_values.append(value)
-        # The names that `is_current` compares: for each dict, the dict, the names in it, and their values.
+        # The values that `is_current` compares: one tuple for each dict in which it looks up names, with the dict, the
+        # names, and the values that these names had in the dict.
         self._values = list(values.values())
 
     def is_current(self, fn: Any, environment: Handle | None) -> bool:
-        """Return whether workers may run the kept function when the script calls ``fn``.
+        """Return whether workers can run the function that they keep when the script calls ``fn``.
 
-        For this, ``fn`` must be the function that was packed, or a lambda or inner function that is made of the same
-        parts. All names to which the packed function refers must still be bound to the same objects.
+        Three conditions must hold. First, ``fn`` is the function that was packed, or a lambda or inner function with
+        the same code, defaults, closure variables and attributes as the packed function. Second, all names to which the
+        packed function refers are still bound to the same objects. Third, the environment of the script is the same.
         """
         if environment is not self._environment:
             return False
@@ -591,7 +593,8 @@ def _warn_of_copied_parameters(call: _CallReducer) -> None:
 def _is_plain_function(fn: Any) -> bool:
     """Return whether ``fn`` is a lambda or inner function without state.
 
-    Workers may keep such a function for several calls, because a task cannot notice that they share the function.
+    Workers may keep such a function for several calls, because no call can notice that earlier calls have run the same
+    function object.
     """
     return type(fn) is types.FunctionType and not fn.__closure__ and all(map(is_constant, contents_of_function(fn)))
 
@@ -650,8 +653,8 @@ def _is_made_of(obj: Any, parts: list[Any]) -> bool:
 def _number_of_binding(namespace: Namespace, name: str, value: Any) -> int:
     """Return the number of the present binding of a global.
 
-    If ``value`` is not the object that was last sent for this global, the binding gets a new number. As long as the
-    number is the same, a worker keeps an object that a task has assigned to the global.
+    If ``value`` is not the object that was last sent for this global, the binding gets a new number. While the number
+    stays the same, a worker does not overwrite a value that a task has assigned to the global.
     """
     number, last = namespace.sent.get(name, (0, None))
     last_value = last() if type(last) is weakref.ref else last
@@ -691,6 +694,7 @@ def _call_parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 # The states, in `Packer._functions`, of functions that the workers do not keep.
 _CALLED_ONCE = "called once"
 _NEVER_SENT = "not sent by itself, because it refers to data"
-_MISSING = itertools.repeat(Missing)  # an endless iterator with the default for look-ups in `_SentFunction.is_current`
+# Yields `Missing` forever: the default of each look-up of `_SentFunction.is_current`, which maps `dict.get` over names.
+_MISSING = itertools.repeat(Missing)
 _numbers = itertools.count(1)  # for handles and bindings
 _CONTAINERS = (dict, list, set, deque)  # if an attribute of a class has such a type, its elements are compared too

@@ -101,7 +101,8 @@ def _would_be_imported(name: str, module: types.ModuleType) -> bool:
     parent, _, last = name.rpartition(".")
     is_in_package = bool(parent) and getattr(sys.modules.get(parent), last, None) is module
     stem = os.path.basename(origin or "").partition(".")[0]
-    # The name is compared too, because a file of an installation may be loaded under a name that no import finds.
+    # The name is compared too, because an installed file may have been loaded under another name, with which a worker
+    # could not import it.
     if (origin or "").startswith(INSTALLED) and (is_in_package or stem in (last, "__init__")):
         return True
     if parent and not _is_importable(parent):
@@ -170,7 +171,9 @@ class CodeNames(NamedTuple):
     reads: Sequence[str]  # the globals that the code reads
     binds: Sequence[str]  # the globals that the code sets or deletes
     attributes: frozenset[str]  # the names of all globals and of all attributes in the code
-    binds_closure: bool  # whether the code sets or deletes a ``nonlocal``; if so, each call sends the function
+    # Whether the code sets or deletes a ``nonlocal``. If so, the workers do not keep the function, and each call sends
+    # the function again.
+    binds_closure: bool
 
 
 @functools.lru_cache(maxsize=4096)
@@ -269,8 +272,8 @@ def namespace_of(names: dict[str, Any], module: types.ModuleType | None = None) 
 
     Args:
         names: the dict of globals.
-        module: the module that has this dict, if the module is known. The `Namespace` keeps a module alive that is not
-            in `sys.modules`.
+        module: the module that has this dict, if the module is known. If this module is not in `sys.modules`, the
+            `Namespace` keeps the module alive.
     """
     with keys.lock:
         namespace = namespaces.get(id(names))
@@ -293,8 +296,8 @@ def is_definition(obj: Any, is_global: bool = False) -> bool:
 
     Args:
         obj: any object that is not sent by name.
-        is_global: whether a global of the script is bound to ``obj``. If so, a result of `functools.cache` is a
-            definition too.
+        is_global: whether a global of the script is bound to ``obj``. If so, a function decorated with
+            `functools.cache` is a definition too.
     """
     kind = type(obj)
     if issubclass(kind, type):
@@ -356,7 +359,7 @@ _OWN_CELL = _references_to_cells(_function_with_cell(None))[0]
 def contents_of_function(fn: Any) -> list[Any]:
     """Return the defaults, closure variables and attributes of a function.
 
-    For any other object, such as a result of `functools.cache`, the attributes are returned.
+    For any other object, such as the wrapper that `functools.cache` makes, only the attributes are returned.
     """
     contents = list(getattr(fn, "__dict__", {}).values())
     if type(fn) is types.FunctionType:
@@ -395,7 +398,7 @@ def _is_stateless(obj: Any) -> bool:
         return False
     if any(getattr(kind, name) is not getattr(object, name) for name in ("__reduce_ex__", "__reduce__")):
         return False
-    try:  # reading attributes of a proxy may raise an error, such as flask's `request` outside of a request
+    try:  # reading attributes of a proxy may raise: for example, flask's `request` raises an error outside of a request
         return not getattr(obj, "__dict__", None) and obj.__reduce_ex__(4)[1:] == ((kind,), None, None, None)
     except Exception:
         return False
@@ -476,12 +479,16 @@ class Reducer(Pickler):
     def refer_to(self, obj: Any) -> Any:
         """Reduce a definition to a reference, or return None to pickle it by value.
 
-        This method is not called for the definitions in ``by_value``, which this pickle creates itself.
+        This method is not called for classes and functions that are in the attribute ``by_value`` already, because the
+        pickle creates them in any case.
         """
         raise NotImplementedError
 
     def reduce_mark(self, mark: object) -> Any:
-        """Reduce an `object()` to its key, because only its identity matters."""
+        """Reduce a mark (a plain `object()`, such as ``MISSING = object()``) to its key.
+
+        Only the identity of a mark matters, and the key keeps it: the receiver finds the same mark for the same key.
+        """
         return receiving.mark, (keys.key_of_or_add(mark),)
 
     def note_globals(self, names: Sequence[GlobalName]) -> Any:
@@ -518,11 +525,11 @@ class Reducer(Pickler):
         return self._reduce_other(obj)
 
     def _reduce_other(self, obj: Any) -> Any:
-        """Reduce an object by value. Functions, classes and types in ``REDUCERS`` have their own methods."""
+        """Reduce an object by value, if no other method of this class reduces objects of its type."""
         kind = type(obj)
-        # If this pickle creates the class of the object, an attribute of the class refers to the object. So the object
-        # is created before the class is complete. The ``__new__`` of the class is not called then, because it may read
-        # attributes that are not set yet.
+        # If this pickle creates the class of the object, an attribute of the class may refer to the object. Then the
+        # receiver creates the object before the attributes of the class are set. So the receiver does not call the
+        # ``__new__`` of the class, which may read these attributes.
         if id(kind) in self.by_value and isinstance(kind.__new__, types.FunctionType):
             reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if reduced[:2] == (copyreg.__newobj__, (kind,)):  # type: ignore[attr-defined]
@@ -571,7 +578,7 @@ class Reducer(Pickler):
 
         Args:
             fn: the function.
-            key: its key, or None if it is no definition.
+            key: the key of the function, or None if the function is not a definition.
         """
         cells: list[types.CellType | None] = []  # cells that earlier functions in this pickle have; None for all others
         contents: dict[int, Any] = {}
@@ -619,7 +626,7 @@ class Reducer(Pickler):
     def _method_of_class(self, fn: types.FunctionType) -> tuple[type, str] | None:
         """Return the class of the script that has ``fn`` as a method, and the name of the method.
 
-        None is returned if ``fn`` is no method, or if no global leads to its class.
+        None is returned if ``fn`` is not a method, or if its class cannot be looked up through a global.
         """
         *path, name = fn.__qualname__.split(".")
         owner: Any = sys.modules.get(fn.__module__)
@@ -634,9 +641,10 @@ class Reducer(Pickler):
         """Reduce a bound method.
 
         If a library has the method as a global function, such as `random.random`, the worker imports the method.
-        Otherwise `pickle` sends the object and the name of the method, with which the worker looks up the method in the
-        object. This fails if the object has another attribute of this name, or if the object is a class that this
-        pickle creates and that does not have the method yet. In these two cases the object and the function are sent.
+        Otherwise `pickle` sends the object and the name of the method, and the worker gets the method with `getattr`.
+        This would fail in two cases: the object has another attribute of this name; or the object is a class that this
+        pickle creates, and the worker has not set the attributes of the class yet. In these cases, the object and the
+        plain function of the method are sent.
         """
         owner = method.__self__
         if (module := _library_of(method)) is not None:
@@ -731,9 +739,10 @@ class Reducer(Pickler):
     # Other types
 
     def _reduce_namespace(self, namespace: Namespace) -> Any:
-        """Reduce a dict of globals to its key, and to attributes for the module that a worker creates for the dict.
+        """Reduce a dict of globals to its key and to a few of the globals, such as ``__name__`` and ``__file__``.
 
-        If each process imports the module of these globals, the dict is reduced to the name of this module.
+        A worker creates a module to hold the globals, and sets these few first. But if workers can import the module of
+        the globals, the dict is reduced to the name of this module.
         """
         if _is_imported(namespace):
             return receiving.namespace_of_module, (namespace.variables["__name__"],)
@@ -820,7 +829,10 @@ class AnswerReducer(Reducer):
         return AnswerReducer()
 
     def reduce_mark(self, mark: object) -> Any:
-        """Reduce a mark to its key if the receiver knows the key. A mark that a task has made is pickled by value."""
+        """Reduce a mark (a plain `object()`) to its key, if it has one because it came from the script.
+
+        A mark that a task has made is pickled by value. The script then gets a new `object()`.
+        """
         return NotImplemented if keys.key_of(mark) is None else super().reduce_mark(mark)
 
     def refer_to(self, obj: Any) -> Any:
@@ -829,9 +841,10 @@ class AnswerReducer(Reducer):
         return (receiving.find_definition, (key,)) if receiving.is_known_to_sender(key) else None
 
     def note_globals(self, names: Sequence[GlobalName]) -> list[Deferred]:
-        """Return the bindings of those globals whose namespace originates in this process, each only once in a pickle.
+        """Return the bindings of globals that the receiver of this pickle does not have.
 
-        All other namespaces have come from the receiver, which has their globals itself.
+        These are globals whose namespace originates in this process. All other namespaces have come from the receiver,
+        so the receiver has their globals. Bindings that are in this pickle already are left out.
         """
         own = [(namespace, name) for namespace, name, _ in names if keys.originates_here(namespace)]
         unsent = [key for key in dict.fromkeys(own) if key not in self._bound and key[1] in key[0].variables]
@@ -954,9 +967,10 @@ def _arguments_of(member: Any, data_type: Any) -> tuple[Any, ...]:
 
 
 def ignore_state(obj: Any, state: Any) -> None:
-    """Do nothing. `pickle` calls this function with the state of an object if the state consists of `Deferred` calls.
+    """Do nothing. For some objects, `pickle` calls this function instead of setting their state as attributes.
 
-    The calls were made when the state was unpickled. Without this function `pickle` would set the state as attributes.
+    The state of these objects is a list of `Deferred` calls, for example of `globals.bind`. Unpickling the list has
+    already made the calls, so nothing is left to do.
     """
 
 
@@ -981,7 +995,7 @@ _MODULE_ATTRIBUTES = ("__name__", "__package__", "__file__", "__path__")  # sent
 NOT_COPIED = {"__module__", "_abc_impl", "__slotnames__", "__annotations_cache__", "__annotate_func__", "__annotate__"}
 _PLAIN = {type(None), bool, int, float, complex, str, bytes}  # an attribute of these types cannot refer to its class
 _FUNCTION_KINDS = (types.FunctionType, classmethod, staticmethod, property)
-_numbers = itertools.count(1)  # for the bindings in results
+_numbers = itertools.count(1)  # the numbers of the bindings that `AnswerReducer` sends with the results of tasks
 _places_of_marks: dict[int, tuple[str, str]] = {}  # maps the `id` of an `object()` to its module and its name
 _modules_searched = 0  # the number of loaded modules when `_places_of_marks` was filled
 # Keeps the namespace of a module in `sys.modules` alive as long as the module.

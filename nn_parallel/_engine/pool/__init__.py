@@ -1,1 +1,1 @@
-"""The implementation of `ParallelExecutor`: worker processes, and its calls on them or on the ranks of a launcher."""
+"""The implementation of `ParallelExecutor`, which makes calls on worker processes or on the ranks of a launcher."""

@@ -48,7 +48,7 @@ class PoolOptions:
     resources_per_worker: Mapping[str, float] | None = None
     placement: str = "pack"
     wait_for_resources: timedelta | float = 300.0
-    # The pool ends after this time without a task; if None, it does not. Only `shared_backend` sets this field.
+    # The pool ends after this time without a task. If None, it never ends by itself. Only `shared_backend` sets this.
     idle_limit_s: float | None = None
 
     def __post_init__(self) -> None:

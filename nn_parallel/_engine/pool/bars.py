@@ -23,7 +23,7 @@ class Line:
     """A line of a `Screen`."""
 
     text: str = ""
-    is_rewritten: bool = False  # True after a carriage return, so that the next text replaces this one
+    is_rewritten: bool = False  # True after a carriage return: the next printed text then replaces `text`
     is_bar: bool = False  # True once text was printed after a carriage return; the line is drawn as a bar
 
 
@@ -50,8 +50,8 @@ class Screen:
         """Interpret printed text. Return the text of all lines that cannot change any more, and forget these lines.
 
         A plain line (a line that is not a bar) cannot change once it has ended. No line above a plain line can change
-        either, not even a bar. The screen keeps the other bars, because they may be redrawn. With ``flush``, it returns
-        all lines above the cursor, and also the line with the cursor if it is plain.
+        either, not even a bar. The screen keeps the other bars, because they may be redrawn. With ``flush``, this
+        method returns all lines above the cursor, and also the line with the cursor if that line is plain.
         """
         for part in filter(None, MOVES.split(text)):
             line = self._lines[self._at]

@@ -7,8 +7,8 @@ wait until a large message has been read.
 
 Descriptors cause three problems:
 
-- A packet takes at most 253 of them. If a message has more, packets that carry only descriptors are sent before it.
-- They are scarce, because a process may have only a limited number of files open. So at most `MAX_PAYLOAD_FILES`
+- A packet can carry at most 253 of them. If a message has more, packets with only descriptors are sent before it.
+- They are scarce, because the kernel limits the open files of a process. So at most `MAX_PAYLOAD_FILES`
   payloads have a memory file. Further large payloads wait as copies in memory, and are copied into a file when they are
   sent.
 - The kernel also limits the descriptors that were sent and not received yet, for all processes of the user together.
@@ -42,7 +42,7 @@ ROOM_WITHIN_S = 5.0  # how long to try again to send descriptors that the kernel
 SMALL_BYTES = 1 << 16  # the largest payload that is part of a packet
 MAX_PAYLOAD_FILES = 64  # the maximum number of payloads that have a memory file at the same time
 _PACKET_BYTES = 1 << 17  # the largest packet
-_FDS_AT_ONCE = 250  # the maximum number of descriptors in one packet; the kernel takes 253
+_FDS_AT_ONCE = 250  # the maximum number of descriptors in one packet; the kernel accepts 253
 _ANCILLARY = socket.CMSG_SPACE(_FDS_AT_ONCE * array.array("i").itemsize)  # the buffer size for received descriptors
 _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
@@ -123,7 +123,7 @@ class Channel:
         # The buffer for received packets. It is a memory map, whose pages take no memory until they are used.
         self._packet = memoryview(mmap.mmap(-1, _PACKET_BYTES, mmap.MAP_PRIVATE))
         self._fds: list[int] = []  # descriptors that have arrived before the message to which they belong
-        self._has_all_fds = True  # False if descriptors are missing, because this process may not open more files
+        self._has_all_fds = True  # False if descriptors are missing, because this process has too many open files
         self._spin = Spin()
         self._poll = select.poll()
         self._poll.register(self.sock, select.POLLIN)
@@ -140,7 +140,7 @@ class Channel:
         """Send packets from the outbox until it is empty or the socket is full. Return whether the outbox is empty.
 
         Raises:
-            OSError: the other side has closed its end, or the kernel takes no more descriptors (ETOOMANYREFS).
+            OSError: the other side has closed its end, or the kernel accepts no more descriptors (ETOOMANYREFS).
         """
         while self._outbox:
             packet = self._outbox[0]
@@ -176,17 +176,17 @@ class Channel:
                 if time.monotonic() > deadline:
                     self._outbox.clear()
                     raise no_room_error(error) from error
-                time.sleep(0.001)  # the kernel does not report when it takes descriptors again
+                time.sleep(0.001)  # the kernel does not report when it accepts descriptors again
 
     def receive(self, *, wait: bool = True) -> tuple[Any, Received] | None:
         """Return the next message.
 
-        If the message has not arrived completely, wait for it. If ``wait`` is false, return None instead.
+        If no complete message has arrived, wait for one, or return None if ``wait`` is false.
 
         Raises:
             EOFError: the other side has closed its end.
-            ConnectionResetError: the other side has closed its end without reading the last message. This is raised
-                once. The next calls return the messages that had arrived before the other side closed its end.
+            ConnectionResetError: the other side has closed its end without reading all messages that this side has
+                sent. This is raised once. The next calls return the messages that the other side had sent before.
         """
         flags = _CLOEXEC if wait else _CLOEXEC | socket.MSG_DONTWAIT
         while True:
@@ -241,7 +241,7 @@ def send_fds(sock: socket.socket, message: bytes, fds: Sequence[int]) -> None:
                 raise
             if time.monotonic() > deadline:
                 raise no_room_error(error) from error
-            time.sleep(0.001)  # the kernel does not report when it takes descriptors again
+            time.sleep(0.001)  # the kernel does not report when it accepts descriptors again
         else:
             return
 
@@ -255,8 +255,8 @@ def receive_fds(
     starts would then inherit them.
 
     Returns:
-        The size of the packet, its descriptors, and False if descriptors are missing, because this process may not open
-        more files.
+        The size of the packet; its descriptors; and True, or False if descriptors are missing, because this process has
+        too many open files.
     """
     size, ancillary, flags_received, _ = sock.recvmsg_into([packet], _ANCILLARY, flags)
     fds = [fd for _, _, data in ancillary for fd in array.array("i", data)] if ancillary else []
@@ -309,7 +309,7 @@ def _map_payload(
         fds: the descriptors that have arrived since the last message. This function closes them. Only the last
             ``count`` belong to this message. The others belong to a message that the sender has given up after a part
             of its descriptors was sent.
-        has_all_fds: False if descriptors are missing, because this process may not open more files.
+        has_all_fds: False if descriptors are missing, because this process has too many open files.
         count: the number of descriptors of the message.
         sizes: the sizes of the pickle and the buffers in the memory file, whose descriptor is the last one; empty if
             the message has no memory file.

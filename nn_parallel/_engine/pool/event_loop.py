@@ -28,7 +28,7 @@ class EventLoop:
         # These map each watched descriptor to the function to call when the descriptor is readable or writable.
         self._readers: dict[int, Callable[[], object]] = {}
         self._writers: dict[int, Callable[[], object]] = {}
-        # Not a `Queue`, which would deadlock if a signal handler or a finalizer calls `put` in the middle of a `put`.
+        # A `Queue` would deadlock if a signal handler or a finalizer calls `put` in the middle of another `put`.
         self._posted = SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]]]()
         self._timers: list[tuple[float, int, Callable[[], object]]] = []  # a heap of (time, number, function)
         self._timer_numbers = itertools.count()  # the numbers of the timers, which order timers with the same time

@@ -121,7 +121,7 @@ class _Server:
                 size, fds, _ = receive_fds(self._control, self._packet)
                 if not size:
                     return
-                # If this process may not open more files, ``fds`` is empty, and the pool sees its connection closed.
+                # If this process has too many open files, ``fds`` is empty, and the pool sees its connection closed.
                 for fd in fds:
                     self._pools[fd] = socket.socket(fileno=fd)
                     self._poll.register(fd, select.POLLIN)
@@ -153,7 +153,7 @@ class _Server:
         if request == "fork":
             try:
                 pid = self._fork(fds)
-            except OSError as error:  # for example, the user may not have more processes
+            except OSError as error:  # for example, the user has reached the limit of processes
                 self._report(worker, errno=error.errno or 0)
             else:
                 self._workers[pid] = worker

@@ -62,7 +62,7 @@ class ServerConnection:
     def fork(self, fds: list[int]) -> int:
         """Ask for a worker with the descriptors ``fds``. Return the key that names the worker in later messages."""
         key = next(self._keys)
-        with contextlib.suppress(ConnectionError):  # the server has ended, which `receive` reports
+        with contextlib.suppress(ConnectionError):  # the server has ended; `receive` will report this
             send_fds(self._sock, f"fork {key}".encode(), fds)
         return key
 

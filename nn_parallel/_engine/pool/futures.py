@@ -18,9 +18,9 @@ TAKEN_OVER_AFTER_S = 1.0  # how long a thread may hold a `_Lock` before another 
 
 
 class _Lock:
-    """The lock of a future, which another thread takes over if the owner does not release it within a second.
+    """The lock of a future. If its owner does not release the lock within a second, a waiting thread takes it over.
 
-    The class wraps a `threading.Lock`, the *inner lock*.
+    The class wraps a `threading.Lock`, the *inner lock*. To take over means to replace the inner lock by a new one.
 
     Python raises Ctrl-C in the main thread between any two instructions. If Ctrl-C comes between the taking of a lock
     and the ``try`` or ``with`` that releases it, as it can in `concurrent.futures.wait`, the lock stays taken for ever.
@@ -28,9 +28,9 @@ class _Lock:
     cannot close this gap.
 
     But the standard library holds the lock of a future only for a few lines that do not wait. So if the lock is taken
-    for a second, the owner has almost certainly been interrupted, and a waiting thread replaces the inner lock by a new
-    one. The owner may be in these lines nevertheless, if a signal handler that takes long runs there. The release by
-    the owner then does not touch the new inner lock.
+    for a second, the owner has almost certainly been interrupted, and a waiting thread takes the lock over. The owner
+    may be in these lines nevertheless, if a signal handler that takes long runs there. When this owner later releases
+    the lock, it releases only the old inner lock.
     """
 
     def __init__(self) -> None:
@@ -59,12 +59,15 @@ class _Lock:
         return True
 
     def _time_left_s(self, lock: threading.Lock, began: float) -> float:
-        """Return how many more seconds the owner may hold this inner lock.
+        """Return how many more seconds the owner may hold the inner lock ``lock``, before a waiting thread replaces it.
 
-        The time counts from the moment at which the owner got the lock. Ctrl-C in `concurrent.futures.wait` leaves the
-        locks of many futures taken. A thread that needs all of them therefore waits one second in total, and not one
-        second for each. If the owner has not set `_held` yet, or was interrupted before it could do so, the time counts
-        from ``began``, when the present thread began to wait for the lock.
+        The owner's second counts from the moment at which the owner got the lock, not from the moment at which the
+        present thread began to wait. For example, Ctrl-C in `concurrent.futures.wait` can leave the locks of a hundred
+        futures taken. A thread that needs them one after another waits a second for the first one, and hardly at all
+        for the others, because their seconds are over by then.
+
+        ``began`` is the time at which the present thread began to wait. The second counts from ``began`` if the owner
+        has not set `_held` yet, or was interrupted before it could do so.
         """
         held = self._held
         since = held[2] if held is not None and held[1] is lock else began

@@ -9,7 +9,7 @@ because the kernel must clear the memory of a new file. But if the sender overwr
 the receiver would see the new content in all pages to which it has not written. So the sender must know that no other
 process has the file. Receivers do not report when they close a file, because messages would cost time, and a receiver
 may die or fork. Instead, the sender asks the kernel for a write lease (``fcntl(2)``). The kernel grants the lease only
-on a file that is open nowhere else, and a file counts as open while its descriptor is in flight or a map of it exists.
+if nothing else has the file open. A file counts as open while a descriptor of it is in flight or a map of it exists.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Descriptor:
 
 
 class _ReusableFile:
-    """A memory file of the sender, which is filled again when it is open nowhere else.
+    """A memory file of the sender. It is filled again once nothing else has it open or mapped.
 
     The descriptor that `fill` returns also keeps the file open. The payload of a task (`channel.Payload`)
     holds this descriptor, so the file is not filled again before the task has ended.
@@ -68,7 +68,11 @@ class _ReusableFile:
         return Descriptor(os.open(f"/proc/self/fd/{number}", os.O_RDWR | os.O_CLOEXEC))
 
     def is_free(self) -> bool:
-        """Return whether the file is open or mapped nowhere else, and no descriptor of it is in flight."""
+        """Return whether the file may be filled again, because nothing else uses it.
+
+        Another process or object uses the file while it has the file open or mapped. A descriptor that is in flight
+        (sent, but not received yet) also counts as a use.
+        """
         try:
             fcntl.fcntl(self._own.fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             fcntl.fcntl(self._own.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)

@@ -89,7 +89,10 @@ class Output:
         _bars.print(stream, text, self._rank, self, self._screen.bars)
 
     def _write(self, stream: Any, read: bytes, flush: bool) -> None:
-        """Write the bytes that have been read to a stream without bars, except a line that has not ended."""
+        """Write the bytes ``read`` to a stream on which no bars are drawn, such as a file.
+
+        The last line is kept until its end arrives, unless ``flush`` is true or more than `LINE_BYTES` are unwritten.
+        """
         unwritten = self._line + read
         line_end = max(unwritten.rfind(b"\n"), unwritten.rfind(b"\r")) + 1
         end = len(unwritten) if flush or len(unwritten) > LINE_BYTES else line_end

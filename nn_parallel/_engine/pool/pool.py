@@ -220,7 +220,8 @@ class Pool:
             for index in range(count):
                 if index not in mapping.outcomes:
                     self._wait_for_item(mapping, index, deadline)
-                yield _take_result(mapping, index)  # no variable keeps the result alive until the next one
+                # No variable holds the result, because it would keep the result alive until the next one is taken.
+                yield _take_result(mapping, index)
         finally:
             mapping.is_wanted = False
 

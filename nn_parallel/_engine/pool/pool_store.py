@@ -1,7 +1,7 @@
 """The store through which the workers of a pool exchange data during a `run`, in which they are ranks.
 
-The store is in the process of the script, or in an actor on a Ray cluster. It is not in a worker, because it would end
-when this worker dies.
+The store is in the process of the script, or in an actor on a Ray cluster. No worker holds the store, because the store
+would end with that worker.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ class PoolStore:
     """The store of the ranks of a pool, in this process. It is opened for the first `run`."""
 
     def __init__(self, host: str | None = None) -> None:
-        """Record the address of the store, which `address` opens later.
+        """Record on which host the store will be. The first call of `address` opens the store.
 
-        ``host`` is the address of this machine for other nodes. If it is None, only this machine can reach the store.
+        ``host`` is the address at which other nodes reach this machine. If ``host`` is None, the store is opened at the
+        loopback address, so that only this machine can reach it.
         """
         self._host = host or loopback(LOOPBACK)
         self._store: dist.TCPStore | None = None
@@ -30,7 +31,11 @@ class PoolStore:
         self._group_number = 0  # the number of the present group of ranks, see `Ranks`
 
     def address(self, group: int) -> tuple[str, int]:
-        """Return host and port of the store for the ranks with this group number. Delete the keys of earlier groups."""
+        """Return host and port of the store, for the ranks that form the process group with the number ``group``.
+
+        When the ranks of a pool cannot use their process group again, for example after a failure, they make another
+        one with a higher number. If ``group`` is such a new number, delete the keys of the groups before it.
+        """
         if self._group_number < group:
             if self._store is None:
                 self._store = self._open()

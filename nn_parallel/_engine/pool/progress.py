@@ -12,7 +12,8 @@ T = TypeVar("T")
 class Progress(NamedTuple):
     """The progress bar that the user has asked for in a call of `map`."""
 
-    bar: Any  # a bar of tqdm that the user has made and closes, or True to make one, or False or None for no bar
+    # A bar of tqdm that the user has made and will close; True if a bar must be made; False or None for no bar.
+    bar: Any
     total: int | None  # the number of items, if it is known
     name: str  # the name of the call, which is the title of the bar if a bar must be made
 

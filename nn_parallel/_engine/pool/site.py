@@ -1,4 +1,4 @@
-"""The start of a pool's workers on this machine, and the reports about them, through the fork server."""
+"""Start a pool's workers on this machine through the fork server, and pass the fork server's reports to the pool."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class LocalSite:
     def __init__(self, prefix_output: bool) -> None:
         """Connect to the fork server. If ``prefix_output``, each line that a worker prints begins with its rank."""
         self._prefix_output = prefix_output
-        # Called first, because the connections of this pool could otherwise get the number of a closed standard stream.
+        # This call comes first, because a connection of this pool could otherwise get the number of a standard stream
+        # that is closed.
         take_standard_descriptors()
         self._directory = os.getcwd()
         self._server = ServerConnection()
@@ -102,7 +103,7 @@ class LocalSite:
         self._loop.unwatch(self._server.fileno())
         self._events.fail(ParallelError("The fork server has ended, and its workers with it. Make a new executor."))
         for worker in list(self._workers.values()):
-            if worker.pid:  # 0 before the fork; after the fork, the worker's process group has the same number
+            if worker.pid:  # the pid is 0 before the fork; afterwards it is also the number of the process group
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.pid, signal.SIGKILL)
             self._worker_exited(worker, Exited(worker.key, -signal.SIGKILL, "The fork server has ended."))

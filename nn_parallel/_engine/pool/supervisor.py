@@ -55,7 +55,7 @@ from .protocols import Site, Worker
 from .tasks import Batch, InitializerTask, MapItem, Mapping, ResizeTask, RunTask, Task
 
 START_WITHIN_S = 300.0  # the time limit for the start of a worker; a busy machine may need minutes
-STACK_WITHIN_S = 1.0  # how long to wait for the stack of a worker, which takes 1 ms if the worker gets a core
+STACK_WITHIN_S = 1.0  # how long to wait for the stack of a worker; a worker that gets a core sends it within 1 ms
 CANCEL_GRACE_S = 0.5  # a cancelled task must end within this time, or its worker is killed
 # A cancelled rank of a `run` on an accelerator has this time instead, because it must first close its process group.
 # NCCL's abort takes half a second. When a collective fails for the first time in a process, torch also imports its
@@ -83,7 +83,7 @@ class Due(enum.Enum):
     """The action to take when the deadline of a worker has passed."""
 
     TIME_OUT = enum.auto()  # ask the worker for its stack, because the task or the start has run out of time
-    STACK = enum.auto()  # fail the task or the start, because the stack has arrived or is not awaited any longer
+    STACK = enum.auto()  # fail the task or the start: the worker has sent its stack, or has not sent it in time
     HAND_BACK = enum.auto()  # let the worker hand back the calls that it has not begun, so that other workers do them
     KILL = enum.auto()  # kill the worker, which has ignored an order to end its task or to exit
 
@@ -133,9 +133,10 @@ class WorkerRecord:
         if self.state is State.BUSY:
             may_abort = self.worker.device.type != "cpu" and isinstance(self.task, RunTask)
             grace_s = CANCEL_GRACE_ON_ACCELERATORS_S if may_abort else CANCEL_GRACE_S
-            # This worker may have died already, and its death may be the reason why the run is cancelled. If the pool
-            # killed the worker before the death is reported, its rank would count as cancelled, and the error of the
-            # run would lack the cause.
+            # This worker may be dead already, and its death may be the cause of the cancellation. The report of the
+            # death can take seconds on Ray. If the grace period ended before the report, `kill` would mark the worker
+            # as killed by the pool, `exited` would not count its death as a failure, and the error of the run would
+            # lack its cause.
             grace_s = max(grace_s, self.worker.exit_told_within_s)
             self.state = State.CANCELLING
             self.deadline = Deadline(time.monotonic() + grace_s, Due.KILL)
@@ -201,7 +202,8 @@ class Supervisor(threading.Thread):
         self.is_closing = False
         self._is_closed = False
         self._discards_waiting = False  # True if `close` was asked to cancel tasks that have not begun
-        self.is_over = False  # True once the thread is ending; `do_if_over` then calls posted functions
+        # True once this thread is ending. A thread that posts a function must then call it itself, see `do_if_over`.
+        self.is_over = False
         self.broken: ParallelError | None = None  # the error of all further calls; None unless the pool has failed
         self.packer = site.make_packer(lambda number: self.post(self._add_deleted_handle, number))
         self._deleted_handles: list[int] = []  # numbers of deleted handles whose objects the workers still keep
@@ -236,7 +238,7 @@ class Supervisor(threading.Thread):
     # Methods that any thread may call
 
     def post(self, call: Callable[..., object], *args: Any) -> None:
-        """Let the supervisor call ``call(*args)`` in its thread. If the thread has ended, `do_if_over` does this."""
+        """Let the supervisor call ``call(*args)`` in its thread, or in `do_if_over` if the thread has ended."""
         self._loop.post(call, *args)
 
     def close(self, *, wait: bool = True, cancel_waiting: bool = False, kill: bool = False) -> None:
@@ -253,7 +255,11 @@ class Supervisor(threading.Thread):
             self.wait_for_end()
 
     def do_if_over(self) -> None:
-        """If the thread has ended, call the posted functions that it has not called, so that their tasks fail."""
+        """If the supervisor has ended, call the posted functions that it has left uncalled, so that their tasks fail.
+
+        A thread that needs an answer calls this method after `post`. Otherwise the thread would wait for ever if the
+        supervisor ended just before the `post`.
+        """
         if self.is_over:
             self.wait_for_end()
             self._loop.run_posted()
@@ -268,7 +274,7 @@ class Supervisor(threading.Thread):
             self._ended.result()
 
     def orphan(self) -> None:
-        """Close the pool, because its `Pool` object was deleted, so that no task can be added any more.
+        """Close the pool: its `Pool` object was deleted, and therefore no task can be added any more.
 
         The garbage collector calls this in any thread and between any two instructions, so this only posts a function.
         """
@@ -340,7 +346,7 @@ class Supervisor(threading.Thread):
                 f"{worker.description} has answered task {answer.number}, but has task {record.task_number}. This is a "
                 "bug of nn_parallel."
             )
-        if answer.goes_on:  # the worker hands back a batch, except the call that it is in
+        if answer.goes_on:  # the worker returns the rest of its batch, and goes on with the call that it has begun
             if isinstance(record.task, Batch):
                 record.task.complete(worker.rank, answer, payload)
                 self._return_to_queue(record.task.mapping, record.task.split(1))
@@ -348,7 +354,9 @@ class Supervisor(threading.Thread):
             return
         self._failed_starts[record.index] = 0
         task = record.end_task()
-        if task is not None:  # it is None if the worker has only started, or if the pool has failed meanwhile
+        # The task is None if this answer only reports the start of the worker, or if `fail` or `unsent` has ended the
+        # task already.
+        if task is not None:
             self._task_answered(task, worker, answer, payload)
         if answer.is_spent and record.state is State.IDLE:
             record.leave()  # once this worker has exited, `exited` replaces it
@@ -581,8 +589,8 @@ class Supervisor(threading.Thread):
         if isinstance(task, Batch) and len(task.left) > 1:
             task.time_out = deadline
             deadline = Deadline(time.monotonic() + HAND_BACK_AFTER_S, Due.HAND_BACK)
-        # All records get the task before the first worker is sent it. If the task then cannot be sent to one worker, it
-        # is cancelled on all workers whose records have it.
+        # All records get the task before the task is sent to any worker. If the task cannot be sent to one worker, it
+        # is cancelled on all workers whose records have it, including those to which it has not been sent yet.
         for record in records:
             record.begin(task, number, deadline)
         for record in records:
@@ -635,7 +643,7 @@ class Supervisor(threading.Thread):
         task.lose(worker.rank, error)
 
     def _cancel(self, task: Task) -> None:
-        """Tell all workers that have this task to end it."""
+        """Cancel a task on all workers to which it was given."""
         for record in self._records.values():
             if record.task is task:
                 record.cancel()
@@ -649,8 +657,8 @@ class Supervisor(threading.Thread):
         do so, because the error of the task contains all these stacks.
 
         Args:
-            now: a time before which the thread has handled all events. An answer that arrived before its deadline has
-                therefore been counted, even if this thread was late.
+            now: a time. This thread has handled all events that occurred before it. So an answer that arrived before
+                the deadline of its task has been counted, even if this thread was late.
         """
         late: dict[Task | None, list[WorkerRecord]] = {}  # for each task, the workers that have run out of time
         awaited: list[Task | None] = []  # the tasks for which a stack may still arrive
@@ -689,7 +697,8 @@ class Supervisor(threading.Thread):
             self._group_number += 1
         task.fail(error)
         for record in late:
-            if not record.stack:  # the worker follows no orders, so it would not follow an order to cancel
+            # A worker that has not followed the order to send its stack would not follow an order to cancel either.
+            if not record.stack:
                 record.kill()
         self._cancel(task)
 

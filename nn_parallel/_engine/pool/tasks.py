@@ -36,7 +36,7 @@ class Task:
         return () if self.call.arguments is None else (self.call.arguments,)
 
     def begin(self) -> bool:
-        """Record that the task begins. Return False if its result is not needed any more, so that it must not begin."""
+        """Record that the task begins. Return False if it must not begin, because its result is not needed any more."""
         return True
 
     def complete(self, rank: int, answer: Answer, payload: Received) -> None:
@@ -115,7 +115,8 @@ class RunTask(Task):
         super().__init__(call)
         self.reply = reply
         self._results: dict[int, Any] = {}  # the results by rank, with None for a failed rank
-        # Maps ranks to their errors in the order of arrival, from which `rank_error` finds the cause.
+        # The error of each failed rank, in the order of arrival. For `rank_error`, the first error that is not about a
+        # lost connection is the cause.
         self._failures: dict[int, Exception] = {}
         # The error of a rank that the pool has cancelled or killed. The caller gets it only if no rank has failed.
         self._cut_off: Exception | None = None
@@ -280,10 +281,10 @@ class Batch(Task):
         self.left.clear()
 
     def fail(self, error: Exception) -> None:
-        """Implement `Task.fail`, but only note the error.
+        """Implement `Task.fail`: only note the error, which the unfinished items get later.
 
-        The supervisor next cancels the batch on its worker. If the worker answers, its present item gets the error. If
-        the worker exits, all items that are left get the error.
+        The supervisor next cancels the batch on its worker. If the worker answers, the item that was cancelled gets the
+        error (`complete`). If the worker exits instead, all items that are left get the error (`lose`).
         """
         self._error = error
 

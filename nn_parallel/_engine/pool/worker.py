@@ -184,7 +184,7 @@ class TaskRunner:
 
     def follow_orders(self, control: socket.socket) -> None:
         """Follow the orders of the pool that arrive on ``control``, until the pool closes the connection."""
-        must_repeat = False  # True while the cancelled task runs, which must then be interrupted again
+        must_repeat = False  # True while a cancelled task still runs; it must be interrupted repeatedly
         with contextlib.suppress(ConnectionError):
             while True:
                 if must_repeat and not select.select([control], [], [], INTERRUPT_EVERY_S)[0]:
@@ -209,7 +209,7 @@ class TaskRunner:
     def interrupt_cancelled(self) -> bool:
         """Interrupt the cancelled task, if it runs. Return whether it runs.
 
-        While this returns True, the caller must call it again at intervals, because an interrupt may have no effect.
+        While this method returns True, the caller must repeat the call, because an interrupt may have no effect.
         """
         with self._task_lock:
             if self._task != self._cancelled:
@@ -307,8 +307,8 @@ class TaskRunner:
         """Do the calls of a task until its time is over. Add simple results (numbers, short texts) to `_results`.
 
         Returns:
-            The first result that is not simple, packed. No call is begun after this result. If all results are simple,
-            None.
+            The packed form of the first result that is not simple, or None if all results are simple. After a result
+            that is not simple, no further call is begun.
         """
         begun = time.monotonic()
         size = 0
@@ -395,7 +395,7 @@ class TaskRunner:
         )
 
     def store_address(self, ranks: Ranks) -> tuple[str, int]:
-        """Return host and port of the store of these ranks. On Ray the store can move, so a subclass asks for both."""
+        """Return host and port of the store of these ranks. On Ray a subclass asks an actor: the store can move."""
         return ranks.store_host, ranks.store_port
 
     def _open_store(self, ranks: Ranks) -> dist.Store:

@@ -236,7 +236,7 @@ class WorkerProcess:
             self._loop.unwatch(self._control.fileno())
 
     def _flush(self) -> None:
-        """Send the messages in the outbox. If the kernel does not take all of them, send the rest later."""
+        """Send the messages in the outbox. If the kernel does not accept all of them, send the rest later."""
         fd = self._channel.sock.fileno()
         try:
             has_room = self._channel.flush()
@@ -248,7 +248,7 @@ class WorkerProcess:
                 self._events.unsent(self, TransferError(str(error)))
                 return
             # Too many descriptors are in flight, see `no_room_error`. Try again after a while, because no event reports
-            # when the kernel takes descriptors again.
+            # when the kernel accepts descriptors again.
             now = time.monotonic()
             self._room_deadline = self._room_deadline or now + channel.ROOM_WITHIN_S
             if now < self._room_deadline:

@@ -101,7 +101,7 @@ class Blocks:
         self._barriers = 0
         self.stop_calls = 0
         for block in self._entered:
-            # The block began in an earlier generation. 0 means that all ranks began it before barrier 1 of the new one.
+            # The block began in an earlier generation, and so before barrier 1 of the new generation.
             block.begin = 0
 
     @contextlib.contextmanager
@@ -201,7 +201,7 @@ class Blocks:
             self._end_block(block)
 
     def watch(self) -> Watchdog:
-        """Return the watchdog of this rank. The first call starts it.
+        """Return the watchdog of this rank. The first call starts the watchdog.
 
         The watchdog frees this rank from collectives that cannot end, and publishes where in its program this rank is.
         """
@@ -265,9 +265,9 @@ class Blocks:
         """Return the description of a wait that begins now: this rank waits until ``ranks`` have reached ``phase``.
 
         If the wait has no timeout, the watchdog publishes for which ranks this rank waits. If one of these ranks waits
-        for this rank in a collective, its watchdog reads this and notices the deadlock, see `Watchdog._deadlock`. A
-        wait with a timeout is not published, because it is no deadlock: this rank gives up after the timeout and goes
-        on.
+        for this rank in a collective, the watchdog of that rank reads the publication and notices the deadlock, see
+        `Watchdog._deadlock`. A wait with a timeout is not published, because such a wait is no deadlock: this rank
+        gives up after the timeout and goes on.
         """
         return Wait(call, ranks, phase, deadline_of(timeout_s), "" if timeout_s else "waits in")
 
@@ -417,10 +417,12 @@ class Blocks:
         """Raise if the neighbor (the rank before this one) is at another barrier than this rank.
 
         The check is needed because the counter of arrivals does not distinguish the barriers: if some ranks arrive at
-        one barrier and the others at another one, the sum looks complete. It is enough that each rank checks one other
-        rank. If the ranks are at different barriers, then at each of these barriers, at least one rank has a neighbor
-        at another barrier, and raises. Ranks whose neighbor is at the same barrier may already have passed. Therefore a
-        rank that notices the difference records it in the `GenerationEnd` (``is_mixed``).
+        one barrier and the others at another one, the sum looks complete.
+
+        It is enough that each rank checks one other rank. For example, ranks 0 and 1 are at one barrier, and ranks 2
+        and 3 at another one. Rank 2 checks rank 1, rank 0 checks rank 3, and both raise. Ranks 1 and 3 notice nothing,
+        and may already have passed their barriers. Therefore a rank that notices the difference sets ``is_mixed``,
+        which becomes a part of the `GenerationEnd`. All ranks then close the process group.
 
         Returns:
             True if the neighbor has left the world.
@@ -462,7 +464,8 @@ class Blocks:
                     if is_of_block:
                         raise
             try:
-                if not is_of_block:  # SystemExit, KeyboardInterrupt or the end of a pool's task: raised unchanged
+                # SystemExit, KeyboardInterrupt, and the `Interrupted` of a cancelled task: raised unchanged.
+                if not is_of_block:
                     raise
                 if raised is not None:
                     raise raised from None
@@ -483,8 +486,8 @@ class Blocks:
 
             - If ``block`` has failed, the error that all ranks raise.
             - If a block around it has failed, `Interrupted`. The outer block then raises the error.
-            - If no block has failed because all ranks have already come to the end of ``block``, None. This rank then
-              goes on, and raises the failure at its next barrier.
+            - If all ranks have already come to the end of the outermost block, None, because no block has failed. This
+              rank then goes on, and raises the failure at its next barrier.
 
         Raises:
             ParallelError: the store is gone.
@@ -519,8 +522,9 @@ class Blocks:
 
         Args:
             failures: the failures that this rank adds to the record.
-            is_mixed: if true, other ranks are at other barriers. The counter then says nothing about the present
-                barrier, which therefore counts as not complete.
+            is_mixed: true if the ranks are at different barriers. The counter of arrivals in the store adds up the
+                arrivals at all of them. So it does not show whether the present barrier is complete, and this barrier
+                counts as not complete.
         """
         key = ended_key(self.generation)
         text = self._connection.get(key)
@@ -540,7 +544,8 @@ class Blocks:
 
         The dict is empty if ``error`` is only a consequence of a failure on another rank.
         """
-        # If this rank need not leave the block, an `Interrupted` is the end of a pool's task, and counts as a failure.
+        # In a block that this rank need not leave, `Interrupted` means that the pool has cancelled the task. The
+        # cancellation counts as a failure of this rank.
         if isinstance(error, Interrupted) and block.must_leave:
             return {}
         if lost_connection(error):
@@ -570,7 +575,8 @@ def blocks_of(context: RankContext | None) -> Blocks | None:
     if _current is None or _current.context is not context:
         _current = Blocks(context)
         if context.store_host == context.rank:
-            # The previous world is not kept, because ranks that have joined another world no longer read its records.
+            # From now on, `_outlive_readers` waits only for the ranks of the present world. Ranks that have joined this
+            # world no longer read the records of the previous one.
             for previous in _hosted:
                 previous.context.close_links()
             _hosted[:] = [_current]
@@ -595,8 +601,8 @@ def exceptions_in(failures: Mapping[int, BaseException]) -> dict[int, Exception]
 def failures_in(error: BaseException, rank: int) -> dict[int, BaseException]:
     """Return the failures that an ``error`` stands for, by the rank that failed.
 
-    A `RankError` stands for failures of other ranks, and a `RankTimeoutError` for a rank that did not come. Any other
-    error is a failure of ``rank``, on which it was raised.
+    A `RankError` stands for the failures that it holds, and a `RankTimeoutError` for the failure of a rank that did not
+    come in time. Any other error is a failure of ``rank``, the rank on which the error was raised.
     """
     if isinstance(error, RankError):
         return dict(error.failures)
@@ -615,4 +621,4 @@ def _outlive_readers() -> None:
 
 
 _current: Blocks | None = None  # the `Blocks` that `blocks_of` has returned last
-_hosted: list[Blocks] = []  # the `Blocks` of the last world whose store this process hosts, if it hosts one
+_hosted: list[Blocks] = []  # the `Blocks` of the last world whose store this process hosts; empty if there is none

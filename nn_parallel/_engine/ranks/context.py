@@ -68,8 +68,8 @@ class RankContext:
     # which ends the collective. The arguments are the error that says why the collective can never end, and the
     # generation. If the function is None, the watchdog ends the collective itself.
     on_deadlock: Callable[[Exception, int], None] | None = None
-    # The connections through which this rank notices deaths on other nodes. None unless a launcher has started the
-    # ranks, and they may run on several nodes.
+    # The connections through which this rank notices deaths on other nodes. None if no launcher has started the ranks,
+    # or if all ranks are certainly on this node.
     links: Links | None = None
     host: StoreHost | None = None  # limits how long the store may take to answer; None if there is no limit
     generation: int = 0
@@ -154,16 +154,16 @@ class RankContext:
 
     @property
     def lost_after_s(self) -> float:
-        """The seconds for which another node may be out of reach without being counted as lost.
+        """The seconds that another node may be out of reach before it can count as lost.
 
-        If the node stays out of reach for longer, it counts as lost after about twice this time at the latest, see
-        `end_if_unanswered`.
+        A node that is out of reach for a shorter time never counts as lost. A node that stays out of reach counts as
+        lost after about twice this time at the latest, see `end_if_unanswered`.
         """
         return min(times.LOST_AFTER, self.timeout / 3).total_seconds()
 
     @property
     def unanswered_s(self) -> float | None:
-        """The seconds that a connection to another node may get no answer; None if all ranks are on one node."""
+        """The seconds that a connection to another node may remain unanswered; None if all ranks are on one node."""
         return None if self.one_node else self.lost_after_s
 
     def begin_generation(self, generation: int) -> None:
@@ -199,7 +199,7 @@ def _release_store_in_fork() -> None:
 
     The forked process has copies of these sockets. While it holds them open, other ranks would not see that the rank
     has ended. The descriptors are replaced by the null device instead of being closed, because objects in C++ close
-    them again when the forked process ends. If they were closed now, their numbers could belong to other files by then.
+    them when the forked process ends. If they were closed now, their numbers could belong to other files by then.
     """
     context = _joined
     if context is not None and context.world.launcher != "executor" and context.has_store:
@@ -247,9 +247,10 @@ def rank_context() -> RankContext | None:
         return _joined
     if dist.is_initialized():
         return _external_context()
-    # If this package has closed the other code's group after a failure, `group.default` is None. The context is then
-    # kept, so that `initialize_ddp` can make the group again. If the other code itself has destroyed its group,
-    # `group.default` still refers to this group, and the context is no longer valid.
+    # `_external` is the context for a group that other code made, and that no longer exists. If this package has closed
+    # the group after a failure, `group.default` is None. The context is then still valid, so that `initialize_ddp` can
+    # make the group again. If the other code has destroyed the group itself, `group.default` still refers to the group,
+    # and the context is no longer valid.
     return _external if _external is not None and _external.group.default is None else None
 
 
@@ -275,8 +276,8 @@ def _external_context() -> RankContext:
         node_rank = 0
         local_world_size = world_size
         one_node = False
-        # If the launcher's variables describe this group, they say on which node each rank is. If they contradict each
-        # other, they are ignored, because the other code may not have used them.
+        # If the launcher's variables describe this group, they say on which node this rank is. If the variables
+        # contradict each other, they are ignored, because the other code may not have used them.
         with contextlib.suppress(LaunchError):
             launch = detect_launch(os.environ)
             if launch is not None and (launch.rank, launch.world_size) == (rank, world_size):

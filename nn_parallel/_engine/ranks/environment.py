@@ -106,7 +106,8 @@ def with_arguments(environ: Mapping[str, str], **arguments: int | str | None) ->
     if changed & {"MASTER_ADDR", "MASTER_PORT"}:
         for name in [name for name in merged if name.startswith("TORCHELASTIC_")]:
             del merged[name]
-    # For an MPI launcher and SLURM, `detect_launch` reads the local rank from a variable with another name.
+    # An MPI launcher and SLURM have their own variables for the local rank. `detect_launch` reads them, so they are
+    # replaced too.
     if "LOCAL_RANK" in explicit:
         explicit |= dict.fromkeys(_LOCAL_RANKS & merged.keys(), explicit["LOCAL_RANK"])
     return merged | explicit
@@ -133,8 +134,8 @@ class _Names(NamedTuple):
     world_size: str
     local_rank: str
     local_world_size: str
-    # Variables that identify a job on a host, or one of the steps that a job runs at the same time. The port of the
-    # store is computed from them.
+    # Variables that distinguish two jobs on a host, such as SLURM_JOB_ID, or two steps of a job that run at the same
+    # time, such as SLURM_STEP_ID. The port of the store is computed from their values.
     job: tuple[str, ...] = ()
 
 
@@ -160,7 +161,7 @@ class _Variables:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
-        self.names = dict[str, None]()  # the variables that have been read, in this order, for error messages
+        self.names = dict[str, None]()  # the names of the variables that have been read so far, for error messages
 
     def has(self, *names: str) -> bool:
         """Return whether all these variables are set."""
@@ -224,7 +225,7 @@ class _Variables:
 
 
 def _by_env(variables: _Variables) -> Launch:
-    """Return the launch that the ``env://`` variables describe, which torchrun, a platform or a user has set.
+    """Return the launch that the ``env://`` variables describe. Torchrun, a platform or the user has set them.
 
     If LOCAL_RANK is not set, the function uses the rank as the local rank. This is right only if all ranks run on this
     node, which `_check_rank_numbers_processes` checks.
@@ -410,13 +411,11 @@ def _check_rank_numbers_processes(variables: _Variables, launch: Launch) -> None
 
 
 def _mention_of_nodes(variables: _Variables) -> str:
-    """Return a clause, for errors, that names a variable in which a platform counts nodes or their processes.
+    """Return a text for error messages if a variable shows that the platform counts nodes, otherwise an empty string.
 
-    If there is such a variable, RANK may be the number of a node. MASTER_ADDR=localhost then does not prove that all
-    ranks are on one node, because localhost may be the name that the node of rank 0 uses for itself.
-
-    Returns:
-        An empty string if there is no such variable.
+    For example, the text is "NNODES=2 speaks of nodes, which RANK may number". RANK may then be the number of a node.
+    MASTER_ADDR=localhost then does not prove that all ranks are on one node, because the platform may set this value on
+    the node of rank 0, and the real name of this node on the other nodes.
     """
     for name in (*_NODE_COUNTS, *_PROCESSES_PER_NODE):
         if variables.has(name) and (name in _PROCESSES_PER_NODE or variables.text(name) != "1"):

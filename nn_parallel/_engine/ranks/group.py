@@ -78,30 +78,32 @@ class Group:
 
         Args:
             world: the world of this rank.
-            unanswered_s: how long a connection to another node may get no answer; None if all ranks are on one node.
+            unanswered_s: how long a connection to another node may remain unanswered; None if all ranks are on one
+                node.
         """
         self._world = world
         self._unanswered_s = unanswered_s
         self.default: Any = None  # torch's default group; None before it is made, and after this package has closed it
-        # The lowest id that the present groups can have in torch's flight recorder. Records with lower ids are ignored,
-        # because they belong to closed groups.
+        # The lowest id that the present groups can have in the records of gloo in torch's flight recorder. Records with
+        # lower ids are ignored, because they belong to closed groups.
         self.first_id = 0
         # The number of the present generation, and the number of groups that this rank has begun to make in this
-        # generation. Both numbers are the same on all ranks.
+        # generation. Both numbers are the same on all ranks until a failure, see `begin_generation`.
         self.begun = 0, 0
         # True from the moment at which this rank ends connections of the present groups until the groups are closed.
         # Meanwhile errors of their collectives are ignored, because they are only a consequence.
         self.interrupted = False
-        # A counter that rises by one when a group begins to be closed, and again when the group has been closed. A
-        # thread passes an earlier value to `abort`, which then does nothing if that group has been closed meanwhile.
+        # A counter that rises by one when `close` begins to close the groups, and again when the groups are closed. A
+        # thread reads the counter before it decides to abort the groups, and passes the value to `abort`. If the
+        # counter has risen since then, `abort` does nothing, because the groups that the thread meant may be closed.
         self.times_closed = 0
         self.cannot_end = False  # set if the abort of the group hangs; this process can then make no other group
         self._names_in_store: list[str] = []  # the groups whose keys the next `make` deletes from the store
         self._sockets: dict[int, int] = {}  # gloo's connections of all groups, as ``{descriptor: inode}``
-        self._found_groups: set[str] = set()  # the names of the groups whose connections are in `_sockets`
+        self._found_groups: set[str] = set()  # the names of the groups whose connections `_sockets` contains
         self._aborts = nccl.Aborts()
-        self._first_nccl_id = 0  # the same as `first_id`, but for the collectives of NCCL
-        self._closing = threading.Lock()  # held while a group is closed or aborted, because any thread may abort it
+        self._first_nccl_id = 0  # like `first_id`, but in the records of NCCL, which number the groups separately
+        self._closing = threading.Lock()  # guards `times_closed` and `_sockets`, because any thread may call `abort`
         self._timeout_s = 0.0  # the timeout of the default group in seconds, which `make` sets
         self._store: dist.Store | None = None  # the connection to the store that `_own_connection` has opened
         # The socket of `_store`, as ``{descriptor: inode}``. Empty if the connection must not be used again.
@@ -127,7 +129,7 @@ class Group:
             store: the store of the ranks.
             backend: torch's name of the backend. If None, a suitable backend is chosen for each kind of device.
             timeout: the limit for making the group, and for each of its collectives.
-            shared: a clause that names the ranks that share an accelerator; an empty string if no ranks share one.
+            shared: a text that says which ranks share an accelerator, for a warning; an empty string if no ranks do.
 
         Raises:
             LaunchError: torch could not make the group.
@@ -181,7 +183,8 @@ class Group:
             sys.excepthook = hook  # the init has replaced the hook, and each init would add another one on top
         self._found_groups = set(groups().values())  # only the default group exists, and its connections are known
         self.default = dist.group.WORLD
-        self._for_thread = None  # if there was such a group, the user has destroyed it with the former default group
+        # If `for_thread` had made a group, the user has destroyed that group together with the former default group.
+        self._for_thread = None
         _drop_closed_groups()
 
     def for_thread(self, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
@@ -210,8 +213,10 @@ class Group:
         """
         if dist.is_initialized():
             is_over = not abort and self._has_ended(within_s)
+            # A thread that has already decided to abort these groups now passes an outdated value to `abort`. Then
+            # `abort` does nothing.
             with self._closing:
-                self.times_closed += 1  # from now on, an `abort` that a thread has decided before does nothing
+                self.times_closed += 1
             if is_over:
                 self._end_reading()
             else:
@@ -219,8 +224,8 @@ class Group:
             self.cannot_end = not self._aborts.finish()
             if self.cannot_end:
                 return
-            # A group whose connections are not in `_sockets` is not kept, because only the destruction of the group
-            # ends its connections.
+            # Closed groups are kept in `_closed`, see the docstring of this module. A group is not kept if its
+            # connections are not known: this rank could not end them, so they end only when the group is destroyed.
             _closed.extend(group for group, name in groups().items() if name in self._found_groups)
             dist.destroy_process_group()
             self.default = None
@@ -252,8 +257,9 @@ class Group:
         the main thread first, because an aborted collective of an accelerator leaves wrong numbers.
 
         Args:
-            times_closed: the value that the attribute `times_closed` had when the caller decided to abort. If a group
-                has been closed since then, the method does nothing. If None, abort the present groups in any case.
+            times_closed: the value that the attribute `times_closed` had before the caller decided to abort. If the
+                attribute has changed since then, the method does nothing. If None, abort the present groups in any
+                case.
         """
         with self._closing:
             if times_closed in (None, self.times_closed):
@@ -272,8 +278,8 @@ class Group:
     def is_gloo_alone(self) -> bool:
         """Return whether gloo is the only backend of all groups.
 
-        If it is not, no collective may be aborted while the main thread goes on, because an aborted collective of
-        another backend returns wrong numbers.
+        If there is another backend, no collective may be aborted while the main thread goes on, because an aborted
+        collective of another backend returns wrong numbers.
         """
         return not any(map(nccl.backends_of, groups()))
 
@@ -320,7 +326,7 @@ class Group:
         If ranks share an accelerator, all tensors use gloo, because NCCL refuses to share one.
 
         Args:
-            shared: the clause that `make` got.
+            shared: a text that says which ranks share an accelerator; an empty string if no ranks do.
         """
         device = self._world.device
         if device.type == "cpu":

@@ -112,7 +112,7 @@ class Liveness:
         self._members[rank] = member
 
     def _is_known_dead(self, rank: int) -> bool:
-        """Return whether ``rank`` is known to be dead from its pidfd, from `Links` or from rank 0's `Lost` record."""
+        """Return whether the pidfd of ``rank``, `Links` or the `Lost` record has shown that ``rank`` is dead."""
         if rank not in self._loss_reason and (links := self._context.links) is not None:
             now = time.monotonic()
             if self._context.rank != 0 and now > self._read_lost_at:
@@ -133,7 +133,7 @@ def members(context: RankContext) -> list[Member]:
 
 
 def shared_accelerator(context: RankContext) -> str:
-    """Return a clause that names ranks that share an accelerator, for messages; an empty string if no ranks do."""
+    """Return a text that says which ranks share an accelerator, for messages; an empty string if no ranks do."""
     ranks_of: dict[str, list[int]] = {}
     if context.world.device.type != "cpu":
         for rank, member in enumerate(members(context)):

@@ -51,9 +51,9 @@ def initialize(
     fallback: bool = False,
 ) -> World:
     """Join the ranks that were started together. This is the body of `nn_parallel.initialize_ddp`."""
-    # `hide_own_frames` installs an excepthook that stays until the process ends. This hook must be installed before the
-    # hook of `share_uncaught`, which is removed when this rank leaves the world, because only the hook that was
-    # installed last can be removed.
+    # `hide_own_frames` and `share_uncaught` each install an excepthook. The hook of `share_uncaught` is removed when
+    # this rank leaves the world, and only the hook that was installed last can be removed. Therefore the hook of
+    # `hide_own_frames`, which stays until the process ends, is installed first.
     hide_own_frames()
     context = rank_context()
     limit = None if timeout_s is None else timedelta(seconds=timeout_s)

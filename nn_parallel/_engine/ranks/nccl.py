@@ -6,8 +6,8 @@ Torch's remedy is a thread that watches the collectives and ends the process. Bu
 survive a failure. Therefore the settings below make torch's thread only note the errors that it sees. The watchdog of
 the rank reads these errors (`error_of`) and makes the main thread raise them.
 
-The GPU is freed by aborting the process groups. The kernels then return, but their results are wrong. To avoid that the
-main thread uses these results, it is always interrupted first.
+The GPU is freed by aborting the process groups. The kernels then return, but their results are wrong. The main thread
+must not use these results. Therefore the main thread is always interrupted first.
 
 The abort of a group returns only when the kernels of this group have ended. These kernels may wait for memory that a
 kernel of another stuck group holds. For this reason, if the groups are aborted one after another, the first abort may
@@ -33,12 +33,15 @@ from . import times
 from .flight_recorder import running_collectives
 
 UNINTERRUPTED = True  # the signal handler in `interrupts` reads this, and raises no exception in lines of this module
-# Environment variables that keep torch's thread from aborting collectives and from ending the process.
+# Environment variables for the thread with which torch watches the collectives of NCCL. The values keep this watching
+# thread from aborting collectives and from ending the process.
 SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # the thread writes no dump of its records
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # no second thread monitors the first one and ends the process if it hangs
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # the thread does not wait until other ranks have written a dump
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # after an error, torch writes no dump of its records
+    # If the watching thread hangs, another thread of torch would end the process. This value prevents that.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # After an error, the watching thread does not wait for other ranks to write their dumps.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
 # A value that torchrun sets for all its ranks. The value in SETTINGS replaces it, because the user has not chosen it.
 SET_BY_TORCHRUN = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}

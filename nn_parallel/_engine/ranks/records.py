@@ -100,7 +100,7 @@ class FailedCall(NamedTuple):
     generation: int
     number: int  # the number of the call in this generation
     function: str  # `Call.function` of the call
-    failures: dict[int, Failure]  # maps the ranks that failed to their failures
+    failures: dict[int, Failure]  # maps each failed rank to its failure
 
 
 class FailedCalls(NamedTuple):
@@ -117,21 +117,22 @@ class GenerationEnd(NamedTuple):
     """The end of a generation. The first rank that leaves a block or a barrier early writes this record."""
 
     barriers: int  # the number of barriers of the generation that all ranks reached before its end
-    failures: dict[int, Failure]  # maps the ranks that failed to their failures, the cause first
+    failures: dict[int, Failure]  # maps each failed rank to its failure, the cause first
     # Whether ranks were at different barriers at the same time. If true, the process group is closed in any case,
     # because some ranks may have passed a barrier that others have not reached.
     is_mixed: bool = False
 
     def fails(self, begin: float, end: float, is_outermost: bool) -> bool:
-        """Return whether a block fails because of this end of the generation. The result is the same on all ranks.
+        """Return whether a block fails if its generation has ended as this record says.
 
-        The block that fails is the innermost block that all ranks have begun, but not all ranks have ended. Therefore a
-        rank calls this method for its innermost block first, and then for the blocks around it.
+        The result is the same on all ranks. The block that fails is the innermost block that all ranks have begun, but
+        not all ranks have ended. Therefore a rank calls this method for its innermost block first, and then for the
+        blocks around it.
 
         For instance, an outer block begins at barrier 1 and ends at barrier 4. A block inside it begins at barrier 2
         and ends at barrier 3. The number of barriers that all ranks have reached (``barriers``) decides:
 
-        - 0: the outer block fails. Not all ranks have begun it, but no block around it could fail instead.
+        - 0: the outer block fails. Not all ranks have begun this block, but there is no other block that could fail.
         - 1 or 3: the outer block fails.
         - 2: the inner block fails.
         - 4: no block fails, because all ranks have reached the end of the outer block.
@@ -155,7 +156,8 @@ class Waits(NamedTuple):
 class Whereabouts(NamedTuple):
     """The code that a rank executes, and its wait for other ranks. The watchdog of the rank publishes this record."""
 
-    where: str  # the line of code in words, such as "is in all_reduce() at train.py:12"; if `waits` is set, its text
+    # The line of code in words, such as "is in all_reduce() at train.py:12"; ``waits.where`` if ``waits`` is not None.
+    where: str
     stack: str  # the stack of the main thread, only the user's code
     entered: dict[str, int]  # an upper limit for the number of collectives that the rank has entered, by process group
     waits: Waits | None  # None if the rank does not wait in a call of this package; it may wait in a collective
@@ -186,7 +188,8 @@ def call_name(fn: Callable[..., Any]) -> str:
         fn = fn.func
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     if (getattr(fn, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]:
-        # An inner function of this package has the name of the public function for which it runs.
+        # For a function inside a function of this package, ``outer.<locals>.inner`` becomes ``inner``, because the user
+        # does not know ``outer``.
         name = name.rpartition("<locals>.")[2]
     return f"{name}()"
 

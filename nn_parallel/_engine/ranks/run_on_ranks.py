@@ -104,19 +104,20 @@ def make_decorator(
 
 
 def on_rank_0(name: str, fn: Callable[[], R], *, broadcast: bool = False) -> R | None:
-    """Call ``fn`` as `nn_parallel.on_rank` does on rank 0, as a part of the public function ``name``.
+    """Call ``fn`` on rank 0 while the other ranks wait, as one step of the public function ``name``.
 
-    Errors name the public function, because the user does not know ``fn``.
+    The call works like one of a function with the decorator ``@on_rank(0)``. But errors name the public function,
+    because the user does not know ``fn``.
 
     Returns:
-        The result of ``fn``. None on the other ranks, unless ``broadcast`` is true.
+        On rank 0, the result of ``fn``. On the other ranks the same result if ``broadcast`` is true, otherwise None.
     """
     return make_decorator(make_chooser(name, 0), False, broadcast, True, None, name)(fn)()
 
 
 @contextlib.contextmanager
 def rank_first(choose: Callable[[Blocks], tuple[int, ...]], timeout_s: float | None) -> Iterator[None]:
-    """Make the ``with`` block of `nn_parallel.rank_first`, which the ranks that ``choose`` returns run first."""
+    """Make the ``with`` block of `nn_parallel.rank_first`. The ranks that ``choose`` returns run the block first."""
     blocks = blocks_of(join_launched_world())
     if blocks is None or blocks.nested_in:
         yield
@@ -141,7 +142,7 @@ def barrier(timeout_s: float | None) -> None:
 def _call_or_block(
     blocks: Blocks, call: Call, timeout_s: float | None, barrier: bool = False
 ) -> contextlib.AbstractContextManager[bool]:
-    """Make ``call`` as a call of one rank, or as a block if several ranks run it.
+    """Make ``call`` as a call of one rank, or as a block if several ranks run the call.
 
     Several ranks may wait for each other in a collective. If one of them fails, the others must be freed from the
     collective, and only a block does this.

@@ -169,7 +169,8 @@ class StatusBoard:
             status: the last status of that rank.
 
         Raises:
-            ParallelError: the list keeps only the last failures of ``rank``, and may have dropped one of this call.
+            ParallelError: it is no longer known whether the call has failed, because the store holds only the last
+                failures of ``rank``, and all of them came later than this call.
         """
         failed = self._failed_calls.get(rank, NONE_FAILED)
         if status.failed_calls > failed.total:
@@ -225,7 +226,8 @@ class StatusBoard:
     def _publish_wait(self, wait: Wait) -> None:
         """Publish that this rank waits, and for which ranks."""
         if self.phase == WAITING:
-            # If another rank waits for this rank in a different call, it reads this status and notices the difference.
+            # If another rank waits for this rank in a different call, that rank reads this status and notices the
+            # difference.
             self.post(WAITING)
         if wait.verb:
             self.waits = Waits(f"{wait.verb} {wait.call}", tuple(wait.ranks), self._goal(wait))
@@ -256,7 +258,15 @@ class StatusBoard:
             logger.warning("Rank %d has waited %.0f s in %s for %s. %s%s", self._rank, waited, *place)
 
     def check_same_call(self, rank: int, status: RankStatus, call: Call) -> None:
-        """Raise ParallelError if the call of ``rank`` with the same number as the present call is a different call."""
+        """Raise ParallelError if another rank makes a different call under the number of the present call.
+
+        For instance, call number 5 is save() on this rank, but load() on the other rank.
+
+        Args:
+            rank: the other rank.
+            status: the last status of the other rank.
+            call: the present call of this rank.
+        """
         if status.position.call < self.number:
             return
         other = status.made_as(self.number)  # None if the status no longer lists the call with this number

@@ -53,7 +53,7 @@ ASKED = encode(StopCall(-1, 0))
 
 
 class AsksRanks(Protocol):
-    """An object that passes the request to stop on to ranks in other processes."""
+    """An object that can forward a request to stop to ranks in other processes."""
 
     def ask_to_stop(self) -> None:
         """Ask the ranks to stop. A signal handler may call this method."""
@@ -130,18 +130,18 @@ def pass_over(number: int, frame: FrameType | None) -> None:
     """Handle a signal by doing nothing.
 
     This handler is used instead of ``SIG_IGN``, because programs that this process starts would inherit ``SIG_IGN``.
-    They do not inherit a handler, but start with the default action.
+    Such programs do not inherit a handler, but start with the default action.
     """
 
 
 def _hold_signals() -> None:
-    """Block `SIGNALS` before a fork, so that the new process receives none before it has replaced the handlers."""
+    """Block `SIGNALS` before a fork, so that the child receives none before `_begin_in_fork` has set its handlers."""
     if _handlers_before:
         _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def _release_signals() -> None:
-    """Undo `_hold_signals` in the process that has forked."""
+    """Unblock the signals in the parent process after a fork, see `_hold_signals`."""
     if _handlers_before:
         signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
 
@@ -157,9 +157,11 @@ def _begin_in_fork() -> None:
     """Restore the handlers in a forked process, which is not a rank, and ignore SIGUSR1 and SIGUSR2 there.
 
     SLURM sends the signals to every process of a job step, but only the rank should react to them. The default action
-    of SIGUSR1 and SIGUSR2 would end the forked process. SIGTERM is not ignored, because the rank itself may send it to
-    end the forked process, and a handler cannot know whether SLURM or the rank has sent it. The workers of a prepared
-    loader learn this from a flag, which the rank sets first, see `training._loader_workers`.
+    of SIGUSR1 and SIGUSR2 would end the forked process.
+
+    SIGTERM is not ignored, because the rank itself may send SIGTERM to end the forked process, and a handler cannot
+    know whether SLURM or the rank has sent the signal. Only the workers of a prepared loader ignore SIGTERM from SLURM:
+    the rank sets a flag before it sends SIGTERM to them, see `training._loader_workers`.
     """
     if not _handlers_before:
         return

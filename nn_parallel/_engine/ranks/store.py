@@ -134,7 +134,7 @@ def death(rank: int, member: Member | None, how: str, lost_after_s: float, what:
 
 
 class StoreHost:
-    """The time limits for requests to the store, and the error of all requests after this rank has given up the store.
+    """The process that hosts the store: how long it may take to answer, and whether this rank has given up the store.
 
     If the process that hosts the store is stopped by a signal, it does not answer, but the connections to it stay open.
     A request then ends only when its receive timeout has passed. After that, this rank gives up the store: it shuts
@@ -150,7 +150,7 @@ class StoreHost:
         lost_after_s: float,
         loss_of_rank_0: Callable[[], str | None],
     ) -> None:
-        """Store the limits.
+        """Set the time limits.
 
         Args:
             rank: the rank that hosts the store. If None, the launcher hosts the store, on the node of rank 0.
@@ -184,7 +184,8 @@ class StoreHost:
             self.is_out_of_reach = True  # set before `error`, because another thread may raise the error immediately
             self.error = rank_error("The connection", self._world_size, {0: self._death_of_rank_0(OUT_OF_REACH)})
         elif (how := self._loss_of_rank_0()) is not None:
-            # Rank 0 is lost, and the store with it. If the launcher hosts the store, it ends together with rank 0.
+            # Rank 0 is lost, and therefore the store too. This also holds if the launcher hosts the store, because the
+            # launcher on the node of rank 0 ends together with rank 0.
             self.error = rank_error("The connection", self._world_size, {0: self._death_of_rank_0(how)})
         else:
             return
@@ -234,7 +235,7 @@ class StoreClient:
         self._rank = rank
         self._world_size = world_size
         self._host = host
-        self._limits: StoreHost | None = None  # None until `limit_requests` is called, so that requests have no limit
+        self._limits: StoreHost | None = None  # set by `limit_requests`; if None, requests have no limit
         self._socket: socket.socket | None = None  # a duplicate of the connection's socket, to set its receive timeout
         self._limit_s: float | None = None  # the limit that was last set as the receive timeout of the socket
 
@@ -268,7 +269,7 @@ class StoreClient:
         self._ask(self.store.set, key, text)
 
     def swap(self, key: str, expected: str, text: str) -> str:
-        """Set ``key`` to ``text`` if it holds ``expected``. Return the text that it then holds.
+        """Set ``key`` to ``text`` if the key holds ``expected``. Return the text that the key then holds.
 
         If ``expected`` is an empty string, the key is set only if it does not exist. If ``expected`` is not empty and
         the key does not exist, the key is not set, and ``expected`` is returned.
@@ -423,7 +424,7 @@ def clone_store(store: dist.Store, unanswered_s: float | None) -> tuple[dist.Sto
 
     Args:
         store: the existing connection to the store.
-        unanswered_s: how long the new connection may get no answer before the kernel ends it; no limit if None.
+        unanswered_s: how long the new connection may remain unanswered before the kernel ends it; no limit if None.
 
     Raises:
         LaunchError: the store cannot be reached.
@@ -453,7 +454,8 @@ def end_unanswered(sockets: dict[int, int], unanswered_s: float | None) -> None:
 
     Args:
         sockets: the connections, as ``{descriptor: inode}``.
-        unanswered_s: how long a node may not answer. If None, all ranks are on one node, and the function does nothing.
+        unanswered_s: how long a connection may remain unanswered before the kernel ends it, see `end_if_unanswered`.
+            If None, all ranks are on one node, and the function does nothing.
     """
     if unanswered_s is not None:
         for connection in still_open(sockets):

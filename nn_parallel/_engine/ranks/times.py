@@ -15,8 +15,8 @@ from datetime import timedelta
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 # A rank that has waited this long for other ranks logs a warning.
 WARN_AFTER_S = 30.0
-# A node that has not answered for this long counts as lost. If a third of the user's timeout is shorter, this third is
-# the limit instead.
+# A node may be out of reach for this long before it can count as lost, see `RankContext.lost_after_s`. If a third of
+# the user's timeout is shorter, this third is the limit instead.
 LOST_AFTER = timedelta(seconds=60)
 # The process that hosts the store waits at most this long before it ends, so that other ranks can still read the store.
 LINGER_S = 30.0
@@ -38,8 +38,8 @@ ASK_EVERY_S = 0.1
 PUBLISH_WAIT_AFTER_S = 0.05
 # If a collective in a block loses a connection, the rank searches this long for a rank that has died.
 CAUSE_WITHIN_S = 0.5
-# The interval of two checks: before a rank closes its process group, whether the work on its accelerator has finished;
-# and before the process that hosts the store ends, whether the other ranks still need the store.
+# How often a rank looks in two waits. Before a rank closes its process group, it waits for the work on its accelerator
+# to finish. Before a rank that hosts the store ends, it waits until the other ranks no longer need the store.
 END_EVERY_S = 0.002
 # If a rank loses a connection outside of all blocks, it searches this long for an exception or a death of another rank.
 DIES_WITHIN_S = 2.0
@@ -83,5 +83,5 @@ GLOO_CONNECT_AT_LEAST = timedelta(seconds=5)
 # How long the abort of process groups may take before it counts as hanging.
 ABORT_WITHIN_S = 30.0
 # When NCCL reports a lost connection, the work that is queued on the accelerator has this long to finish. If the work
-# finishes, no collective has failed: the other rank has closed the connection after the last collective.
+# finishes, the report is harmless: the other rank has closed the connection only after the last collective.
 ENDS_WITHIN_S = 0.25

@@ -5,8 +5,8 @@ code does not learn of the failure. Gloo waits until its timeout has passed, and
 raising anything. If the failing rank closed its connections, only the ranks that are in a collective with it would be
 freed, and their error would be a lost connection, not the cause.
 
-Therefore each rank has a watchdog thread, which checks the rank again and again while it is in a block. The rank must
-leave the block if
+Therefore each rank has a watchdog thread, which checks the rank again and again while the rank is in a block. The rank
+must leave the block if
 
 - the block has failed, because another rank has ended the generation (see `blocks`),
 - the next rank has died (each rank watches the rank after it, and the last rank watches rank 0),
@@ -156,7 +156,9 @@ class Watchdog:
     def entered(self, block: BlockState) -> Iterator[None]:
         """Make ``block`` the innermost block until it has ended and its failure, if there is one, has been handled.
 
-        Only the innermost block is watched. Meanwhile this rank is therefore not interrupted for a block around it.
+        The watchdog interrupts this rank only while the body of the innermost block runs. So while this rank begins or
+        ends ``block``, or handles a failure of ``block``, the watchdog does not interrupt this rank, even if a block
+        around ``block`` has failed.
         """
         with self._changed:
             self._blocks.append(block)
@@ -230,7 +232,8 @@ class Watchdog:
             reason: Exception | None = None
             try:
                 self._check_links()
-                # The end of the generation is checked first, because a death or an error may be a consequence of it.
+                # The end of the generation is checked first, because a death or an error may be a consequence of this
+                # end.
                 if block is not None:
                     must_leave = block.must_leave or self._has_ended(moment.generation)
                 if not must_leave and block is not None:
@@ -256,9 +259,9 @@ class Watchdog:
     def _check_links(self) -> None:
         """Check the connections to other nodes. Rank 0 publishes which ranks it has lost.
 
-        After that, rank 0 delays its next `_look`, so that the other ranks leave their collectives before it does.
-        Otherwise rank 0 could fail first. Then a launcher that ends all ranks when one fails would end the other ranks
-        before they report the loss.
+        After that, rank 0 delays its next `_look`, so that the other ranks leave their collectives before rank 0
+        does. Otherwise rank 0 could fail first. Then a launcher that ends all ranks when one fails would end the other
+        ranks before they report the loss.
         """
         links = self._context.links
         if links is None:
@@ -279,7 +282,7 @@ class Watchdog:
         return host is not None and host.is_out_of_reach and not self._context.group.interrupted
 
     def _free(self, block: BlockState, generation: int, reason: Exception | None) -> None:
-        """Make this rank leave ``block``. The watchdog calls this method again and again until the rank has left it.
+        """Make this rank leave ``block``. The watchdog repeats the call until the rank has left the block.
 
         The rank may be in a collective whose connections are not known yet. Therefore the method searches for further
         connections, and if there are any, ends the body once more.
@@ -314,10 +317,10 @@ class Watchdog:
         return self._connection.get(ended_key(generation)) is not None
 
     def _death(self, block: BlockState) -> RankError | None:
-        """Return the error that all ranks raise if the next rank has died; otherwise None.
+        """Return the error that all ranks raise if the rank after this one has died; otherwise None.
 
-        Each rank watches only the next rank, which is the rank after it. If the next rank has died, the error also
-        names all other dead ranks.
+        Each rank watches only the rank after it, and the last rank watches rank 0. If the watched rank has died, the
+        error also names all other dead ranks.
         """
         if not self._liveness.is_dead(self._next_rank):
             return None
@@ -393,7 +396,7 @@ class Watchdog:
         """Return the failure because of which a collective on the accelerator cannot end; None if there is none.
 
         NCCL does not always notice that a rank has died. Therefore, if NCCL's collectives have made no progress since
-        the last look, this method itself checks whether the next rank has died.
+        the last look, this method itself checks whether the rank after this one has died.
         """
         group = self._context.group
         if self._raised_in == group.times_closed:
@@ -423,8 +426,8 @@ class Watchdog:
         """End the collective that this rank is in, outside of all blocks.
 
         When a collective of gloo is ended, it raises torch's error of a lost connection. To show the cause, ``reason``
-        is logged first. When a collective on an accelerator is ended, it returns wrong numbers. To avoid that they are
-        used, ``reason`` is raised in the main thread first.
+        is logged first. When a collective on an accelerator is ended, it returns wrong numbers. The main thread must
+        not use them, so ``reason`` is raised in the main thread first.
 
         Args:
             reason: the error that says why the collective can never end.
@@ -519,7 +522,7 @@ def has_left(context: RankContext, connection: StoreClient, rank: int) -> bool:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether ``error`` may only be a consequence of a failure on another rank."""
+    """Return whether the cause of ``error`` may be a failure on another rank."""
     return isinstance(error, Interrupted) or lost_connection(error)
 
 

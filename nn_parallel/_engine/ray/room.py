@@ -6,8 +6,8 @@ If a node is lost, Ray reserves the bundles of this node again on other nodes. T
 ranks.
 
 The thread of the pool must not wait. So it makes only those calls to Ray's head node that return within milliseconds.
-Actions that take longer, such as the search for room, go on in Ray. The thread *looks* at intervals, which means that
-it asks Ray whether they have ended.
+Actions that take longer, such as the reservation of a room, go on in Ray. The thread *looks* at intervals, which means
+that it asks Ray whether they have ended.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ if TYPE_CHECKING:
     from ..pool.protocols import WorkerEvents
 
 REACHED_WITHIN_S = 10.0  # how long to try to connect to a cluster
-WARN_AFTER_S = 5.0  # how long to wait for room before a warning
+WARN_AFTER_S = 5.0  # how long to wait before a warning that Ray has not reserved the resources yet
 STARTED_WITHIN_S = 60.0  # workers get at least this time to start, because they must import torch
-LOOKS_EACH_S = 0.5  # how often to ask Ray whether it has found room, and whether it still runs
-# While a resized pool waits for room, this is the first interval at which to ask Ray. It doubles up to LOOKS_EACH_S.
+LOOKS_EACH_S = 0.5  # how often to ask Ray whether it has reserved the resources, and whether it still runs
+# The interval at which a resized pool first asks Ray whether the resources for its new size are reserved. The interval
+# doubles with each further question, up to LOOKS_EACH_S.
 FIRST_LOOK_S = 0.01
-# Workers receive orders from the actor `Orders`. Each worker always has one call of this actor pending, with which it
-# waits for its next order. The actor serves this number of further calls at once.
+# Each worker always has one pending call of the actor `Orders`, with which the worker waits for its next order. Besides
+# these calls, the actor serves up to OTHER_CALLS calls at once.
 OTHER_CALLS = 100
 logger = logging.getLogger("nn_parallel")
 
@@ -60,7 +61,7 @@ class Wanted(NamedTuple):
 
     resources: Mapping[str, float]  # the resources of Ray that each worker gets, such as ``{"CPU": 1, "GPU": 1}``
     placement: str  # the strategy of Ray: "pack" for as few nodes as possible, "spread" for as many as possible
-    within_s: float  # how long to wait for room
+    within_s: float  # how long to wait until Ray has reserved the resources
     prefix_output: bool  # if True, each line that a worker prints begins with its rank
 
     def describe(self, workers: int) -> str:
@@ -132,25 +133,25 @@ class Room:
     """The resources that Ray reserves for a number of workers: a placement group, with a bundle for each worker."""
 
     def __init__(self, workers: int, wanted: Wanted) -> None:
-        """Ask Ray for the room. Ray then searches for it, but this method does not wait.
+        """Ask Ray to reserve the resources, without waiting until Ray has done so.
 
         Args:
             workers: the number of workers.
             wanted: their resources and other options.
         """
-        self.workers: set[RayWorker] = set()  # the workers that have this room, or that wait for it
+        self.workers: set[RayWorker] = set()  # the workers that run on these resources, or that wait for them
         self.orders: Any = None  # the actor that passes orders to workers; None before `start_orders`
         self._size = workers
         self._wanted = wanted
         self._group = placement_group([dict(wanted.resources)] * workers, strategy=wanted.placement.upper())
         # The index of each rank's bundle in the placement group. Bundles on the same node follow each other. The list
-        # is empty until `look` has seen that Ray has found the room.
+        # is empty until `look` has seen that Ray has reserved all bundles.
         self._bundles: list[int] = []
         self._has_warned = False  # True once `raise_if_late` has warned of a long wait
 
     @property
     def is_there(self) -> bool:
-        """True after `look` has seen that Ray has found the room, even if a node is lost later."""
+        """True after `look` has seen that Ray has reserved the whole room, even if a node is lost later."""
         return bool(self._bundles)
 
     def look(self) -> bool:
@@ -167,17 +168,17 @@ class Room:
         return is_whole
 
     def wait(self) -> None:
-        """Wait until Ray has found the room.
+        """Wait until Ray has reserved the whole room.
 
         Raises:
-            LaunchError: Ray has not found the room in time.
+            LaunchError: Ray has not reserved the room in time.
         """
         began = time.monotonic()
         while not (self._group.wait(LOOKS_EACH_S) and self.look()):
             self.raise_if_late(began)
 
     def raise_if_late(self, began: float) -> None:
-        """Raise `LaunchError` if the wait for room takes too long. Warn once after `WARN_AFTER_S`.
+        """Raise `LaunchError` if Ray has not reserved the room in time. Warn once after `WARN_AFTER_S`.
 
         Args:
             began: the time at which the wait began, on the clock of `time.monotonic`.
@@ -198,7 +199,7 @@ class Room:
         """Raise `ParallelError` if the start of workers in the room takes too long.
 
         Args:
-            began: the time at which the pool asked for the first of them, on the clock of `time.monotonic`.
+            began: the time at which the pool asked for the first of these workers, on the clock of `time.monotonic`.
         """
         within_s = max(self._wanted.within_s, STARTED_WITHIN_S)
         if time.monotonic() > began + within_s:
@@ -223,7 +224,7 @@ class Room:
         return ray.remote(WorkerActor).options(**options, scheduling_strategy=self._place(rank))
 
     def give_back(self) -> None:
-        """Give the room back to Ray. Ray then kills the actors in the room, or ends its search for the room."""
+        """Give the resources back to Ray. Ray then kills the actors that use them, or stops trying to reserve them."""
         if ray.is_initialized():
             if self.orders is not None:
                 ray.kill(self.orders)
@@ -237,22 +238,24 @@ class RaySite:
     """The Ray cluster on which the workers of a pool run; implements `Site`."""
 
     def __init__(self, workers: int, wanted: Wanted) -> None:
-        """Ask Ray for room for the workers, and wait until Ray has found it.
+        """Ask Ray to reserve the resources for the workers, and wait until Ray has done so.
 
         Args:
             workers: the number of workers.
             wanted: their resources and other options.
 
         Raises:
-            LaunchError: Ray has not found room in time.
+            LaunchError: Ray has not reserved the resources in time.
         """
         self._size = workers
         self._wanted = wanted
         self._workers: dict[int, RayWorker] = {}  # maps each rank to the worker that was started last for it
-        self._looks_again_s = LOOKS_EACH_S  # the interval at which to ask whether Ray has found room
-        # The present room. After a `resize`, or if Ray found no room in time, it is None until the next `start`.
+        self._looks_again_s = LOOKS_EACH_S  # the interval at which to ask whether Ray has reserved the room
+        # The present room. After a `resize`, or if Ray has not reserved the room in time, it is None until the next
+        # `start`.
         self._room: Room | None = Room(workers, wanted)
-        self._former_rooms: set[Room] = set()  # rooms of other sizes, whose workers are leaving
+        # The rooms from before a `resize`. Each is given back to Ray when all its workers have exited.
+        self._former_rooms: set[Room] = set()
         self._is_open = False  # True between `open` and `close`; Ray is asked at intervals only then
         try:
             self._room.wait()
@@ -292,7 +295,11 @@ class RaySite:
         return worker
 
     def resize(self, workers: int) -> bool:
-        """Implement `Site.resize`. Another number of workers needs another room, so the present workers must leave."""
+        """Implement `Site.resize`.
+
+        Ray cannot change the size of a reservation (a `Room`). So if the number of workers changes, the next `start`
+        asks for a new room, and the present workers must leave.
+        """
         if workers == self._size:
             return True
         self._size = workers
@@ -361,7 +368,7 @@ class RaySite:
             self._events.no_room(starting, error)
 
     def _fill(self) -> None:
-        """Start the workers that wait for room, if Ray has found it. If not, call this method again later."""
+        """Start the waiting workers if Ray has reserved the room. If not, call this method again later."""
         room = self._room
         self._looks_again_s = min(2 * self._looks_again_s, LOOKS_EACH_S)
         if room is None or not self._is_open or not ray.is_initialized():
@@ -375,7 +382,7 @@ class RaySite:
             self._loop.call_later(self._looks_again_s, self._fill)
 
     def _begin(self, room: Room, worker: RayWorker) -> None:
-        """Start the actor of a worker in its room, which Ray has found."""
+        """Start the actor of a worker on the resources (the `Room`) that Ray has reserved."""
         if room.orders is None:
             room.start_orders()
             pass_on_to(self)
@@ -399,7 +406,7 @@ class RaySite:
         self._give_back_unused()
 
     def _give_back_unused(self) -> None:
-        """Give back the former rooms that all workers have left."""
+        """Give back the rooms from before a `resize` whose workers have all exited."""
         for room in [room for room in self._former_rooms if not room.workers]:
             self._former_rooms.remove(room)
             room.give_back()

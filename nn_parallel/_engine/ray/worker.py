@@ -63,7 +63,7 @@ class Parcel(NamedTuple):
     # The pickle, the buffers and the shared memory, in this order. None if they are large, because then they are sent
     # beside the message, as a separate argument of the call of Ray.
     parts: Sequence[bytes] | None
-    shared: int  # how many of the last parts are shared memory in the sender; the receiver gets copies of them
+    shared: int  # the number of parts at the end that are shared memory in the sender; the receiver gets copies of them
 
 
 class Sent:
@@ -108,12 +108,13 @@ def _parcel_of(packed: Packed) -> tuple[Parcel, list[pickle.PickleBuffer]]:
 def _received(parcel: Parcel, beside: Iterable[Any]) -> Received:
     """Return the packed object of a parcel.
 
-    Its memory is copied, because the memory in which Ray delivers it is read-only and shared with other processes.
+    The buffers of the object are copied, because Ray delivers them in memory that is read-only and shared with other
+    processes.
 
     Args:
         parcel: the parcel.
-        beside: for each large object of the message, its parts, which came beside the message. If ``parcel`` has no
-            parts, the next item has them.
+        beside: the large objects that were sent beside the message, each as the list of its parts. If
+            ``parcel.parts`` is None, the next item contains the parts of this object.
     """
     parts = next(iter(beside)) if parcel.parts is None else parcel.parts
     first, *buffers = parts
@@ -255,7 +256,8 @@ class WorkerActor:
 
         Args:
             message: the pickled header of the task, and the parcels of the stored objects and of the call.
-            beside: large objects that are not in the message. A large answer is returned beside its message, too.
+            beside: large objects that are not in the message, each as the list of its parts. A large answer is
+                returned beside its message, too.
         """
         header, kept, parcel = pickle.loads(message)
         arrived = iter(beside)
@@ -287,7 +289,8 @@ class _Runner(TaskRunner):
         super().__init__(rank, device, dict(os.environ), self._reply_with)
         self._key = key
         self._orders = orders
-        self._reply: Any = None  # the reply to the last order, which `Orders` gets with the request for the next one
+        # The reply to the last order. This worker sends it to `Orders` together with the request for the next order.
+        self._reply: Any = None
 
     def store_address(self, ranks: Ranks) -> tuple[str, int]:
         """Return the address of the store of the ranks.
@@ -402,7 +405,7 @@ class RayWorker:
         events: WorkerEvents,
         on_exit: Callable[[RayWorker], None],
     ) -> None:
-        """Make a worker that waits for room on the cluster. `begin` starts its actor.
+        """Make a worker that waits for resources on the cluster. `begin` starts its actor.
 
         Args:
             rank: the rank of the worker.
@@ -439,7 +442,7 @@ class RayWorker:
 
     @property
     def has_begun(self) -> bool:
-        """True if the actor was started, because there was room for it."""
+        """True once `begin` has started the actor. Until then, the worker waits for resources on the cluster."""
         return self._actor is not None
 
     def begin(self, actor_class: Any, orders: Any, setup: ActorSetup) -> None:
@@ -577,9 +580,10 @@ class RayWorker:
             self._hear_answer(self._held_number, held)
 
     def _hear_exit(self, future: Future[Any]) -> None:
-        """Record that the actor has exited.
+        """Record that the actor has exited, as Ray reports, and kill the actor.
 
-        The actor is also killed, because another worker replaces it. It may still run, if Ray only cannot reach it.
+        The actor may still run, because Ray also reports an exit if it merely cannot reach the actor. But another
+        worker takes the place of this one.
         """
         error = future.exception()
         self.end_actor()
