@@ -187,10 +187,6 @@ def call_name(fn: Callable[..., Any]) -> str:
     while isinstance(fn, functools.partial):
         fn = fn.func
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
-    if (getattr(fn, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]:
-        # For a function inside a function of this package, ``outer.<locals>.inner`` becomes ``inner``, because the user
-        # does not know ``outer``.
-        name = name.rpartition("<locals>.")[2]
     return f"{name}()"
 
 
