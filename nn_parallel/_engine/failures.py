@@ -104,8 +104,8 @@ def set_cause(error: BaseException, cause: BaseException) -> None:
 def rank_error(function: str, world_size: int, failures: Mapping[int, Exception]) -> RankError:
     """Return the `RankError` for the failures of several ranks.
 
-    If there are other failures, errors about a lost connection to another rank are left out, because they follow from
-    the failure of that rank. A traceback that several ranks have in common is shown once.
+    Errors about a lost connection to another rank are left out, because they follow from the failure of that rank. But
+    if all failures are such errors, all are kept. A traceback that several ranks have in common is shown once.
 
     Args:
         function: the name of the function that failed, for the message.

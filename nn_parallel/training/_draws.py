@@ -104,9 +104,9 @@ def checksums(drawn: list[Any]) -> Checksums:
 
 
 def check_alike(loader: LoaderId | None, name: str, draws: Draws) -> None:
-    """Compare the draws of this rank with the record in the store. If there is no record yet, write it.
+    """Check that all ranks draw the same samples, of which each rank then takes its share.
 
-    Nothing is compared in these cases:
+    The first rank writes a description of its samples into the store. The other ranks compare theirs with it. Nothing is compared in these cases:
 
     - this rank is the only rank, or the store can no longer be reached;
     - the loader is used inside a function that only some ranks run;
@@ -115,7 +115,7 @@ def check_alike(loader: LoaderId | None, name: str, draws: Draws) -> None:
     Args:
         loader: the identity of the loader; None if the ranks have not agreed on an identity.
         name: the name of the sampler or dataset, for the error message.
-        draws: the draws of this rank.
+        draws: the description of the samples that this rank draws.
 
     Raises:
         ValueError: the ranks draw different samples, or a different number of them.

@@ -219,13 +219,14 @@ class RankSampler(Epochs, Sampler[Any]):
         """Share out the indices, or batches of indices, that ``source`` draws.
 
         Args:
-            source: the other sampler or batch sampler.
+            source: the sampler or batch sampler that this sampler wraps.
             rank: the rank whose share this is.
             world_size: the number of ranks.
             seed: the seed for the order of the samples.
             pad: see `Share`.
             drop: see `Share`.
-            batch_size: the number of items that are drawn from ``source`` to give each rank one batch.
+            batch_size: the number of items to draw from ``source`` for one batch on each rank, so for all ranks
+                together.
             subset_indices: the indices of the samples in the whole dataset, if the dataset of the loader is a `Subset`.
         """
         self._seed = seed

@@ -281,7 +281,10 @@ class _CallReducer(Reducer):
         return [*definitions, *self.namespaces, *{namespace for namespace, _ in self.global_values}]
 
     def prepare_arguments(self) -> tuple[Any, ...]:
-        """Return the arguments with which a worker calls `globals.prepare` before the call."""
+        """Return the arguments of `globals.prepare`.
+
+        A worker calls that function before it unpickles this call, to create the definitions that the call needs.
+        """
         records = sorted(self.needed.items(), key=_order)
         needed = []
         for identity, record in records:

@@ -456,8 +456,8 @@ def _library_of(method: Any) -> str | None:
 class Reducer(Pickler):
     """The pickler that sends each object by name, by key or by value; see the docstring of this module.
 
-    A subclass decides how the pickle refers to a definition, and in which pickle the globals that functions read are
-    sent. `AnswerReducer` pickles results. The two subclasses in `packer` pickle calls and definitions.
+    A subclass decides how the pickle refers to a definition. It also decides where the globals that functions read go:
+    into the same pickle, or into one that precedes it. `AnswerReducer` pickles results. The two subclasses in `packer` pickle calls and definitions.
     """
 
     # Whether the pickle goes from the script to a worker. If so, the worker may put a module of the script into its
@@ -883,9 +883,10 @@ def place_of_sentinel(obj: Any) -> tuple[str, str] | None:
 
 
 def _place_of_mark(mark: object) -> tuple[str, str] | None:
-    """Return the module and the name under which a worker imports a mark (a plain `object()`), or None.
+    """Return the module and the name from which a worker imports a sentinel (a plain `object()`), or None.
 
-    The marks of all loaded modules are collected by the first call, and again when the number of modules has changed.
+    The first call collects the sentinels of all loaded modules. A later call does so only if modules have been imported
+    since then.
     """
     global _modules_searched
     if _modules_searched != len(sys.modules):
@@ -997,6 +998,7 @@ _PLAIN = {type(None), bool, int, float, complex, str, bytes}  # an attribute of 
 _FUNCTION_KINDS = (types.FunctionType, classmethod, staticmethod, property)
 _numbers = itertools.count(1)  # the numbers of the bindings that `AnswerReducer` sends with the results of tasks
 _places_of_marks: dict[int, tuple[str, str]] = {}  # maps the `id` of an `object()` to its module and its name
-_modules_searched = 0  # the number of loaded modules when `_places_of_marks` was filled
+# The number of loaded modules when `_places_of_marks` was filled. If it is the same, no module was imported since then.
+_modules_searched = 0
 # Keeps the namespace of a module in `sys.modules` alive as long as the module.
 _namespaces_of_modules = weakref.WeakKeyDictionary[types.ModuleType, Namespace]()

@@ -287,8 +287,9 @@ class Blocks:
                 self.board.check_same_call(rank, status, wait.call)
                 if status.position < goal and status.position.phase == HAS_LEFT:
                     raise self.board.left_error(rank, wait.call)
-            # A position in a later generation is greater than `goal`, even if that rank has never run the call because
-            # a block failed first. Therefore the next lines check whether a failure has ended this rank's generation.
+            # If a block fails before `rank` has run the call, `rank` goes on in the next generation. Its position is
+            # then greater than `goal`, although it has not run the call. So the next lines check whether a failure has
+            # ended the generation of the present rank.
             has_run = status.position >= goal
             if status.position.generation > self.generation or (waited > times.LOOK_UP_PEER_AFTER_S and not has_run):
                 self._raise_if_generation_ended()

@@ -336,7 +336,7 @@ def _launch(
     node_rank: int | None = None,
     first_host: str | None = None,
 ) -> Launch:
-    """Return the launch that the variables ``names`` describe.
+    """Return the launch, as described by environment variables.
 
     Args:
         variables: the environment.

@@ -31,8 +31,8 @@ class Liveness:
         self._context = context
         self._connection = connection
         self._members: dict[int, Member] = {}  # maps ranks to the `Member` records that were read from the store
-        # Maps each rank to the earliest time at which this rank next tries to read that rank's `Member` record. The
-        # attempts are repeated until that rank has written the record.
+        # Maps the number of a rank to the time before which its `Member` record is not looked up again. The look-up is
+        # repeated until the record is there.
         self._look_up_at = dict.fromkeys(range(context.world_size), 0.0)
         self._poll = select.poll()  # polls the pidfds
         self._rank_of: dict[int, int] = {}  # maps pidfds to ranks

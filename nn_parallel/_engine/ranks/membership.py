@@ -163,7 +163,10 @@ def _is_started_by_rank(launch: Launch) -> bool:
 
 
 def _place(launch: Launch) -> str:
-    """Return a text that identifies a rank of a launch, for the variable `TAKEN`."""
+    """Return a text that identifies a rank of a launch.
+
+    The environment variable `TAKEN` holds it, so that child processes know that this process is the rank already.
+    """
     return f"{launch.rank}/{launch.world_size} {launch.master_addr}:{launch.master_port}"
 
 

@@ -12,10 +12,10 @@ through the store, and without waiting for each other:
    several ranks do so at the same time, the first replacement counts.
 4. At the call of this number `stop_requested` returns True on every rank.
 
-No rank can make the call of this number without noticing it, because of the order of writing and reading in step 1. In
-this call, a rank first writes its count. This count is higher than all counts that were read in step 3, so the rank
-writes it after step 3 has read the counts. `ASKED` was in the store even earlier. When the rank then reads the key
-``stop``, it therefore finds the number or `ASKED`. If it finds `ASKED`, it performs step 3 itself.
+Let N be the number that step 3 writes. No rank can make its call N without noticing N, because of the order of writing
+and reading in step 1. N is higher than every count that step 3 has read. So when a rank writes its count N, step 3 has
+already read the counts, and `ASKED` has been in the store even longer. The rank then reads the key ``stop``, and finds
+either N, or still `ASKED`. In the second case it performs step 3 itself.
 """
 
 from __future__ import annotations
