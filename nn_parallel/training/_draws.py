@@ -106,7 +106,8 @@ def checksums(drawn: list[Any]) -> Checksums:
 def check_alike(loader: LoaderId | None, name: str, draws: Draws) -> None:
     """Check that all ranks draw the same samples, of which each rank then takes its share.
 
-    The first rank writes a description of its samples into the store. The other ranks compare theirs with it. Nothing is compared in these cases:
+    The first rank writes a description of its samples into the store. The other ranks compare theirs with it. Nothing
+    is compared in these cases:
 
     - this rank is the only rank, or the store can no longer be reached;
     - the loader is used inside a function that only some ranks run;

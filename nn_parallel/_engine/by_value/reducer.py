@@ -457,7 +457,8 @@ class Reducer(Pickler):
     """The pickler that sends each object by name, by key or by value; see the docstring of this module.
 
     A subclass decides how the pickle refers to a definition. It also decides where the globals that functions read go:
-    into the same pickle, or into one that precedes it. `AnswerReducer` pickles results. The two subclasses in `packer` pickle calls and definitions.
+    into the same pickle, or into one that precedes it. `AnswerReducer` pickles results. The two subclasses in `packer`
+    pickle calls and definitions.
     """
 
     # Whether the pickle goes from the script to a worker. If so, the worker may put a module of the script into its
