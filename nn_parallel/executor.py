@@ -45,8 +45,8 @@ class ParallelExecutor(Executor):
             without the device, and so is a function of an installed library, such as `numpy.zeros`.
         devices: ``"cpu"``, ``"all"``, ``"0,2-3"`` or a list of devices. If neither ``devices`` nor ``num_gpus`` is
             given, all accelerators are used, or one CPU worker per core on a machine without accelerators.
-        num_workers: the number of workers, which take the devices in turn. If None, there is one worker per device, or
-            on the CPU one worker per core.
+        num_workers: the number of workers. They get the devices in turn: with two devices and three workers, the first
+            and the third worker share a device. If None, there is one worker per device, or on the CPU one per core.
         timeout: how long a call may take, counted from the moment at which a worker begins it, in seconds or as a
             timedelta; no limit if None. The limit applies to the initializer too. Under a launcher, it is also how long
             the ranks wait for each other at the end of the ``with`` block.
@@ -231,7 +231,8 @@ class ParallelExecutor(Executor):
         """Change the number of workers, once all calls made so far have ended.
 
         Args:
-            num_workers: the new number of workers, which take the same devices in turn.
+            num_workers: the new number of workers. They get the devices of this executor in turn, as in the
+                constructor.
 
         Raises:
             ValueError: ``num_workers`` is below one; or there is a launcher, which determines the number of ranks.

@@ -333,4 +333,4 @@ def _describe(nvml: ModuleType, index: int, slice_of: dict[str, tuple[str, Any]]
     )
 
 
-_held: dict[str, int] = {}  # maps the UUIDs of the GPUs that this process has reserved to the descriptors of the locks
+_held: dict[str, int] = {}  # the GPUs that this process has reserved: ``{UUID: descriptor of the lock file}``

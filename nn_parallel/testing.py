@@ -75,7 +75,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     except RankError as error:
         pyfuncitem.stash[_TRACEBACKS] = _told_by_all(error)
         if terminal:
-            # The debugger has already run on a rank. After any other exception, pytest would start another one here.
+            # The debugger has already run on a rank. pytest must not start a second debugger in this process, and it
+            # starts none after `BdbQuit`.
             raise bdb.BdbQuit from None
         raise error.exceptions[0] from None  # not the group, because `xfail(raises=...)` checks the type
     except (ParallelError, TypeError, ValueError) as error:  # a fixture cannot be sent, or the mark is wrong

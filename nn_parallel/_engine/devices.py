@@ -275,11 +275,12 @@ def call_on_device(
 
 
 def _device_parameter(fn: Callable[..., Any]) -> tuple[Any, int, float] | None:
-    """Return the position of the parameter ``device`` in the signature of a function.
+    """Describe the parameter ``device`` of a function, so that `call_on_device` can pass the device at its position.
 
     Returns:
-        The kind of the parameter, the number of parameters before it, and the number of positional arguments that the
-        other parameters take (infinite if there is ``*args``). None if the function has no parameter ``device``.
+        Three values: the kind of the parameter, the number of parameters before this parameter, and the number of
+        positional arguments that all other parameters together accept (infinite if there is ``*args``). None if the
+        function has no such parameter or no signature, or if it is a `functools.partial` that sets the parameter.
     """
     if isinstance(fn, types.FunctionType) and not fn.__dict__:  # a fast path, because `inspect.signature` is slow
         code = fn.__code__

@@ -15,7 +15,8 @@ LEVELS = 20  # the depth at which the search stops and names the object that it 
 def find_unpicklable(parts: Mapping[str, Any], can_be_pickled: Callable[[Any], bool]) -> tuple[str, Any]:
     """Return the path to the innermost object that cannot be pickled, and this object.
 
-    If each of ``parts`` can be pickled by itself, the first of them is returned.
+    If the search finds no such object, the result is the first of ``parts``, because the error message must name an
+    object. For example, each part may be picklable by itself.
 
     Args:
         parts: the objects to search, by their paths.
@@ -27,13 +28,16 @@ def find_unpicklable(parts: Mapping[str, Any], can_be_pickled: Callable[[Any], b
 def _search(
     parts: Mapping[str, Any], can_be_pickled: Callable[[Any], bool], seen: set[int], levels: int
 ) -> tuple[str, Any] | None:
-    """Return path and object of the innermost object within ``parts`` that cannot be pickled, or None.
+    """Search ``parts`` for the innermost object that cannot be pickled.
 
     Args:
         parts: the objects to search, by their paths.
         can_be_pickled: tests a single object.
         seen: the ids of the objects that the search has entered already.
         levels: how much deeper the search may go.
+
+    Returns:
+        The path to the innermost object, and this object; None if the search finds no such object.
     """
     for path, part in parts.items():
         if id(part) in seen or can_be_pickled(part):
@@ -46,8 +50,9 @@ def _search(
         except Exception:  # the object raises when its attributes are read, so the search cannot look into it
             inner = {}
         culprit = _search(inner, can_be_pickled, seen, levels - 1)
-        # If no culprit is inside this part, this part itself is the culprit. But if the search has entered one of the
-        # inner parts before, this part is skipped, because that inner part may be the only reason why pickling fails.
+        # If the search finds no culprit inside this part, the part itself is the culprit. There is one exception: the
+        # search may have entered one of the inner objects already, for example because the objects form a cycle. This
+        # inner object may be the only reason why the part cannot be pickled. Then the part is skipped.
         if culprit or not any(id(value) in seen for value in inner.values()):
             return culprit or (path, part)
     return None
@@ -111,6 +116,6 @@ def _listed(slots: str | Sequence[str]) -> Sequence[str]:
 
 
 def _global_names(code: types.CodeType) -> set[str]:
-    """Return the names in the code of a function and of its inner functions that may be names of globals."""
+    """Return the names that the code of a function uses and that may be globals. Inner functions are included."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*map(_global_names, inner))

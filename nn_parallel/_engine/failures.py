@@ -18,7 +18,7 @@ from .tracebacks import format_traceback
 
 
 class Verbatim(str):
-    """A message that an exception shows unchanged even if it shows the `repr` of its argument, as `KeyError` does.
+    """A message that is shown unchanged even by an exception that shows the `repr` of its argument, such as `KeyError`.
 
     torch's DataLoader has such a class as well, `KeyErrorMessage`.
     """
@@ -192,11 +192,15 @@ def _text_of(error: BaseException) -> str:
 
 
 def _is_short(value: Any) -> bool:
-    """Return whether ``value`` is an integer that Python can convert to a string. It refuses very long integers."""
+    """Return whether ``value`` is an integer that is short enough to be converted to a string.
+
+    By default, Python refuses to convert an integer of more than 4300 digits.
+    """
     return isinstance(value, int) and value.bit_length() <= 10_000
 
 
-# The methods that return the arguments of an exception. A class with another ``__reduce__`` may return anything.
+# `Failure.from_exception` calls only these methods to get the arguments of an exception. If a class has its own
+# ``__reduce__``, the result may be anything, so the arguments of its exceptions are not sent.
 _PLAIN_REDUCE = (BaseException.__reduce__, OSError.__reduce__, ImportError.__reduce__)
 _NO_GROUP = "Default process group has not been initialized"  # a part of torch's error message
 _CALL_INITIALIZE_DDP = (

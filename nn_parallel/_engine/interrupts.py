@@ -279,7 +279,11 @@ def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
 
 
 def _nothing_raised() -> None:
-    """Return None. `CancelScope._raised` is this function, in place of a weak reference, before the first exception."""
+    """Return None, as a weak reference to a dead exception does.
+
+    `CancelScope._raised` is this function until the scope raises its first exception. After that, it is a weak
+    reference to the last exception.
+    """
 
 
 def _must_finish(frame: FrameType | None) -> bool:
@@ -350,11 +354,11 @@ def _begin_fork() -> None:
     """Keep the handler of SIGURG from raising in the functions that Python calls before and after a fork.
 
     If such a function raises, Python prints the exception and goes on. For example, a function of `logging` releases a
-    lock after the fork. If it were interrupted, `logging` would hold the lock for ever.
+    lock after the fork. If this function were interrupted, `logging` would hold the lock for ever.
 
-    Python calls the functions before a fork in the reverse order of their registration, and those after a fork in the
-    order of their registration. This module imports `logging` first, so the functions of `logging` run between
-    `_begin_fork` and `_end_fork`.
+    The functions that were registered before `_begin_fork` are protected, because Python calls the last registered
+    function first before a fork, and last after the fork. So they run between `_begin_fork` and `_end_fork`. To protect
+    the functions of `logging`, this module imports `logging` before it registers its own.
     """
     global _is_forking
     _is_forking = True

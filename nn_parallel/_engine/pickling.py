@@ -112,7 +112,9 @@ def loads(
             parts.setdefault(number, []).append((start, part))
         file = io.BytesIO(packed)
         inline = iter(others[len(places) // 2 :])
-        while True:  # the last pickle is that of the object; see `Packed.after`
+        # ``packed`` may consist of several pickles. The last one holds the object. Those before it prepare this
+        # process, for example by setting the globals that a function uses (see `Packed.after`).
+        while True:
             unpickler = _Unpickler(file, buffers=inline)
             unpickler._device = device
             unpickler._shared = shared
@@ -403,19 +405,25 @@ def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.s
 
 
 def _small_storage(buffer: Buffer, on_accelerator: bool) -> Any:
-    """Stand in a pickle for the function that rebuilds a storage from memory in the pickle.
+    """Represent, in a pickle, the function that rebuilds a storage from memory in the pickle.
 
-    This function is a placeholder and is never called. When the pickle is read, `_Unpickler.find_class` replaces it
-    with a function that also knows the device to which the storage must go.
+    This function is a placeholder and is never called. The pickle refers to it by name. When the pickle is read,
+    `_Unpickler.find_class` returns another function for this name, which also knows the device for the storage.
     """
 
 
 def _large_storage(number: int, on_accelerator: bool) -> Any:
-    """Stand, as `_small_storage` does, for the function that rebuilds a storage from memory sent beside the pickle."""
+    """Represent, in a pickle, the function that rebuilds a storage from memory beside the pickle.
+
+    This function is a placeholder, as `_small_storage` is.
+    """
 
 
 def _shared_storage(index: int, size: int) -> Any:
-    """Stand, as `_small_storage` does, for the function that makes a storage of shared memory."""
+    """Represent, in a pickle, the function that makes a storage from shared memory.
+
+    This function is a placeholder, as `_small_storage` is.
+    """
 
 
 def _last(memory: memoryview, size: int) -> memoryview:
@@ -438,9 +446,15 @@ def _rebuild_storage(
 
 
 def _part_with(parts: _Parts, offset: int, itemsize: int) -> tuple[torch.UntypedStorage, int]:
-    """Return the part of a storage that contains a tensor, and the tensor's offset in this part, in elements.
+    """Return the part of a storage in which a tensor lies, and the tensor's offset in this part, in elements.
 
-    An empty tensor may lie before the first part. Then the first part is returned.
+    An empty tensor uses no memory, so it may lie in no part. Then the nearest part before its offset is returned, or
+    the first part.
+
+    Args:
+        parts: the parts of the storage that were sent.
+        offset: the offset of the tensor in the whole storage, in elements.
+        itemsize: the size of an element, in bytes.
     """
     index = bisect.bisect_right(parts, offset * itemsize, key=operator.itemgetter(0)) - 1
     start, storage = parts[max(index, 0)]
@@ -481,6 +495,9 @@ def make_cached(fn: Callable[..., Any], parameters: dict[str, Any], attributes: 
     return made
 
 
-_NAMED = {types.FunctionType, functools._lru_cache_wrapper}  # pickled by name if a module has the object as a global
+# Objects of these types are pickled by name if they can be found in a module by their name (`module_defining`).
+_NAMED = {types.FunctionType, functools._lru_cache_wrapper}
 _MAX_ELEMENTS = 8  # the length up to which `dump_atoms` pickles a tuple
-_NONE_USED: list[tuple[int, Buffer]] = [(0, bytearray())]  # for a storage of which no part was sent
+# The parts of a large storage that only empty tensors use. No memory was sent for this storage, so `loads` takes one
+# empty part at the beginning of the storage.
+_NONE_USED: list[tuple[int, Buffer]] = [(0, bytearray())]

@@ -81,8 +81,8 @@ class ProcessAttributes(NamedTuple):
 class ProcessEnvironment:
     """The environment variables, working directory, import path and resource tracker of the script.
 
-    A pickle of this object contains all changes since the object was made. When a worker unpickles it, the changes are
-    made in the worker.
+    When a worker unpickles this object, the worker takes over the variables that have changed since the object was
+    made, and the present directory, import path and resource tracker.
     """
 
     def __init__(self, is_elsewhere: bool = False) -> None:
@@ -119,7 +119,7 @@ class ProcessEnvironment:
         return True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Reduce this object to a call of `adopt` with the changes."""
+        """Reduce this object to a call of `adopt`, which changes the worker that unpickles the object."""
         path = user_sys_path() if self._is_elsewhere else self._path
         tracker = None if self._is_elsewhere or self._tracker is None else (os.getpid(), self._tracker)
         return adopt, (self._changes, self._directory, path, tracker, self._is_elsewhere)
@@ -138,10 +138,10 @@ def adopt(
         environ: the variables that have changed in the script; None stands for a deleted variable.
         directory: the working directory.
         path: the import path.
-        tracker: the process id of the script, and its descriptor of the pipe to the resource tracker of
-            `multiprocessing`; None if there is no tracker on this machine that this process could use. This process
-            must use the script's tracker, because a tracker of its own would remove the script's shared memory when
-            this process ends.
+        tracker: the process id of the script, and the number of the descriptor through which the script writes to its
+            resource tracker of `multiprocessing`. This process must use the same tracker, because a tracker of its own
+            would remove the script's shared memory when this process ends. None if the script has no tracker, or is on
+            another machine.
         is_elsewhere: whether the script is on another machine. If so, the folders that are already in this process's
             import path stay there, after the folders in ``path``.
     """

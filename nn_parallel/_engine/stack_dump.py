@@ -193,5 +193,6 @@ _DISTRIBUTED = os.path.join(_TORCH, "distributed", "")
 # `all_reduce`, which torch has decorated. So in the stack the user's frame has called a function ``wrapper``.
 _WRAPPERS = "wrapper", "_fn", "__enter__", "__exit__"
 # The beginning of a line in the stack of a worker. `call_on_device` in the module `devices` calls the function of the
-# task. Stacks list the innermost frame first, so all lines before the first such line belong to this function.
+# task. Stacks list the innermost frame first, so all lines before the first such line belong to the function of the
+# task, or to functions that it has called.
 _TASK = f'  File "{devices.__file__}", line'

@@ -114,7 +114,9 @@ def _location(storage: Any) -> str | None:
     return "cpu" if _reads_on_the_cpu.get() and storage.device.type not in ("cpu", "meta") else None
 
 
-_reads_on_the_cpu = contextvars.ContextVar("_reads_on_the_cpu", default=False)  # True inside `_read_on_the_cpu`
+# While this is True, `_location` makes `torch.save` record the CPU as the device of tensors that are on accelerators.
+# `_read_on_the_cpu` sets it for the time of its block.
+_reads_on_the_cpu = contextvars.ContextVar("_reads_on_the_cpu", default=False)
 # `torch.save` asks functions that are registered like this one for the device of a storage, in the order of their
 # priorities. Torch's own functions have priorities from 10 on, so the priority 7 puts `_location` before them.
 torch.serialization.register_package(7, _location, lambda storage, location: None)

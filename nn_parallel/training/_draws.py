@@ -13,11 +13,13 @@ The ranks compare the length of an epoch, and checksums of the first samples. Th
 strings, such as an index, a label or a file name. Other numbers, such as floats, are not compared, because each rank
 may augment its samples in its own way.
 
-An augmented stream may hold random integers as well, such as the index of a randomly chosen negative example. So the
-samples are treated as a table: each sample is a row, and its first integer or string is in the first column, the second
-one in the second column, and so on. Each column has a checksum of its own. Columns in which all samples hold the same
-value are ignored. The order counts as different only if the checksums of the two ranks differ in every remaining
-column. If all samples differ in some columns, as they do in a column of indices, only those columns are compared.
+An augmented stream may hold random integers as well, such as the index of a randomly chosen negative example. They may
+differ between the ranks although the order is the same. So the samples are treated as a table: each sample is a row,
+and its first integer or string is in the first column, the second one in the second column, and so on. Each column has
+a checksum of its own. The order counts as different only if the checksums of the two ranks differ in every compared
+column. If no value comes twice in some columns, as in a column of indices, only those columns are compared, because
+they identify the samples. If there are no such columns, all columns are compared in which the samples do not all hold
+the same value.
 """
 
 from __future__ import annotations
@@ -54,10 +56,14 @@ class Checksums(NamedTuple):
     """The checksums of the first samples that a rank has drawn. Ranks compare them to see if they draw alike.
 
     The samples form a table. Each sample is a row: its first integer or string is in the first column, its second one
-    in the second column, and so on. The lists `of_keys` and `of_others` have an entry for each of the first `PLACES`
-    columns. If no value comes twice in a column, as with indices, the checksum of the column is in `of_keys`. If some
-    values come several times, as with labels, it is in `of_others`. All other entries are 0, so a column that is empty,
-    or that has the same value in all rows, has no checksum.
+    in the second column, and so on. For each of the first `PLACES` columns, there is an entry in `of_keys` and one in
+    `of_others`:
+
+    - If no value comes twice in the column, as with indices, the checksum of the column is in `of_keys`. Such a column
+      identifies the samples, so other columns are compared only if there is no such column.
+    - If some values come several times, as with labels, the checksum of the column is in `of_others`.
+
+    All other entries are 0. So a column that is empty, or that has the same value in all rows, has 0 in both lists.
     """
 
     samples: int = 0  # the number of samples; 0 if nothing has been drawn yet
@@ -106,8 +112,8 @@ def checksums(drawn: list[Any]) -> Checksums:
 def check_alike(loader: LoaderId | None, name: str, draws: Draws) -> None:
     """Check that all ranks draw the same samples, of which each rank then takes its share.
 
-    The first rank writes a description of its samples into the store. The other ranks compare theirs with it. Nothing
-    is compared in these cases:
+    The first rank writes a description of its samples into the store. Each other rank compares the description of its
+    own samples with this one. Nothing is compared in these cases:
 
     - this rank is the only rank, or the store can no longer be reached;
     - the loader is used inside a function that only some ranks run;
@@ -136,7 +142,7 @@ def check_alike(loader: LoaderId | None, name: str, draws: Draws) -> None:
             if other is not None and other.loader == draws.loader and other.iteration >= draws.iteration:
                 break
             # There is no record of this iteration: the key is empty, or holds the record of another loader or of an
-            # earlier iteration. So this rank is the first one in its iteration, and writes the record.
+            # earlier iteration. So this rank writes its own record, for the ranks that begin this iteration later.
             present = context.connection.swap(key, text or "", own_record)
             if present == own_record:
                 return
@@ -154,7 +160,11 @@ def check_alike(loader: LoaderId | None, name: str, draws: Draws) -> None:
 
 
 def _difference(mine: Draws, other: Draws) -> str:
-    """Return the difference of the draws in words, or an empty string if they are alike or cannot be compared."""
+    """Say in words how the samples that two ranks have drawn differ.
+
+    Returns:
+        A clause for an error message; an empty string if the samples are alike or cannot be compared.
+    """
     if mine.length is not None and other.length is not None and mine.length != other.length:
         return f"rank {mine.rank} draws {mine.length} times and rank {other.rank} {other.length} times"
     if mine.first.samples != other.first.samples:

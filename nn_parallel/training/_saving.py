@@ -40,9 +40,13 @@ logger = logging.getLogger("nn_parallel")
 class Saving(NamedTuple):
     """A checkpoint that is being written."""
 
-    # This future is done when the thread that writes on this rank has ended. If writing succeeded, the result is None.
-    # If it failed and no other rank waits for this rank, the result is the error, which `finish_saving` raises on all
-    # ranks. If other ranks may still wait, or the process group was closed, the future has an exception and no result.
+    # The future of the thread that writes on this rank. It is done when the thread has ended, in one of three ways:
+    # - The result is None: the thread has written everything.
+    # - The result is an error: writing failed, but no other rank waits in a collective. `finish_saving` raises this
+    #   error on all ranks, and the process groups stay open.
+    # - The future has an exception: writing failed, and other ranks may wait for this rank in a collective, or the
+    #   process groups were closed. In the first case `finish_saving` raises the exception in a block, which frees the
+    #   other ranks. In the second case the checkpoint is given up, and `finish_saving` logs a warning.
     end: Future[Exception | None]
     group: dist.ProcessGroup | None  # the default group when saving began; None if there are no shards
     writes_file: bool  # True on rank 0, which writes the file of the checkpoint and logs failures at exit
@@ -126,8 +130,9 @@ def finish_saving(caller: str) -> None:
                 failure = saving.end.result()
             elif not is_given_up:
                 _running = None
-                # Only this rank has the error. The threads of the other ranks may wait for its thread in collectives.
-                # An error in the block closes the process groups, which frees these threads.
+                # Only this rank knows that writing has failed. On the other ranks, the threads that write may wait in
+                # collectives for the thread of this rank. The error is raised in the block of `finish_saving`, so all
+                # ranks close their process groups, which frees these threads.
                 raise error
     _running = None
 

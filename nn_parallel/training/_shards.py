@@ -210,7 +210,10 @@ def remove_folders(path: Path, kept: set[Path]) -> None:
 
 
 def folder_of_all(path: Path) -> Path:
-    """Return the folder that contains a folder with shards for each checkpoint that is saved at ``path``."""
+    """Return the folder for the shards of all checkpoints at ``path``: ``last.pt.shards`` for ``last.pt``.
+
+    Whenever a sharded checkpoint is saved at ``path``, `new_folder` makes a folder for its shards inside this one.
+    """
     return path.with_name(f"{path.name}.shards")
 
 

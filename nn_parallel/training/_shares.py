@@ -82,9 +82,9 @@ class Share:
         Args:
             draw: returns the samples of the next round. The last round of the epoch may have fewer than `together`
                 samples. After the last round, ``draw`` returns an empty list.
-            first: the first samples of the epoch, at most ``world_size``, because ``pad`` repeats them at the end. If
-                the iteration begins at the beginning of the epoch, this is an empty list, because ``draw`` itself
-                returns these samples.
+            first: the first samples of the epoch, at most ``world_size`` of them, for ``pad``, which repeats them at
+                the end. They are needed only if the iteration begins in the middle of the epoch. Otherwise ``first`` is
+                an empty list, because ``draw`` itself returns these samples.
         """
         looks_ahead = not self.pad and not self.drop and self.world_size > 1
         drawn = draw()
@@ -116,9 +116,9 @@ class Epochs:
     def __init__(self, source: Any, warns: bool) -> None:
         """Begin with epoch 0.
 
-        If ``source`` has a method ``set_epoch``, this object calls the method only when its own epoch changes, and not
-        before each iteration. So if the user's loop calls the method too, as many loops do, the epoch that the loop has
-        set is used.
+        If ``source`` has a method ``set_epoch``, this object calls the method only when the epoch of this object
+        changes, and not before each iteration. Many user loops call the method themselves before each iteration, and
+        the epoch that the loop has set must not be overwritten.
 
         Args:
             source: the sampler, batch sampler or dataset of the user.
@@ -225,8 +225,8 @@ class RankSampler(Epochs, Sampler[Any]):
             seed: the seed for the order of the samples.
             pad: see `Share`.
             drop: see `Share`.
-            batch_size: the number of items to draw from ``source`` for one batch on each rank, so for all ranks
-                together.
+            batch_size: the number of items that ``source`` must draw so that every rank gets one batch. For example,
+                64 for two ranks that take batches of 32 each.
             subset_indices: the indices of the samples in the whole dataset, if the dataset of the loader is a `Subset`.
         """
         self._seed = seed
@@ -284,7 +284,10 @@ class RankSampler(Epochs, Sampler[Any]):
         self._seed = state["seed"]
 
     def batches(self) -> Iterator[list[Any]]:
-        """Yield the samples of this rank in lists: in each list, its part of a round (see `Share.batches`)."""
+        """Yield lists of samples, one list for each round. A list holds the samples of the round that this rank gets.
+
+        A round consists of the samples of one batch for each rank; see `Share.batches`.
+        """
         source = self.source
         generator = generator_of(source)
         random_numbers = OwnRandomNumbers(self._seed + self.epoch, [generator] if generator else [])
@@ -324,7 +327,7 @@ class RankSampler(Epochs, Sampler[Any]):
         return whole
 
     def first_checksums(self) -> Checksums:
-        """Return the checksums of the first samples of this iteration."""
+        """Return the checksums of the first samples of this iteration, for `check_alike`."""
         return self._checksums
 
     def __iter__(self) -> Iterator[Any]:
@@ -387,10 +390,10 @@ def even_batches(fewest: int, batch_size: int, has_any: bool) -> int:
 
 
 class Stream(Epochs, IterableDataset[Any]):
-    """An iterable dataset that yields the share of one rank of another iterable dataset, batch by batch.
+    """An iterable dataset that wraps another one, and yields only the samples for one rank, batch by batch.
 
-    Each worker process of the loader has a copy of the stream. It draws the samples of all ranks in rounds, one batch
-    for each rank at a time, and yields only the samples of its own rank.
+    Each worker process of the loader has a copy of this object. The copy draws the samples for all ranks from the
+    wrapped dataset, in rounds of one batch for each rank. Of each round, the copy yields only the samples for its rank.
     """
 
     def __init__(
@@ -407,7 +410,7 @@ class Stream(Epochs, IterableDataset[Any]):
         """Share out the samples of ``source``.
 
         Args:
-            source: the other dataset.
+            source: the dataset to wrap.
             rank: the rank whose share this is.
             world_size: the number of ranks.
             seed: the seed of the random numbers with which ``source`` draws.
@@ -435,7 +438,10 @@ class Stream(Epochs, IterableDataset[Any]):
         self._shared[2:] = 0
 
     def first_checksums(self) -> Checksums:
-        """Return the checksums of the first samples of this iteration; all 0 until the first worker has drawn."""
+        """Return the checksums of the first samples of this iteration, for `check_alike`.
+
+        The loader's first worker process draws these samples. Until then, all checksums are 0.
+        """
         count, *sums = self._shared[2:].tolist()
         return Checksums(count, sums[:PLACES], sums[PLACES:])
 

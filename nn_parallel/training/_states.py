@@ -144,12 +144,12 @@ def _under_own_names(state: Mapping[str, Any], model: nn.Module, own: Mapping[st
     """
     renamed = OrderedDict(state)
     versions = getattr(state, "_metadata", None)
-    # If two keys differ only in the name of a wrapper, such as ``weight`` and ``module.weight``, this is the name of a
-    # module of the user, and not of a wrapper. Then the keys stay as they are.
+    # A module of the user may have the same name as a wrapper, such as ``module``. This is certain if two keys differ
+    # only in this name, as ``weight`` and ``module.weight`` do. Then the keys stay as they are.
     is_ambiguous = len(set(map(_bare, own))) < len(own) or len(set(map(_bare, state))) < len(state)
     if not is_ambiguous and not state.keys() <= own.keys():
-        # A wrapper and the module in it have the same bare path. The module comes later, so the dict keeps the path of
-        # the module, and not the path of the wrapper.
+        # Without the names of wrappers, a wrapper and the module in it have the same path. `named_modules` yields the
+        # module after its wrapper, so ``path_of`` keeps the path of the module, and not the path of the wrapper.
         path_of = {_bare(path): path for path, _ in model.named_modules()}
         renamed = OrderedDict((key if key in own else _own_name(key, path_of), value) for key, value in state.items())
         if versions is not None:
@@ -160,12 +160,12 @@ def _under_own_names(state: Mapping[str, Any], model: nn.Module, own: Mapping[st
 
 
 def _own_name(key: str, path_of: Mapping[str, str]) -> str:
-    """Return ``key`` with the names of the wrappers in the model, such as ``layer._orig_mod.weight``.
+    """Return the key that the model itself uses for ``key``: ``layer._orig_mod.weight`` for ``layer.weight``.
 
     Args:
         key: a key of a saved state, such as ``layer.weight``.
-        path_of: maps the path of each module of the model without wrappers, such as ``layer``, to the path with
-            wrappers, such as ``layer._orig_mod``.
+        path_of: maps paths in which the names of wrappers are left out, such as ``layer``, to the paths that the model
+            itself uses, such as ``layer._orig_mod``. It has an entry for each module of the model.
     """
     parts = _bare(key).split(".")
     for length in range(len(parts), -1, -1):

@@ -230,7 +230,12 @@ def _remove_unused_shards(path: Path) -> None:
 
 
 def _folder(path: Path, saved: dict[str, Any]) -> Path:
-    """Return the folder with the shards of the checkpoint whose file is at ``path`` and has the content ``saved``."""
+    """Return the folder with the shards of a checkpoint, or the folder of its file if there are no shards.
+
+    Args:
+        path: the file of the checkpoint.
+        saved: the content of this file.
+    """
     return path.parent / str(saved.get(FOLDER, ""))
 
 

@@ -1,9 +1,10 @@
 """`prepare_dataloader`: a `DataLoader` whose samples are shared out between the ranks.
 
 The prepared loader is a copy of the user's loader. Its class is derived from the class of that loader, so all methods
-and options of the user's loader stay. If the dataset has a length, the copy has another sampler. If the dataset is
-iterable, the copy has another dataset, but only while torch makes an iterator; at any other time the user sees the
-original dataset. `_shares` explains how samples are shared out.
+and options of the user's loader stay. If the dataset has a length, the copy gets a `RankSampler`, which yields only the
+samples for this rank. If the dataset is iterable, it is replaced with a `Stream`, which yields only the samples for
+this rank. The `Stream` is in its place only while torch makes an iterator, so that the user still sees the original
+dataset at any other time. `_shares` explains how samples are shared out.
 """
 
 from __future__ import annotations
@@ -197,7 +198,11 @@ def _batch_sampler(loader: DataLoader[Any]) -> tuple[Any, bool]:
 
 
 def _iterators_in(loader: DataLoader[Any]) -> list[str]:
-    """Return the names of the attributes that hold an iterator of torch, except torch's own ``_iterator``."""
+    """Return the names of the attributes in which the class of ``loader`` keeps an iterator of torch.
+
+    Only a subclass of `DataLoader` has such attributes. The attribute ``_iterator``, in which `DataLoader` itself may
+    keep an iterator, is left out.
+    """
     attributes = vars(loader).items()
     return [name for name, value in attributes if isinstance(value, LoaderIterator) and name != "_iterator"]
 
@@ -228,10 +233,11 @@ def _check_drop_last(drops: bool, pad: bool) -> None:
 
 
 def _agree(source: Any, given: int | None) -> tuple[int, LoaderId | None]:
-    """Return the seed of the order and the identity of the loader, as rank 0 chooses them. All ranks call this.
+    """Return the seed for the order of the samples, and the identity of the loader. All ranks call this function.
 
-    The seed is ``given``, or a random number if ``given`` is None. The seed of rank 0 is used on all ranks, because the
-    random numbers of the ranks differ after `seed_everything`.
+    The seed is ``given``, or a random number if ``given`` is None. Rank 0 chooses the seed for all ranks, because the
+    random numbers of the ranks differ after `seed_everything`. Rank 0 also chooses the identity. If this rank is alone,
+    or runs a function that only some ranks run, it uses its own seed, and the identity is None.
     """
     blocks = blocks_of(rank_context())
     # Every rank draws a seed, so that the random numbers of all ranks advance alike, although only rank 0's is used.
@@ -266,11 +272,13 @@ def _prepared(
 
     Args:
         loader: the user's loader.
-        share: the sampler or dataset that draws the share.
-        loader_id: identifies the loader when the ranks compare their draws; None if they do not compare them.
+        share: the sampler or dataset that takes the share of this rank out of all samples.
+        loader_id: identifies the loader when the ranks compare the samples that they have drawn; None if they do not
+            compare them.
         to_device: if True, the prepared loader moves the batches to the device of this rank.
-        replaced: attributes that replace those of the loader only while torch makes an iterator. At any other time the
-            user still sees the loader's own attributes.
+        replaced: values for attributes of the copy, such as ``collate_fn``. The copy has these values only while torch
+            makes an iterator, because torch reads the attributes then. At any other time the user sees the values of
+            ``loader``.
     """
     world = current_world()
     prepared: Any = copy.copy(loader)
@@ -303,15 +311,15 @@ class PreparedLoader(DataLoader[T]):
     _loader_id: LoaderId | None
     _device: torch.device | None
     _replaced: dict[str, Any]
-    # True if the ``__iter__`` of the user's class reads an iterator that never ends (see `_batch_sampler`). Then this
-    # class uses ``__iter__`` and ``__len__`` of `DataLoader` instead of those of the user's class.
+    # True if the user's loader belongs to a subclass of `DataLoader` with an ``__iter__`` that reads an iterator that
+    # never ends (see `_batch_sampler`). Then the prepared loader uses ``__iter__`` and ``__len__`` of `DataLoader`.
     _is_plain: bool
 
-    def __iter__(self) -> Any:  # `DataLoader` declares its own private class as the type
+    def __iter__(self) -> Any:  # `Any`, because `DataLoader` declares a private class as the return type
         self._share.begin_iteration()
         # When an iteration begins, torch draws a seed for the workers from the program's random numbers. If this
-        # iteration continues an interrupted one, that iteration drew such a seed too, before the random states were
-        # saved. So the draw in this iteration must leave the random states unchanged.
+        # iteration continues an interrupted one, the random states in the checkpoint were saved after the interrupted
+        # iteration had drawn its seed. So the draw in this iteration must leave the random states unchanged.
         with torch.random.fork_rng(devices=[], enabled=self._share.begin > 0):
             batches: Iterator[T] = DataLoader.__iter__(self) if self._is_plain else super().__iter__()
         if isinstance(self._share, Stream):
@@ -391,8 +399,9 @@ class _Batches(Iterator[T]):
 
         Args:
             batches: the iterator of torch.
-            share: the sampler or dataset that draws the share of this rank.
-            loader_id: identifies the loader when the ranks compare their draws; None if they do not compare them.
+            share: the sampler or dataset that takes the share of this rank out of all samples.
+            loader_id: identifies the loader when the ranks compare the samples that they have drawn; None if they do
+                not compare them.
             count: the number of batches; infinity if it is not known.
             device: the device to which the batches are moved; None if they are not moved.
         """
@@ -404,7 +413,7 @@ class _Batches(Iterator[T]):
         self._taken = 0
         self._epoch = 0
         self._is_checked = loader_id is None
-        self._rest: list[T] = []  # holds `Parts.last` of a divided batch until the next call hands it out
+        self._rest: list[T] = []  # if the last batch was divided into `Parts`: its second part, for the next call
 
     def __next__(self) -> T:
         if self._rest:
@@ -430,7 +439,7 @@ class _Batches(Iterator[T]):
     def _check_alike(self) -> None:
         share = self._share
         first = share.first_checksums()
-        if not first.samples:  # the first worker has not drawn yet
+        if not first.samples:  # the loader's first worker has not drawn its samples yet, so check at the next batch
             return
         self._is_checked = True
         assert self._loader_id is not None
@@ -468,6 +477,8 @@ class EvenCollate:
         if len(samples) > self.batch_size:
             try:
                 return self.collate(samples)
-            except Exception:  # of any type; if a single sample is faulty, the user's function raises again
+            except Exception:
+                # The user's `collate` may raise any type of exception because the samples do not fit together. If the
+                # reason is one faulty sample, `collate` raises again in one of the two calls below.
                 return Parts(self.collate(samples[:-1]), self.collate(samples[-1:]))
         return self.collate(samples)

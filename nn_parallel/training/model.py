@@ -274,7 +274,8 @@ def _average(
         call: the name of the public function that the user has called, for error messages.
         tensors: the tensors of this rank.
         weight: the weight of this rank. If it is 0, this rank only receives.
-        problem: the reason why there is no average; an empty string if there is an average.
+        problem: the reason why this rank cannot take part, for example because its model is sharded. All ranks then
+            raise a ValueError with this text. An empty string if this rank can take part.
         group: the ranks that take part; all ranks if None.
     """
     layout = repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])

@@ -114,8 +114,8 @@ class Keys:
 class Namespace:
     """A dict of globals, with the bindings of these globals that were sent and received.
 
-    In a receiving process it is the dict of a module, so that `pickle` and `typing.get_type_hints` find the same names
-    in this module as in the module of the sending process.
+    In a receiving process the dict belongs to a module, so that `pickle` and `typing.get_type_hints` find the same
+    names in this module as in the module of the sending process.
 
     To bind a global means to assign an object to its name. Each binding has a number. When the sending process binds
     the name to another object, the new binding has another number.
@@ -134,8 +134,9 @@ class Namespace:
         # Maps a name to the last binding that this process has sent: the number of the binding, and the value or a weak
         # reference to the value.
         self.sent: dict[str, tuple[int, Any]] = {}
-        # The cache of `_CallReducer._import_of`. Maps a name to the number of a binding, and to the name of the module
-        # from which a worker imports the value of this binding, or to None if the value is sent as data.
+        # The cache of `_CallReducer._import_of`. Maps the name of a global to a pair: the number of the binding for
+        # which the entry was made; and the name of the module from which a worker imports the value, or None if the
+        # value is sent as data.
         self.imports: dict[str, tuple[int, str | None]] = {}
         # Maps a name to the last binding that this process has received: the number of the binding and the value.
         self.received: dict[str, tuple[int, Any]] = {}
@@ -147,17 +148,20 @@ class Namespace:
 
 
 class GlobalName(NamedTuple):
-    """The name of a global in a namespace, to which the code of a function refers."""
+    """A global that a pickled function or class needs: the dict of globals, and the name of the global in this dict."""
 
     namespace: Namespace
     name: str
-    # Whether the code assigns or deletes the global. If so, and if the script has not bound the name, a call tells the
-    # worker that the name is not bound.
+    # Whether the function assigns or deletes the global. If so, and if the script has not bound the name, a call tells
+    # the worker that the name is not bound.
     is_bound_by_code: bool = False
 
 
 class Needed(NamedTuple):
-    """A definition that a call needs, in a certain version. A call brings a list of these for `prepare`."""
+    """A definition that a call needs, in a certain version.
+
+    Each call is sent with a list of these, from which `prepare` creates or updates the definitions in the worker.
+    """
 
     key: str
     version: int  # also the number under which `store_object` has stored the pickle of this version
@@ -183,14 +187,15 @@ class Stored:
 
 
 class CachedFunction:
-    """A function that a worker keeps, so that calls of it bring only their arguments."""
+    """A function that a worker keeps, so that a call of the function is sent only with its arguments."""
 
     def __init__(self, environment: int, preparation: bytes, function: bytes) -> None:
-        """Hold the pickles.
+        """Keep the function as a pickle, which the first call of the method `function` unpickles.
 
         Args:
             environment: the number of the script's environment; see `adopt_environment`.
-            preparation: the pickled arguments of `prepare`.
+            preparation: the pickled arguments of `prepare`, which brings the definitions and globals that the function
+                needs up to date.
             function: the pickled function.
         """
         self._environment = environment
@@ -228,15 +233,15 @@ def forget(number: int) -> None:
 
 
 def stored_object(number: int) -> Any:
-    """Return a stored object. A handle in the arguments of a call is pickled as a call of this function."""
+    """Return a stored object. In the pickle of a call, a handle is written as ``stored_object(number)``."""
     return stored[number].object
 
 
 def adopt_environment(number: int) -> None:
     """Apply the script's environment variables, working directory and import path to this process.
 
-    ``number`` is the number of the stored object that contains them. It is 0 if the script has not changed them since
-    the pool was made, because the worker has started with them.
+    ``number`` is the number of the stored object that contains them. As long as the script has not changed them since
+    the pool was made, ``number`` is 0, and nothing is stored or applied: the worker has started with the same ones.
     """
     global _environment
     if number != _environment:
@@ -312,8 +317,8 @@ def is_known_to_sender(key: str | None) -> bool:
 def mark(key: str) -> object:
     """Return the mark with this key. If this process does not have the mark yet, create it.
 
-    A mark is a plain `object()` that code compares by identity, such as ``MISSING = object()``. The script pickles a
-    mark that workers cannot import as a call of this function, so that all calls in a worker use the same object.
+    A mark is a plain `object()` that code compares by identity, such as ``MISSING = object()``. If workers cannot
+    import a mark, it is pickled as ``mark(key)``. So all calls in a worker use the same object.
     """
     known: object = keys.find(key)
     if known is None:
@@ -381,7 +386,8 @@ def cell_of(fn: types.FunctionType, index: int) -> types.CellType:
 def method_of(cls: type, name: str) -> Any:
     """Return the plain function of a method, without a `classmethod` or `staticmethod` around it.
 
-    A method of a class of the script is pickled as a call of this function, except in the pickle of the class itself.
+    A method of a class of the script is pickled as ``method_of(cls, name)``, except in the pickle of a definition,
+    because the class may have no methods yet when that pickle is read.
     """
     attribute = vars(cls)[name]
     return getattr(attribute, "__func__", attribute)
@@ -457,7 +463,7 @@ def make_member(cls: type, name: str, data_type: type, args: tuple[Any, ...]) ->
 def member_of(cls: Any, name: str) -> Any:
     """Return the member of an enum with this name.
 
-    In all pickles except that of the enum itself, a member is pickled as a call of this function.
+    A member of an enum of the script is pickled as ``member_of(cls, name)``, except in the pickle of the enum itself.
     """
     return cls._member_map_[name]
 
@@ -585,7 +591,7 @@ def namespace_of_module(name: str) -> Namespace:
 def module_of(namespace: Namespace) -> types.ModuleType | None:
     """Return the module that has these globals, or None.
 
-    A module of the script is pickled as a call of this function.
+    A module that workers cannot import is pickled as ``module_of(namespace)``.
     """
     return namespace.module
 
@@ -598,9 +604,9 @@ def imported(module: str, name: str) -> Any:
 def imported_sentinel(module: str, name: str, kind: type | None) -> Any:
     """Return a sentinel (an object without state) that is a global of a module that each process imports.
 
-    ``kind`` is the class of the sentinel, or None if the class cannot be imported. If the global contains no object of
-    the class ``kind`` in this process, then the import of the module does not create the sentinel: other code of the
-    sending process has assigned it to the global. In this case the function returns a new object of the class ``kind``.
+    ``kind`` is the class of the sentinel, or None if workers cannot import the class. In this process the global may
+    contain no object of the class ``kind``, for example if code outside of the module has assigned the sentinel to the
+    global, but only in the sending process. The function then returns a new object of the class ``kind``.
     """
     sentinel = getattr(importlib.import_module(module), name, None)
     return sentinel if kind is None or type(sentinel) is kind else object.__new__(kind)
@@ -622,11 +628,10 @@ def bind(namespace: Namespace, name: str, number: int, value: Any) -> None:
     if last_number == number and variables.get(name, Missing) is not last_value:
         return
     if last_number is None and name in variables and not name.startswith("__"):
-        # A task has bound the name through `globals()` or `setattr`, so the task's value stays. It must stay in later
-        # calls too. These compare the value in the dict with the value that is recorded as received, and keep the
-        # former if the two differ. So a new object is recorded, which is never in the dict. (This branch is not reached
-        # if a function binds the name with a ``global`` statement: the script sends a binding of the name with such a
-        # function.)
+        # A task has bound the name through `globals()` or `setattr`, so the task's value stays. In later calls, the
+        # test above keeps the value in the dict if it is not the object in ``namespace.received``. So a new object is
+        # put there, from which every value in the dict differs. (This branch is not reached if a function binds the
+        # name with a ``global`` statement: the script sends a binding of the name with such a function.)
         value = object()
     elif value is Missing:
         variables.pop(name, None)
@@ -640,7 +645,8 @@ namespaces = weakref.WeakValueDictionary[int, Namespace]()  # maps the `id` of a
 stored: dict[int, Stored] = {}  # maps the number of a handle to its object
 # Keeps the received namespaces alive, because functions refer only to the dicts of namespaces.
 _received_namespaces: list[Namespace] = []
-_versions: dict[str, int] = {}  # maps the key of a received definition to the version in this process
+# Maps the key of a received definition to the version that this process has, as the number in `Needed.version`.
+_versions: dict[str, int] = {}
 _awaited: dict[str, Needed] = {}  # maps keys to definitions that must be unpickled for the present call
 _values_of_aliases: dict[str, Any] = {}  # maps the key of a type alias to its value
 _attribute_names: dict[str, set[str]] = {}  # maps the key of a class to the attributes that were last received

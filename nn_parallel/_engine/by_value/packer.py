@@ -28,8 +28,10 @@ from . import reducer
 from .globals import CachedFunction, GlobalName, Missing, Namespace, Needed, keys
 from .reducer import Deferred, Reducer, contents_of_function, goes_by_name, is_constant, is_definition
 
-FUNCTIONS_KEPT = 128  # how many records of functions a packer keeps
-DEFINITIONS_KEPT = 256  # how many records of definitions a packer keeps
+# The number of functions, and of definitions, that a packer remembers as known to the workers. If there are more, the
+# packer forgets the least recently used one, and packs it again when it is needed again.
+FUNCTIONS_KEPT = 128
+DEFINITIONS_KEPT = 256
 ELEMENTS_COMPARED = 1000  # if a list, dict or set in a class has more elements, a change of its elements is not noticed
 
 
@@ -78,7 +80,7 @@ class Handle:
 class PackedCall:
     """A packed function with its arguments, and the handles of the objects that a worker must have before the call.
 
-    This call refers to the handles. So the workers keep the objects at least as long as this call exists.
+    This object refers to the handles, so the workers keep the objects at least as long as it exists.
     """
 
     __slots__ = ("alive", "arguments", "function", "handles", "name", "options", "payload")
@@ -103,7 +105,8 @@ class PackedCall:
             arguments: the pickled arguments, if the workers keep the function and if all arguments are numbers, short
                 strings and the like.
             payload: the packed ``(fn, args, kwargs)`` in all other cases; ``fn`` is None if the workers keep it.
-            alive: definitions and globals to which a result may refer. This call keeps them alive.
+            alive: the definitions and namespaces to which the result of the call may refer. This object keeps them
+                alive until the result has been unpickled.
         """
         self.name = name
         self.options = options
@@ -173,9 +176,9 @@ class _DefinitionReducer(Reducer):
 class _CallReducer(Reducer):
     """The pickler of a call, or of a function that workers keep.
 
-    It collects the definitions that the call needs, and the globals that are constants, whose values cannot change in
-    place. Both go into a pickle that precedes the call. Globals whose values can change in place are *data*, and become
-    part of the pickle of the call.
+    It collects the definitions and the *constants* that the call needs, for a pickle that precedes the call. Constants
+    are globals whose values cannot change in place, such as numbers, or are imported by the worker, such as modules.
+    All other globals, such as lists, are *data*, and become part of the pickle of the call.
     """
 
     def __init__(self, packer: Packer) -> None:
@@ -183,7 +186,8 @@ class _CallReducer(Reducer):
         self._packer = packer
         self.needed: dict[int, Definition] = {}  # maps the `id` of a definition to its record
         self.global_values: dict[tuple[Namespace, str], Any] = {}  # the value of each global in the call
-        self.constants: list[tuple[Namespace, str, int, Any]] = []  # the constants, as arguments of `globals.bind`
+        # For each global that is a constant, such as a number or a module: the arguments of `globals.bind`.
+        self.constants: list[tuple[Namespace, str, int, Any]] = []
         # Maps the `id` of a definition to the globals that have this definition as value, each with the number of the
         # binding.
         self.bound: dict[int, list[tuple[Namespace, str, int]]] = {}
@@ -276,14 +280,17 @@ class _CallReducer(Reducer):
         return namespace.imports[name][1]
 
     def alive(self) -> list[Any]:
-        """Return the definitions and globals to which a result of the call may refer."""
+        """Return the definitions and namespaces to which the result of the call may refer.
+
+        They must stay alive in the script until the result has been unpickled.
+        """
         definitions = [record.obj for record in self.needed.values()]
         return [*definitions, *self.namespaces, *{namespace for namespace, _ in self.global_values}]
 
     def prepare_arguments(self) -> tuple[Any, ...]:
         """Return the arguments of `globals.prepare`.
 
-        A worker calls that function before it unpickles this call, to create the definitions that the call needs.
+        The worker runs `prepare` before it unpickles the call, to create the definitions that the call needs.
         """
         records = sorted(self.needed.items(), key=_order)
         needed = []
@@ -294,10 +301,13 @@ class _CallReducer(Reducer):
 
 
 class _SentFunction:
-    """The record of a function that workers keep, with all objects to which the packed function refers."""
+    """A function that workers keep, with all objects to which the packed function refers.
+
+    If one of these objects has been replaced by another one, the workers' copy is outdated; see `is_current`.
+    """
 
     def __init__(self, fn: Any, call: _CallReducer, handles: Sequence[Handle], environment: Handle | None) -> None:
-        """Record all objects to which ``fn`` refers.
+        """Note the objects to which ``fn`` refers now, so that a later call can tell whether one was replaced.
 
         Args:
             fn: the function.
@@ -363,8 +373,8 @@ class Packer:
 
         Args:
             make_payload: turns a packed object into a payload of the pool's messages.
-            on_forgotten: called with the number of a handle that was deleted, in any thread, because garbage collection
-                may run in any thread.
+            on_forgotten: called with the number of a handle after the handle was deleted. The call may come in any
+                thread, because garbage collection may run in any thread.
             is_elsewhere: whether the workers are on other machines. If so, the import path is sent to them without the
                 folders of the script's Python installation.
         """
@@ -454,7 +464,8 @@ class Packer:
 
     def close(self) -> None:
         """Drop all records, because the pool has ended."""
-        self._on_forgotten = lambda number: None  # because the former function would keep the pool alive
+        # Replaced, because the function that the constructor got refers to the supervisor, and would keep it alive.
+        self._on_forgotten = lambda number: None
         self._functions.clear()
         self._environment = None
         self._definitions.clear()
@@ -472,13 +483,17 @@ class Packer:
 
     def _make_handle(self, packed: Packed, what: str) -> Handle:
         handle = Handle(self.make_payload(packed), what, self)
-        weakref.finalize(handle, self._on_forgotten, handle.number).atexit = False
+        weakref.finalize(handle, self._forget, handle.number).atexit = False
         return handle
 
-    def _sent_function(self, fn: Any) -> _SentFunction | None:
-        """Return the record of the function that the workers keep for ``fn``, or None.
+    def _forget(self, number: int) -> None:
+        self._on_forgotten(number)  # looked up now, because `close` may have replaced it
 
-        The workers keep a function from its second call on, unless it refers to data.
+    def _sent_function(self, fn: Any) -> _SentFunction | None:
+        """Return the `_SentFunction` of ``fn``, or None if the workers do not keep ``fn``.
+
+        The first call of a function is only noted. On the second call, the function is packed for the workers to keep,
+        unless it refers to data.
         """
         identity = id(getattr(fn, "__code__", fn))
         sent = self._functions.get(identity)
@@ -508,7 +523,7 @@ class Packer:
 class FunctionPacker:
     """The packer of several calls of one function.
 
-    `Packer.look_at` makes it, and checks once for all these calls whether the workers keep the function.
+    `Packer.look_at` makes this object, and checks once for all these calls whether the workers keep the function.
     """
 
     def __init__(
@@ -527,8 +542,9 @@ class FunctionPacker:
             fn: the function.
             options: options of the executor.
             name: the name of the function in error messages.
-            environment: the handle of the script's environment; None if it has not changed since the pool was made.
-            sent: the record of the function, or None if the workers do not keep the function.
+            environment: the handle of the script's environment; None if the script has not changed its environment
+                since the pool was made.
+            sent: the function as the workers keep it, or None if they do not keep it.
         """
         self._packer = packer
         self._fn = fn
@@ -603,11 +619,12 @@ def _is_plain_function(fn: Any) -> bool:
 
 
 def _parts(obj: Any) -> list[Any]:
-    """Return the parts of a definition, to be compared with the parts that it had when it was packed.
+    """Return the objects of which a function, class or other definition consists.
 
-    The parts of a function are its code, defaults, closure variables and attributes, and the parts of functions among
-    these. The parts of a class are its bases, attributes and virtual subclasses, the parts of its functions, and the
-    elements of all lists, dicts and sets among these.
+    If they are still the same as when the definition was packed, it need not be packed again; see `_is_made_of`. The
+    parts of a function are its code, defaults, closure variables and attributes. If one of these is a function, its
+    parts are included too. The parts of a class are its bases, attributes and virtual subclasses, the parts of the
+    functions among the attributes, and the elements of each list, dict or set among all these.
     """
     parts = list[Any]()
     functions = [obj]
@@ -648,7 +665,7 @@ def _functions_in(attribute: Any) -> list[Any]:
 
 
 def _is_made_of(obj: Any, parts: list[Any]) -> bool:
-    """Return whether ``obj`` still has these parts, and has no others."""
+    """Return whether ``obj`` still consists of exactly the objects ``parts``, which `_parts` has returned earlier."""
     present_parts = _parts(obj)
     return len(present_parts) == len(parts) and all(map(operator.is_, present_parts, parts))
 
@@ -697,7 +714,10 @@ def _call_parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 # The states, in `Packer._functions`, of functions that the workers do not keep.
 _CALLED_ONCE = "called once"
 _NEVER_SENT = "not sent by itself, because it refers to data"
-# Yields `Missing` forever: the default of each look-up of `_SentFunction.is_current`, which maps `dict.get` over names.
+# Yields `Missing` forever. `_SentFunction.is_current` maps `dict.get` over names, and takes the default of each look-up
+# from this iterator.
 _MISSING = itertools.repeat(Missing)
 _numbers = itertools.count(1)  # for handles and bindings
-_CONTAINERS = (dict, list, set, deque)  # if an attribute of a class has such a type, its elements are compared too
+# If an attribute of a class is such a container, `_parts` includes the elements of the container, so that the class is
+# sent again after an element was replaced, added or removed.
+_CONTAINERS = (dict, list, set, deque)

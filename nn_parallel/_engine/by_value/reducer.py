@@ -6,9 +6,9 @@ has a module of that name. This is not enough: a module in `sys.modules` may be 
 from a file that no import finds. cloudpickle copies the functions and globals of ``__main__`` again for each call. It
 sends objects of all other modules in `sys.modules` as `pickle` does.
 
-The solution. `Reducer` is a pickler. To *reduce* an object means to return a function with arguments, which `pickle`
-writes instead of the object and with which the worker rebuilds the object. `Reducer` decides for each function, class
-and module, and for some other objects, in this order:
+The solution. `Reducer` is a pickler. To *reduce* an object means to replace it in the pickle by a function and
+arguments. The worker calls the function with these arguments to rebuild the object. `Reducer` decides for each
+function, class and module, and for some other objects, in this order:
 
 1. *By name*, if a fresh interpreter would get the object by an import (`is_importable`). This rule includes
    sentinels: objects without state that are globals of an importable module, for example `dataclasses.MISSING`.
@@ -25,9 +25,9 @@ A class and its methods refer to each other, and a function may refer to itself.
 contains two steps. The first step creates an empty class or function (`globals.make_class`, `globals.make_function`),
 to which the rest of the pickle can refer. The second step fills it (`globals.complete_class`,
 `globals.complete_function`). Between these steps nothing can be looked up in the class, because its attributes are not
-set yet. So the pickle that creates a class contains some objects in another form than all other pickles. For example,
-other pickles contain a method as its class and its name, but this pickle contains the code of the method.
-`Reducer.by_value` has the ids of the classes and functions that the present pickle creates.
+set yet. So in the pickle that creates a class, some objects are written differently than in all other pickles. For
+example, a method is written with its code there, and as its class and its name elsewhere. `Reducer.by_value` has the
+ids of the classes and functions that the present pickle creates.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from .globals import GlobalName, Namespace, keys, namespaces
 
 
 def is_importable(name: str) -> bool:
-    """Return whether a fresh interpreter with this import path would import the module that is loaded under ``name``.
+    """Return whether a fresh interpreter with the same import path would import the module loaded as ``name``.
 
     `sys.modules` does not answer this question: it also has modules that were made by hand, by a test runner, or from a
     file that is not on the import path. So unless the file of the module is part of an installation, the finders of
@@ -154,9 +154,12 @@ def is_users(module: types.ModuleType) -> bool:
     return bool(file) and not str(file).startswith(INSTALLED)
 
 
-# Maps a name to the module that is loaded under it, and to whether this module is importable.
+# The cache of `is_importable`. Maps a name to a pair: the module that is loaded under this name, and whether the module
+# is importable.
 _importable: dict[str, tuple[types.ModuleType, bool]] = {}
-_path_of_answers: list[str] = []  # the import path with which `_importable` was filled
+# The import path for which `_importable` is valid. When the import path has changed, `is_importable` empties
+# `_importable`.
+_path_of_answers: list[str] = []
 
 
 # Names to which code refers
@@ -415,7 +418,8 @@ def contents_of(cell: types.CellType) -> Any:
 TYPE_PARAMETERS = (typing.ParamSpec, typing.TypeVar, typing.TypeVarTuple)
 _TypeAlias: Any = getattr(typing, "TypeAliasType", None)  # from Python 3.12 on
 _TYPES = (type, types.ModuleType, types.UnionType, types.GenericAlias)
-# Types whose instances are definitions, because only their identity matters.
+# Instances of these types are definitions too: a worker creates each instance only once, because code compares them by
+# identity.
 IDENTITIES: set[type] = {typing.NewType, *TYPE_PARAMETERS, *filter(None, [_TypeAlias])}
 HEAP_TYPE = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE: the class was made at run time, for example by a class statement
 
@@ -434,7 +438,7 @@ class Deferred:
 
 
 def module_that_holds(name: str, value: Any) -> types.ModuleType | None:
-    """Return a module whose global ``name`` is ``value`` and that a fresh interpreter would import, or None."""
+    """Return an importable module (see `is_importable`) in which the global ``name`` is ``value``, or None."""
     for module_name, module in list(sys.modules.items()):
         if getattr(module, "__dict__", {}).get(name) is value and is_importable(module_name) and module is not builtins:
             return module
@@ -442,7 +446,7 @@ def module_that_holds(name: str, value: Any) -> types.ModuleType | None:
 
 
 def _library_of(method: Any) -> str | None:
-    """Return the name of the installed module that has a bound method as a global, or None.
+    """Return the name of the installed module that has this bound method as a global, or None.
 
     For example, the global `random.random` is a method of a hidden instance of the class `random.Random`. Only the
     module that defines the class is searched.
@@ -456,9 +460,9 @@ def _library_of(method: Any) -> str | None:
 class Reducer(Pickler):
     """The pickler that sends each object by name, by key or by value; see the docstring of this module.
 
-    A subclass decides how the pickle refers to a definition. It also decides where the globals that functions read go:
-    into the same pickle, or into one that precedes it. `AnswerReducer` pickles results. The two subclasses in `packer`
-    pickle calls and definitions.
+    A subclass decides how the pickle refers to a definition. It also decides into which pickle the globals go that
+    functions read: the same pickle, or one that precedes it. `AnswerReducer` pickles results. The two subclasses in
+    `packer` pickle calls and definitions.
     """
 
     # Whether the pickle goes from the script to a worker. If so, the worker may put a module of the script into its
@@ -473,8 +477,8 @@ class Reducer(Pickler):
         self.namespaces = list[Namespace]()  # the namespaces to which the pickle refers
         # Maps the `id` of each `torch.nn.Parameter` in this pickle to a reference to this parameter.
         self.parameters: dict[int, weakref.ref[torch.nn.Parameter]] = {}
-        # Maps the `id` of a cell (a closure variable) to the first function in this pickle that has the cell, and to
-        # the index of the cell in the ``__closure__`` of this function.
+        # Maps the `id` of a cell (a closure variable) to a pair: the first function in this pickle that has the cell,
+        # and the index of the cell in the ``__closure__`` of this function.
         self._cell_owners: dict[int, tuple[types.FunctionType, int]] = {}
 
     def refer_to(self, obj: Any) -> Any:
@@ -575,14 +579,15 @@ class Reducer(Pickler):
         return self._reduce_function_by_value(fn, None)
 
     def _reduce_function_by_value(self, fn: types.FunctionType, key: str | None) -> Any:
-        """Reduce a function to its code, its globals and its contents.
+        """Reduce a function to its code, its globals, and its defaults, attributes and closure variables.
 
         Args:
             fn: the function.
             key: the key of the function, or None if the function is not a definition.
         """
-        cells: list[types.CellType | None] = []  # cells that earlier functions in this pickle have; None for all others
-        contents: dict[int, Any] = {}
+        # One item for each closure variable: its cell if an earlier function in this pickle has the cell too, or None.
+        cells: list[types.CellType | None] = []
+        contents: dict[int, Any] = {}  # the values of the closure variables that are None in ``cells``, by index
         for index, cell in enumerate(fn.__closure__ or ()):
             owner = self._cell_owners.setdefault(id(cell), (fn, index))
             if owner[0] is fn:
@@ -625,9 +630,10 @@ class Reducer(Pickler):
         return super().reducer_override(cell) if owner is None else (receiving.cell_of, owner)
 
     def _method_of_class(self, fn: types.FunctionType) -> tuple[type, str] | None:
-        """Return the class of the script that has ``fn`` as a method, and the name of the method.
+        """Return the class that has ``fn`` as a method, and the name of the method, if it is a class of the script.
 
-        None is returned if ``fn`` is not a method, or if its class cannot be looked up through a global.
+        None is returned if ``fn`` is not a method, if workers can import the class, or if the class cannot be looked up
+        through a global.
         """
         *path, name = fn.__qualname__.split(".")
         owner: Any = sys.modules.get(fn.__module__)
@@ -830,9 +836,9 @@ class AnswerReducer(Reducer):
         return AnswerReducer()
 
     def reduce_mark(self, mark: object) -> Any:
-        """Reduce a mark (a plain `object()`) to its key, if it has one because it came from the script.
+        """Reduce a mark (a plain `object()`) to its key, which every mark from the script has.
 
-        A mark that a task has made is pickled by value. The script then gets a new `object()`.
+        A mark without a key was made by a task. It is pickled by value, so the script gets a new `object()`.
         """
         return NotImplemented if keys.key_of(mark) is None else super().reduce_mark(mark)
 
@@ -842,10 +848,10 @@ class AnswerReducer(Reducer):
         return (receiving.find_definition, (key,)) if receiving.is_known_to_sender(key) else None
 
     def note_globals(self, names: Sequence[GlobalName]) -> list[Deferred]:
-        """Return the bindings of globals that the receiver of this pickle does not have.
+        """Return the bindings of those globals in ``names`` that the receiver of this pickle lacks.
 
-        These are globals whose namespace originates in this process. All other namespaces have come from the receiver,
-        so the receiver has their globals. Bindings that are in this pickle already are left out.
+        A global of a namespace that has come from the receiver is left out, because the receiver has this global. A
+        binding that is in this pickle already is left out too.
         """
         own = [(namespace, name) for namespace, name, _ in names if keys.originates_here(namespace)]
         unsent = [key for key in dict.fromkeys(own) if key not in self._bound and key[1] in key[0].variables]
@@ -992,14 +998,19 @@ _ATTRIBUTES = (  # the attributes of a function that are copied
     "__kwdefaults__",
     "__type_params__",
 )
-_MODULE_ATTRIBUTES = ("__name__", "__package__", "__file__", "__path__")  # sent, because a worker creates the module
+# Globals that Python sets when it imports a module. A worker cannot import a module of the script, and creates a new
+# module instead. So the values of these globals are sent.
+_MODULE_ATTRIBUTES = ("__name__", "__package__", "__file__", "__path__")
 # Attributes of a class that Python itself sets, or that are copied separately, as annotations are.
 NOT_COPIED = {"__module__", "_abc_impl", "__slotnames__", "__annotations_cache__", "__annotate_func__", "__annotate__"}
 _PLAIN = {type(None), bool, int, float, complex, str, bytes}  # an attribute of these types cannot refer to its class
 _FUNCTION_KINDS = (types.FunctionType, classmethod, staticmethod, property)
 _numbers = itertools.count(1)  # the numbers of the bindings that `AnswerReducer` sends with the results of tasks
-_places_of_marks: dict[int, tuple[str, str]] = {}  # maps the `id` of an `object()` to its module and its name
-# The number of loaded modules when `_places_of_marks` was filled. If it is the same, no module was imported since then.
+# The cache of `_place_of_mark`. Maps the `id` of each plain `object()` that is a global of a loaded module to a pair:
+# the name of the module and the name of the global.
+_places_of_marks: dict[int, tuple[str, str]] = {}
+# The number of loaded modules when `_places_of_marks` was filled. While `sys.modules` has this size, `_places_of_marks`
+# is not filled again.
 _modules_searched = 0
 # Keeps the namespace of a module in `sys.modules` alive as long as the module.
 _namespaces_of_modules = weakref.WeakKeyDictionary[types.ModuleType, Namespace]()

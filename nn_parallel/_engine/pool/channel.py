@@ -54,7 +54,9 @@ class Payload:
     """
 
     def __init__(self, packed: Packed) -> None:
-        """Copy a packed object.
+        """Copy the pickle and the buffers of ``packed`` into this object, or into a memory file if they are large.
+
+        Memory that the script shares with its workers (``packed.shared``) is not copied.
 
         Raises:
             TransferError: no memory file can be made.
@@ -343,5 +345,7 @@ def _fill_file(buffers: Sequence[memoryview]) -> Descriptor:
     )
 
 
-_ONLY_FDS = b" "  # the data of a packet that carries only descriptors, which belong to the next message
+# The data of a packet that only brings descriptors of the message behind it. The data of a message is always longer, so
+# the receiver recognizes such a packet by its size.
+_ONLY_FDS = b" "
 _payload_files = weakref.WeakSet[Descriptor]()  # the memory files of all payloads of this process

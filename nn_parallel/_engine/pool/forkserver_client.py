@@ -197,9 +197,10 @@ def fork_server_pid() -> int | None:
 
 
 class _OomKills:
-    """A counter of the kills by the kernel's out-of-memory killer in the cgroup of this process and its workers.
+    """A counter of the processes in the cgroup of this process that the kernel has killed for lack of memory.
 
-    An increase at the death of a worker suggests that the worker was killed for lack of memory.
+    The workers are in the same cgroup. An increase at the death of a worker suggests that the worker was killed for
+    lack of memory.
     """
 
     def __init__(self) -> None:
@@ -207,13 +208,16 @@ class _OomKills:
         self._last_count = self._count()
 
     def since_last_call(self) -> int:
-        """Return the number of kills since the last call of this method; 0 if the kernel does not count them."""
+        """Return how many processes the kernel has killed for lack of memory since the last call of this method.
+
+        Return 0 if the kernel does not count them.
+        """
         before = self._last_count
         self._last_count = self._count()
         return self._last_count - before
 
     def _count(self) -> int:
-        """Return the number of kills since the cgroup was made."""
+        """Return how many processes the kernel has killed for lack of memory since the cgroup was made."""
         with contextlib.suppress(OSError, ValueError):
             for line in self._events.read_text().splitlines():
                 name, _, count = line.partition(" ")
@@ -223,9 +227,9 @@ class _OomKills:
 
 
 def _events_file() -> Path:
-    """Return the file in which the kernel counts the kills in the cgroup of this process.
+    """Return the file with the kernel's count of the processes killed for lack of memory in the present cgroup.
 
-    It is ``memory.events`` in version 2 of cgroups, and ``memory.oom_control`` in version 1.
+    The file is ``memory.events`` in version 2 of cgroups, and ``memory.oom_control`` in version 1.
     """
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():

@@ -61,13 +61,13 @@ class _Lock:
     def _time_left_s(self, lock: threading.Lock, began: float) -> float:
         """Return how many more seconds the owner may hold the inner lock ``lock``, before a waiting thread replaces it.
 
-        The owner's second counts from the moment at which the owner got the lock, not from the moment at which the
-        present thread began to wait. For example, Ctrl-C in `concurrent.futures.wait` can leave the locks of a hundred
-        futures taken. A thread that needs them one after another waits a second for the first one, and hardly at all
-        for the others, because their seconds are over by then.
+        An owner may hold the lock for `TAKEN_OVER_AFTER_S`, which is one second. This time begins when the owner gets
+        the lock, not when the present thread begins to wait. For example, Ctrl-C in `concurrent.futures.wait` can leave
+        the locks of a hundred futures taken. A thread that needs these locks one after another waits up to a second for
+        the first lock, and hardly at all for the others, because their time is over by then.
 
-        ``began`` is the time at which the present thread began to wait. The second counts from ``began`` if the owner
-        has not set `_held` yet, or was interrupted before it could do so.
+        ``began`` is the time at which the present thread began to wait. The second is counted from ``began`` if the
+        owner has not set `_held` yet, or was interrupted before it could do so.
         """
         held = self._held
         since = held[2] if held is not None and held[1] is lock else began

@@ -54,8 +54,9 @@ class _ReusableFile:
     def __init__(self, size: int) -> None:
         first = Descriptor(os.memfd_create("nn_parallel", os.MFD_CLOEXEC))
         os.ftruncate(first.fd, size)
-        # To decide about a lease, the kernel counts the calls of `open` for the file. The call of `memfd_create` is not
-        # counted, so the file is opened once more.
+        # `is_free` asks the kernel for a lease through `_own`. The kernel grants the lease only if it has counted
+        # exactly one use of the file, namely `_own`. The kernel counts a descriptor from `open`, but not the descriptor
+        # from `memfd_create`. So the file is opened once more, and `first` is closed.
         self._own = self.open_again(first)
         # If another process opens the file during a lease, the kernel sends a signal to this process. The default,
         # SIGIO, would end this process, but SIGURG is ignored.
@@ -63,7 +64,12 @@ class _ReusableFile:
         self.view = _map(self._own.fd, size, mmap.MAP_SHARED)
 
     def open_again(self, descriptor: Descriptor | None = None) -> Descriptor:
-        """Open the file once more, through a descriptor of it, and return the new descriptor."""
+        """Open the file once more, and return the new descriptor.
+
+        The kernel counts the new descriptor as a separate use of the file, as `is_free` needs. It would not count a
+        duplicate from `os.dup`. A memory file has no path of its own, so the path of ``descriptor`` in ``/proc`` is
+        opened, or of `_own` if ``descriptor`` is None.
+        """
         number = (descriptor or self._own).fd
         return Descriptor(os.open(f"/proc/self/fd/{number}", os.O_RDWR | os.O_CLOEXEC))
 

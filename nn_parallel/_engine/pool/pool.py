@@ -53,7 +53,9 @@ class Pool:
             pack_initializer: packs the call of the initializer; None if the pool has no initializer.
             idle_limit_s: the time without a task after which the pool ends. If None, it never ends by itself.
         """
-        self._pid = os.getpid()  # a fork of this process has neither the supervisor thread nor the workers
+        # The process that has started the pool. A fork of this process must not use the pool, because the fork has
+        # neither the thread of the supervisor nor the workers.
+        self._pid = os.getpid()
         self._devices_for = devices_for
         self._supervisor = Supervisor(site, devices_for(num_workers), pack_initializer, idle_limit_s)
         self._supervisor.start()
@@ -189,8 +191,9 @@ class Pool:
 
         Args:
             fn: the function.
-            blocks: the arguments of the items, in blocks that are packed together. No user code may run between two
-                items of a block.
+            blocks: the arguments of the items, in groups (*blocks*). The packer looks only at the beginning of a block
+                whether ``fn`` or one of its globals has changed. So no user code, which could change them, may run
+                while the items of one block are taken from the iterable.
             options: the options of the calls.
             timeout_s: how long the iterator waits for results, counted from this call. If None, there is no limit.
             name: the name of the call in errors.
@@ -250,7 +253,10 @@ def _take_result(mapping: Mapping, index: int) -> Any:
 
 
 def _growing_blocks(items: Iterator[tuple[Any, ...]]) -> Iterator[Iterable[tuple[Any, ...]]]:
-    """Yield the items in blocks. The first blocks are small, so that the workers have something to do at once."""
+    """Divide the items into blocks, the groups in which they are packed and posted to the supervisor.
+
+    The first blocks are small, so that the workers have something to do at once.
+    """
     size = 1
     for first in items:
         yield itertools.chain([first], itertools.islice(items, size - 1))

@@ -13,7 +13,9 @@ from ..ranks.stop_signals import ASKED, pass_on_to
 from ..ranks.store import STOP_KEY
 
 LOOPBACK = "::1"  # preferred to 127.0.0.1, because connections to ::1 can be faster, see `loopback`
-ranks_prefix = "group{}".format  # maps the number of a process group to the prefix of the keys of its ranks
+# Given the number of a process group, returns the prefix that the ranks of this group put before all their keys in the
+# store. For example, ``ranks_prefix(2)`` is ``"group2"``.
+ranks_prefix = "group{}".format
 
 
 class PoolStore:

@@ -21,8 +21,8 @@ worker on a Ray cluster, Ray reports the exit.) Then:
    and calls `Supervisor.exited` with them. `exited` first treats these answers like any other answers.
 2. If the answer to the task is not among them, `exited` reports the loss to the task through `Task.lose`. A single task
    completes its future with a `WorkerDiedError`. Each unfinished item of a `map` that the worker had received gets this
-   error. A `run` notes the failure of this rank, and its other ranks are cancelled. The `run` ends when all ranks have
-   answered or exited.
+   error. A `run` records the failure of this rank, and its other ranks are cancelled. The `run` ends when all ranks
+   have answered or exited.
 3. `exited` starts another worker with the same rank, on the same device. No other task is affected. (In a pool that is
    closed, another worker is started only if a task waits for one.) But if every worker dies during its start, for
    example because of a segmentation fault in the initializer, workers would be replaced for ever. Therefore the pool
@@ -65,7 +65,9 @@ CANCEL_GRACE_ON_ACCELERATORS_S = 20.0
 # then hand back the items that it has not begun, see `Due.HAND_BACK`.
 HAND_BACK_AFTER_S = 2 * BATCH_S
 LEAVE_WITHIN_S = 2.0  # an idle worker that was asked to exit is killed after this time
-MAX_FAILED_STARTS = 3  # if more workers than this die in a row during their start, with the same rank, the pool fails
+# How many workers of the same rank the pool replaces in a row because they died during their start. If the last
+# replacement also dies during its start, the pool fails.
+MAX_FAILED_STARTS = 3
 BATCH_BYTES = 1 << 15  # once the pickled arguments of a batch are this large, no item is added to it
 
 
@@ -83,7 +85,9 @@ class Due(enum.Enum):
     """The action to take when the deadline of a worker has passed."""
 
     TIME_OUT = enum.auto()  # ask the worker for its stack, because the task or the start has run out of time
-    STACK = enum.auto()  # fail the task or the start: the worker has sent its stack, or has not sent it in time
+    # Fail the task or the start, which has run out of time. The worker was asked for its stack; either it has sent the
+    # stack, or `STACK_WITHIN_S` has passed.
+    STACK = enum.auto()
     HAND_BACK = enum.auto()  # let the worker hand back the calls that it has not begun, so that other workers do them
     KILL = enum.auto()  # kill the worker, which has ignored an order to end its task or to exit
 
@@ -197,12 +201,13 @@ class Supervisor(threading.Thread):
             idle_limit_s: the time without a task after which the pool closes. If None, it never closes by itself.
         """
         super().__init__(name="nn_parallel supervisor", daemon=True)
-        # A closed pool takes no more tasks. Callers read `is_closing`, which is set first. The supervisor reads
-        # `_is_closed`, which is set once all tasks are queued that were posted before the pool was closed.
+        # A closed pool takes no more tasks. Threads of the user read `is_closing`, which `close` sets at once. The
+        # supervisor reads `_is_closed`. It sets `_is_closed` later, when it has queued all tasks that were posted
+        # before `close` was called.
         self.is_closing = False
         self._is_closed = False
         self._discards_waiting = False  # True if `close` was asked to cancel tasks that have not begun
-        # True once this thread is ending. A thread that posts a function must then call it itself, see `do_if_over`.
+        # True once this thread is ending. A thread that posts a function must then also call it, see `do_if_over`.
         self.is_over = False
         self.broken: ParallelError | None = None  # the error of all further calls; None unless the pool has failed
         self.packer = site.make_packer(lambda number: self.post(self._add_deleted_handle, number))
@@ -365,7 +370,7 @@ class Supervisor(threading.Thread):
     def told_stack(self, worker: Worker, text: str) -> None:
         """Implement `WorkerEvents.told_stack`: keep the stack for the timeout error of the task.
 
-        Once the stack is complete, the error need not wait for it any longer.
+        Once the stack is complete, the task waits no longer for this worker.
         """
         record = self._records[worker]
         record.stack += text
@@ -373,15 +378,19 @@ class Supervisor(threading.Thread):
             record.deadline = Deadline(0.0, Due.STACK)
 
     def unread(self, worker: Worker) -> None:
-        """Implement `WorkerEvents.unread`: note, for the error of the task, that the worker has not read the task."""
+        """Implement `WorkerEvents.unread`: record that the worker has not read its task.
+
+        If the worker dies, the error of the task then says that the worker was idle.
+        """
         if worker in self._records:  # a worker has no record while `_start` sends the first message
             self._records[worker].is_task_unread = True
 
     def unsent(self, worker: Worker, error: TransferError) -> None:
         """Implement `WorkerEvents.unsent`: fail the task and kill the worker.
 
-        The worker may be suspended (SIGSTOP), and then does not receive the descriptors that are sent to it. The kernel
-        limits the number of descriptors in flight, so the death of this worker makes room for those of other workers.
+        The usual reason is that too many descriptors are in flight: sent, but not received yet. The kernel limits their
+        number, and a worker that is suspended (SIGSTOP) receives none. When the worker dies, the kernel drops the
+        descriptors that are in flight to this worker. Descriptors can then be sent to other workers again.
         """
         record = self._records.get(worker)
         if record is None:  # a worker has no record while `_start` sends the first message
@@ -399,7 +408,7 @@ class Supervisor(threading.Thread):
         """
         record = self._records[worker]
         state_before = record.state
-        record.state = State.LEAVING  # first, so that `answered` gives no more tasks to the dead worker
+        record.state = State.LEAVING  # set first, because `answered` must give no more tasks to the dead worker
         for answer, payload in last:
             self.answered(worker, answer, payload)
         del self._records[worker]
@@ -447,7 +456,9 @@ class Supervisor(threading.Thread):
             running = record.end_task()
             record.kill()
             if running is not None and running is not self._initializer:
-                running.fail(self.broken)  # a batch notes the error, and its items get the error in `lose`
+                running.fail(self.broken)
+                # `fail` has ended the task, unless the task is a `Batch`, which only stores the error in `fail`. In
+                # `lose`, a batch gives this error to its items.
                 running.lose(record.worker.rank, self.broken)
 
     # The thread
@@ -550,10 +561,11 @@ class Supervisor(threading.Thread):
                 self._begin(task, idle[:needed])
 
     def _batch(self, first: MapItem) -> Batch:
-        """Return a batch of an item and of further items of its `map`, which are taken from the queue.
+        """Return a batch: the item ``first``, and further items of the same `map`, which are taken from the queue.
 
-        A batch holds at most about half of one worker's equal share of the waiting items. For example, if 80 items wait
-        for 4 workers, it holds at most 10. If one worker took all the last items, the other workers would be idle.
+        If one worker took all the last items, the other workers would be idle. So a batch holds at most about half the
+        number of items that each worker would get if the waiting items were divided equally. For example, if 80 items
+        wait for 4 workers, each worker would get 20, and a batch holds at most 10.
         """
         mapping = first.mapping
         limit = min(mapping.batch_size, mapping.waiting // (2 * len(self._workers)) + 1)
@@ -657,8 +669,9 @@ class Supervisor(threading.Thread):
         do so, because the error of the task contains all these stacks.
 
         Args:
-            now: a time. This thread has handled all events that occurred before it. So an answer that arrived before
-                the deadline of its task has been counted, even if this thread was late.
+            now: the time at which this thread last began to look for events, see `EventLoop.run_once`. All earlier
+                events have been handled. So an answer that arrived before the deadline of its task counts, even if this
+                thread was late.
         """
         late: dict[Task | None, list[WorkerRecord]] = {}  # for each task, the workers that have run out of time
         awaited: list[Task | None] = []  # the tasks for which a stack may still arrive
@@ -688,7 +701,11 @@ class Supervisor(threading.Thread):
                 self._time_out(task, records)
 
     def _time_out(self, task: Task | None, late: list[WorkerRecord]) -> None:
-        """Fail a task, or the start of workers, because these workers have not ended it in time."""
+        """Fail a task, because the workers ``late`` have not ended it in time.
+
+        If ``task`` is None, these workers have not started in time. Then the pool fails. The pool also fails if the
+        task is the initializer.
+        """
         error = _timeout_error(task, late)
         if task is None or task is self._initializer:
             self.fail(error)
@@ -739,7 +756,7 @@ class Supervisor(threading.Thread):
 
 
 def _timeout_error(task: Task | None, late: Iterable[WorkerRecord]) -> RankTimeoutError:
-    """Return the error for a task that these workers have not ended in time.
+    """Return the error for a task that the workers ``late`` have not ended in time.
 
     If ``task`` is None, these workers have not started in time.
     """

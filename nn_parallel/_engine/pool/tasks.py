@@ -82,7 +82,7 @@ class SingleTask(Task):
     def discard(self) -> None:
         """Implement `Task.discard`: the future is cancelled."""
         if self.future.cancel():
-            self.future.begin()  # wakes threads in `concurrent.futures.wait`, which `cancel` does not
+            self.future.begin()  # wakes threads in `concurrent.futures.wait`; `cancel` alone does not wake them
 
 
 class InitializerTask(Task):
@@ -118,7 +118,7 @@ class RunTask(Task):
         # The error of each failed rank, in the order of arrival. For `rank_error`, the first error that is not about a
         # lost connection is the cause.
         self._failures: dict[int, Exception] = {}
-        # The error of a rank that the pool has cancelled or killed. The caller gets it only if no rank has failed.
+        # The error of a rank that the pool has cancelled or killed. The caller gets this error only if no rank failed.
         self._cut_off: Exception | None = None
 
     def begin_on(self, ranks: Ranks) -> None:
@@ -126,7 +126,7 @@ class RunTask(Task):
         self.ranks = ranks
 
     def complete(self, rank: int, answer: Answer, payload: Received) -> None:
-        """Implement `Task.complete`: note the result or the failure of a rank. The last rank ends the task."""
+        """Implement `Task.complete`: record the result or the failure of a rank. The last rank ends the task."""
         self._results[rank], error = rebuild(self.call, answer, payload)
         if answer.outcome is Outcome.CANCELLED:
             self._cut_off = error
@@ -134,11 +134,12 @@ class RunTask(Task):
             for other, failure in error.failures.items():
                 self._failures.setdefault(other, failure)
         elif error is not None and (rank not in self._failures or lost_connection(self._failures[rank])):
-            self._failures[rank] = error  # a lost connection only follows from another failure, so it is replaced
+            # An earlier error about a lost connection is replaced, because it is only a consequence of another failure.
+            self._failures[rank] = error
         self._end_if_all_answered()
 
     def lose(self, rank: int, error: Exception) -> None:
-        """Implement `Task.lose`: note that the rank has failed, or that the pool has killed its worker."""
+        """Implement `Task.lose`: record that the rank has failed, or that the pool has killed its worker."""
         self._results[rank] = None
         if isinstance(error, ExecutorClosedError):
             self._cut_off = error
@@ -265,7 +266,7 @@ class Batch(Task):
             self.mapping.end_item(last.index, value, error)
 
     def split(self, begun: int) -> list[MapItem]:
-        """Remove the items that the worker has not begun from `left`, and return them.
+        """Remove from `left` the items that the worker has not begun, and return these items.
 
         ``begun`` is the number of items that stay in `left`. It is 1 while the worker runs an item of this batch, and 0
         when the batch has ended. Items that have ended are no longer in `left`.
@@ -281,7 +282,7 @@ class Batch(Task):
         self.left.clear()
 
     def fail(self, error: Exception) -> None:
-        """Implement `Task.fail`: only note the error, which the unfinished items get later.
+        """Implement `Task.fail`: only store the error, which the unfinished items get later.
 
         The supervisor next cancels the batch on its worker. If the worker answers, the item that was cancelled gets the
         error (`complete`). If the worker exits instead, all items that are left get the error (`lose`).
@@ -296,7 +297,9 @@ class ResizeTask(Task):
         """Record the device of each worker after the change, and the reply to complete when it is done."""
         self.devices = devices
         self.reply = reply
-        self.has_begun = False  # True while the resize waits for the start of new workers
+        # True once the pool has the new number of places for workers. The resize is over when each place has an idle
+        # worker.
+        self.has_begun = False
 
     def fail(self, error: Exception) -> None:
         """Implement `Task.fail`."""

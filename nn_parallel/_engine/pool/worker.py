@@ -11,7 +11,7 @@ To cancel a task, the second thread sends a signal to the main thread, and the h
 `Interrupted` there (`CancelScope`). Three things can go wrong:
 
 - The order can arrive before the task has begun, or after it has ended. So the order contains the number of the task.
-  The second thread notes this number, and interrupts only the task with this number. The second thread holds the lock
+  The second thread records this number, and interrupts only the task with this number. The second thread holds the lock
   `_task_lock` meanwhile, and the main thread holds it while it begins or ends a task. If the order arrives before its
   task, the task is interrupted as it begins.
 - The signal can be without effect: a wait in C code begins just after the signal, or user code catches the exception.
@@ -158,7 +158,9 @@ class TaskRunner:
         """
         self._send = send
         self._calls = deque[bytes | Received]()  # the calls of the present task that have not begun
-        self._results: list[bytes] = []  # the pickled results of the calls of the present task that have ended
+        # The results of those calls of the present task that have ended, pickled. Not among them are results that
+        # `hand_back` has sent, and a result that is not simple, see `_do_calls`.
+        self._results: list[bytes] = []
         # The function of the present task, if it is one that this worker keeps. The first call of the task sets it.
         self._function: Callable[..., Any] | None = None
         self._rank = rank
@@ -249,7 +251,9 @@ class TaskRunner:
     def perform(self, task: TaskHeader, payload: Received) -> tuple[Answer, Packed | None]:
         """Do a task. Return the answer and its payload.
 
-        The payload is the last result, or an exception with its `Failure`, or None if the answer holds all results.
+        If a call has failed, the payload is the exception with its `Failure`. Otherwise the answer itself holds the
+        simple results, and the payload is the last result if that result is not simple (see `_do_calls`). The
+        payload is None if all results are simple, or if the task was cancelled.
         """
         if task.cores != self._cores:
             if self._cores >= 0:
@@ -355,10 +359,11 @@ class TaskRunner:
         return result
 
     def _post_return(self, task: TaskHeader, name: str) -> None:
-        """Publish that the function of a `run` has returned on this rank, for the ranks on which it still runs.
+        """Tell the other ranks of a `run` that the function has returned on this rank.
 
-        This rank makes no further call or collective in this `run`. So a rank that waits for this rank in a call or
-        collective can never go on. The call or the watchdog of that rank reads this publication, and raises an error.
+        This rank makes no further call or collective in this `run`. So if another rank waits for this rank, the wait
+        can never end. If the other rank waits in a call, the call reads `HAS_LEFT` and raises an error. If the other
+        rank waits in a collective, its watchdog reads the `Waits` of this rank and raises an error.
         """
         blocks = blocks_of(self._rank_context)
         assert blocks is not None
@@ -366,7 +371,9 @@ class TaskRunner:
         if not dist.is_initialized():
             return  # without a process group there are no collectives
         others = [rank for rank in range(task.ranks.world_size) if rank != self._rank]
-        next_run = Position(task.generation + (1 << 32), 0, WAITING)  # later than all positions in this `run`
+        # `Waits` says that this rank waits until the others reach a position. No rank reaches the position `next_run`
+        # in this `run`, so the others know that this rank enters no collective before the `run` is over.
+        next_run = Position(task.generation + (1 << 32), 0, WAITING)
         blocks.watch()  # starts the watchdog, which publishes `waits`
         self._board = blocks.board
         self._board.waits = Waits(f"has returned from {name}", tuple(others), next_run)
@@ -419,10 +426,10 @@ class TaskRunner:
 
 
 def in_this_process(call: Callable[..., R], /, *args: Any) -> R:
-    """Return the result of ``call(*args)``. In a process that ``call`` forks, end that process instead of returning.
+    """Return the result of ``call(*args)``. If ``call`` forks, end the child process instead of returning in the child.
 
-    A forked process has a copy of this stack. If it returned, it would send a second answer on the worker's connection,
-    or wait for ever for a lock that another thread held at the time of the fork.
+    The child process has a copy of the worker's stack. If this function returned in the child, the child would send a
+    second answer on the worker's connection, or wait for ever for a lock that another thread held at the fork.
     """
     pid = os.getpid()
     try:
@@ -585,7 +592,8 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
     """
     failure = Failure.from_exception(error, where)
     if isinstance(error, Exception):
-        # This is a trial: the methods of the exception that pickle and rebuild it may raise any exception.
+        # Pickling and rebuilding ``error`` call methods of its class, which may raise any exception. Then the
+        # `RemoteError` below is packed.
         with contextlib.suppress(Exception, SystemExit):
             packed = AnswerReducer().pack((error, failure))
             rebuilt, _ = loads(packed.pickle, [bytearray(buffer) for buffer in packed.buffers])
@@ -596,4 +604,4 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
 
 
 _THREAD_VARIABLES = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "BLIS_NUM_THREADS"
-_is_spent = False  # `_recover` sets it to True when the accelerator fails at every call, so that no task can succeed
+_is_spent = False  # True once every call on the accelerator fails, see `_recover`; the pool then replaces this worker

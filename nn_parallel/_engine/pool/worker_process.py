@@ -38,7 +38,7 @@ from .messages import HAND_BACK, TELL_STACK, Answer, ForgetObjects, KeepObject, 
 from .output import Output
 from .protocols import WorkerEvents
 
-NUMBERS_AT_ONCE = 1000  # the maximum count of numbers in a `ForgetObjects` message, which must fit into a packet
+NUMBERS_AT_ONCE = 1000  # the maximum number of objects that a `ForgetObjects` message names, so that it fits a packet
 CLOSED = errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN  # the errors of sending if the worker has closed its end
 ROOM_EVERY_S = 0.01  # how often to try again to send a message whose descriptors the kernel has refused
 
@@ -74,8 +74,12 @@ class WorkerProcess:
         self._loop = loop
         self._events = events
         self._kept_handles: set[int] = set()  # the numbers of the objects that the worker keeps for later tasks
-        self._is_task_last = False  # True if the last message for the worker is a task, see `_report_unread`
-        self._room_deadline: float | None = None  # while the kernel refuses descriptors, the time at which to give up
+        # True if the latest message to the worker is a task. If the worker dies without reading this message, the error
+        # of the task says that the worker was idle, see `_report_unread`.
+        self._is_task_last = False
+        # The time at which to give up sending a message whose descriptors the kernel refuses. None while the kernel
+        # refuses nothing.
+        self._room_deadline: float | None = None
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as worker_ends:
             pool_ends: list[socket.socket] = []
             worker_fds: list[int] = []
@@ -127,7 +131,8 @@ class WorkerProcess:
             authkey=bytes(multiprocessing.current_process().authkey),
             attributes=ProcessAttributes.of_this_process(),
         )
-        self._channel.enqueue(None, Payload(dumps(setup)))  # as a payload, because an environment can be large
+        # The setup is sent as a payload, because a header must fit into a packet, and the environment can be larger.
+        self._channel.enqueue(None, Payload(dumps(setup)))
         self._flush()
 
     def send(self, task: TaskHeader, call: PackedCall) -> None:

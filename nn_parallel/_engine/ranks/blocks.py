@@ -80,7 +80,8 @@ class Blocks:
         self.stop_calls = 0  # the number of calls of `stop_requested` by this rank in this generation
         self._connection = context.connection
         self._others = [rank for rank in range(context.world_size) if rank != context.rank]
-        self._neighbor = (context.rank - 1) % context.world_size  # the rank that `_check_neighbor` checks
+        # The rank before this one. At each barrier this rank checks that the neighbor is at the same barrier.
+        self._neighbor = (context.rank - 1) % context.world_size
         self._barriers = 0  # the number of the last barrier in this generation that this rank has come to
         self._earlier_generations: list[int] = []  # the earlier generations whose keys may still be in the store
         self._entered: list[BlockState] = []  # the blocks that this rank is in, the innermost last
@@ -264,17 +265,18 @@ class Blocks:
     def _wait(self, call: Call, ranks: Sequence[int], phase: int, timeout_s: float | None) -> Wait:
         """Return the description of a wait that begins now: this rank waits until ``ranks`` have reached ``phase``.
 
-        If the wait has no timeout, the watchdog publishes for which ranks this rank waits. If one of these ranks waits
-        for this rank in a collective, the watchdog of that rank reads the publication and notices the deadlock, see
-        `Watchdog._deadlock`. A wait with a timeout is not published, because such a wait is no deadlock: this rank
-        gives up after the timeout and goes on.
+        If the wait has no timeout, the watchdog publishes that this rank waits for ``ranks``. Suppose that rank 3 is
+        one of them, and is in a collective that this rank does not enter. The watchdog of rank 3 then reads that this
+        rank waits for rank 3, and notices the deadlock, see `Watchdog._deadlock`. A wait with a timeout is not
+        published, because it is no deadlock: this rank gives up after the timeout and goes on.
         """
         return Wait(call, ranks, phase, deadline_of(timeout_s), "" if timeout_s else "waits in")
 
     def _await_outcome(self, wait: Wait) -> dict[int, Exception]:
-        """Wait until the rank in ``wait`` has finished the present call, and return the failures of the call by rank.
+        """Wait until the rank in ``wait`` has finished the present call, and return the failures of the call.
 
-        The dict is empty if the call succeeded.
+        Returns:
+            A dict from each failed rank to its exception. The dict is empty if the call succeeded.
         """
         (rank,) = wait.ranks
         status = NO_STATUS
@@ -287,9 +289,9 @@ class Blocks:
                 self.board.check_same_call(rank, status, wait.call)
                 if status.position < goal and status.position.phase == HAS_LEFT:
                     raise self.board.left_error(rank, wait.call)
-            # If a block fails before `rank` has run the call, `rank` goes on in the next generation. Its position is
-            # then greater than `goal`, although it has not run the call. So the next lines check whether a failure has
-            # ended the generation of the present rank.
+            # `rank` may already be in the next generation, because a block has failed before `rank` ran the call. The
+            # position of `rank` is then greater than `goal`, although `rank` will never run the call. Therefore the
+            # next lines check whether the generation of the call has ended.
             has_run = status.position >= goal
             if status.position.generation > self.generation or (waited > times.LOOK_UP_PEER_AFTER_S and not has_run):
                 self._raise_if_generation_ended()
@@ -450,7 +452,7 @@ class Blocks:
                 raise
             raised: BaseException | None = None
             # `DeferredSignals` delays Ctrl-C, which could otherwise stop this rank after it has added END_MARK to the
-            # counter, but before it has written the record for which the other ranks then wait.
+            # counter, but before it has written the record. The other ranks would then wait for the record.
             with DeferredSignals():
                 if block.outer is not None and block.outer.must_leave:  # the outer block failed before this one began
                     block.make_leave(block.outer.reason)
@@ -486,9 +488,9 @@ class Blocks:
             The exception to raise out of ``block``:
 
             - If ``block`` has failed, the error that all ranks raise.
-            - If a block around it has failed, `Interrupted`. The outer block then raises the error.
-            - If all ranks have already come to the end of the outermost block, None, because no block has failed. This
-              rank then goes on, and raises the failure at its next barrier.
+            - If a block around ``block`` has failed, `Interrupted`. The outer block then raises the error.
+            - If ``block`` is the outermost block and all ranks have already come to its end, None, because ``block``
+              can no longer fail. This rank goes on, and all ranks raise the failure at their next barrier.
 
         Raises:
             ParallelError: the store is gone.
@@ -500,7 +502,9 @@ class Blocks:
             if block.outer is None:
                 return None
             block.outer.make_leave()
-            return Interrupted()  # not an Exception, which user code between the two blocks might catch
+            # `Interrupted` is no subclass of `Exception`. So ``except Exception``, in user code between this block and
+            # the outer block, does not catch it.
+            return Interrupted()
         # The group is closed if a rank may be in a collective of the block. The failure of a separate barrier does not
         # close the group, because a barrier contains no code, and therefore no collective.
         closes_group = block.begin <= record.barriers or record.is_mixed
@@ -523,9 +527,9 @@ class Blocks:
 
         Args:
             failures: the failures that this rank adds to the record.
-            is_mixed: true if the ranks are at different barriers. The counter of arrivals in the store adds up the
-                arrivals at all of them. So it does not show whether the present barrier is complete, and this barrier
-                counts as not complete.
+            is_mixed: true if this rank has noticed that the ranks are at different barriers. The store counts the
+                arrivals at all barriers together, so that the count can make the last barrier of this rank look
+                complete. Therefore the last barrier then counts as not complete.
         """
         key = ended_key(self.generation)
         text = self._connection.get(key)
@@ -541,12 +545,12 @@ class Blocks:
             text = self._connection.swap(key, text, encode(record._replace(failures=record.failures | added)))
 
     def _failures_to_report(self, block: BlockState, error: BaseException) -> dict[int, BaseException]:
-        """Return the failures that this rank adds to the record of the end of the generation, by rank.
+        """Return a dict from failed ranks to the exceptions that this rank adds to the `GenerationEnd` record.
 
         The dict is empty if ``error`` is only a consequence of a failure on another rank.
         """
-        # In a block that this rank need not leave, `Interrupted` means that the pool has cancelled the task. The
-        # cancellation counts as a failure of this rank.
+        # If this rank must leave the block, `Interrupted` is a consequence of a failure that the record already holds.
+        # Otherwise the pool has cancelled the task. The last line then reports `Interrupted` as this rank's failure.
         if isinstance(error, Interrupted) and block.must_leave:
             return {}
         if lost_connection(error):
@@ -556,9 +560,11 @@ class Blocks:
         return failures_in(error, self.rank)
 
     def _seek_deaths(self, block: BlockState) -> dict[int, BaseException]:
-        """Look for dead ranks, because a death may be the reason for a lost connection. Return their errors by rank.
+        """Look for dead ranks, because the death of a rank may be the reason for a lost connection.
 
-        The dict is empty if the generation ends first, or if no death is noticed within `times.CAUSE_WITHIN_S`.
+        Returns:
+            A dict from each dead rank to the error that reports the death. The dict is empty if the generation ends
+            first, or if no death is noticed within `times.CAUSE_WITHIN_S`.
         """
         for waited in looks(*times.POLL):
             if self._has_generation_ended() or waited > times.CAUSE_WITHIN_S:

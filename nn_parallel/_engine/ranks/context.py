@@ -172,7 +172,11 @@ class RankContext:
         self.group.begin_generation(generation)
 
     def close_links(self) -> None:
-        """Close the connections to other nodes. The rank that hosts the store needs them until its process ends."""
+        """Close the connections to other nodes.
+
+        The rank that hosts the store calls this only when the other ranks no longer need the store. Until then, that
+        rank needs the connections to notice the deaths of the other ranks, see `Blocks.outlive_readers`.
+        """
         if self.links is not None:
             self.links.close()
 
@@ -247,10 +251,10 @@ def rank_context() -> RankContext | None:
         return _joined
     if dist.is_initialized():
         return _external_context()
-    # `_external` is the context for a group that other code made, and that no longer exists. If this package has closed
-    # the group after a failure, `group.default` is None. The context is then still valid, so that `initialize_ddp` can
-    # make the group again. If the other code has destroyed the group itself, `group.default` still refers to the group,
-    # and the context is no longer valid.
+    # `_external` is the context for a group that other code made. This group no longer exists. If this package has
+    # closed the group after a failure, `group.default` is None, and the context is still valid, so that
+    # `initialize_ddp` can make the group again. If instead the other code has destroyed the group, `group.default`
+    # still refers to the group, and the context is no longer valid.
     return _external if _external is not None and _external.group.default is None else None
 
 
@@ -277,7 +281,7 @@ def _external_context() -> RankContext:
         local_world_size = world_size
         one_node = False
         # If the launcher's variables describe this group, they say on which node this rank is. If the variables
-        # contradict each other, they are ignored, because the other code may not have used them.
+        # contradict each other, they are ignored, because the code that made the group may not have used them.
         with contextlib.suppress(LaunchError):
             launch = detect_launch(os.environ)
             if launch is not None and (launch.rank, launch.world_size) == (rank, world_size):
@@ -305,7 +309,7 @@ def _external_context() -> RankContext:
 
 
 def _device_of_foreign_rank(local_rank: int) -> torch.device:
-    """Return the device of a rank whose group other code has made.
+    """Return the device of this rank, if other code has made the process group.
 
     This is usually the current device. But if the current device is the first accelerator, the other code may have
     chosen no device. In this case the function returns the accelerator whose index is the local rank, if it exists.

@@ -413,13 +413,14 @@ def _check_rank_numbers_processes(variables: _Variables, launch: Launch) -> None
 def _mention_of_nodes(variables: _Variables) -> str:
     """Return a text for error messages if a variable shows that the platform counts nodes, otherwise an empty string.
 
-    For example, the text is "NNODES=2 speaks of nodes, which RANK may number". RANK may then be the number of a node.
-    MASTER_ADDR=localhost then does not prove that all ranks are on one node, because the platform may set this value on
-    the node of rank 0, and the real name of this node on the other nodes.
+    For example, the text is "NNODES=2 speaks of nodes, so RANK may be the number of a node".
+
+    On such a platform, MASTER_ADDR=localhost does not prove that all ranks are on one node, because the platform may
+    set this value on the node of rank 0, and the real name of this node on the other nodes.
     """
     for name in (*_NODE_COUNTS, *_PROCESSES_PER_NODE):
         if variables.has(name) and (name in _PROCESSES_PER_NODE or variables.text(name) != "1"):
-            return f"{name}={variables.text(name)} speaks of nodes, which RANK may number"
+            return f"{name}={variables.text(name)} speaks of nodes, so RANK may be the number of a node"
     return ""
 
 

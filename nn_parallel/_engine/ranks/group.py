@@ -91,7 +91,7 @@ class Group:
         # generation. Both numbers are the same on all ranks until a failure, see `begin_generation`.
         self.begun = 0, 0
         # True from the moment at which this rank ends connections of the present groups until the groups are closed.
-        # Meanwhile errors of their collectives are ignored, because they are only a consequence.
+        # Meanwhile `error` returns None, because this rank itself has made the collectives in these groups fail.
         self.interrupted = False
         # A counter that rises by one when `close` begins to close the groups, and again when the groups are closed. A
         # thread reads the counter before it decides to abort the groups, and passes the value to `abort`. If the
@@ -180,7 +180,9 @@ class Group:
                 f"{timeout.total_seconds():g} s: {summary(error)}"
             ) from error
         finally:
-            sys.excepthook = hook  # the init has replaced the hook, and each init would add another one on top
+            # `init_process_group` has replaced the hook by a new one that calls the old one. Without this line, each
+            # new group would make this chain of hooks longer.
+            sys.excepthook = hook
         self._found_groups = set(groups().values())  # only the default group exists, and its connections are known
         self.default = dist.group.WORLD
         # If `for_thread` had made a group, the user has destroyed that group together with the former default group.
@@ -213,8 +215,8 @@ class Group:
         """
         if dist.is_initialized():
             is_over = not abort and self._has_ended(within_s)
-            # A thread that has already decided to abort these groups now passes an outdated value to `abort`. Then
-            # `abort` does nothing.
+            # Another thread may have decided to abort these groups, but not have called `abort` yet. The new value of
+            # `times_closed` makes that call do nothing.
             with self._closing:
                 self.times_closed += 1
             if is_over:
@@ -224,8 +226,8 @@ class Group:
             self.cannot_end = not self._aborts.finish()
             if self.cannot_end:
                 return
-            # Closed groups are kept in `_closed`, see the docstring of this module. A group is not kept if its
-            # connections are not known: this rank could not end them, so they end only when the group is destroyed.
+            # Closed groups are kept in `_closed`, see the docstring of this module. But a group whose connections are
+            # not known is not kept, because its connections end only when the group is destroyed.
             _closed.extend(group for group, name in groups().items() if name in self._found_groups)
             dist.destroy_process_group()
             self.default = None
@@ -372,7 +374,10 @@ class Group:
         return end.done() and end.exception() is None
 
     def _end_reading(self) -> None:
-        """Shut down the reading side of gloo's connections, and keep duplicates of them."""
+        """Shut down the reading side of gloo's connections, so that the collectives of gloo on this rank fail.
+
+        Duplicates of the sockets keep the connections open for the other ranks, see the docstring of this module.
+        """
         self.interrupted = True
         # If there are no connections of gloo yet, this rank may be making a group. It then waits for the other ranks in
         # a request to the store, so that the connection to the store must be ended instead.
@@ -388,8 +393,9 @@ class Group:
         """Close the connections of closed groups, once no rank is in these groups any more."""
         while self._half_closed:
             with self._half_closed.pop() as connection, contextlib.suppress(OSError):
-                # A cache of torch, such as the one for FSDP's meshes, may keep the closed group and thereby gloo's own
-                # socket. Closing only the duplicate would then not end the connection.
+                # `connection` is a duplicate of gloo's socket. A cache of torch, such as the one for FSDP's meshes, may
+                # still refer to the closed group, so that gloo's own socket is still open. The connection would then
+                # not end if only the duplicate were closed.
                 connection.shutdown(socket.SHUT_RDWR)
 
 

@@ -69,7 +69,10 @@ class Links:
             self._look()
 
     def loss_of(self, rank: int) -> str | None:
-        """Check the connections, and return how ``rank`` was lost, as in `lost`; None if it is not known to be lost."""
+        """Check the connections, and return how ``rank`` was lost: ENDED, OUT_OF_REACH or RESET.
+
+        Return None if ``rank`` is not known to be lost.
+        """
         self.look()
         return self.lost.get(rank)
 

@@ -122,7 +122,7 @@ def _leave_at_exit() -> None:
 
 
 def _leave(*, abort: bool, within_s: float = math.inf) -> None:
-    """Close the process group, and leave the world unless this process is a worker of a pool.
+    """Close the process group, and leave the world. A worker of a pool only closes the group, and stays in the world.
 
     A process group that other code has made stays open. A process that was forked by a rank does nothing.
 
@@ -163,9 +163,10 @@ def _is_started_by_rank(launch: Launch) -> bool:
 
 
 def _place(launch: Launch) -> str:
-    """Return a text that identifies a rank of a launch.
+    """Return a string that identifies a rank of a launch.
 
-    The environment variable `TAKEN` holds it, so that child processes know that this process is the rank already.
+    A process that has joined as this rank puts the string into the environment variable `TAKEN`. Its child processes
+    inherit the variable, and therefore do not join as the same rank.
     """
     return f"{launch.rank}/{launch.world_size} {launch.master_addr}:{launch.master_port}"
 

@@ -78,7 +78,11 @@ class RankStatus(NamedTuple):
     earlier: str = "[]"  # the calls before ``last``, still encoded because most readers do not need them
 
     def made_as(self, number: int) -> CallMade | None:
-        """Return the call that this rank made under ``number``; None if the status no longer lists that call."""
+        """Return the call number ``number`` of the rank; None if the status no longer lists this call.
+
+        A `CallMade` also stands for the repetitions of its call. So the result is the last `CallMade` whose own number
+        is at most ``number``.
+        """
         if self.last is None or self.last.number <= number:
             return self.last
         earlier = decode(tuple[CallMade, ...], "status", self.earlier)
@@ -116,14 +120,14 @@ NONE_FAILED = FailedCalls(0, ())
 class GenerationEnd(NamedTuple):
     """The end of a generation. The first rank that leaves a block or a barrier early writes this record."""
 
-    barriers: int  # the number of barriers of the generation that all ranks reached before its end
+    barriers: int  # how many barriers all ranks had reached when the generation ended
     failures: dict[int, Failure]  # maps each failed rank to its failure, the cause first
     # Whether ranks were at different barriers at the same time. If true, the process group is closed in any case,
     # because some ranks may have passed a barrier that others have not reached.
     is_mixed: bool = False
 
     def fails(self, begin: float, end: float, is_outermost: bool) -> bool:
-        """Return whether a block fails if its generation has ended as this record says.
+        """Return whether the end of the generation makes a block fail.
 
         The result is the same on all ranks. The block that fails is the innermost block that all ranks have begun, but
         not all ranks have ended. Therefore a rank calls this method for its innermost block first, and then for the
@@ -172,7 +176,7 @@ def timeout_error(what: str, silent: Sequence[int], whereabouts: Mapping[int, Wh
     Args:
         what: the beginning of the message, which says what has not ended within which time.
         silent: the ranks that the others have waited for.
-        whereabouts: the `Whereabouts` of the ranks, by rank; None for a rank that has published none.
+        whereabouts: maps ranks to their `Whereabouts`, or to None if they have published none.
     """
     known = {rank: published for rank, published in sorted(whereabouts.items()) if published is not None}
     places = by_place({f"rank {rank}": published.where.removeprefix("is ") for rank, published in known.items()})
@@ -208,7 +212,7 @@ _SKIPPED_FILES = PACKAGE_FOLDER, contextlib.__file__
 
 
 def rebuilt(failures: Mapping[int, Failure]) -> dict[int, Exception]:
-    """Return the exceptions that ``failures`` describe, rebuilt from plain data, by rank."""
+    """Return a dict from each failed rank to its exception, rebuilt from the plain data in ``failures``."""
     errors = {rank: failure.rebuild(known_exceptions()) for rank, failure in failures.items()}
     for rank, error in errors.items():
         if isinstance(error, WorkerDiedError):

@@ -122,7 +122,8 @@ def _meet(context: RankContext, where: str, refusal: LaunchError | None) -> None
     Args:
         context: the context of this rank.
         where: the address of the store, for error messages.
-        refusal: the error for which this rank refuses to join, and which all ranks then raise; None if it joins.
+        refusal: if this rank refuses to join, the error that says why. All ranks then raise this error. None if this
+            rank joins.
 
     Raises:
         LaunchError: a rank has not come in time, or has refused.
@@ -178,7 +179,7 @@ def _open_store(launch: Launch, timeout: timedelta, before: dict[int, int]) -> d
         launch: the launch of this rank.
         timeout: how long rank 0 or the launcher may take to listen. This is also the limit of later requests.
         before: the sockets that were open in this process before this call, as ``{descriptor: inode}``. If the store
-            does not answer in time, these sockets are not shut down.
+            does not answer in time, all later connections to its port are shut down, but not these sockets.
 
     Raises:
         LaunchError: rank 0 cannot listen at the master address, or this rank cannot connect within ``timeout``.
@@ -232,7 +233,7 @@ def _ended_after(timeout: timedelta, port: int, before: dict[int, int]) -> Itera
     Args:
         timeout: how long the block may take.
         port: the port of the store.
-        before: the sockets that were open in this process before, as ``{descriptor: inode}``. These are not ended.
+        before: the sockets that were open earlier, as ``{descriptor: inode}``. These sockets are not shut down.
     """
 
     def end_connections_to_port() -> None:

@@ -106,7 +106,7 @@ def make_decorator(
 def on_rank_0(name: str, fn: Callable[[], R], *, broadcast: bool = False) -> R | None:
     """Call ``fn`` on rank 0 while the other ranks wait, as one step of the public function ``name``.
 
-    The call works like one of a function with the decorator ``@on_rank(0)``. But errors name the public function,
+    This works like a call of a function that is decorated with ``@on_rank(0)``, but errors name the public function,
     because the user does not know ``fn``.
 
     Returns:

@@ -71,7 +71,7 @@ class StatusBoard:
 
     def __init__(self, context: RankContext) -> None:
         self.liveness = Liveness(context, context.connection)
-        # A record of the call in which this rank waits for other ranks, which the watchdog publishes. None if this rank
+        # The record that the watchdog publishes: in which call this rank waits, and for which ranks. None if this rank
         # does not wait, if it has only begun to wait, or if the wait must not be published.
         self.waits: Waits | None = None
         self._context = context
@@ -162,7 +162,7 @@ class StatusBoard:
         return status if status.position.generation >= self._context.generation else NO_STATUS
 
     def failures_of_call(self, rank: int, status: RankStatus) -> dict[int, Failure]:
-        """Return the failures of the present call, by the rank that failed; an empty dict if the call has succeeded.
+        """Return a dict from failed ranks to their failures in the present call; empty if the call has succeeded.
 
         Args:
             rank: the rank that has run the call.
@@ -226,8 +226,8 @@ class StatusBoard:
     def _publish_wait(self, wait: Wait) -> None:
         """Publish that this rank waits, and for which ranks."""
         if self.phase == WAITING:
-            # If another rank waits for this rank in a different call, that rank reads this status and notices the
-            # difference.
+            # The status of this rank in the store does not show the present call yet. If another rank waits for this
+            # rank in a different call, the other rank notices the difference when it reads the new status.
             self.post(WAITING)
         if wait.verb:
             self.waits = Waits(f"{wait.verb} {wait.call}", tuple(wait.ranks), self._goal(wait))
@@ -250,7 +250,10 @@ class StatusBoard:
         return f"is stopped by a signal, and {where}" if self.liveness.is_stopped(rank) else where
 
     def _warn(self, missing: list[int], call: Call, waited: float) -> None:
-        """Log a warning that this rank has long waited for the ``missing`` ranks, once for each call in the code."""
+        """Log a warning that this rank has waited long for the ``missing`` ranks.
+
+        If the same line of code makes the call several times, only the first long wait is logged.
+        """
         if missing and call not in self._warned_of:
             self._warned_of.add(call)
             where = " ".join(f"Rank {rank} {self._where(rank)}." for rank in missing[:RANKS_NAMED])

@@ -12,10 +12,11 @@ through the store, and without waiting for each other:
    several ranks do so at the same time, the first replacement counts.
 4. At the call of this number `stop_requested` returns True on every rank.
 
-Let N be the number that step 3 writes. No rank can make its call N without noticing N, because of the order of writing
-and reading in step 1. N is higher than every count that step 3 has read. So when a rank writes its count N, step 3 has
-already read the counts, and `ASKED` has been in the store even longer. The rank then reads the key ``stop``, and finds
-either N, or still `ASKED`. In the second case it performs step 3 itself.
+Let N be the number that is written in step 3. Each rank learns of N in its call N at the latest, because of the order
+of writing and reading in step 1. Suppose that a rank writes its count N. In step 3, the count of this rank was read
+before that moment, since otherwise a number higher than N would have been chosen. `ASKED` was in the store even
+earlier. So when the rank then reads the key ``stop``, it finds either N, or still `ASKED`. In the second case the rank
+performs step 3 itself.
 """
 
 from __future__ import annotations

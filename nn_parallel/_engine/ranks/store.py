@@ -18,11 +18,13 @@ keys are overwritten or deleted as the table says::
                                  their failures.
     whereabouts/R Whereabouts    the watchdog of R, at most twice a     the watchdogs of ranks that are stuck, and ranks
                                  second, if the record has changed      that have waited for R for long
-    stop          StopCall       the first rank that receives a signal  all ranks, when they call `stop_requested`
-                                 to stop, or a pool's script. Then the
-                                 rank that fixes at which call all
-                                 ranks stop.
-    stops/R       StopCall       R, when it calls `stop_requested`      the rank that fixes at which call all ranks stop
+    stop          StopCall       first, a rank that has received a      all ranks, when they call `stop_requested`
+                                 signal to stop, or the script that
+                                 has opened the pool; later, the rank
+                                 that decides at which call all ranks
+                                 stop
+    stops/R       StopCall       R, when it calls `stop_requested`      the rank that decides at which call all ranks
+                                                                        stop
     draws/L       Draws          the first rank that begins an          the other ranks, when they begin the same
                                  iteration of a loader with number L    iteration
     lost          Lost           the watchdog of rank 0, see `links`    all ranks that wait for a rank on another node
@@ -125,7 +127,8 @@ def death(rank: int, member: Member | None, how: str, lost_after_s: float, what:
         member: the process of the rank; None if it is not known.
         how: `ENDED`, `OUT_OF_REACH` or `RESET`.
         lost_after_s: how long the node of the rank has not answered, if ``how`` is `OUT_OF_REACH`.
-        what: the call that the rank had to finish, and for which the others wait; None if there is no such call.
+        what: the call that the other ranks wait for, and that the lost rank had to finish; None if there is no such
+            call.
     """
     who = f"Rank {rank} (pid {member.pid} on {member.host_name})" if member else f"Rank {rank}"
     when = f" before it finished {what}" if what else ""
@@ -243,7 +246,9 @@ class StoreClient:
         """Limit how long later requests may wait for their answers. A request that takes longer raises an error.
 
         Args:
-            limits: the limits. Once the store has been given up, this object also holds the error.
+            limits: says how long a request may take. All connections of this rank share this object. If the store
+                does not answer a request in time, the rank gives up the store, and ``limits`` then holds the error that
+                every later request raises.
             sockets: the socket of this connection, as ``{descriptor: inode}``.
         """
         self._limits = limits
@@ -467,7 +472,7 @@ def end_unanswered(sockets: dict[int, int], unanswered_s: float | None) -> None:
 def host_identity() -> str:
     """Return a text that is equal in two processes if they can use each other's process ids.
 
-    They can if both run on one machine, which has not been restarted in between, and in the same pid namespace.
+    They can if both run on one machine and in the same pid namespace. The text changes when the machine is restarted.
     """
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

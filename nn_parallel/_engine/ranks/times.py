@@ -38,8 +38,9 @@ ASK_EVERY_S = 0.1
 PUBLISH_WAIT_AFTER_S = 0.05
 # If a collective in a block loses a connection, the rank searches this long for a rank that has died.
 CAUSE_WITHIN_S = 0.5
-# How often a rank looks in two waits. Before a rank closes its process group, it waits for the work on its accelerator
-# to finish. Before a rank that hosts the store ends, it waits until the other ranks no longer need the store.
+# The interval at which a rank checks whether one of two waits is over: before a rank closes its process group, it waits
+# for the end of the work on its accelerator; before a rank that hosts the store ends, it waits until the other ranks no
+# longer need the store.
 END_EVERY_S = 0.002
 # If a rank loses a connection outside of all blocks, it searches this long for an exception or a death of another rank.
 DIES_WITHIN_S = 2.0
@@ -48,7 +49,8 @@ DIES_WITHIN_S = 2.0
 
 # The watchdog first checks a block when the block has run for this time, because most blocks have ended by then.
 FIRST_LOOK_AFTER_S = 0.001
-# The interval at which the watchdog checks where in its program its rank is, and publishes changes.
+# The interval at which the watchdog checks which line of code its rank executes. If the line has changed, the watchdog
+# publishes the new one.
 STAND_EVERY_S = 0.02 if os.environ.get("NN_PARALLEL_DEBUG") == "1" else 0.5
 # If all ranks are stuck, all of them together read at most this many `Whereabouts` per second.
 WHEREABOUTS_READ_PER_S = 10_000
@@ -72,9 +74,9 @@ ATTEMPT_MAX_S = 1.0
 CONNECTS_WITHIN = timedelta(seconds=10)
 # If a request to the store belongs to a wait with a deadline, the request is given up this long after the deadline.
 ANSWER_MARGIN_S = 0.5
-# To make a group, gloo waits up to one timeout until another rank has written its address into the store, and then up
-# to five timeouts until that rank has connected. Therefore gloo gets only a fifth of the user's timeout for making a
-# group, but at least five seconds.
+# When gloo makes a group, it waits until another rank has written its address into the store, at most for the timeout
+# that gloo was given. It then waits until that rank has connected, at most for five times this timeout. Therefore gloo
+# is given only a fifth of the user's timeout, but at least five seconds.
 GLOO_CONNECTS_WITHIN = 5
 GLOO_CONNECT_AT_LEAST = timedelta(seconds=5)
 

@@ -24,7 +24,10 @@ from .watchdog import has_left, is_consequence
 
 
 class Uncaught(NamedTuple):
-    """The reason why the first rank has ended outside of all blocks. All ranks read the same record."""
+    """The reason why ranks end outside of all blocks: an exception of one rank, or ranks that have died or left.
+
+    The store keeps only the first reason that a rank writes, so that all ranks show the same one.
+    """
 
     # The text that ranks print: the exception with its traceback. If there is no exception, the text names the ranks
     # that have died or left.
@@ -51,9 +54,10 @@ def share_uncaught(context: RankContext) -> None:
 
 
 def _publish_or_show_cause(context: RankContext, error: BaseException) -> None:
-    """Publish ``error``, or print the failure of another rank that has caused it.
+    """Publish ``error``, or print the failure of another rank that has caused ``error``.
 
-    If ``error`` is a timeout, which a stopped rank may have caused, it is published, and the stopped ranks are printed.
+    If ``error`` is the timeout of a collective, publish it, and also publish and print which ranks on this node a
+    signal has stopped, because they may be the cause.
     """
     if is_consequence(error):
         cause = _cause(context)

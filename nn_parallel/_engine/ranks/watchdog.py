@@ -87,13 +87,13 @@ class BlockState:
     # `GenerationEnd.is_mixed`.
     is_mixed: bool = False
     must_leave: bool = False  # whether this rank must leave the block, because the block has failed
-    reason: Exception | None = None  # the error for which this rank must leave, see `make_leave`
+    reason: Exception | None = None  # the error that says why this rank must leave, see `make_leave`
 
     def make_leave(self, reason: Exception | None = None) -> None:
         """Record that this rank must leave the block. The caller then raises `Interrupted` in the block.
 
         Args:
-            reason: the error that all ranks then raise. If None, another rank has already written it into the store.
+            reason: the error that all ranks then raise; None if the store already holds this error.
         """
         self.must_leave = True
         self.reason = self.reason or reason
@@ -141,11 +141,13 @@ class Watchdog:
         self._seen_state: Any = None
         # The collectives that `_last_collectives` has read in this state. Empty if it has not read them.
         self._seen_collectives: list[Collective] = []
-        self._seen_nccl_state = ""  # the text that `Group.state_of_nccl` returned last
+        # The text that `Group.state_of_nccl` returned last. If the next look gets the same text, the collectives of
+        # NCCL have made no progress.
+        self._seen_nccl_state = ""
         # The value of `Group.times_closed` when a failure on the accelerator was raised in the main thread. While this
         # value has not changed, no further failure is raised, because the group has not been closed yet.
         self._raised_in = -1
-        self._reason: Exception | None = None  # the error for which `_end_collective` has last ended a collective
+        self._reason: Exception | None = None  # the error that says why `_end_collective` last ended a collective
         on_cpu = context.world.device.type == "cpu"
         # Whether this thread can raise errors in the main thread outside of all blocks. If not, it logs them instead.
         self._can_raise = not on_cpu and stay_ready(context.on_leave)
@@ -190,7 +192,7 @@ class Watchdog:
 
     @property
     def reason(self) -> Exception | None:
-        """The error for which the watchdog has ended a collective outside of all blocks.
+        """The error that says why the watchdog has ended a collective outside of all blocks.
 
         None if the watchdog has ended no collective, or if the group has been closed since.
         """
@@ -531,7 +533,7 @@ def cause_of(error: BaseException, reason: Exception | None) -> BaseException:
 
     Args:
         error: the exception that was raised on this rank.
-        reason: the error for which the watchdog has freed this rank; None if the watchdog has not freed it.
+        reason: the error that says why the watchdog has freed this rank; None if the watchdog has not freed it.
 
     Returns:
         ``reason`` if ``error`` is only a consequence of being freed, otherwise ``error``.

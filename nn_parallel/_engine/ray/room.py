@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 REACHED_WITHIN_S = 10.0  # how long to try to connect to a cluster
 WARN_AFTER_S = 5.0  # how long to wait before a warning that Ray has not reserved the resources yet
 STARTED_WITHIN_S = 60.0  # workers get at least this time to start, because they must import torch
-LOOKS_EACH_S = 0.5  # how often to ask Ray whether it has reserved the resources, and whether it still runs
+LOOKS_EACH_S = 0.5  # the interval at which to ask Ray whether it has reserved the resources, and whether it still runs
 # The interval at which a resized pool first asks Ray whether the resources for its new size are reserved. The interval
 # doubles with each further question, up to LOOKS_EACH_S.
 FIRST_LOOK_S = 0.01
@@ -151,13 +151,16 @@ class Room:
 
     @property
     def is_there(self) -> bool:
-        """True after `look` has seen that Ray has reserved the whole room, even if a node is lost later."""
+        """True once `look` has seen that Ray has reserved the resources of all workers.
+
+        It stays True if a node is lost later.
+        """
         return bool(self._bundles)
 
     def look(self) -> bool:
-        """Return whether Ray has reserved the whole room.
+        """Return whether Ray has reserved the resources of all workers.
 
-        After the loss of a node, this is False until Ray has reserved the bundles of that node on other nodes.
+        After the loss of a node, the answer is False until Ray has reserved resources on other nodes instead.
         """
         table = placement_group_table(self._group)
         is_whole: bool = table["state"] == "CREATED"
@@ -168,17 +171,17 @@ class Room:
         return is_whole
 
     def wait(self) -> None:
-        """Wait until Ray has reserved the whole room.
+        """Wait until Ray has reserved the resources of all workers.
 
         Raises:
-            LaunchError: Ray has not reserved the room in time.
+            LaunchError: Ray has not reserved the resources in time.
         """
         began = time.monotonic()
         while not (self._group.wait(LOOKS_EACH_S) and self.look()):
             self.raise_if_late(began)
 
     def raise_if_late(self, began: float) -> None:
-        """Raise `LaunchError` if Ray has not reserved the room in time. Warn once after `WARN_AFTER_S`.
+        """Raise `LaunchError` if Ray has not reserved the resources in time. Warn once after `WARN_AFTER_S`.
 
         Args:
             began: the time at which the wait began, on the clock of `time.monotonic`.
@@ -196,7 +199,7 @@ class Room:
             logger.warning("Waiting for Ray to find room for %s: %s.", wanted, _describe_cluster())
 
     def raise_if_silent(self, began: float) -> None:
-        """Raise `ParallelError` if the start of workers in the room takes too long.
+        """Raise `ParallelError` if Ray takes too long to start workers on the reserved resources.
 
         Args:
             began: the time at which the pool asked for the first of these workers, on the clock of `time.monotonic`.
@@ -250,13 +253,15 @@ class RaySite:
         self._size = workers
         self._wanted = wanted
         self._workers: dict[int, RayWorker] = {}  # maps each rank to the worker that was started last for it
-        self._looks_again_s = LOOKS_EACH_S  # the interval at which to ask whether Ray has reserved the room
-        # The present room. After a `resize`, or if Ray has not reserved the room in time, it is None until the next
-        # `start`.
+        self._looks_again_s = LOOKS_EACH_S  # the interval at which to ask whether Ray has reserved the resources
+        # The resources that Ray reserves for the present workers. After a `resize`, or if Ray has not reserved them in
+        # time, this is None until the next `start`.
         self._room: Room | None = Room(workers, wanted)
-        # The rooms from before a `resize`. Each is given back to Ray when all its workers have exited.
+        # The resources reserved before a `resize`. Each `Room` is given back to Ray when all its workers have exited.
         self._former_rooms: set[Room] = set()
-        self._is_open = False  # True between `open` and `close`; Ray is asked at intervals only then
+        # True between `open` and `close`. Only during this time, `_look_at_times` and `_fill` ask Ray at intervals
+        # whether it still runs, and whether it has reserved the resources and started the workers.
+        self._is_open = False
         try:
             self._room.wait()
         except BaseException:
@@ -368,7 +373,7 @@ class RaySite:
             self._events.no_room(starting, error)
 
     def _fill(self) -> None:
-        """Start the waiting workers if Ray has reserved the room. If not, call this method again later."""
+        """Start the waiting workers if Ray has reserved their resources. If not, call this method again later."""
         room = self._room
         self._looks_again_s = min(2 * self._looks_again_s, LOOKS_EACH_S)
         if room is None or not self._is_open or not ray.is_initialized():
@@ -406,7 +411,7 @@ class RaySite:
         self._give_back_unused()
 
     def _give_back_unused(self) -> None:
-        """Give back the rooms from before a `resize` whose workers have all exited."""
+        """Give resources that were reserved before a `resize` back to Ray, if no worker is left on them."""
         for room in [room for room in self._former_rooms if not room.workers]:
             self._former_rooms.remove(room)
             room.give_back()

@@ -80,7 +80,7 @@ class Sent:
             ParallelError: Ray has been shut down.
         """
         self.parcel, large = _parcel_of(packed)
-        self.reference = None  # Ray's reference to the parts of a large object in its object store
+        self.reference = None  # refers to the parts of a large object in Ray's object store; None for a small object
         if large:
             raise_if_shut_down()
             try:
@@ -96,7 +96,7 @@ def raise_if_shut_down() -> None:
 
 
 def _parcel_of(packed: Packed) -> tuple[Parcel, list[pickle.PickleBuffer]]:
-    """Return the parcel of an object, and the parts that are not in the parcel, because they are large."""
+    """Return the parcel of an object, and the parts to send beside the parcel, which are none for a small object."""
     views = [memoryview(part) for part in (packed.pickle, *packed.buffers, *map(memory_of, packed.shared))]
     if sum(view.nbytes for view in views) <= SMALL_BYTES:
         return Parcel([bytes(view) for view in views], len(packed.shared)), []
@@ -114,7 +114,7 @@ def _received(parcel: Parcel, beside: Iterable[Any]) -> Received:
     Args:
         parcel: the parcel.
         beside: the large objects that were sent beside the message, each as the list of its parts. If
-            ``parcel.parts`` is None, the next item contains the parts of this object.
+            ``parcel.parts`` is None, the object of the parcel is the next item of ``beside``.
     """
     parts = next(iter(beside)) if parcel.parts is None else parcel.parts
     first, *buffers = parts
@@ -428,10 +428,10 @@ class RayWorker:
         self._orders: Any = None
         self._is_over = False
         self._kept_handles: set[int] = set()  # the numbers of the objects that the worker keeps for later tasks
-        # True from the order HAND_BACK, with which the worker sends its results so far, until the worker's reply.
+        # True from the sending of the order HAND_BACK (send the results of the batch so far) until the worker's reply.
         self._hands_back = False
-        # The future of the answer to the worker's task, if the answer arrives before the reply to HAND_BACK. The answer
-        # is kept here, because the reply must be handled first.
+        # The finished future of the worker's task, if the task ends before the reply to HAND_BACK arrives. The future
+        # waits here, because the reply has the earlier results and must be handled first.
         self._held: Future[Any] | None = None
 
     @property
@@ -580,10 +580,10 @@ class RayWorker:
             self._hear_answer(self._held_number, held)
 
     def _hear_exit(self, future: Future[Any]) -> None:
-        """Record that the actor has exited, as Ray reports, and kill the actor.
+        """Kill the actor, because Ray reports its exit, and record the exit.
 
-        The actor may still run, because Ray also reports an exit if it merely cannot reach the actor. But another
-        worker takes the place of this one.
+        Ray also reports an exit if it merely cannot reach the actor. So the actor may still run, although the pool will
+        start another worker in its place.
         """
         error = future.exception()
         self.end_actor()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
@@ -45,6 +46,19 @@ def test_a_handle_is_the_object_itself(executor2: ParallelExecutor) -> None:
     assert list(executor2.map(lambda t, n: float(t[n]), [handle] * 4, range(4))) == [0.0, 1.0, 2.0, 3.0]
     assert len(set(executor2.run(id, handle) + executor2.run(id, handle))) <= 2
     assert repr(handle) == "<Handle of a Tensor>"
+
+
+def test_a_handle_does_not_keep_the_ended_pool_alive() -> None:
+    others = set(threading.enumerate())
+    with ParallelExecutor(num_workers=1, devices="cpu") as pool:
+        threads = weakref.WeakSet(set(threading.enumerate()) - others)
+        assert [thread.name for thread in threads] == ["nn_parallel supervisor"]
+        handle = pool.put([1])
+        assert pool.run(len, handle) == [1]
+    del pool
+    gc.collect()
+    assert not threads
+    assert repr(handle) == "<Handle of a list>"
 
 
 def test_a_replaced_worker_gets_the_object_again(executor2: ParallelExecutor) -> None:
