@@ -356,9 +356,9 @@ def _begin_fork() -> None:
     If such a function raises, Python prints the exception and goes on. For example, a function of `logging` releases a
     lock after the fork. If this function were interrupted, `logging` would hold the lock for ever.
 
-    The functions that were registered before `_begin_fork` are protected, because Python calls the last registered
-    function first before a fork, and last after the fork. So they run between `_begin_fork` and `_end_fork`. To protect
-    the functions of `logging`, this module imports `logging` before it registers its own.
+    Before a fork, Python calls the registered functions in reverse order, and after the fork in order. So the functions
+    that were registered before `_begin_fork` run between `_begin_fork` and `_end_fork`, and are protected. To protect
+    the functions of `logging`, this module imports `logging` before it registers its own functions.
     """
     global _is_forking
     _is_forking = True

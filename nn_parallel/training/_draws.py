@@ -83,7 +83,7 @@ class Draws(NamedTuple):
     first: Checksums  # the checksums of the first samples
 
     def is_of_iteration(self, other: Draws) -> bool:
-        """Return whether both records belong to the same iteration, so that they should be alike."""
+        """Return whether both records belong to the same iteration. If they do, they should be equal."""
         return (self.loader, self.iteration, self.epoch, self.position) == (
             other.loader,
             other.iteration,

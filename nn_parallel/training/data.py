@@ -198,10 +198,9 @@ def _batch_sampler(loader: DataLoader[Any]) -> tuple[Any, bool]:
 
 
 def _iterators_in(loader: DataLoader[Any]) -> list[str]:
-    """Return the names of the attributes in which the class of ``loader`` keeps an iterator of torch.
+    """Return the names of the attributes of ``loader`` that hold one of torch's iterators, except ``_iterator``.
 
-    Only a subclass of `DataLoader` has such attributes. The attribute ``_iterator``, in which `DataLoader` itself may
-    keep an iterator, is left out.
+    `DataLoader` itself keeps an iterator only in ``_iterator``. So a subclass has set the other attributes.
     """
     attributes = vars(loader).items()
     return [name for name, value in attributes if isinstance(value, LoaderIterator) and name != "_iterator"]

@@ -333,12 +333,13 @@ def mark(key: str) -> object:
 def make_function(
     key: str | None, code: types.CodeType, namespace: Namespace, name: str, cells: Sequence[types.CellType | None]
 ) -> types.FunctionType:
-    """Create the function with this key. If this process already has the function, replace its code.
+    """Return the function with this key.
 
-    `complete_function` sets the rest of the function. A function that originates in this process is returned unchanged.
+    A function that originates in this process is returned unchanged. A function that this process has received before
+    gets the new code. If there is no such function, it is created. `complete_function` sets the rest of the function.
 
     Args:
-        key: the key; None if the function has no key, because it is not a definition.
+        key: the key; None for a function without a key. Only definitions have keys, lambdas for example have none.
         code: the code.
         namespace: the globals.
         name: the name.

@@ -246,8 +246,9 @@ class _CallReducer(Reducer):
         if (namespace, name) in self.global_values or name == "__builtins__":
             return []
         value = self.global_values[namespace, name] = namespace.variables.get(name, Missing)
-        # A name that is not bound is usually a builtin, such as `len`, and nothing is sent. But if code binds the name,
-        # or if the workers were sent a value for it, they must learn that the name is not bound in the script.
+        # A name without a value in the script is usually a builtin, such as `len`, and nothing is sent. But if the code
+        # of a function assigns to the name, or if an earlier call has sent a value, a worker may have a value. It must
+        # then learn that the script has none.
         if value is Missing and not is_bound_by_code and name not in namespace.sent:
             return []
         number = _number_of_binding(namespace, name, value)
@@ -386,7 +387,7 @@ class Packer:
         # Maps the `id` of a definition to its record. The record keeps the definition alive, so that no other object
         # gets the same `id`. The most recently used record is last.
         self._definitions = OrderedDict[int, Definition]()
-        # Maps the `id` of the code of a function to the function's record, or to `_CALLED_ONCE` or `_NEVER_SENT`. The
+        # Maps the `id` of the code of a function to the function's record, or to `_CALLED_ONCE` or `_NOT_KEPT`. The
         # most recently used entry is last.
         self._functions = OrderedDict[int, _SentFunction | str]()
         # Maps the name of a user's module to its last known ``__spec__``, which is another object after a reload.
@@ -508,12 +509,12 @@ class Packer:
         return sent if isinstance(sent, _SentFunction) else None
 
     def _send_function(self, fn: Any) -> _SentFunction | str:
-        """Pack a function for the workers to keep; return `_NEVER_SENT` if it must be part of each call."""
+        """Pack a function for the workers to keep. Return `_NOT_KEPT` if each call must bring the function."""
         call = _CallReducer(self)
         packed = call.pack(fn, lambda: {"the function": fn})
         can_stay = id(fn) in call.needed or is_constant(fn) or _is_plain_function(fn)
         if not can_stay or call.has_data or call.handles or packed.buffers or packed.shared:
-            return _NEVER_SENT
+            return _NOT_KEPT
         before = _DefinitionReducer().pack(call.prepare_arguments())
         environment = self._environment.number if self._environment else 0
         handle = self._make_handle(dumps(CachedFunction(environment, before.pickle, packed.pickle)), "function")
@@ -713,7 +714,7 @@ def _call_parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 # The states, in `Packer._functions`, of functions that the workers do not keep.
 _CALLED_ONCE = "called once"
-_NEVER_SENT = "not sent by itself, because it refers to data"
+_NOT_KEPT = "not kept, because it refers to data"
 # Yields `Missing` forever. `_SentFunction.is_current` maps `dict.get` over names, and takes the default of each look-up
 # from this iterator.
 _MISSING = itertools.repeat(Missing)

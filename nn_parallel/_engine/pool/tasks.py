@@ -104,7 +104,7 @@ class InitializerTask(Task):
         """Implement `Task.lose`: there is nothing to do, because the worker's replacement runs the initializer."""
 
     def fail(self, error: Exception) -> None:
-        """Implement `Task.fail`: the pool fails."""
+        """Implement `Task.fail`: make the whole pool fail."""
         self._fail_pool(error if isinstance(error, ParallelError) else ParallelError(str(error)))
 
 
@@ -250,7 +250,7 @@ class Batch(Task):
 
     @property
     def calls(self) -> Sequence[bytes]:
-        """Implement `Task.calls`: the pickled arguments of each item. A single item may have a payload instead."""
+        """Implement `Task.calls`: the pickled arguments of each item. An item in a payload is the only one; it is left out."""
         return [item.arguments for item in self.left if item.arguments is not None]
 
     def complete(self, rank: int, answer: Answer, payload: Received) -> None:

@@ -408,7 +408,7 @@ class TaskRunner:
     def _open_store(self, ranks: Ranks) -> dist.Store:
         """Return the pool's store, limited to the keys with the prefix of these ranks.
 
-        The connection to the store is kept, so that ranks with a later group number use the same connection.
+        The connection to the store is kept, so that a later `run` uses it again, with another prefix.
         """
         address = self.store_address(ranks)
         if self._store is None or self._store_address != address:

@@ -487,10 +487,10 @@ class Blocks:
         Returns:
             The exception to raise out of ``block``:
 
-            - If ``block`` has failed, the error that all ranks raise.
-            - If a block around ``block`` has failed, `Interrupted`. The outer block then raises the error.
-            - If ``block`` is the outermost block and all ranks have already come to its end, None, because ``block``
-              can no longer fail. This rank goes on, and all ranks raise the failure at their next barrier.
+            - the error that all ranks raise, if ``block`` has failed;
+            - `Interrupted`, if a block around ``block`` has failed, which then raises the error;
+            - None, if all ranks have already come to the end of the outermost block, which can then no longer fail.
+              This rank goes on, and all ranks raise the failure at their next barrier.
 
         Raises:
             ParallelError: the store is gone.
