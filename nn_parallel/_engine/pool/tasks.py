@@ -250,7 +250,7 @@ class Batch(Task):
 
     @property
     def calls(self) -> Sequence[bytes]:
-        """Implement `Task.calls`: the pickled arguments of each item. An item in a payload is the only one; it is left out."""
+        """Implement `Task.calls`. Empty for a single item whose arguments are in a payload."""
         return [item.arguments for item in self.left if item.arguments is not None]
 
     def complete(self, rank: int, answer: Answer, payload: Received) -> None:

@@ -38,8 +38,8 @@ ASK_EVERY_S = 0.1
 PUBLISH_WAIT_AFTER_S = 0.05
 # If a collective in a block loses a connection, the rank searches this long for a rank that has died.
 CAUSE_WITHIN_S = 0.5
-# The interval at which a rank looks in two kinds of wait. The first one is for the accelerator to finish, before the rank
-# closes its process group. The second one is for the other ranks to stop using the store, before its host ends.
+# The interval at which a rank looks in two kinds of wait. The first one is for the accelerator to finish, before the
+# rank closes its process group. The second one is for the other ranks to stop using the store, before its host ends.
 END_EVERY_S = 0.002
 # If a rank loses a connection outside of all blocks, it searches this long for an exception or a death of another rank.
 DIES_WITHIN_S = 2.0
