@@ -156,9 +156,10 @@ A failure in a block of two ranks. Rank 1 raises, and rank 0 is in a collective:
 2. The watchdog thread of rank 0 finds ``ended/G`` (`Watchdog._has_ended`). `_free` calls `_end_body`, which
    interrupts the main thread (interrupts) and ends the connections of gloo, or aborts NCCL (`Group.abort`).
 3. The main thread of rank 0 comes to `_on_all_ranks` as well, because `Interrupted` was raised, or because its
-   collective raised an error about the lost connection. Both happen only after ``ended/G`` was written. So rank 0 knows
-   that its own error is a consequence: rank 0 does not report this error, and rebuilds the exception of rank 1 from
-   ``ended/G``. (If rank 0 waits at the end of the block instead, `_arrive` finds ``ended/G`` without the watchdog.)
+   collective raised an error about the lost connection. `_failures_to_report` recognizes both as consequences: an
+   `Interrupted` by its type, the other one by its text (`lost_connection`, failures) and because ``ended/G`` exists.
+   Rank 0 does not report such an error, and rebuilds the exception of rank 1 from ``ended/G``. (If rank 0 waits at the
+   end of the block instead, `_arrive` finds ``ended/G`` without the watchdog.)
 4. On both ranks `GenerationEnd.fails` says which block has failed. Each rank closes its own group, which wakes no other
    rank, and raises a `RankError` out of that block (`_error`), with rank 1's exception in it.
 5. A program that catches the error may go on: `initialize_ddp` makes the group again, and the counts of calls and

@@ -434,6 +434,10 @@ def _last(memory: memoryview, size: int) -> memoryview:
 def _rebuild_storage(
     buffers: Iterable[tuple[int, Buffer]], on_accelerator: bool = False, device: torch.device | None = None
 ) -> _Parts:
+    """Return the parts of a storage, each with the position at which it begins.
+
+    On the CPU a part is the buffer itself, which it keeps alive. For an accelerator, the buffer is copied.
+    """
     target = device if on_accelerator and device is not None else torch.device("cpu")
     parts: _Parts = []
     for start, buffer in buffers:

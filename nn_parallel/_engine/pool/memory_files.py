@@ -172,7 +172,7 @@ def _map(fd: int, size: int, kind: int) -> memoryview:
 
 
 _ALIGNMENT = 64  # the alignment of the storages that torch allocates
-_reusable_files = deque[_ReusableFile]()  # the files to be filled again, the least recently filled first
+_reusable_files = deque[_ReusableFile]()  # the files to be filled again, about in the order in which they were filled
 os.register_at_fork(after_in_child=_reusable_files.clear)  # otherwise parent and child would fill the same file
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p

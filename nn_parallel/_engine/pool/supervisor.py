@@ -342,8 +342,10 @@ class Supervisor(threading.Thread):
         record = self._records[worker]
         if answer.number == STARTED:
             record.has_started = True
+            if record.state is State.LEAVING:  # it has been told to exit, or has exited already
+                return
             record.deadline = None
-            if self._initializer is not None and record.state is State.STARTING:
+            if self._initializer is not None:
                 self._begin(self._initializer, [record])
                 return
         elif answer.number != record.task_number:

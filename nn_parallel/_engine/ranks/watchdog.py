@@ -533,7 +533,8 @@ def cause_of(error: BaseException, reason: Exception | None) -> BaseException:
 
     Args:
         error: the exception that was raised on this rank.
-        reason: the error that says why the watchdog has freed this rank; None if the watchdog has not freed it.
+        reason: the error for which the watchdog has freed this rank. None if the store already holds this error, or if
+            the watchdog has not freed this rank.
 
     Returns:
         ``reason`` if ``error`` is only a consequence of being freed, otherwise ``error``.
