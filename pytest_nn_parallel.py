@@ -6,6 +6,8 @@ only if there is such a test.
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 
@@ -16,5 +18,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Load the plugin that runs the tests with the marker ``ranks``, if there are any."""
-    if any(item.get_closest_marker("ranks") for item in items):
-        config.pluginmanager.import_plugin("nn_parallel.testing")
+    name = "nn_parallel.testing"
+    if any(item.get_closest_marker("ranks") for item in items) and not config.pluginmanager.has_plugin(name):
+        # `import_plugin` is not used: it warns if the module is imported already, because it can then no longer rewrite
+        # the ``assert`` statements of the module.
+        config.pluginmanager.register(importlib.import_module(name), name)

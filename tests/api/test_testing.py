@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -197,3 +198,15 @@ def test_what_ranks_cover_is_reported(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^covered.py +4 +1 +75% +4$", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.slow
+def test_the_plugin_may_be_imported_before_it_is_loaded(tmp_path: Path) -> None:
+    """Without a warning of pytest that it can no longer rewrite the asserts of the plugin, which has none."""
+    (tmp_path / "conftest.py").write_text("import nn_parallel.testing\n")
+    (tmp_path / "test_it.py").write_text("import pytest\n\n@pytest.mark.ranks(2)\ndef test_it():\n    pass\n")
+    # Without the entry point, as for an editable installation in another folder, pytest does not know all of its files.
+    command = [sys.executable, "-m", "pytest", "-W", "error", "-p", "pytest_nn_parallel", "-p", "no:cacheprovider"]
+    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=90)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
