@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
 import sys
@@ -217,6 +219,9 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     _settle(pools)
     before, abandoned = _state(), abandoned_in_shared_memory()
     yield
+    # From Python 3.14 on, `multiprocessing` starts these two for the first worker of a `DataLoader`, and keeps them.
+    multiprocessing.forkserver._forkserver._stop()
+    multiprocessing.resource_tracker._resource_tracker._stop()
     rendezvous._stores.clear()
     blocks._hosted.clear()
     blocks._current = None

@@ -29,6 +29,7 @@ The exception may also be lost, because Python or user code drops it; see `Cance
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import logging  # noqa: F401  # registers its functions for forks before this module does; see `_begin_fork`
 import operator
@@ -247,13 +248,35 @@ class DeferredSignals:
             self._before(signum, frame)
 
 
+class RLock(_thread.RLock):  # type: ignore[misc]  # the stubs call the base class final
+    """A reentrant lock that Ctrl-C does not leave taken, if a ``with`` statement takes it.
+
+    Since Python 3.14, KeyboardInterrupt may be raised after the ``__enter__`` of a lock has taken the lock, but before
+    the block begins, so that nothing releases it. The ``__enter__`` of this class then releases the lock itself. After
+    its ``return``, Python raises nothing before the block begins. The lock is released by the ``__exit__`` of the base
+    class, which is written in C, and so is not interrupted either.
+    """
+
+    def __enter__(self) -> bool:  # type: ignore[override]  # a `with` statement passes no arguments
+        before = self._recursion_count()  # type: ignore[attr-defined]  # missing in the stubs
+        try:
+            return self.acquire()
+        except BaseException:
+            if self._recursion_count() > before:  # type: ignore[attr-defined]
+                self.release()
+            raise
+
+
 class Condition(threading.Condition):
     """A condition that Ctrl-C does not leave locked.
 
     The methods of `threading.Condition` are written in Python. So KeyboardInterrupt may be raised in ``__enter__``
     after it has taken the lock and before the block begins, and then nothing releases the lock. In this class a
-    ``with`` statement calls the methods of the lock, which are written in C.
+    ``with`` statement calls the methods of an `RLock`.
     """
+
+    def __init__(self) -> None:
+        super().__init__(RLock())
 
     __enter__ = property(operator.attrgetter("_lock.__enter__"))
     __exit__ = property(operator.attrgetter("_lock.__exit__"))

@@ -116,7 +116,10 @@ def test_an_exception_that_cannot_be_rebuilt_becomes_a_remote_error(error: BaseE
 def test_the_key_error_of_a_loader_worker_keeps_its_lines() -> None:
     """Torch puts a whole traceback into it; Python shows a plain text in a KeyError as one line with quotes."""
     samples: Any = [{}]
-    loader = DataLoader(samples, collate_fn=lambda batch: batch[0]["label"], num_workers=1)
+    # The loader's worker is forked, because the default of Python 3.14 would have to pickle the lambda.
+    loader = DataLoader(
+        samples, collate_fn=lambda batch: batch[0]["label"], num_workers=1, multiprocessing_context="fork"
+    )
     batches: Any = iter(loader)
     with pytest.raises(KeyError) as raised:
         next(batches)

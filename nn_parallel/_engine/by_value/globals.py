@@ -31,6 +31,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ..interrupts import RLock
 from ..pickling import loads
 
 UNINTERRUPTED = True  # the signal handler in `interrupts` reads this, and raises no exception in lines of this module
@@ -54,7 +55,7 @@ class Keys:
         self._keys: dict[int, str] = {}  # maps the `id` of an object to its key
         self._own = set[str]()  # the keys of objects that originate in this process
         # Reentrant, because garbage collection may call `_remove` in the thread that has the lock.
-        self.lock = threading.RLock()
+        self.lock = RLock()
 
     def add(self, obj: Any, key: str | None = None) -> str:
         """Give ``obj`` a key, and return the key.
@@ -651,7 +652,7 @@ _versions: dict[str, int] = {}
 _awaited: dict[str, Needed] = {}  # maps keys to definitions that must be unpickled for the present call
 _values_of_aliases: dict[str, Any] = {}  # maps the key of a type alias to its value
 _attribute_names: dict[str, set[str]] = {}  # maps the key of a class to the attributes that were last received
-_making_classes = threading.RLock()  # held by `_without_hook`, so that two threads do not replace a hook at once
+_making_classes = RLock()  # held by `_without_hook`, so that two threads do not replace a hook at once
 _environment = 0  # the number with which `adopt_environment` was last called; 0 before the first call
 
 
@@ -661,8 +662,8 @@ def _renew_locks() -> None:
     Another thread of the parent may have held the locks. The child has no such thread that could release them.
     """
     global _making_classes
-    _making_classes = threading.RLock()
-    keys.lock = threading.RLock()
+    _making_classes = RLock()
+    keys.lock = RLock()
 
 
 os.register_at_fork(after_in_child=_renew_locks)

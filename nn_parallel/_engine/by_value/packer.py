@@ -12,13 +12,13 @@ import abc
 import functools
 import itertools
 import operator
-import threading
 import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+from ..interrupts import RLock
 from ..pickling import Packed, dump_atoms, dumps
 from ..process_environment import ProcessEnvironment
 from ..ranks.records import call_name
@@ -393,7 +393,7 @@ class Packer:
         # Maps the name of a user's module to its last known ``__spec__``, which is another object after a reload.
         self._specs: dict[str, Any] = {}
         # Reentrant, because methods of the user's objects and finalizers run during pickling, and may make calls too.
-        self.lock = threading.RLock()
+        self.lock = RLock()
 
     def pack(
         self,

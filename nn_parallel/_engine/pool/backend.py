@@ -10,7 +10,6 @@ import functools
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -21,6 +20,7 @@ import torch
 from ...errors import ParallelError
 from ..by_value.packer import CallOptions, Packer
 from ..devices import choose_devices, cpu_count
+from ..interrupts import RLock
 from ..ranks.context import rank_context
 from ..ranks.membership import as_seconds, join_launched_world
 from ..tracebacks import hide_own_frames, importing_module
@@ -154,7 +154,7 @@ def shared_backend(wanted: PoolOptions, options: CallOptions) -> Backend:
 
 
 _shared: dict[tuple[Any, ...], Backend] = {}  # maps an engine and its devices to their shared backend
-_shared_lock = threading.Lock()
+_shared_lock = RLock()
 
 
 def _renew_lock() -> None:
@@ -163,7 +163,7 @@ def _renew_lock() -> None:
     If another thread held the lock at the time of the fork, the copy in the fork would stay locked for ever.
     """
     global _shared_lock
-    _shared_lock = threading.Lock()
+    _shared_lock = RLock()
 
 
 os.register_at_fork(after_in_child=_renew_lock)

@@ -13,11 +13,11 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..interrupts import RLock
 from .channel import send_fds
 
 STOP_WITHIN_S = 10.0  # a fork server that has not ended after this time is killed
@@ -244,7 +244,7 @@ def _events_file() -> Path:
 
 
 _fork_server: _ForkServer | None = None
-_fork_server_lock = threading.Lock()
+_fork_server_lock = RLock()
 
 
 def _renew_lock() -> None:
@@ -253,7 +253,7 @@ def _renew_lock() -> None:
     If another thread held the lock at the time of the fork, the copy in the fork would stay locked for ever.
     """
     global _fork_server_lock
-    _fork_server_lock = threading.Lock()
+    _fork_server_lock = RLock()
 
 
 os.register_at_fork(after_in_child=_renew_lock)

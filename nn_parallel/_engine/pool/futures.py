@@ -12,6 +12,7 @@ from concurrent.futures import InvalidStateError
 from typing import Any, NoReturn
 
 from ...errors import ParallelError
+from ..interrupts import RLock
 
 logger = logging.getLogger("concurrent.futures")  # the standard library logs exceptions of callbacks with this logger
 TAKEN_OVER_AFTER_S = 1.0  # how long a thread may hold a `_Lock` before another thread takes it over
@@ -35,7 +36,7 @@ class _Lock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._replacing = threading.Lock()  # held to replace the inner lock, so that only one waiting thread does so
+        self._replacing = RLock()  # held to replace the inner lock, so that only one waiting thread does so
         # None while the lock is free. Otherwise the id of the thread that has the lock, the inner lock that this thread
         # acquired, and the time at which it did so.
         self._held: tuple[int, threading.Lock, float] | None = None

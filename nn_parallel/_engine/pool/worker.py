@@ -60,7 +60,7 @@ from ..by_value.reducer import AnswerReducer
 from ..descendants import end_with
 from ..devices import call_on_device, synchronize, synchronize_in_thread
 from ..failures import Failure, qualified_name
-from ..interrupts import CancelScope, Interrupted, keep_handler
+from ..interrupts import CancelScope, Interrupted, RLock, keep_handler
 from ..pickling import Packed, dump_atoms, dumps, loads
 from ..ranks.blocks import blocks_of
 from ..ranks.context import RankContext, current_world, join, rank_context
@@ -174,7 +174,7 @@ class TaskRunner:
         self._store_address = "", 0
         self._cores = -1  # the number of cores that the last task has set; -1 before the first task
         self._environ = environ
-        self._task_lock = threading.Lock()  # held to begin or end a task, to interrupt it, and to hand back a batch
+        self._task_lock = RLock()  # held to begin or end a task, to interrupt it, and to hand back a batch
         self._task = NO_TASK  # the number of the task that runs and can be cancelled
         self._cancelled = NO_TASK  # the number of the last task that the pool or the watchdog has cancelled
         self._is_batch = False  # True if the present task is a batch of a `map`, which `hand_back` may cut short

@@ -46,6 +46,7 @@ from ...world import World
 from .. import background
 from ..devices import synchronize_in_thread
 from ..failures import summary
+from ..interrupts import RLock
 from ..torch_private import gloo_addresses, groups, reset_group_names, set_timeout
 from . import nccl, times
 from .flight_recorder import next_group_id, running_collectives
@@ -103,7 +104,7 @@ class Group:
         self._found_groups: set[str] = set()  # the names of the groups whose connections `_sockets` contains
         self._aborts = nccl.Aborts()
         self._first_nccl_id = 0  # like `first_id`, but in the records of NCCL, which number the groups separately
-        self._closing = threading.Lock()  # guards `times_closed` and `_sockets`, because any thread may call `abort`
+        self._closing = RLock()  # guards `times_closed` and `_sockets`, because any thread may call `abort`
         self._timeout_s = 0.0  # the timeout of the default group in seconds, which `make` sets
         self._store: dist.Store | None = None  # the connection to the store that `_own_connection` has opened
         # The socket of `_store`, as ``{descriptor: inode}``. Empty if the connection must not be used again.

@@ -15,8 +15,8 @@ import contextlib
 import select
 import socket
 import struct
-import threading
 
+from ..interrupts import RLock
 from .sockets import LISTEN_BACKLOG, end_if_unanswered
 from .store import ENDED, NO_ANSWER, OUT_OF_REACH, RESET
 
@@ -35,7 +35,7 @@ class Links:
         self.lost: dict[int, str] = {}  # maps each lost rank to ENDED, OUT_OF_REACH or RESET
         self.port = 0  # the port at which rank 0 listens; 0 if it is not known, or if rank 0 does not listen
         self._lost_after_s = lost_after_s
-        self._looking = threading.Lock()  # held while a thread checks the connections
+        self._looking = RLock()  # held while a thread checks the connections
         self._poll = select.poll()
         self._sockets: dict[int, socket.socket] = {}  # all sockets by descriptor, on rank 0 also the listening one
         # Maps the descriptor of a connection to the rank at its other end. Rank 0 adds a rank when the rank's greeting
