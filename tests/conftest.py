@@ -220,8 +220,10 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before, abandoned = _state(), abandoned_in_shared_memory()
     yield
     # From Python 3.14 on, `multiprocessing` starts these two for the first worker of a `DataLoader`, and keeps them.
-    multiprocessing.forkserver._forkserver._stop()
-    multiprocessing.resource_tracker._resource_tracker._stop()
+    if multiprocessing.resource_tracker._resource_tracker._fd is not None:
+        gc.collect()  # semaphores that are still there would be removed by the tracker, and again by their owners
+        multiprocessing.forkserver._forkserver._stop()
+        multiprocessing.resource_tracker._resource_tracker._stop()
     rendezvous._stores.clear()
     blocks._hosted.clear()
     blocks._current = None
