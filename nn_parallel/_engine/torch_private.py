@@ -27,31 +27,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
+from torch.utils import _pytree
+from torch.utils.data import dataloader
 
-__all__ = [
-    "FLIGHT_RECORDS",
-    "REBUILD_TENSOR",
-    "DisableTorchFunction",
-    "LoaderIterator",
-    "all_backends",
-    "default_store",
-    "flight_records",
-    "gloo_addresses",
-    "groups",
-    "ignore_parameters",
-    "members_of",
-    "reset_group_names",
-    "sequence_number",
-    "set_tensor_metadata",
-    "set_timeout",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-]
-
+# Flatten nested containers, map their leaves and rebuild them. Torch has no public functions for this.
+tree_flatten = _pytree.tree_flatten
+tree_leaves = _pytree.tree_leaves
+tree_map = _pytree.tree_map
+tree_unflatten = _pytree.tree_unflatten
+LoaderIterator = dataloader._BaseDataLoaderIter  # the base class of the iterators of a `DataLoader`
 # Switches off the user's default device while tensors are rebuilt. The public `torch.overrides` has no such switch.
 DisableTorchFunction = torch._C.DisableTorchFunction
 # The module and the name of the function with which torch pickles a tensor whose dtype has no typed storage, such as
@@ -62,7 +46,7 @@ set_tensor_metadata: Callable[[torch.Tensor, Any], None] = torch._utils.set_tens
 ignore_parameters: Callable[[torch.nn.Module, list[str]], None]
 ignore_parameters = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
 # The names of torch's functions that return the records of the flight recorder, for each backend.
-FLIGHT_RECORDS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+_FLIGHT_RECORDS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 # Matches the keys under which gloo writes the address of a rank into the store.
 _KEY_OF_GLOO = re.compile(r"(^|/)cpu//0/\d+$")
 
@@ -123,7 +107,7 @@ def flight_records(entries: bool, backend: str) -> dict[str, Any]:
     If ``entries`` is true, the records include one entry for each collective.
     """
     # A build of torch for the CPU has no such function for NCCL.
-    dump = getattr(torch._C._distributed_c10d, FLIGHT_RECORDS[backend], None)
+    dump = getattr(torch._C._distributed_c10d, _FLIGHT_RECORDS[backend], None)
     records: dict[str, Any] = {} if dump is None else json.loads(dump(entries, False))
     return records
 

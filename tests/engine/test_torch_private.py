@@ -108,7 +108,7 @@ def test_names_of_groups_begin_again() -> None:
 
 
 def test_tensors_and_modules() -> None:
-    """What is no function: each is used as the package uses it."""
+    """The private parts for tensors, modules and nested containers, used as the package uses them."""
     tensor = torch.ones(2, requires_grad=True)
     assert tensor._backward_hooks is None
     tensor.register_hook(lambda grad: grad)

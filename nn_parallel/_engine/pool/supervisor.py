@@ -342,7 +342,7 @@ class Supervisor(threading.Thread):
         record = self._records[worker]
         if answer.number == STARTED:
             record.has_started = True
-            if record.state is State.LEAVING:  # it has been told to exit, or has exited already
+            if record.state is State.LEAVING:  # the worker was told to exit, or has already exited
                 return
             record.deadline = None
             if self._initializer is not None:
