@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION, CancelledError, Future, wait
 from typing import Any
 
 from nn_parallel import ParallelError, ParallelExecutor, RankError, WorkerDiedError, current_world
@@ -95,6 +95,7 @@ class Program:
             self.interrupt_later,
             self.add_callback,
             self.take,
+            self.wait,
             self.put,
         ]
         for _ in range(STEPS):
@@ -221,6 +222,19 @@ class Program:
         while self.futures:
             future, expected = self.futures.pop()
             assert future.result() == expected
+
+    def wait(self) -> None:
+        """Wait for one or all of some calls, of which some have ended and some fail."""
+        calls = [(_sleep, 1, 0.0), (_sleep, 1, 0.01), (_fail, 2)]
+        futures = [self.executor.submit(*self.rng.choice(calls)) for _ in range(self.rng.randrange(1, 6))]
+        with contextlib.suppress(ValueError):
+            futures[0].result()
+        when = self.rng.choice([ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION])
+        done, not_done = wait(futures, STEP_WITHIN_S / 2, when)
+        assert done
+        assert not not_done or when != ALL_COMPLETED
+        if when == FIRST_EXCEPTION and not_done:
+            assert any(future.exception() for future in done)
 
     def put(self) -> None:
         """Objects that workers keep for a while."""

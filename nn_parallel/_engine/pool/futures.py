@@ -9,13 +9,22 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import InvalidStateError
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ...errors import ParallelError
 from ..interrupts import RLock
 
 logger = logging.getLogger("concurrent.futures")  # the standard library logs exceptions of callbacks with this logger
 TAKEN_OVER_AFTER_S = 1.0  # how long a thread may hold a `_Lock` before another thread takes it over
+
+
+class _Owner(NamedTuple):
+    """The thread that has taken a `_Lock`."""
+
+    thread: int  # its id
+    lock: threading.Lock  # the inner lock that it acquired
+    since: float  # when it last took the `_Lock`
+    times: int  # how often it has taken the `_Lock` without releasing it
 
 
 class _Lock:
@@ -32,17 +41,21 @@ class _Lock:
     for a second, the owner has almost certainly been interrupted, and a waiting thread takes the lock over. The owner
     may be in these lines nevertheless, if a signal handler that takes long runs there. When this owner later releases
     the lock, it releases only the old inner lock.
+
+    The lock is reentrant, because `concurrent.futures.wait` takes the locks of finished futures twice.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._replacing = RLock()  # held to replace the inner lock, so that only one waiting thread does so
-        # None while the lock is free. Otherwise the id of the thread that has the lock, the inner lock that this thread
-        # acquired, and the time at which it did so.
-        self._held: tuple[int, threading.Lock, float] | None = None
+        self._owner: _Owner | None = None  # None while the lock is free
 
     def acquire(self) -> bool:
         """Take the lock. If its owner has not released it in time, take it over from the owner."""
+        owner = self._owner
+        if owner is not None and owner.thread == threading.get_ident():
+            self._owner = owner._replace(since=time.monotonic(), times=owner.times + 1)
+            return True
         lock = self._lock
         began = time.monotonic()
         while True:
@@ -56,7 +69,7 @@ class _Lock:
             if lock is not self._lock:
                 lock = self._lock
                 began = time.monotonic()
-        self._held = threading.get_ident(), lock, time.monotonic()
+        self._owner = _Owner(threading.get_ident(), lock, since=time.monotonic(), times=1)
         return True
 
     def _time_left_s(self, lock: threading.Lock, began: float) -> float:
@@ -68,18 +81,22 @@ class _Lock:
         the first lock, and hardly at all for the others, because their time is over by then.
 
         ``began`` is the time at which the present thread began to wait. The second is counted from ``began`` if the
-        owner has not set `_held` yet, or was interrupted before it could do so.
+        owner has not set `_owner` yet, or was interrupted before it could do so.
         """
-        held = self._held
-        since = held[2] if held is not None and held[1] is lock else began
+        owner = self._owner
+        since = owner.since if owner is not None and owner.lock is lock else began
         return since + TAKEN_OVER_AFTER_S - time.monotonic()
 
     def release(self) -> None:
         """Release the lock, if the present thread still has it."""
-        held = self._held
-        if held is not None and held[0] == threading.get_ident():
-            self._held = None
-            held[1].release()
+        owner = self._owner
+        if owner is None or owner.thread != threading.get_ident():
+            return
+        if owner.times > 1:
+            self._owner = owner._replace(times=owner.times - 1)
+        else:
+            self._owner = None
+            owner.lock.release()
 
     def locked(self) -> bool:
         """Return whether a thread has the lock. Since Python 3.14, `threading.Condition` needs this method."""
@@ -87,7 +104,8 @@ class _Lock:
 
     def _is_owned(self) -> bool:
         """Return whether the present thread has the lock. `threading.Condition` calls this."""
-        return self._held is not None and self._held[0] == threading.get_ident()
+        owner = self._owner
+        return owner is not None and owner.thread == threading.get_ident()
 
     def __enter__(self) -> bool:
         return self.acquire()

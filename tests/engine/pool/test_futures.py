@@ -207,3 +207,14 @@ def test_only_one_thread_takes_over_the_lock_of_a_future(executor2: ParallelExec
     for thread in threads:
         thread.join()
     assert set(most_owners.values()) == {1}
+
+
+def test_a_thread_may_take_the_lock_of_a_future_twice() -> None:
+    """`concurrent.futures.wait` does so, to ask finished futures for their exceptions."""
+    future = pool_futures.Future(None)
+    lock: Any = future._condition._lock  # type: ignore[attr-defined]
+    with future._condition:
+        with future._condition:
+            pass
+        assert lock.locked()
+    assert not lock.locked()
