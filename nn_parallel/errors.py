@@ -75,7 +75,16 @@ class RankError(ExceptionGroup[Exception], ParallelError):
         return RankError(self.message, kept)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.message, self.failures), self.__dict__
+        # Pickle drops the ``__cause__`` of each exception. The tracebacks of other processes must not be lost.
+        causes = {rank: failure.__cause__ for rank, failure in self.failures.items()}
+        remote = {rank: cause for rank, cause in causes.items() if isinstance(cause, RemoteTraceback)}
+        return type(self), (self.message, self.failures), (self.__dict__, remote)
+
+    def __setstate__(self, state: tuple[dict[str, Any], dict[int, RemoteTraceback]]) -> None:  # type: ignore[override]
+        attributes, causes = state
+        self.__dict__.update(attributes)
+        for rank, cause in causes.items():
+            vars(BaseException)["__cause__"].__set__(self.failures[rank], cause)  # the class may forbid assignments
 
 
 class WorkerDiedError(ParallelError):

@@ -147,6 +147,8 @@ def accumulate(model: nn.Module, step: int, every: int, *, last: bool = False) -
     with fewer than N. With ``strategy="fsdp"`` gradients are sent in each micro-step, because gradients that are not
     sent would need the memory of a whole model on every rank.
 
+    A checkpoint has no gradients. So save checkpoints only after the last of N micro-steps, after the optimizer's step.
+
     Args:
         model: the prepared model.
         step: the number of the micro-step, from 0.

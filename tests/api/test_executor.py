@@ -32,11 +32,13 @@ from nn_parallel import (
     RemoteError,
     TransferError,
     WorkerDiedError,
+    all_gather_object,
     current_world,
     initialize_ddp,
     on_rank,
 )
 from nn_parallel._engine.pool import site, supervisor
+from nn_parallel.errors import RemoteTraceback
 from tests.support.ranks import launched
 from tests.support.scripts import run_script
 
@@ -543,6 +545,28 @@ def test_an_exception_in_the_block_ends_what_runs() -> None:
     assert time.monotonic() - start < 10
     with pytest.raises(ExecutorClosedError):
         future.result()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_in_a_block_of_a_task_has_its_traceback(executor2: ParallelExecutor, failing: int) -> None:
+    """Whichever rank answers first: the one that raised, or one that learned of it."""
+
+    def step() -> None:
+        if current_world().rank == failing:
+            raise ValueError("bad batch")
+        all_gather_object(0)
+
+    def train() -> None:
+        with ParallelExecutor():
+            step()
+
+    with pytest.raises(RankError) as caught:
+        executor2.run(train)
+    assert list(caught.value.failures) == [failing]
+    cause = caught.value.failures[failing].__cause__
+    assert isinstance(cause, RemoteTraceback)
+    assert f"rank {failing} of 2" in str(cause)
+    assert "in step" in cause.tb
 
 
 def test_an_interrupted_run_leaves_a_whole_pool(own_executor2: ParallelExecutor) -> None:

@@ -93,8 +93,9 @@ def test_a_rank_that_raised_a_group_itself_can_be_split() -> None:
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))])
 def test_a_rank_error_copies_and_pickles(copied: Callable[[RankError], RankError]) -> None:
-    """Message, ranks, their order, the leaves and notes survive, nested too."""
+    """Message, ranks, their order, the leaves, notes and remote tracebacks survive, nested too."""
     error = RankError("outer", {1: _group(), 0: ValueError("x")})
+    error.failures[0].__cause__ = RemoteTraceback("rank 0 of 2", "its traceback")
     error.add_note("a note")
     again = copied(error)
     assert type(again) is RankError
@@ -103,6 +104,9 @@ def test_a_rank_error_copies_and_pickles(copied: Callable[[RankError], RankError
     assert again.exceptions == tuple(again.failures.values())
     assert again.failures[1].failures.keys() == {2, 0}
     assert again.__notes__ == ["a note"]
+    cause = again.failures[0].__cause__
+    assert isinstance(cause, RemoteTraceback)
+    assert cause.tb == "its traceback"
 
 
 def test_a_rank_error_wants_a_failure() -> None:

@@ -52,14 +52,14 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from ...errors import RemoteError, TransferError
+from ...errors import RankError, RemoteError, RemoteTraceback, TransferError
 from ...world import World
 from .. import background
 from ..by_value.globals import forget, store_object, stored_object
 from ..by_value.reducer import AnswerReducer
 from ..descendants import end_with
 from ..devices import call_on_device, synchronize, synchronize_in_thread
-from ..failures import Failure, qualified_name
+from ..failures import Failure, qualified_name, set_cause
 from ..interrupts import CancelScope, Interrupted, RLock, keep_handler
 from ..pickling import Packed, dump_atoms, dumps, loads
 from ..ranks.blocks import blocks_of
@@ -591,6 +591,10 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
     ``where`` describes the rank and device of the task.
     """
     failure = Failure.from_exception(error, where)
+    if isinstance(error, RankError):  # of a block in the task: the pool raises the exceptions of the ranks anew
+        for local in error.exceptions:
+            if not isinstance(local.__cause__, RemoteTraceback):
+                set_cause(local, Failure.from_exception(local, where).as_cause())
     if isinstance(error, Exception):
         # Pickling and rebuilding ``error`` call methods of its class, which may raise any exception. Then the
         # `RemoteError` below is packed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import random
 import re
@@ -80,7 +81,8 @@ def test_the_item_that_takes_too_long_is_the_one_that_fails() -> None:
 
 def test_code_that_holds_the_gil_cannot_tell_its_stack() -> None:
     """The error says so, and the worker is killed."""
-    with ParallelExecutor(num_workers=2, devices="cpu", timeout=1) as pool:
+    imports = {"initializer": importlib.import_module, "initargs": (__name__,)}  # before the timeout can come
+    with ParallelExecutor(num_workers=2, devices="cpu", timeout=1, **imports) as pool:  # type: ignore[arg-type]
         pids = pool.run(os.getpid)
         with pytest.raises(RankTimeoutError, match="C code holds the GIL"):
             pool.run(lambda: current_world().rank or ctypes.PyDLL(None).sleep(60))

@@ -1,0 +1,99 @@
+import argparse
+import os
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn, optim
+from torch.utils.data import DataLoader
+
+from parts import Discriminator, EpochShuffle, Generator, checksum, images, weights_init
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batchSize", type=int, default=16, help="input batch size")
+parser.add_argument("--nz", type=int, default=10, help="size of the latent z vector")
+parser.add_argument("--ngf", type=int, default=8)
+parser.add_argument("--ndf", type=int, default=8)
+parser.add_argument("--niter", type=int, default=3, help="number of epochs to train for")
+parser.add_argument("--lr", type=float, default=0.0002, help="learning rate")
+parser.add_argument("--beta1", type=float, default=0.5, help="beta1 for adam")
+parser.add_argument("--netG", default="", help="path to netG (to continue training)")
+parser.add_argument("--netD", default="", help="path to netD (to continue training)")
+parser.add_argument("--outf", default=".", help="folder for samples and model checkpoints")
+parser.add_argument("--manualSeed", type=int, default=0, help="manual seed")
+opt = parser.parse_args()
+
+os.makedirs(opt.outf, exist_ok=True)
+# Without cpu=True, torchrun would start separate trainings on a machine without GPUs.
+accelerator = Accelerator(cpu=not torch.cuda.is_available())
+set_seed(opt.manualSeed, device_specific=True)
+device = accelerator.device
+
+dataset = images()
+sampler = EpochShuffle(len(dataset), seed=0)
+dataloader = DataLoader(dataset, batch_size=opt.batchSize, sampler=sampler)
+
+netG = Generator(opt.nz, opt.ngf)
+netG.apply(weights_init)
+if opt.netG:
+    netG.load_state_dict(torch.load(opt.netG))
+netD = Discriminator(opt.ndf)
+netD.apply(weights_init)
+if opt.netD:
+    netD.load_state_dict(torch.load(opt.netD))
+
+criterion = nn.BCELoss()
+fixed_noise = torch.randn(opt.batchSize, opt.nz, 1, 1, device=device)
+real_label, fake_label = 1.0, 0.0
+optimizerD = optim.Adam(netD.parameters(), lr=opt.lr, betas=(opt.beta1, 0.999))
+optimizerG = optim.Adam(netG.parameters(), lr=opt.lr, betas=(opt.beta1, 0.999))
+netG, netD, optimizerG, optimizerD = accelerator.prepare(netG, netD, optimizerG, optimizerD)
+dataloader = accelerator.prepare(dataloader)
+
+for epoch in range(opt.niter):
+    dataloader.set_epoch(epoch)
+    for i, (real,) in enumerate(dataloader):
+        # Update D: maximize log(D(x)) + log(1 - D(G(z))).
+        netD.zero_grad()
+        batch_size = real.size(0)
+        label = torch.full((batch_size,), real_label, device=device)
+        output = netD(real)
+        errD_real = criterion(output, label)
+        accelerator.backward(errD_real)
+        D_x = output.mean().item()
+
+        noise = torch.randn(batch_size, opt.nz, 1, 1, device=device)
+        fake = netG(noise)
+        label.fill_(fake_label)
+        output = netD(fake.detach())
+        errD_fake = criterion(output, label)
+        accelerator.backward(errD_fake)
+        D_G_z1 = output.mean().item()
+        errD = errD_real + errD_fake
+        optimizerD.step()
+
+        # Update G: maximize log(D(G(z))).
+        netG.zero_grad()
+        label.fill_(real_label)  # fake labels are real for the generator cost
+        output = netD(fake)
+        errG = criterion(output, label)
+        accelerator.backward(errG)
+        D_G_z2 = output.mean().item()
+        optimizerG.step()
+
+        if i % 5 == 0:
+            losses = {"loss_D": errD.item(), "loss_G": errG.item(), "D_x": D_x, "D_G_z1": D_G_z1, "D_G_z2": D_G_z2}
+            means = accelerator.reduce(torch.tensor(list(losses.values()), device=device), reduction="mean")
+            losses = dict(zip(losses, means.tolist()))
+            accelerator.print(f"result epoch {epoch} step {i}", *(f"{name} {loss!r}" for name, loss in losses.items()))
+
+    with torch.no_grad():
+        fake = netG(fixed_noise)
+    accelerator.print(f"result epoch {epoch} samples {fake.double().mean().item()!r}")
+    accelerator.save(fake, f"{opt.outf}/fake_samples_epoch_{epoch:03d}.pt")
+    accelerator.save(accelerator.unwrap_model(netG).state_dict(), f"{opt.outf}/netG_epoch_{epoch}.pth")
+    accelerator.save(accelerator.unwrap_model(netD).state_dict(), f"{opt.outf}/netD_epoch_{epoch}.pth")
+
+netG, netD = accelerator.unwrap_model(netG), accelerator.unwrap_model(netD)
+accelerator.print(f"result parameters {checksum(netG, netD)}")
+accelerator.end_training()
