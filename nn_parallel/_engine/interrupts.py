@@ -353,6 +353,21 @@ def keep_handler() -> None:
     signal.signal(signal.SIGURG, _raise_in_the_outermost)
 
 
+def print_no_interrupts() -> None:
+    """Do not print that Python has dropped an `Interrupted`, for instance in ``__del__``.
+
+    The message would only confuse users, because another `Interrupted` is raised; see `CancelScope`. For example, the
+    iterator of a `DataLoader` waits for its workers in ``__del__``.
+    """
+    former_hook = sys.unraisablehook
+
+    def unraisablehook(dropped: sys.UnraisableHookArgs) -> None:
+        if not isinstance(dropped.exc_value, Interrupted):
+            former_hook(dropped)
+
+    sys.unraisablehook = unraisablehook
+
+
 def stay_ready(until: contextlib.ExitStack) -> bool:
     """Install the handler of SIGURG, for `raise_in_main_thread`, until the stack ``until`` is closed.
 

@@ -60,7 +60,7 @@ from ..by_value.reducer import AnswerReducer
 from ..descendants import end_with
 from ..devices import call_on_device, synchronize, synchronize_in_thread
 from ..failures import Failure, qualified_name, set_cause
-from ..interrupts import CancelScope, Interrupted, RLock, keep_handler
+from ..interrupts import CancelScope, Interrupted, RLock, keep_handler, print_no_interrupts
 from ..pickling import Packed, dump_atoms, dumps, loads
 from ..ranks.blocks import blocks_of
 from ..ranks.context import RankContext, current_world, join, rank_context
@@ -105,6 +105,7 @@ def work(sock: socket.socket, control: socket.socket) -> int:
         setup: WorkerSetup = payload.load()
         _become_like_the_parent(setup)
         keep_handler()
+        print_no_interrupts()
         take_name(setup.rank)
         worker = TaskRunner(setup.rank, torch.device(setup.device), setup.environ, channel.send)
         channel.send(Answer(STARTED))

@@ -27,6 +27,7 @@ from nn_parallel import (
     current_world,
 )
 from nn_parallel._engine.by_value.globals import stored, stored_object
+from tests.support.scripts import run_script
 
 
 def test_a_timeout_holds_the_stack_of_the_silent_worker_only() -> None:
@@ -89,6 +90,33 @@ def test_code_that_holds_the_gil_cannot_tell_its_stack() -> None:
         after = pool.run(os.getpid)
         assert after[0] != pids[0]
         assert after[1] == pids[1]
+
+
+def test_an_interrupt_that_a_destructor_drops_is_not_printed(tmp_path: Path) -> None:
+    """The iterator of a `DataLoader` waits in its destructor for its workers."""
+    code = """
+import time
+from nn_parallel import RankError, current_world
+
+class Iterator:
+    def __del__(self):
+        time.sleep(60)
+
+def train():
+    if current_world().rank == 1:
+        raise ValueError
+    Iterator()
+    time.sleep(60)
+
+with ParallelExecutor(num_workers=2, devices="cpu") as ex:
+    pids = ex.run(os.getpid)
+    try:
+        ex.run(train)
+    except RankError as error:
+        print(list(error.failures))
+    print(ex.run(os.getpid) == pids)
+"""
+    assert run_script(code, tmp_path) == ["[1]", "True"]
 
 
 def test_cancelled_tasks_leave_the_workers_as_they_were(executor2: ParallelExecutor) -> None:
