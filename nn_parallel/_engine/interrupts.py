@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import functools
 import logging  # noqa: F401  # registers its functions for forks before this module does; see `_begin_fork`
 import operator
 import os
@@ -353,6 +354,7 @@ def keep_handler() -> None:
     signal.signal(signal.SIGURG, _raise_in_the_outermost)
 
 
+@functools.cache  # because only the first call in a process must wrap the hook
 def print_no_interrupts() -> None:
     """Do not print that Python has dropped an `Interrupted`, for instance in ``__del__``.
 
