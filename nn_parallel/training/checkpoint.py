@@ -134,8 +134,8 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
     others. The number of ranks, the wrappers and the sharding may be different from those at the time of saving.
 
     If the number of ranks is the same, the random numbers of each rank continue where they were when the checkpoint was
-    saved. They are not restored if all targets are models, or if there are no targets, because a new training usually
-    begins in these cases.
+    saved. They are not restored if there are only models among the targets, because loading only models usually begins
+    a new training. Without any targets, they are restored.
 
     Args:
         path: the file. Code in the file, or in the shards beside it, is not executed.
@@ -184,7 +184,7 @@ def load_checkpoint(path: str | os.PathLike[str], **targets: Any) -> dict[str, A
         problem = _problem_of(read) or _problem_of(load_all)
     if problem is not None:  # raised after the block, because an error in a block closes the process group
         raise ValueError(f"{path} does not fit: {problem}") from problem.__cause__
-    if all(isinstance(target, nn.Module) for target in targets.values()):
+    if targets and all(isinstance(target, nn.Module) for target in targets.values()):
         return rest
     if len(random_states) == world.world_size:
         _set_random_state(random_states[world.rank])
