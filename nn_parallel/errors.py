@@ -75,16 +75,15 @@ class RankError(ExceptionGroup[Exception], ParallelError):
         return RankError(self.message, kept)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickle drops the ``__cause__`` of each exception. The tracebacks of other processes must not be lost.
+        # Pickle drops the ``__cause__`` of each exception. Therefore the state holds each `RemoteTraceback` separately.
         causes = {rank: failure.__cause__ for rank, failure in self.failures.items()}
         remote = {rank: cause for rank, cause in causes.items() if isinstance(cause, RemoteTraceback)}
-        return type(self), (self.message, self.failures), (self.__dict__, remote)
+        return type(self), (self.message, self.failures), self.__dict__ | {"_causes": remote}
 
-    def __setstate__(self, state: tuple[dict[str, Any], dict[int, RemoteTraceback]]) -> None:  # type: ignore[override]
-        attributes, causes = state
-        self.__dict__.update(attributes)
-        for rank, cause in causes.items():
-            vars(BaseException)["__cause__"].__set__(self.failures[rank], cause)  # the class may forbid assignments
+    def __setstate__(self, state: dict[str, Any]) -> None:  # type: ignore[override]  # pickle passes a dict
+        self.__dict__.update(state)
+        for rank, cause in self.__dict__.pop("_causes", {}).items():
+            vars(BaseException)["__cause__"].__set__(self.failures[rank], cause)  # a frozen dataclass forbids `=`
 
 
 class WorkerDiedError(ParallelError):
@@ -166,6 +165,10 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f"raised by {self.args[0]}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without `tb`, so that the receiver can add the source lines of its notebook; see `_with_source`.
+        return type(self), self.args, {"failure": self.failure}
 
 
 def _with_source(tb: str) -> str:

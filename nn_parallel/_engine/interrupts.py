@@ -350,16 +350,17 @@ def keep_handler() -> None:
     A worker calls this function, so that the blocks of its tasks need not check for the handler.
     """
     global _is_handler_kept
+    hide_dropped_interrupts()
     _is_handler_kept = True
     signal.signal(signal.SIGURG, _raise_in_the_outermost)
 
 
 @functools.cache  # because only the first call in a process must wrap the hook
-def print_no_interrupts() -> None:
-    """Do not print that Python has dropped an `Interrupted`, for instance in ``__del__``.
+def hide_dropped_interrupts() -> None:
+    """Keep Python from printing an `Interrupted` that was dropped, for instance in ``__del__``.
 
     The message would only confuse users, because another `Interrupted` is raised; see `CancelScope`. For example, the
-    iterator of a `DataLoader` waits for its workers in ``__del__``.
+    iterator of a `DataLoader` waits for its workers in ``__del__``, and the interrupt that ends this wait is dropped.
     """
     former_hook = sys.unraisablehook
 

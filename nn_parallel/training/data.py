@@ -100,8 +100,8 @@ def prepare_dataloader(
             fewer samples than ranks, and batches that your own batch sampler or the dataset makes.
         seed: the seed of the order. If None, the seed is drawn from the generator of ``loader`` if it has one, or else
             from the random numbers of torch, which `seed_everything` and ``torch.manual_seed`` set. The seed of rank 0
-            is used. All later random numbers (initial weights, dropout) are then others than without this function. If
-            the loader draws its samples in the order of the dataset, no seed is drawn.
+            is used. So the initial weights of a model that is made later differ from those without this function. For
+            a `SequentialSampler`, no seed is drawn.
         to_device: if True, the batches are moved to the device of this rank: tensors, also in mappings, sequences,
             dataclasses and namespaces, and every object that has a method ``to``. If the loader has ``pin_memory``, the
             copy goes on while the loop continues.

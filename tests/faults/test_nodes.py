@@ -214,8 +214,7 @@ def test_each_side_is_told(
                 found.setdefault(f"{rank // 2}", [f"ended by {launcher.split()[0]}", time.time() - began, ""])
                 continue
             seen = json.loads((tmp_path / f"{rank}.json").read_text())
-            errors = (tmp_path / f"{rank}.stderr").read_text().replace(f"[rank{rank}]: ", "")
-            text = f"{seen['told']}\n{errors}"
+            text = f"{seen['told']}\n{(tmp_path / f'{rank}.stderr').read_text()}"
             expected = case.first if rank < 2 else case.second
             match = re.search(expected, text, re.DOTALL)
             assert match, (rank, text, printed)

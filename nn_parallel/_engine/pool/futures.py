@@ -23,7 +23,7 @@ class _Owner(NamedTuple):
 
     thread: int  # its id
     lock: threading.Lock  # the inner lock that it acquired
-    since: float  # when it last took the `_Lock`
+    since: float  # when it took the `_Lock`
     times: int  # how often it has taken the `_Lock` without releasing it
 
 
@@ -42,7 +42,9 @@ class _Lock:
     may be in these lines nevertheless, if a signal handler that takes long runs there. When this owner later releases
     the lock, it releases only the old inner lock.
 
-    The lock is reentrant, because `concurrent.futures.wait` takes the locks of finished futures twice.
+    The lock is reentrant, because `concurrent.futures.wait` holds the locks of all futures while it asks the finished
+    ones for their exceptions, which takes their locks again. A thread that has left the lock taken for a second takes
+    it over from itself.
     """
 
     def __init__(self) -> None:
@@ -53,11 +55,12 @@ class _Lock:
     def acquire(self) -> bool:
         """Take the lock. If its owner has not released it in time, take it over from the owner."""
         owner = self._owner
-        if owner is not None and owner.thread == threading.get_ident():
-            self._owner = owner._replace(since=time.monotonic(), times=owner.times + 1)
-            return True
         lock = self._lock
         began = time.monotonic()
+        is_own = owner is not None and owner.thread == threading.get_ident() and owner.lock is lock
+        if owner is not None and is_own and self._time_left_s(lock, began) > 0:
+            self._owner = owner._replace(times=owner.times + 1)
+            return True
         while True:
             if lock.acquire(timeout=max(0.0, self._time_left_s(lock, began))):
                 if lock is self._lock:

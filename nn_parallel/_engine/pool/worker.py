@@ -52,7 +52,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from ...errors import RankError, RemoteError, RemoteTraceback, TransferError
+from ...errors import RankError, RemoteError, TransferError
 from ...world import World
 from .. import background
 from ..by_value.globals import forget, store_object, stored_object
@@ -60,7 +60,7 @@ from ..by_value.reducer import AnswerReducer
 from ..descendants import end_with
 from ..devices import call_on_device, synchronize, synchronize_in_thread
 from ..failures import Failure, qualified_name, set_cause
-from ..interrupts import CancelScope, Interrupted, RLock, keep_handler, print_no_interrupts
+from ..interrupts import CancelScope, Interrupted, RLock, keep_handler
 from ..pickling import Packed, dump_atoms, dumps, loads
 from ..ranks.blocks import blocks_of
 from ..ranks.context import RankContext, current_world, join, rank_context
@@ -105,7 +105,6 @@ def work(sock: socket.socket, control: socket.socket) -> int:
         setup: WorkerSetup = payload.load()
         _become_like_the_parent(setup)
         keep_handler()
-        print_no_interrupts()
         take_name(setup.rank)
         worker = TaskRunner(setup.rank, torch.device(setup.device), setup.environ, channel.send)
         channel.send(Answer(STARTED))
@@ -592,10 +591,12 @@ def _pack_exception(error: BaseException, where: str) -> Packed:
     ``where`` describes the rank and device of the task.
     """
     failure = Failure.from_exception(error, where)
-    if isinstance(error, RankError):  # of a block in the task: the pool raises the exceptions of the ranks anew
-        for local in error.exceptions:
-            if not isinstance(local.__cause__, RemoteTraceback):
-                set_cause(local, Failure.from_exception(local, where).as_cause())
+    if isinstance(error, RankError):
+        # A block in the task has failed. Pickle drops the traceback of an exception, so a leaf that was raised in this
+        # process gets its traceback as text.
+        for leaf in error.exceptions:
+            if leaf.__traceback__ is not None:
+                set_cause(leaf, Failure.from_exception(leaf, where).as_cause())
     if isinstance(error, Exception):
         # Pickling and rebuilding ``error`` call methods of its class, which may raise any exception. Then the
         # `RemoteError` below is packed.

@@ -23,7 +23,7 @@ from ...errors import LaunchError
 from ...world import World
 from .. import background
 from ..devices import existing_device, named_device
-from ..interrupts import print_no_interrupts
+from ..interrupts import hide_dropped_interrupts
 from ..tracebacks import hide_own_frames
 from . import times
 from .blocks import block, blocks_of
@@ -56,7 +56,7 @@ def initialize(
     # this rank leaves the world, and only the hook that was installed last can be removed. Therefore the hook of
     # `hide_own_frames`, which stays until the process ends, is installed first.
     hide_own_frames()
-    print_no_interrupts()
+    hide_dropped_interrupts()
     context = rank_context()
     limit = None if timeout_s is None else timedelta(seconds=timeout_s)
     try:

@@ -8,7 +8,6 @@ then loses the connection prints this exception, which is the cause, above its o
 from __future__ import annotations
 
 import contextlib
-import io
 import sys
 from types import TracebackType
 from typing import NamedTuple
@@ -40,16 +39,10 @@ def share_uncaught(context: RankContext) -> None:
 
     def excepthook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         context.ends_by_exception = True
-        if context.is_inherited or context.world_size == 1:
-            former_hook(kind, error, frames)
-            return
-        text = io.StringIO()
-        with contextlib.redirect_stderr(text):
+        if not context.is_inherited:
             with contextlib.suppress(Exception):  # an error of the store must not hide ``error``, which is printed next
                 _publish_or_show_cause(context, error)
-            former_hook(kind, error, frames)
-        sys.stderr.write(_with_prefix(f"[rank{context.rank}]: ", text.getvalue()))
-        sys.stderr.flush()
+        former_hook(kind, error, frames)
 
     def restore() -> None:
         if sys.excepthook is excepthook:
@@ -58,15 +51,6 @@ def share_uncaught(context: RankContext) -> None:
     former_hook = sys.excepthook
     sys.excepthook = excepthook
     context.on_leave.callback(restore)
-
-
-def _with_prefix(prefix: str, text: str) -> str:
-    """Return ``text`` with ``prefix`` before each line, as torch prints exceptions of ranks that have a process group.
-
-    All ranks may fail at the same time and print to the same terminal. So the text must also be written at once.
-    """
-    lines = text.splitlines(keepends=True)
-    return "".join(line if line.startswith((prefix, "\n")) else prefix + line for line in lines)
 
 
 def _publish_or_show_cause(context: RankContext, error: BaseException) -> None:

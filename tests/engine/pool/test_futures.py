@@ -218,3 +218,16 @@ def test_a_thread_may_take_the_lock_of_a_future_twice() -> None:
             pass
         assert lock.locked()
     assert not lock.locked()
+
+
+def test_a_thread_that_has_left_the_lock_taken_takes_it_over_from_itself() -> None:
+    """Ctrl-C may leave the lock taken. The future is completed, however often the same thread looks at it."""
+    future = pool_futures.Future(None)
+    future._condition.acquire()
+    completing = threading.Thread(target=future.complete, args=[5], daemon=True)
+    completing.start()
+    deadline = time.monotonic() + 20
+    while not future.done() and time.monotonic() < deadline:
+        time.sleep(0.1)  # between two looks
+    completing.join(20)
+    assert future.result(0) == 5
