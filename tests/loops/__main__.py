@@ -2,7 +2,7 @@
 
 Each folder holds one loop, written four times: ``single.py`` for one device, ``ddp.py`` with torch's own
 `DistributedDataParallel`, ``ours.py`` with nn_parallel and ``accelerated.py`` with accelerate. What they share is in
-``parts.py``. Each prints lines that begin with ``result``, once and not on every rank: losses and a checksum of the
+``parts.py``, and what all loops share is in ``shared.py``. Each prints lines that begin with ``result``, once and not on every rank: losses and a checksum of the
 parameters, with all digits.
 
 On one rank ``ours.py`` must print what ``single.py`` prints. On three ranks it must print what ``ddp.py`` prints: under
@@ -89,7 +89,10 @@ def _results(folder: Path, command: list[str]) -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=copy, env=environ)
     if done.returncode != 0:
         raise SystemExit(f"{folder.name}: {' '.join(command)}\n{done.stdout}\n{done.stderr}")
-    return re.findall(r"\bresult .*", done.stdout)
+    results = re.findall(r"\bresult .*", done.stdout)
+    if not results:
+        raise SystemExit(f"{folder.name}: {' '.join(command)} has printed no results")
+    return results
 
 
 def _changed(folder: Path, script: str) -> str:

@@ -21,10 +21,10 @@ TAKEN_OVER_AFTER_S = 1.0  # how long a thread may hold a `_Lock` before another 
 class _Owner(NamedTuple):
     """The thread that has taken a `_Lock`."""
 
-    thread: int  # its id
-    lock: threading.Lock  # the inner lock that it acquired
-    since: float  # when it took the `_Lock`
-    times: int  # how often it has taken the `_Lock` without releasing it
+    thread_id: int
+    lock: threading.Lock  # the inner lock that the thread acquired
+    since: float  # when the thread took the `_Lock`
+    depth: int  # how often the thread has taken the `_Lock` without releasing it
 
 
 class _Lock:
@@ -40,7 +40,7 @@ class _Lock:
     But the standard library holds the lock of a future only for a few lines that do not wait. So if the lock is taken
     for a second, the owner has almost certainly been interrupted, and a waiting thread takes the lock over. The owner
     may be in these lines nevertheless, if a signal handler that takes long runs there. When this owner later releases
-    the lock, it releases only the old inner lock.
+    the lock, the new inner lock stays taken.
 
     The lock is reentrant, because `concurrent.futures.wait` holds the locks of all futures while it asks the finished
     ones for their exceptions, which takes their locks again. A thread that has left the lock taken for a second takes
@@ -54,12 +54,11 @@ class _Lock:
 
     def acquire(self) -> bool:
         """Take the lock. If its owner has not released it in time, take it over from the owner."""
-        owner = self._owner
         lock = self._lock
         began = time.monotonic()
-        is_own = owner is not None and owner.thread == threading.get_ident() and owner.lock is lock
-        if owner is not None and is_own and self._time_left_s(lock, began) > 0:
-            self._owner = owner._replace(times=owner.times + 1)
+        own = self._own()
+        if own is not None and own.lock is lock and self._time_left_s(lock, began) > 0:
+            self._owner = own._replace(depth=own.depth + 1)
             return True
         while True:
             if lock.acquire(timeout=max(0.0, self._time_left_s(lock, began))):
@@ -72,7 +71,7 @@ class _Lock:
             if lock is not self._lock:
                 lock = self._lock
                 began = time.monotonic()
-        self._owner = _Owner(threading.get_ident(), lock, since=time.monotonic(), times=1)
+        self._owner = _Owner(threading.get_ident(), lock, since=time.monotonic(), depth=1)
         return True
 
     def _time_left_s(self, lock: threading.Lock, began: float) -> float:
@@ -92,14 +91,14 @@ class _Lock:
 
     def release(self) -> None:
         """Release the lock, if the present thread still has it."""
-        owner = self._owner
-        if owner is None or owner.thread != threading.get_ident():
+        own = self._own()
+        if own is None:
             return
-        if owner.times > 1:
-            self._owner = owner._replace(times=owner.times - 1)
+        if own.depth > 1:
+            self._owner = own._replace(depth=own.depth - 1)
         else:
             self._owner = None
-            owner.lock.release()
+            own.lock.release()
 
     def locked(self) -> bool:
         """Return whether a thread has the lock. Since Python 3.14, `threading.Condition` needs this method."""
@@ -107,8 +106,12 @@ class _Lock:
 
     def _is_owned(self) -> bool:
         """Return whether the present thread has the lock. `threading.Condition` calls this."""
+        return self._own() is not None
+
+    def _own(self) -> _Owner | None:
+        """Return the record of the owner if the owner is the present thread, otherwise None."""
         owner = self._owner
-        return owner is not None and owner.thread == threading.get_ident()
+        return owner if owner is not None and owner.thread_id == threading.get_ident() else None
 
     def __enter__(self) -> bool:
         return self.acquire()

@@ -510,8 +510,8 @@ def test_a_checkpoint_is_read_where_there_is_no_accelerator(device: str, place: 
         assert checkpoint_file._location(storage) is None
 
 
-def test_only_the_state_of_a_training_restores_random_numbers(tmp_path: Path) -> None:
-    """Who loads only models begins another training."""
+def test_random_numbers_are_not_restored_if_only_models_are_loaded(tmp_path: Path) -> None:
+    """Loading only models usually begins a new training."""
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     save_checkpoint(tmp_path / "last.pt", model=model, optimizer=optimizer)

@@ -79,7 +79,7 @@ def main():
 
 
 class Progress:
-    """What `save_state` does not know of."""
+    """The progress of the training, which `save_state` does not save unless it is registered."""
 
     def __init__(self):
         self.epoch, self.best_loss, self.best_epoch = -1, float("inf"), -1

@@ -1,28 +1,12 @@
-"""What the four scripts share: the data, the sampler, the model and its moving average."""
+"""The data, the model and its moving average, which all scripts of this loop use."""
 
 import copy
-import hashlib
 
 import torch
 from torch import nn
-from torch.utils.data import Sampler, TensorDataset
+from torch.utils.data import TensorDataset
 
-
-class EpochShuffle(Sampler):
-    """Draws the permutation that `DistributedSampler` draws for the same seed and epoch."""
-
-    def __init__(self, length, seed=0):
-        self.length, self.seed, self.epoch = length, seed, 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return iter(torch.randperm(self.length, generator=generator).tolist())
-
-    def __len__(self):
-        return self.length
+from tests.loops.shared import EpochShuffle, checksum  # noqa: F401
 
 
 def create_dataset(length, seed):
@@ -62,11 +46,3 @@ class ModelEma:
             average.lerp_(parameter, 1 - self.decay)
         for average, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
             average.copy_(buffer)
-
-
-def checksum(model):
-    """The sha256 of the bytes of all parameters."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().numpy().tobytes())
-    return digest.hexdigest()

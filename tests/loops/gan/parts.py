@@ -1,10 +1,10 @@
-"""What the scripts of this folder share: the two networks, the images, the order of the data, and a checksum."""
-
-import hashlib
+"""The two networks and the images, which all scripts of this loop use."""
 
 import torch
 from torch import nn
-from torch.utils.data import Sampler, TensorDataset
+from torch.utils.data import TensorDataset
+
+from tests.loops.shared import EpochShuffle, checksum  # noqa: F401
 
 
 class Generator(nn.Sequential):
@@ -53,27 +53,3 @@ def images(count=500):
     rows, columns = torch.arange(8.0)[:, None], torch.arange(8.0)
     distances = (rows - centers[:, 0]) ** 2 + (columns - centers[:, 1]) ** 2
     return TensorDataset(2 * torch.exp(-distances / 3)[:, None] - 1)
-
-
-class EpochShuffle(Sampler):
-    """Draw the numbers from 0 to n - 1 in another order in each epoch, as `DistributedSampler` does for all ranks."""
-
-    def __init__(self, n, seed):
-        self.n, self.seed, self.epoch = n, seed, 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __len__(self):
-        return self.n
-
-    def __iter__(self):
-        yield from torch.randperm(self.n, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
-
-
-def checksum(*modules):
-    digest = hashlib.sha256()
-    for module in modules:
-        for parameter in module.parameters():
-            digest.update(parameter.detach().cpu().numpy().tobytes())
-    return digest.hexdigest()

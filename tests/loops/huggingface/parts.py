@@ -1,13 +1,14 @@
-"""What the four scripts share: the model, the data, the collate function, the schedule and the metric."""
+"""The model, the data, the collate function, the schedule and the metric, which all scripts of this loop use."""
 
-import hashlib
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
+
+from tests.loops.shared import EpochShuffle, checksum  # noqa: F401
 
 VOCABULARY, MAX_LENGTH, PAD = 40, 16, 0
 
@@ -86,23 +87,6 @@ def collate_with_padding(samples):
     return {"input_ids": input_ids, "attention_mask": (input_ids != PAD).long(), "labels": labels}
 
 
-class EpochShuffle(Sampler):
-    """Another order in each epoch: the one that DistributedSampler draws for all ranks together."""
-
-    def __init__(self, size, seed=0):
-        self.size, self.seed, self.epoch = size, seed, 0
-
-    def __len__(self):
-        return self.size
-
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return iter(torch.randperm(self.size, generator=generator).tolist())
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-
 def grouped_parameters(model, weight_decay):
     """No weight decay for biases and norms."""
     decay, no_decay = [], []
@@ -134,10 +118,3 @@ class Metric:
         true_positives = sum(p == r == 1 for p, r in pairs)
         f1 = 2 * true_positives / max(1, sum(p + r for p, r in pairs))
         return {"accuracy": sum(p == r for p, r in pairs) / len(pairs), "f1": f1, "samples": len(pairs)}
-
-
-def checksum(model):
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().numpy().tobytes())
-    return digest.hexdigest()

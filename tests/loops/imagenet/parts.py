@@ -1,29 +1,12 @@
-"""What the four scripts share: the data, the sampler, the model and the count of correct predictions."""
-
-import hashlib
+"""The data, the model and the count of correct predictions, which all scripts of this loop use."""
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
+
+from tests.loops.shared import EpochShuffle, checksum  # noqa: F401
 
 CLASSES = 10
-
-
-class EpochShuffle(Sampler):
-    """Draws the permutation that `DistributedSampler` draws for the same seed and epoch."""
-
-    def __init__(self, length, seed=0):
-        self.length, self.seed, self.epoch = length, seed, 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return iter(torch.randperm(self.length, generator=generator).tolist())
-
-    def __len__(self):
-        return self.length
 
 
 class SyntheticImages(Dataset):
@@ -72,11 +55,3 @@ def small_resnet(width=16):
 def count_correct(output, target, k):
     """How many targets are among the k classes with the highest output."""
     return (output.topk(k, dim=1).indices == target[:, None]).sum().item()
-
-
-def checksum(model):
-    """The sha256 of the bytes of all parameters."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().numpy().tobytes())
-    return digest.hexdigest()

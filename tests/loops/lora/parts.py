@@ -1,12 +1,13 @@
-"""What the scripts of this folder share: the base model, its adapters, the token data, the schedule, and a checksum."""
+"""The base model, its adapters, the token data and the schedule, which all scripts of this loop use."""
 
-import hashlib
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Sampler, TensorDataset
+from torch.utils.data import TensorDataset
+
+from tests.loops.shared import EpochShuffle, checksum  # noqa: F401
 
 VOCABULARY = 24
 
@@ -107,26 +108,3 @@ def linear_schedule_with_warmup(optimizer, warmup_steps, training_steps):
         return max(0.0, (training_steps - step) / (training_steps - warmup_steps))
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-
-class EpochShuffle(Sampler):
-    """Draw the numbers from 0 to n - 1 in another order in each epoch, as `DistributedSampler` does for all ranks."""
-
-    def __init__(self, n, seed):
-        self.n, self.seed, self.epoch = n, seed, 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __len__(self):
-        return self.n
-
-    def __iter__(self):
-        yield from torch.randperm(self.n, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
-
-
-def checksum(model):
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().numpy().tobytes())
-    return digest.hexdigest()

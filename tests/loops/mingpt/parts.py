@@ -1,13 +1,14 @@
-"""What the four scripts share: a small GPT, a dataset of characters, its sampler and a checksum."""
+"""A small GPT and a dataset of characters, which all scripts of this loop use."""
 
-import hashlib
 import random
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
+
+from tests.loops.shared import EpochShuffle, checksum  # noqa: F401
 
 WORDS = "the a cat dog bird tree sees hears likes small old green and but".split()
 
@@ -33,21 +34,6 @@ class CharDataset(Dataset):
     def __getitem__(self, idx):
         encoded = torch.tensor([self.stoi[char] for char in self.text[idx : idx + self.block_size + 1]])
         return encoded[:-1], encoded[1:]
-
-
-class EpochShuffle(Sampler):
-    def __init__(self, length, seed):
-        self.length, self.seed, self.epoch = length, seed, 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __len__(self):
-        return self.length
-
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        yield from torch.randperm(self.length, generator=generator).tolist()
 
 
 @dataclass
@@ -109,10 +95,3 @@ def create_optimizer(model, config):
         {"params": [p for p in model.parameters() if p not in weights], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))
-
-
-def checksum(model):
-    digest = hashlib.sha256()
-    for p in model.parameters():
-        digest.update(p.detach().cpu().numpy().tobytes())
-    return digest.hexdigest()

@@ -1,12 +1,13 @@
-"""What the four scripts share: a small GPT, synthetic tokens, the learning rate and a checksum."""
+"""A small GPT, synthetic tokens and the learning rate, which all scripts of this loop use."""
 
-import hashlib
 import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from tests.loops.shared import checksum  # noqa: F401
 
 
 @dataclass
@@ -102,10 +103,3 @@ def get_lr(it, learning_rate, min_lr, warmup_iters, lr_decay_iters):
         return min_lr
     decay_ratio = (it - warmup_iters) / (lr_decay_iters - warmup_iters)
     return min_lr + 0.5 * (1.0 + math.cos(math.pi * decay_ratio)) * (learning_rate - min_lr)
-
-
-def checksum(model):
-    digest = hashlib.sha256()
-    for p in model.parameters():
-        digest.update(p.detach().cpu().numpy().tobytes())
-    return digest.hexdigest()
