@@ -15,16 +15,18 @@ the types of the objects in an index that torch writes.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import fcntl
 import os
 import pickle
 import secrets
 import shutil
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -224,3 +226,15 @@ def sync_directory(path: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def _reduce_frame(frame: traceback.FrameSummary) -> tuple[Any, ...]:
+    """Return how a frame of a traceback is pickled: as by default, but without its code object."""
+    rebuild, args, (_, slots), *_ = cast("Any", frame.__reduce_ex__(2))
+    return rebuild, args, (None, {**slots, "_code": None})
+
+
+# Torch sends the traceback of a rank that cannot write to the other ranks. Since Python 3.14 a frame of a traceback has
+# a code object, which cannot be pickled. So torch before 2.13 raises an error about pickling instead of the real one.
+if hasattr(traceback.FrameSummary, "_code"):
+    copyreg.pickle(traceback.FrameSummary, _reduce_frame)

@@ -23,9 +23,13 @@ import nn_parallel
 def package() -> str | None:
     return nn_parallel.__file__
 
+def with_device(x: int, device: object) -> str:
+    return f"{device}{x}"
+
 with nn_parallel.ParallelExecutor(num_workers=1, devices="cpu") as ex:
     found = assert_type(ex.run(package), list[str | None])
-print(package(), *found)
+    devices = list(ex.map(with_device, range(2), chunksize=2))
+print(package(), *found, *devices)
 """
 MYPY = """
 [mypy]
@@ -88,7 +92,7 @@ def _use(python: str, folder: Path, package: Path) -> None:
     (folder / "script.py").write_text(SCRIPT)
     (folder / "mypy.ini").write_text(MYPY)
     init = str(package / "__init__.py")
-    assert _run([python, "script.py"], folder).split() == [init, init]
+    assert _run([python, "script.py"], folder).split() == [init, init, "cpu0", "cpu1"]
     _run([python, "-m", "mypy", "script.py"], folder)
 
 

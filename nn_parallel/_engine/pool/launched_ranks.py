@@ -108,7 +108,8 @@ class LaunchedRanks:
         size = self._context.world_size
         own_items = items[rank::size]
         counted = progress._replace(total=len(own_items)).counted(own_items) if rank == 0 else own_items
-        shares = self._run(functools.partial(_call_each, fn, counted), (), {}, options, progress.name)
+        device = self._context.world.device if options.pass_device else None
+        shares = self._run(functools.partial(_call_each, fn, counted, device), (), {}, options, progress.name)
         return iter([shares[index % size][index // size] for index in range(len(items))])
 
     def put(self, obj: Any) -> Any:
@@ -161,6 +162,6 @@ class LaunchedRanks:
             return all_gather_packed(packed)
 
 
-def _call_each(fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: torch.device | None = None) -> list[R]:
-    """Return the results of ``fn`` for the items of a rank."""
+def _call_each(fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: torch.device | None) -> list[R]:
+    """Return the results of ``fn`` for the items of a rank. See `call_on_device` for ``device``."""
     return [call_on_device(fn, item, {}, device) for item in items]

@@ -110,7 +110,8 @@ class Pool:
             blocks = _growing_blocks(items) if is_plain else ([args] for args in items)
             return progress.counted(self._map(fn, blocks, options, timeout_s, progress.name))
         chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
-        call_chunk = functools.partial(call_each, fn)  # contains no items, so the workers can keep it
+        # The partial contains no items, so the workers can keep it.
+        call_chunk = functools.partial(call_each, fn, options.pass_device)
         results = self._map(call_chunk, ([(chunk,)] for chunk in chunks), options, timeout_s, progress.name)
         return progress.counted(_results_of_chunks(results))
 

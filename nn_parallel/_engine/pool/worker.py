@@ -444,9 +444,11 @@ def in_this_process(call: Callable[..., R], /, *args: Any) -> R:
 
 
 def call_each(
-    fn: Callable[..., R], items: Iterable[tuple[Any, ...]], device: torch.device | None = None
+    fn: Callable[..., R], pass_device: bool, items: Iterable[tuple[Any, ...]]
 ) -> tuple[list[R], tuple[Exception, Failure] | None]:
     """Call ``fn`` for each item of a chunk of a `map`, until a call fails.
+
+    ``pass_device`` says whether ``fn`` gets the device of this process as its parameter ``device``.
 
     Returns:
         The results of the calls that succeeded; and the exception and `Failure` of the call that failed, or None if no
@@ -456,7 +458,7 @@ def call_each(
     own_device = current_world().device
     for item in items:
         try:
-            result = in_this_process(call_on_device, fn, item, {}, device)
+            result = in_this_process(call_on_device, fn, item, {}, own_device if pass_device else None)
             synchronize(own_device)
             results.append(result)
         except Interrupted:
