@@ -167,7 +167,8 @@ class RemoteTraceback(Exception):
         return f"raised by {self.args[0]}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without `tb`, so that the receiver can add the source lines of its notebook; see `_with_source`.
+        # The attribute `tb` is not pickled. The receiver makes `tb` anew from the arguments, and so adds the source
+        # lines of its own notebook; see `_with_source`.
         return type(self), self.args, {"failure": self.failure}
 
 

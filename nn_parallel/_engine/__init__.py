@@ -151,8 +151,9 @@ A failure in a block of two ranks. Rank 1 raises, and rank 0 is in a collective:
 
 1. `LaunchedRanks.__enter__` (launched_ranks) has entered `Blocks.block` (blocks) on each rank. On rank 1 the exception
    comes out of the user's code into `Blocks.block`, and there into `_on_all_ranks`.
-   `_leave_block` describes the exception as plain data (failures), and `_end_generation` writes it into the store, to
-   the keys ``arrived/G`` and ``ended/G`` (store, records). G is the number of the generation.
+   `_leave_block` describes the exception as plain data (failures), and `_end_generation` writes this description into
+   the store, to the key ``ended/G`` (store, records). G is the number of the generation. Before that it adds `END_MARK`
+   to the count of arrivals in ``arrived/G``, so that no further barrier of this generation can become complete.
 2. The watchdog thread of rank 0 finds ``ended/G`` (`Watchdog._has_ended`). `_free` calls `_end_body`, which
    interrupts the main thread (interrupts) and ends the connections of gloo, or aborts NCCL (`Group.abort`).
 3. The main thread of rank 0 comes to `_on_all_ranks` as well, because `Interrupted` was raised, or because its

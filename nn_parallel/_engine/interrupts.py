@@ -71,12 +71,13 @@ class CancelScope:
 
     The exception may be dropped, and then the block would never end. If the exception is raised in ``__del__``, in the
     callback of a weak reference or in the garbage collector, Python prints it and goes on. User code drops it with
-    ``except BaseException: pass``. These places cannot all be known in advance. So the signal is sent again and again,
-    and its handler raises another exception if the last one was dropped.
+    ``except BaseException: pass``. These places cannot all be known in advance. So the thread that interrupts the block
+    sends SIGURG again and again, and the handler of SIGURG raises another exception if the last one was dropped.
 
-    The handler checks this as follows. While the last exception is on its way out of the block, the handler can run
-    only in ``finally`` and ``except`` clauses and the like. Python is then handling the last exception, or an exception
-    that has the last one in its chain of ``__context__``. If Python handles neither, the last exception was dropped.
+    The handler finds out as follows whether the last exception was dropped. While the last exception is on its way out
+    of the block, the handler can run only in ``finally`` and ``except`` clauses and the like. Python is then handling
+    the last exception, or an exception that has the last one in its chain of ``__context__``. If Python handles
+    neither, the last exception was dropped.
     """
 
     def __init__(self) -> None:
@@ -155,8 +156,8 @@ class CancelScope:
 def raise_in_main_thread(error: Exception) -> None:
     """Raise ``error`` in the main thread once, even outside of all blocks. Any thread may call this function.
 
-    The main thread must have called `stay_ready`. After this function, call `raise_if_due` until it returns false,
-    because the handler may have raised nothing.
+    The main thread must have called `stay_ready`. The first signal may have no effect, for example because the main
+    thread is just entering a block. So afterwards call `raise_if_due` again and again, until it returns False.
     """
     global _due
     _due = error
@@ -372,7 +373,9 @@ def hide_dropped_interrupts() -> None:
 
 
 def stay_ready(until: contextlib.ExitStack) -> bool:
-    """Install the handler of SIGURG, for `raise_in_main_thread`, until the stack ``until`` is closed.
+    """Install the handler of SIGURG, so that other threads can call `raise_in_main_thread`.
+
+    When the `ExitStack` ``until`` is closed, it restores the former handler.
 
     Returns:
         False if this is not the main thread, because only the main thread may install handlers of signals.
@@ -397,9 +400,10 @@ def _begin_fork() -> None:
     If such a function raises, Python prints the exception and goes on. For example, a function of `logging` releases a
     lock after the fork. If this function were interrupted, `logging` would hold the lock for ever.
 
-    Before a fork, Python calls the registered functions in reverse order, and after the fork in order. So the functions
-    that were registered before `_begin_fork` run between `_begin_fork` and `_end_fork`, and are protected. To protect
-    the functions of `logging`, this module imports `logging` before it registers its own functions.
+    Functions that were registered earlier than `_begin_fork` and `_end_fork` are protected. Before a fork, Python calls
+    the registered functions in reverse order, so they run after `_begin_fork`. After the fork, Python calls them in
+    order, so they run before `_end_fork`. To protect the functions of `logging`, this module imports `logging` before
+    it registers its own functions.
     """
     global _is_forking
     _is_forking = True

@@ -258,8 +258,9 @@ class _Unpickler(pickle.Unpickler):
         these names, return a function that rebuilds the storage for this unpickler.
         """
         obj = super().find_class(module, name)
-        # A returned function must not refer to the unpickler. The memo of the unpickler refers to the function, so with
-        # this reference cycle everything that was unpickled would live until the garbage collector runs.
+        # A returned function must not refer to the unpickler. The memo of the unpickler refers to the function, so the
+        # two would form a reference cycle, and everything that was unpickled would live until the garbage collector
+        # runs.
         device = self._device
         shared = self._shared
         parts = self._parts
@@ -405,24 +406,25 @@ def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.s
 
 
 def _small_storage(buffer: Buffer, on_accelerator: bool) -> Any:
-    """Represent, in a pickle, the function that rebuilds a storage from memory in the pickle.
+    """Stand for the function that rebuilds a storage from memory in the pickle.
 
-    This function is a placeholder and is never called. The pickle refers to it by name. When the pickle is read,
-    `_Unpickler.find_class` returns another function for this name, which also knows the device for the storage.
+    A pickle contains the name of this placeholder, but the placeholder is never called. When the pickle is read,
+    `_Unpickler.find_class` returns another function for this name: a function that also knows the device of the new
+    storage.
     """
 
 
 def _large_storage(number: int, on_accelerator: bool) -> Any:
-    """Represent, in a pickle, the function that rebuilds a storage from memory beside the pickle.
+    """Stand for the function that rebuilds a storage from memory that is sent beside the pickle.
 
-    This function is a placeholder, as `_small_storage` is.
+    The placeholder is never called; see `_small_storage`.
     """
 
 
 def _shared_storage(index: int, size: int) -> Any:
-    """Represent, in a pickle, the function that makes a storage from shared memory.
+    """Stand for the function that makes a storage from memory that the two processes share.
 
-    This function is a placeholder, as `_small_storage` is.
+    The placeholder is never called; see `_small_storage`.
     """
 
 
@@ -434,9 +436,10 @@ def _last(memory: memoryview, size: int) -> memoryview:
 def _rebuild_storage(
     buffers: Iterable[tuple[int, Buffer]], on_accelerator: bool = False, device: torch.device | None = None
 ) -> _Parts:
-    """Return the parts of a storage, each with the position at which it begins.
+    """Make the parts of a storage from buffers, each with the position at which the part begins in the storage.
 
-    On the CPU a part is the buffer itself, which it keeps alive. For an accelerator, the buffer is copied.
+    A part on the CPU uses the memory of its buffer, without a copy, and keeps the buffer alive. For a part on an
+    accelerator, the memory is copied to the accelerator.
     """
     target = device if on_accelerator and device is not None else torch.device("cpu")
     parts: _Parts = []

@@ -73,7 +73,8 @@ class Spin:
     def until(self, look: Callable[[], T]) -> T:
         """Call ``look`` until its result is true, but for at most `SPIN_S` seconds, and return the last result.
 
-        ``look`` must be fast. When the core must not be offered, ``look`` is called one last time.
+        ``look`` must be fast. The wait ends earlier, after one last call of ``look``, if too much time was lost
+        recently, so that the core must not be offered (see the docstring of the class).
         """
         end = time.monotonic() + SPIN_S
         while self.offer_core():

@@ -93,11 +93,11 @@ def hide_own_frames() -> None:
 
 
 def _own_errors(error: BaseException) -> list[BaseException]:
-    """Return the exceptions from whose tracebacks `hide_own_frames` removes the frames of this package.
+    """Return the exceptions that `hide_own_frames` shows without the frames of this package.
 
-    They are searched in ``error``, in its causes and contexts, and in exception groups among these. Each error of this
-    package is returned. If a group is an error of this package, as `RankError` is, all exceptions in the group are
-    returned, even those of other types.
+    The search covers ``error``, its causes and contexts, and the members of all exception groups among these. Each
+    error of this package is returned. If a group is an error of this package, as `RankError` is, all exceptions in the
+    group are returned, even those of other types.
     """
     errors = list[BaseException]()
     seen = set[int]()

@@ -17,9 +17,8 @@ An augmented stream may hold random integers as well, such as the index of a ran
 differ between the ranks although the order is the same. So the samples are treated as a table: each sample is a row,
 and its first integer or string is in the first column, the second one in the second column, and so on. Each column has
 a checksum of its own. The order counts as different only if the checksums of the two ranks differ in every compared
-column. If no value comes twice in some columns, as in a column of indices, only those columns are compared, because
-they identify the samples. If there are no such columns, all columns are compared in which the samples do not all hold
-the same value.
+column. A column in which all values are different, such as a column of indices, identifies the samples. If there are
+such columns, only they are compared. Otherwise all columns are compared, except those in which all values are equal.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from .._engine.torch_private import tree_leaves
 from ..errors import ParallelError
 
 SAMPLES = 16  # the number of samples that are compared in each iteration
-PLACES = 8  # of each sample, only this many integers and strings are compared, so this is the number of columns
+PLACES = 8  # of each sample, only this many integers and strings are compared, one in each column of `Checksums`
 SLOTS = 64  # all loaders share this many keys of the store, so that many loaders do not fill the store
 LEADING = 256  # at most this many elements of a tensor, or bytes of an array, are compared
 
@@ -59,11 +58,12 @@ class Checksums(NamedTuple):
     in the second column, and so on. For each of the first `PLACES` columns, there is an entry in `of_keys` and one in
     `of_others`:
 
-    - If no value comes twice in the column, as with indices, the checksum of the column is in `of_keys`. Such a column
-      identifies the samples, so other columns are compared only if there is no such column.
-    - If some values come several times, as with labels, the checksum of the column is in `of_others`.
+    - If all values in the column are different, as with indices, the checksum of the column is in `of_keys`. Such a
+      column identifies the samples, so other columns are compared only if there is no such column.
+    - If some, but not all, values are equal, as with labels, the checksum of the column is in `of_others`.
+    - If the column is empty, or has the same value in all rows, it has no checksum.
 
-    All other entries are 0. So a column that is empty, or that has the same value in all rows, has 0 in both lists.
+    All entries without a checksum are 0.
     """
 
     samples: int = 0  # the number of samples; 0 if nothing has been drawn yet
@@ -160,7 +160,7 @@ def check_alike(loader: LoaderId | None, name: str, draws: Draws) -> None:
 
 
 def _difference(mine: Draws, other: Draws) -> str:
-    """Say in words how the samples that two ranks have drawn differ.
+    """Say in words how the samples of two ranks differ.
 
     Returns:
         A clause for an error message; an empty string if the samples are alike or cannot be compared.
@@ -192,4 +192,6 @@ def _identifying_parts(sample: Any) -> Iterator[Any]:
             yield tuple(leaf.shape), *leaf.flatten()[:LEADING].tolist()
 
 
-_count = itertools.count()  # counts the new loaders, so that `new_loader_id` uses the keys of the store in turn
+# Counts the new loaders. `new_loader_id` gives each loader the next of the `SLOTS` keys of the store, and after the
+# last key the first one again.
+_count = itertools.count()

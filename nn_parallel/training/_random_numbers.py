@@ -42,9 +42,9 @@ def seed_random_numbers(seed: int) -> None:
 class OwnRandomNumbers:
     """A sequence of random numbers for a part of the program, separate from the random numbers of the rest.
 
-    Everything that draws random numbers inside the block `used` draws from this sequence. The sequence begins with a
-    seed, and each block continues where the last one ended. After a block, the random numbers of the program go on as
-    if nothing had been drawn.
+    The method `used` makes a block, in which everything that draws random numbers draws from this sequence. The
+    sequence begins with a seed, and each block continues where the last one ended. After a block, the random numbers of
+    the program go on as if nothing had been drawn.
 
     Example::
 
@@ -54,10 +54,14 @@ class OwnRandomNumbers:
     """
 
     def __init__(self, seed: int, generators: Sequence[torch.Generator] = ()) -> None:
-        """Begin with ``seed``. Inside the blocks, ``generators`` draw from sequences that begin with this seed too."""
+        """Begin the sequence with ``seed``.
+
+        Inside the blocks that `used` makes, ``generators`` draw from sequences of their own, which also begin with
+        ``seed``.
+        """
         self._seed = seed
         self._generators = generators
-        # The random states at the end of the last block `used`; None before the first block.
+        # The random states at the end of the last block that `used` has made; None before the first block.
         self._states: tuple[Any, ...] | None = None
 
     @contextlib.contextmanager

@@ -4,9 +4,10 @@ No rank holds a whole sharded tensor, so rank 0 cannot write it into the file of
 writes its shard with torch.distributed.checkpoint into a folder beside the file. The file holds a *placeholder* for the
 tensor: a tensor of the same shape on the device ``meta``, which has no values.
 
-Each checkpoint has a folder of its own below ``last.pt.shards``, and its file names this folder. So the old file and
-the old shards stay together until the new file has replaced the old one. Then folders to which no file refers are
-removed. No file refers yet to a folder that is being written, so a lock keeps other processes from removing it.
+Each checkpoint has a folder of its own below ``last.pt.shards``, and the file of the checkpoint contains the name of
+this folder. So the old file and the old shards stay together until the new file has replaced the old one. Then folders
+to which no file refers are removed. No file refers yet to a folder that is being written, so a lock keeps other
+processes from removing the folder.
 
 The index of such a folder is a pickle, which could run code when it is loaded. Therefore `DataUnpickler` allows only
 the types of the objects in an index that torch writes.
@@ -146,7 +147,9 @@ def write_shards(shards: Shards, folder: Path, group: dist.ProcessGroup | None =
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     writer = checkpoint.FileSystemWriter(folder)
-    if shards.are_copies:  # by default torch would use a stream of the first GPU, but this rank may use another GPU
+    if shards.are_copies:
+        # The tensors are on the CPU already. With 0, torch needs no CUDA stream. By default it would use a stream of
+        # the first GPU in a thread in the background, but this rank may use another GPU.
         writer.per_thread_copy_ahead = 0
     try:
         checkpoint.save(shards.tensors, storage_writer=writer, process_group=group)

@@ -220,7 +220,7 @@ class RankSampler(Epochs, Sampler[Any]):
 
         Args:
             source: the sampler or batch sampler that this sampler wraps.
-            rank: the rank whose share this is.
+            rank: the rank that takes the share.
             world_size: the number of ranks.
             seed: the seed for the order of the samples.
             pad: see `Share`.
@@ -284,7 +284,7 @@ class RankSampler(Epochs, Sampler[Any]):
         self._seed = state["seed"]
 
     def batches(self) -> Iterator[list[Any]]:
-        """Yield lists of samples, one list for each round. A list holds the samples of the round that this rank gets.
+        """Yield one list for each round: this rank's samples of the round.
 
         A round consists of the samples of one batch for each rank; see `Share.batches`.
         """
@@ -411,7 +411,7 @@ class Stream(Epochs, IterableDataset[Any]):
 
         Args:
             source: the dataset to wrap.
-            rank: the rank whose share this is.
+            rank: the rank that takes the share.
             world_size: the number of ranks.
             seed: the seed of the random numbers with which ``source`` draws.
             pad: see `Share`.

@@ -148,7 +148,7 @@ def _under_own_names(state: Mapping[str, Any], model: nn.Module, own: Mapping[st
     # only in this name, as ``weight`` and ``module.weight`` do. Then the keys stay as they are.
     is_ambiguous = len(set(map(_bare, own))) < len(own) or len(set(map(_bare, state))) < len(state)
     if not is_ambiguous and not state.keys() <= own.keys():
-        # Without the names of wrappers, a wrapper and the module in it have the same path. `named_modules` yields the
+        # If wrapper names are left out, a wrapper and the module in it have the same path. `named_modules` yields the
         # module after its wrapper, so ``path_of`` keeps the path of the module, and not the path of the wrapper.
         path_of = {_bare(path): path for path, _ in model.named_modules()}
         renamed = OrderedDict((key if key in own else _own_name(key, path_of), value) for key, value in state.items())

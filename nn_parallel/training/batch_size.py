@@ -16,7 +16,7 @@ from .._engine.ranks.records import call_name
 from ..ddp import initialize_ddp
 from ..errors import RankError
 
-# A RuntimeError whose message contains one of these says that there is no more memory. Torch raises its own
+# A RuntimeError reports a lack of memory if its message contains one of these texts. Torch raises its own
 # OutOfMemoryError only for accelerators, and not for the memory that libraries such as cuDNN allocate on them.
 MARKS = ("can't allocate memory", "not enough memory", "ALLOC_FAILED", "out of memory", "nable to find an engine")
 logger = logging.getLogger("nn_parallel")

@@ -99,9 +99,9 @@ def prepare_dataloader(
             one rank may have a batch more than another: samples that cannot be collated (images of different sizes),
             fewer samples than ranks, and batches that your own batch sampler or the dataset makes.
         seed: the seed of the order. If None, the seed is drawn from the generator of ``loader`` if it has one, or else
-            from the random numbers of torch, which `seed_everything` and ``torch.manual_seed`` set. The seed of rank 0
-            is used. So the initial weights of a model that is made later differ from those without this function. For
-            a `SequentialSampler`, no seed is drawn.
+            from the random numbers of torch, which `seed_everything` and ``torch.manual_seed`` set. In the second case,
+            a model that is made later gets other initial weights than without this function. All ranks use the seed of
+            rank 0. For a `SequentialSampler`, no seed is drawn.
         to_device: if True, the batches are moved to the device of this rank: tensors, also in mappings, sequences,
             dataclasses and namespaces, and every object that has a method ``to``. If the loader has ``pin_memory``, the
             copy goes on while the loop continues.
@@ -258,7 +258,8 @@ def _seed_of(source: Any) -> int:
     if type(source) is SequentialSampler:
         return 0
     generator = generator_of(source) or torch.default_generator
-    return int(torch.randint(2**62, (), generator=generator))  # the number of the epoch will be added
+    # The limit is not 2**63, so that the sum of the seed and the number of an epoch also fits into 64 bits.
+    return int(torch.randint(2**62, (), generator=generator))
 
 
 def _prepared(
@@ -284,10 +285,10 @@ def _prepared(
     prepared: Any = copy.copy(loader)
     # `DataLoader.__setattr__` refuses some attributes after the loader has been made, so this method is bypassed.
     object.__setattr__(prepared, "__class__", _prepared_class(type(loader)))
-    # The copy must not use the iterators of ``loader``, so these attributes become None.
+    # The copy must not use the iterators of ``loader``, so the attributes that hold iterators become None.
     vars(prepared).update(dict.fromkeys([*_iterators_in(loader), "_iterator"]))
-    # In each iteration, torch draws a seed for the loader's workers from this generator. Each rank needs other seeds,
-    # because otherwise the workers of all ranks would, for instance, augment images with the same random numbers.
+    # In each iteration, torch draws a seed for the loader's workers from ``loader.generator``. Each rank needs other
+    # seeds. Otherwise the workers of all ranks would, for instance, augment images with the same random numbers.
     if loader.generator is not None and world.world_size > 1:
         replaced["generator"] = torch.Generator().manual_seed(loader.generator.initial_seed() + world.rank)
     vars(prepared).update(
@@ -311,8 +312,8 @@ class PreparedLoader(DataLoader[T]):
     _loader_id: LoaderId | None
     _device: torch.device | None
     _replaced: dict[str, Any]
-    # True if the user's loader belongs to a subclass of `DataLoader` with an ``__iter__`` that reads an iterator that
-    # never ends (see `_batch_sampler`). Then the prepared loader uses ``__iter__`` and ``__len__`` of `DataLoader`.
+    # True if the class of the user's loader has an ``__iter__`` of its own, which reads an endless iterator (see
+    # `_batch_sampler`). If so, the prepared loader uses ``__iter__`` and ``__len__`` of `DataLoader` instead.
     _is_plain: bool
 
     def __iter__(self) -> Any:  # `Any`, because `DataLoader` declares a private class as the return type

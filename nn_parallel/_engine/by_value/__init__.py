@@ -37,8 +37,9 @@ The three modules:
   the same key for the same object, so a result can refer to an object of the script by the key.
 - `packer` is the sending side. It keeps a record of each definition that it has sent: the parts of the definition, the
   other definitions that it refers to, and the globals that its code reads, which are found in the bytecode
-  (`reducer.names_in`). The record is current as long as all parts are the same objects. Changes inside a part are not
-  seen, with two exceptions: functions, and the elements of the lists, dicts and sets of a class.
+  (`reducer.names_in`). The record is current as long as all parts are the same objects. A change inside a part is
+  noticed only if the part is a function, or a list, dict or set in a class. For example, a new element of a list in a
+  class is noticed, but a new attribute of another object in the class is not.
 - `globals` is the receiving side. A *namespace* is a dict of globals of the script. Each namespace has a key too, so
   functions that share their globals in the script share them in a worker. A class or function that arrives again
   changes the existing object. The *binding* of a global is the assignment of an object to its name. Each binding has a

@@ -4,9 +4,9 @@ In a worker the other process is the script, which sends calls. In the script th
 sends results.
 
 A *definition* (a class, a function with a name) has a key that is the same in every process. A call lists the
-definitions that it needs, each in a certain *version*, whose pickle has arrived before the call. `prepare` creates the
-definitions that this process lacks, and changes a definition if this process has another version of the definition.
-`find_definition` returns a definition by its key.
+definitions that it needs, each in a certain *version*. The pickles of these versions have arrived before the call.
+`prepare` creates the definitions that this process lacks, and changes a definition if this process has another version
+of the definition. `find_definition` returns a definition by its key.
 
 A *namespace* is one dict of globals. It has a key too, so functions that share their globals in the sending process
 share them in this process. `bind` sets a global in a namespace.
@@ -113,7 +113,7 @@ class Keys:
 
 
 class Namespace:
-    """A dict of globals, with the bindings of these globals that were sent and received.
+    """A dict of globals, and a record of the values that this process has sent and received for these globals.
 
     In a receiving process the dict belongs to a module, so that `pickle` and `typing.get_type_hints` find the same
     names in this module as in the module of the sending process.
@@ -195,8 +195,8 @@ class CachedFunction:
 
         Args:
             environment: the number of the script's environment; see `adopt_environment`.
-            preparation: the pickled arguments of `prepare`, which brings the definitions and globals that the function
-                needs up to date.
+            preparation: the pickled arguments of `prepare`, which updates the definitions and globals that the function
+                needs.
             function: the pickled function.
         """
         self._environment = environment
@@ -206,7 +206,7 @@ class CachedFunction:
         self._function: Callable[..., Any] | None = None
 
     def function(self) -> Callable[..., Any]:
-        """Bring all definitions and globals to which the function refers up to date, and return the function."""
+        """Update all definitions and globals to which the function refers, and return the function."""
         adopt_environment(self._environment)
         self._preparation = self._preparation or loads(self._pickled_preparation, ())
         prepare(*self._preparation)
@@ -241,8 +241,8 @@ def stored_object(number: int) -> Any:
 def adopt_environment(number: int) -> None:
     """Apply the script's environment variables, working directory and import path to this process.
 
-    ``number`` is the number of the stored object that contains them. As long as the script has not changed them since
-    the pool was made, ``number`` is 0, and nothing is stored or applied: the worker has started with the same ones.
+    ``number`` is the number of the stored object that contains all three. If the script has not changed any of them
+    since the pool was made, ``number`` is 0 and nothing is applied, because the worker has started in this environment.
     """
     global _environment
     if number != _environment:
@@ -310,7 +310,7 @@ def _bind_definition(needed: Needed, made: Any) -> None:
 def is_known_to_sender(key: str | None) -> bool:
     """Return whether the definition with this key has come from the process that sends the calls.
 
-    If so, a result contains only the key, with which that process finds its own definition.
+    If so, a result contains only the key of the definition. The process that sent the definition finds it by this key.
     """
     return key in _versions
 
@@ -426,7 +426,7 @@ def make_class(key: str, metaclass: type, name: str, bases: tuple[type, ...], bo
 
 
 def set_attributes(cls: type, attributes: dict[str, Any]) -> None:
-    """Set attributes of a class without calling a ``__setattr__`` of its metaclass, which may refuse to set them."""
+    """Set attributes of a class. A ``__setattr__`` of the metaclass may refuse to set them, so it is not called."""
     if not keys.originates_here(cls):
         set_natively = _native(type(cls), "__setattr__")
         for name, value in attributes.items():
@@ -434,9 +434,12 @@ def set_attributes(cls: type, attributes: dict[str, Any]) -> None:
 
 
 def complete_class(cls: type, state: tuple[Any, Sequence[str], Sequence[type]]) -> None:
-    """Delete the attributes that the script's class no longer has, and register the virtual subclasses of a class.
+    """Complete ``cls``, which is the copy of a class of the process that has sent the pickle.
 
-    The first item of ``state`` needs no work here: unpickling it has already set the attributes of the class. The other
+    Attributes that the original class no longer has are deleted from the copy. The virtual subclasses of the original
+    become virtual subclasses of the copy (`abc.ABCMeta.register`).
+
+    The first item of ``state`` needs no work here: unpickling it has already set the attributes of the copy. The other
     items are the names of all attributes, and the virtual subclasses, which only an abstract class has.
     """
     if keys.originates_here(cls):
@@ -607,8 +610,8 @@ def imported_sentinel(module: str, name: str, kind: type | None) -> Any:
     """Return a sentinel (an object without state) that is a global of a module that each process imports.
 
     ``kind`` is the class of the sentinel, or None if workers cannot import the class. In this process the global may
-    contain no object of the class ``kind``, for example if code outside of the module has assigned the sentinel to the
-    global, but only in the sending process. The function then returns a new object of the class ``kind``.
+    have another value. For example, the script may have assigned the sentinel to the global of the module, and a worker
+    does not run the script. If the value is no object of the class ``kind``, a new object of this class is returned.
     """
     sentinel = getattr(importlib.import_module(module), name, None)
     return sentinel if kind is None or type(sentinel) is kind else object.__new__(kind)
@@ -630,10 +633,11 @@ def bind(namespace: Namespace, name: str, number: int, value: Any) -> None:
     if last_number == number and variables.get(name, Missing) is not last_value:
         return
     if last_number is None and name in variables and not name.startswith("__"):
-        # A task has bound the name through `globals()` or `setattr`, so the task's value stays. In later calls, the
-        # test above keeps the value in the dict if it is not the object in ``namespace.received``. So a new object is
-        # put there, from which every value in the dict differs. (This branch is not reached if a function binds the
-        # name with a ``global`` statement: the script sends a binding of the name with such a function.)
+        # A task has bound the name through `globals()` or `setattr`, so the task's value stays. It must also stay in
+        # later calls with the same number. The test above then compares the present value with the value recorded in
+        # ``namespace.received``, and keeps the present value if they differ. So a new object is recorded, because no
+        # global has this object as its value. (This branch is not reached if a function binds the name with a
+        # ``global`` statement: the script sends a binding of the name with such a function.)
         value = object()
     elif value is Missing:
         variables.pop(name, None)
@@ -647,7 +651,7 @@ namespaces = weakref.WeakValueDictionary[int, Namespace]()  # maps the `id` of a
 stored: dict[int, Stored] = {}  # maps the number of a handle to its object
 # Keeps the received namespaces alive, because functions refer only to the dicts of namespaces.
 _received_namespaces: list[Namespace] = []
-# Maps the key of a received definition to the version that this process has, as the number in `Needed.version`.
+# Maps the key of a received definition to the number of the version that this process has; see `Needed.version`.
 _versions: dict[str, int] = {}
 _awaited: dict[str, Needed] = {}  # maps keys to definitions that must be unpickled for the present call
 _values_of_aliases: dict[str, Any] = {}  # maps the key of a type alias to its value

@@ -61,7 +61,7 @@ class Handle:
         self.payload = payload
         self._kind = kind
         self.owner = owner
-        # The definitions and globals to which the object refers. Each call with this handle brings them up to date.
+        # The definitions and globals to which the object refers. Each call with this handle updates them in the worker.
         self.definitions: Sequence[Any] = ()
         self.globals: Sequence[GlobalName] = ()
         # Maps the `id` of each `torch.nn.Parameter` in the object to a reference to this parameter. If a call contains
@@ -346,7 +346,7 @@ class _SentFunction:
         self._values = list(values.values())
 
     def is_current(self, fn: Any, environment: Handle | None) -> bool:
-        """Return whether workers can run the function that they keep when the script calls ``fn``.
+        """Return whether a call of ``fn`` by the script can run the copy of the function that the workers keep.
 
         Three conditions must hold. First, ``fn`` is the function that was packed, or a lambda or inner function with
         the same code, defaults, closure variables and attributes as the packed function. Second, all names to which the
@@ -465,7 +465,8 @@ class Packer:
 
     def close(self) -> None:
         """Drop all records, because the pool has ended."""
-        # Replaced, because the function that the constructor got refers to the supervisor, and would keep it alive.
+        # The function that the constructor got refers to the supervisor. The packer drops this function, because
+        # otherwise the supervisor would stay alive as long as the packer.
         self._on_forgotten = lambda number: None
         self._functions.clear()
         self._environment = None
@@ -719,6 +720,6 @@ _NOT_KEPT = "not kept, because it refers to data"
 # from this iterator.
 _MISSING = itertools.repeat(Missing)
 _numbers = itertools.count(1)  # for handles and bindings
-# If an attribute of a class is such a container, `_parts` includes the elements of the container, so that the class is
-# sent again after an element was replaced, added or removed.
+# If a container of one of these types is an attribute of a class, `_parts` includes the elements of the container. So
+# the class is sent again after an element was replaced, added or removed.
 _CONTAINERS = (dict, list, set, deque)

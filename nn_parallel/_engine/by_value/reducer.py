@@ -460,9 +460,9 @@ def _library_of(method: Any) -> str | None:
 class Reducer(Pickler):
     """The pickler that sends each object by name, by key or by value; see the docstring of this module.
 
-    A subclass decides how the pickle refers to a definition. It also decides into which pickle the globals go that
-    functions read: the same pickle, or one that precedes it. `AnswerReducer` pickles results. The two subclasses in
-    `packer` pickle calls and definitions.
+    A subclass decides how the pickle refers to a definition. If a function reads globals, the subclass also decides
+    whether their values are sent, and in which pickle: the one with the function, or one that precedes it.
+    `AnswerReducer` pickles results. The two subclasses in `packer` pickle calls and definitions.
     """
 
     # Whether the pickle goes from the script to a worker. If so, the worker may put a module of the script into its
@@ -567,8 +567,8 @@ class Reducer(Pickler):
             return NotImplemented
         if id(fn) in self.by_value:
             return self._reduce_function_by_value(fn, keys.key_of_or_add(fn))
-        # While a pickle creates a class, methods are pickled with their code. A worker cannot look them up in their
-        # class, because this may be the class that the pickle creates, which has no methods yet.
+        # In a pickle that creates classes or functions, a method is pickled with its code. The receiver could not look
+        # the method up in its class, because the class may have no methods yet when the receiver reads such a pickle.
         method = None if self.by_value else self._method_of_class(fn)
         if method is not None:
             return receiving.method_of, method
@@ -787,7 +787,7 @@ class Reducer(Pickler):
     def _reduce_weak_reference(self, reference: weakref.ref[Any]) -> Any:
         """Reduce a `weakref.ref` without a callback.
 
-        The worker's copy of the object lives only if another reference to it is sent as well.
+        In the worker, the copy of the referent lives only if a strong reference to the referent is sent as well.
         """
         if reference.__callback__ is not None:
             return NotImplemented

@@ -49,9 +49,10 @@ class Screen:
     def print(self, text: str, flush: bool) -> str:
         """Interpret printed text. Return the text of all lines that cannot change any more, and forget these lines.
 
-        A plain line (a line that is not a bar) cannot change once it has ended. No line above a plain line can change
-        either, not even a bar. The screen keeps the other bars, because they may be redrawn. With ``flush``, this
-        method returns all lines above the cursor, and also the line with the cursor if that line is plain.
+        A plain line (a line that is not a bar) cannot change once it has ended. The lines above such a line cannot
+        change either, not even bars. This object keeps the bars below the last such line, because the worker may redraw
+        them. With ``flush``, this method returns all lines above the cursor, and also the line with the cursor if that
+        line is plain.
         """
         for part in filter(None, MOVES.split(text)):
             line = self._lines[self._at]

@@ -80,7 +80,8 @@ class Payload:
     def open_file(self) -> Descriptor | None:
         """Return the memory file with the object, or None if the object is small.
 
-        If a large object has no file yet, it is copied into a new one.
+        A large object that is held as copies in memory is copied into a new file in each call, so once for each worker.
+        The file is not kept here, because only a few payloads may have files for a long time (`MAX_PAYLOAD_FILES`).
 
         Raises:
             TransferError: no memory file can be made.
@@ -345,7 +346,8 @@ def _fill_file(buffers: Sequence[memoryview]) -> Descriptor:
     )
 
 
-# The data of a packet that only brings descriptors of the message behind it. The data of a message is always longer, so
-# the receiver recognizes such a packet by its size.
+# A message with more than `_FDS_AT_ONCE` descriptors is sent as several packets. The packets before the last one carry
+# only descriptors, and their data is this one byte. The data of the last packet is always longer, so the receiver
+# recognizes the other packets by their size.
 _ONLY_FDS = b" "
 _payload_files = weakref.WeakSet[Descriptor]()  # the memory files of all payloads of this process

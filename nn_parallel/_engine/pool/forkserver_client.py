@@ -197,9 +197,9 @@ def fork_server_pid() -> int | None:
 
 
 class _OomKills:
-    """A counter of the processes in the cgroup of this process that the kernel has killed for lack of memory.
+    """A counter of the processes that the kernel kills for lack of memory in the cgroup of this process.
 
-    The workers are in the same cgroup. An increase at the death of a worker suggests that the worker was killed for
+    The workers are in the same cgroup. If the count increases when a worker dies, the worker was probably killed for
     lack of memory.
     """
 
@@ -227,7 +227,7 @@ class _OomKills:
 
 
 def _events_file() -> Path:
-    """Return the file with the kernel's count of the processes killed for lack of memory in the present cgroup.
+    """Return the file in which the kernel counts the kills for lack of memory in the cgroup of this process.
 
     The file is ``memory.events`` in version 2 of cgroups, and ``memory.oom_control`` in version 1.
     """

@@ -42,9 +42,10 @@ class _Lock:
     may be in these lines nevertheless, if a signal handler that takes long runs there. When this owner later releases
     the lock, the new inner lock stays taken.
 
-    The lock is reentrant, because `concurrent.futures.wait` holds the locks of all futures while it asks the finished
-    ones for their exceptions, which takes their locks again. A thread that has left the lock taken for a second takes
-    it over from itself.
+    The lock is reentrant, because `concurrent.futures.wait` holds the locks of all futures while it calls ``exception``
+    of the finished futures, and ``exception`` takes the lock of its future again. But a thread that first took the
+    lock more than a second ago has probably been interrupted, and has left the lock taken. If such a thread takes the
+    lock again, it replaces the inner lock, as any other thread would.
     """
 
     def __init__(self) -> None:
@@ -82,8 +83,8 @@ class _Lock:
         the locks of a hundred futures taken. A thread that needs these locks one after another waits up to a second for
         the first lock, and hardly at all for the others, because their time is over by then.
 
-        ``began`` is the time at which the present thread began to wait. The second is counted from ``began`` if the
-        owner has not set `_owner` yet, or was interrupted before it could do so.
+        ``began`` is the time at which the present thread began to wait. If the owner has not set `_owner` yet, or was
+        interrupted before it could do so, the time of the owner is counted from ``began``.
         """
         owner = self._owner
         since = owner.since if owner is not None and owner.lock is lock else began
@@ -155,12 +156,16 @@ class Reply:
 
 
 class Future(concurrent.futures.Future[Any]):
-    """A future of the standard library that Ctrl-C cannot leave locked."""
+    """A future of the standard library that stays usable if Ctrl-C interrupts a thread that has taken its lock.
+
+    The lock is a `_Lock`, which another thread takes over in this case.
+    """
 
     def __init__(self, thread: threading.Thread | None) -> None:
         """Make a future.
 
-        ``thread`` is the supervisor of the pool, which completes the future. If it is None, any thread may do so.
+        ``thread`` is the supervisor of the pool, the thread that completes the future. If ``thread`` is None, any
+        thread may complete the future.
         """
         super().__init__()
         self._condition = threading.Condition(_Lock())  # type: ignore[arg-type]
@@ -235,9 +240,10 @@ class Future(concurrent.futures.Future[Any]):
 
 
 def refuse_to_wait_in(thread: threading.Thread | None) -> None:
-    """Raise `ParallelError` if the present thread is ``thread``, which would wait for a result that it must set itself.
+    """Raise `ParallelError` if the present thread is ``thread``, the only thread that can set the awaited result.
 
-    ``thread`` calls the done-callbacks of futures, so such a wait happens in a callback.
+    Otherwise ``thread`` would wait for itself. Such a wait happens in a done-callback of a future, because ``thread``
+    calls the done-callbacks.
     """
     if threading.current_thread() is thread:
         raise ParallelError(

@@ -57,13 +57,13 @@ class LaunchedRanks:
         return self._closed
 
     def check_choice(self, num_gpus: int | None, devices: Any, num_workers: int | None, engine: str) -> None:
-        """Check that arguments which choose workers describe the ranks that exist.
+        """Check that the arguments match the ranks of the launcher.
 
-        Such arguments choose nothing under a launcher. They are accepted nevertheless, so that the same script runs
-        with and without a launcher.
+        Without a launcher, these arguments choose the workers of a `ParallelExecutor`. Under a launcher they choose
+        nothing, but are accepted if they match the ranks, so that the same script runs with and without a launcher.
 
         Raises:
-            ValueError: an argument describes other workers.
+            ValueError: an argument does not match.
         """
         world = self._context.world
         wrong = [

@@ -29,7 +29,9 @@ import torch
 
 from ..pickling import Buffer
 
-KEPT_BYTES = 132 << 20  # the maximum size of all reusable files together, enough for two pickled objects of 64 MiB
+# The maximum size of all files together that this process keeps to fill them again, also those that others still use.
+# It is enough for two pickled objects of 64 MiB. A file that is dropped lives on until its last user closes it.
+KEPT_BYTES = 132 << 20
 
 
 class Descriptor:

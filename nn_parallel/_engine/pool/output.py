@@ -60,7 +60,10 @@ class Output:
         os.close(self.fd)
 
     def _copy(self, flush: bool) -> bool:
-        """Implement `copy`, without setting `holds_some`."""
+        """Copy the lines that have arrived, for `copy`. Return False at the end of the stream.
+
+        One call reads at most `CHUNKS_AT_A_TIME` chunks. `copy` sets `holds_some` afterwards.
+        """
         has_more = True
         read = bytearray()
         with contextlib.suppress(BlockingIOError):

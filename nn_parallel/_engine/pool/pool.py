@@ -104,7 +104,7 @@ class Pool:
         """Implement `Backend.map`. All items are packed and posted now; the results are awaited one by one later."""
         items = zip(*iterables, strict=False)
         if chunksize is None:
-            # Several items are packed as one block only if taking them from the iterables runs no user code. User code
+            # Several items are packed as one group only if taking them from the iterables runs no user code. User code
             # could bind a global of `fn` to another object, and then `fn` must be packed again.
             is_plain = all(type(each) in (list, tuple, range) for each in iterables)
             blocks = _growing_blocks(items) if is_plain else ([args] for args in items)
@@ -192,9 +192,9 @@ class Pool:
 
         Args:
             fn: the function.
-            blocks: the arguments of the items, in groups (*blocks*). The packer looks only at the beginning of a block
-                whether ``fn`` or one of its globals has changed. So no user code, which could change them, may run
-                while the items of one block are taken from the iterable.
+            blocks: the arguments of the items, in groups. The packer checks only at the beginning of a group whether
+                ``fn`` or one of its globals has changed. So taking an item from a group must run no user code, because
+                user code could change ``fn`` or a global. User code may run before a group begins.
             options: the options of the calls.
             timeout_s: how long the iterator waits for results, counted from this call. If None, there is no limit.
             name: the name of the call in errors.
@@ -254,9 +254,9 @@ def _take_result(mapping: Mapping, index: int) -> Any:
 
 
 def _growing_blocks(items: Iterator[tuple[Any, ...]]) -> Iterator[Iterable[tuple[Any, ...]]]:
-    """Divide the items into blocks, the groups in which they are packed and posted to the supervisor.
+    """Divide the items into the groups in which they are packed and posted to the supervisor.
 
-    The first blocks are small, so that the workers have something to do at once.
+    The first groups are small, so that the workers have something to do at once.
     """
     size = 1
     for first in items:

@@ -123,10 +123,10 @@ class WorkerEvents(Protocol):
         """Record that the process of the worker has been started."""
 
     def answered(self, worker: Worker, answer: Answer, payload: Received) -> None:
-        """Take an answer of the worker to a task, or its first answer, which says that it is ready for tasks."""
+        """Receive an answer of the worker to a task, or its first answer, which says that it is ready for tasks."""
 
     def told_stack(self, worker: Worker, text: str) -> None:
-        """Take a part of the stack of the worker's main thread."""
+        """Receive a part of the stack of the worker's main thread, as text. A long stack arrives in several parts."""
 
     def unread(self, worker: Worker) -> None:
         """Record that the worker has closed its connection without reading its task.

@@ -459,8 +459,8 @@ class Supervisor(threading.Thread):
             record.kill()
             if running is not None and running is not self._initializer:
                 running.fail(self.broken)
-                # `fail` has ended the task, unless the task is a `Batch`, which only stores the error in `fail`. In
-                # `lose`, a batch gives this error to its items.
+                # `fail` has ended the task, unless the task is a `Batch`. `Batch.fail` only stores the error, and
+                # `Batch.lose` then gives the stored error to the unfinished items.
                 running.lose(record.worker.rank, self.broken)
 
     # The thread

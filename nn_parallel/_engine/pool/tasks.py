@@ -40,7 +40,7 @@ class Task:
         return True
 
     def complete(self, rank: int, answer: Answer, payload: Received) -> None:
-        """Take the answer of the worker with this rank."""
+        """Process the answer of the worker with this rank."""
         raise NotImplementedError
 
     def lose(self, rank: int, error: Exception) -> None:
@@ -236,7 +236,7 @@ class Batch(Task):
     """Items of a `map` that one worker does one after another.
 
     The worker begins no further item after `BATCH_S`. If one item takes long, the supervisor asks the worker to hand
-    back the items behind this item. Items that the worker has not begun go back to the queue.
+    back the items that follow. Items that the worker has not begun go back to the queue.
     """
 
     def __init__(self, items: Sequence[MapItem]) -> None:
@@ -276,7 +276,7 @@ class Batch(Task):
         return items
 
     def lose(self, rank: int, error: Exception) -> None:
-        """Implement `Task.lose`: all items that the worker has not answered fail."""
+        """Implement `Task.lose`: fail all items for which no answer of the worker has arrived."""
         for item in self.left:
             item.fail(self._error or error)
         self.left.clear()

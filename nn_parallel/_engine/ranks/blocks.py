@@ -480,6 +480,9 @@ class Blocks:
     def _leave_block(self, block: BlockState, error: BaseException) -> BaseException | None:
         """End the generation because ``error`` was raised in ``block``, and return the exception to raise.
 
+        On a rank that another rank's failure has freed, the generation has already ended. This rank then only reads the
+        record of its end.
+
         Args:
             block: a block, or the `BlockState` of a separate barrier.
             error: the exception that was raised in the block.
@@ -495,8 +498,8 @@ class Blocks:
         Raises:
             ParallelError: the store is gone.
         """
-        failures = self._failures_to_report(block, error)
-        described = self._describe(failures)
+        failures = self._failures_to_report(block, error)  # the exceptions themselves, by rank
+        described = self._describe(failures)  # the same as plain data, which the store can hold
         record = self._end_generation(described, block.is_mixed)
         if not record.fails(block.begin, block.end, is_outermost=block.outer is None):
             if block.outer is None:
@@ -523,13 +526,14 @@ class Blocks:
         """End the generation unless another rank has done so, and return the record of its end.
 
         The first failure in the record is the cause, which is the same on all ranks. Ranks may add their own failures
-        later, so that a rank that reads the record early does not see all failures.
+        later, so a rank that reads the record early may not see all failures.
 
         Args:
             failures: the failures that this rank adds to the record.
-            is_mixed: true if this rank has noticed that the ranks are at different barriers. The store counts the
-                arrivals at all barriers together, so that the count can make the last barrier of this rank look
-                complete. Therefore the last barrier then counts as not complete.
+            is_mixed: true if this rank has noticed that the ranks are at different barriers. The store has only one
+                count for the arrivals at all barriers. Arrivals at other barriers may make this count so high that the
+                last barrier of this rank wrongly seems complete. So if ``is_mixed`` is true, the record says that this
+                barrier is not complete.
         """
         key = ended_key(self.generation)
         text = self._connection.get(key)

@@ -411,12 +411,13 @@ def _check_rank_numbers_processes(variables: _Variables, launch: Launch) -> None
 
 
 def _mention_of_nodes(variables: _Variables) -> str:
-    """Return a text for error messages if a variable shows that the platform counts nodes, otherwise an empty string.
+    """Return a text for error messages if a variable such as NNODES shows that RANK may be the number of a node.
 
-    For example, the text is "NNODES=2 speaks of nodes, so RANK may be the number of a node".
+    For example, the text is "NNODES=2 speaks of nodes, so RANK may be the number of a node". If there is no such
+    variable, the text is empty.
 
-    On such a platform, MASTER_ADDR=localhost does not prove that all ranks are on one node, because the platform may
-    set this value on the node of rank 0, and the real name of this node on the other nodes.
+    If there is one, MASTER_ADDR=localhost does not prove that all ranks are on one node. The platform may set
+    MASTER_ADDR to localhost only on the node of rank 0, and to the host name of that node on all other nodes.
     """
     for name in (*_NODE_COUNTS, *_PROCESSES_PER_NODE):
         if variables.has(name) and (name in _PROCESSES_PER_NODE or variables.text(name) != "1"):

@@ -15,9 +15,9 @@ this. Gloo then sees the end of the connection, and the collective raises an err
   own watchdog, which knows the cause of the failure. The end of a connection could even block a peer forever: if a
   write of gloo fails before gloo has noticed the end, gloo never wakes the thread that waits for this write
   (``Pair::signalException`` skips unbound buffers that are being sent).
-- For the same reason the connection must stay open even after gloo has closed its socket, because a peer may begin to
-  write after that. Therefore this rank keeps a duplicate of each socket until all ranks have certainly left the group,
-  namely until the ranks make the next group.
+- The connection must stay open even when gloo on this rank has closed its descriptor of the socket. A peer may begin a
+  write after that, and if the write failed, the peer could be blocked forever in the same way. So this rank keeps a
+  duplicate of each socket until all ranks have certainly left the group, namely until the ranks make the next group.
 
 A closed group is kept in `_closed` until no other object refers to it. This avoids a deadlock: if a
 `DistributedDataParallel` model held the last reference, the end of the model would destroy the group in C++ without
@@ -103,7 +103,9 @@ class Group:
         self._sockets: dict[int, int] = {}  # gloo's connections of all groups, as ``{descriptor: inode}``
         self._found_groups: set[str] = set()  # the names of the groups whose connections `_sockets` contains
         self._aborts = nccl.Aborts()
-        self._first_nccl_id = 0  # like `first_id`, but in the records of NCCL, which number the groups separately
+        # The lowest id that the present groups can have in the flight recorder's records of NCCL. Gloo and NCCL number
+        # the groups independently of each other; see `first_id` for gloo.
+        self._first_nccl_id = 0
         self._closing = RLock()  # guards `times_closed` and `_sockets`, because any thread may call `abort`
         self._timeout_s = 0.0  # the timeout of the default group in seconds, which `make` sets
         self._store: dist.Store | None = None  # the connection to the store that `_own_connection` has opened

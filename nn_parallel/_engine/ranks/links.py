@@ -6,7 +6,7 @@ and this kernel then ends the connection. All of this works even if the Python i
 
 Over its connection, a rank sends only a greeting with its rank number (`HELLO`) to rank 0. The watchdog of each rank
 checks whether the connections of this rank have ended, and so does each thread that looks for the cause of a failure.
-The watchdog of rank 0 writes into the store which ranks it has lost.
+The watchdog of rank 0 writes the list of lost ranks into the store.
 """
 
 from __future__ import annotations

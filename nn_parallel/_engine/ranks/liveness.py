@@ -31,7 +31,7 @@ class Liveness:
         self._context = context
         self._connection = connection
         self._members: dict[int, Member] = {}  # maps ranks to the `Member` records that were read from the store
-        # Maps the number of a rank to the time before which its `Member` record is not looked up again. The look-up is
+        # Maps each rank to the earliest time at which its `Member` record may be looked up again. The look-up is
         # repeated until the record is there.
         self._look_up_at = dict.fromkeys(range(context.world_size), 0.0)
         self._poll = select.poll()  # polls the pidfds

@@ -78,10 +78,10 @@ class RankStatus(NamedTuple):
     earlier: str = "[]"  # the calls before ``last``, still encoded because most readers do not need them
 
     def made_as(self, number: int) -> CallMade | None:
-        """Return the call number ``number`` of the rank; None if the status no longer lists this call.
+        """Return the `CallMade` of the rank's call with this ``number``; None if the status no longer lists the call.
 
-        A `CallMade` also stands for the repetitions of its call. So the result is the last `CallMade` whose own number
-        is at most ``number``.
+        A `CallMade` also represents the direct repetitions of its call. For instance, if the rank's records have the
+        numbers 3 and 7, the calls 3 to 6 belong to the first record.
         """
         if self.last is None or self.last.number <= number:
             return self.last

@@ -80,7 +80,8 @@ def join_launch(launch: Launch, device: torch.device | None, timeout: timedelta)
         if launch.rank != context.store_host:
             context.on_leave.callback(context.links.close)
         if launch.rank == 0:
-            with contextlib.suppress(OSError):  # the other ranks log a warning, because they cannot connect
+            # If rank 0 cannot listen, the other ranks cannot connect, and log a warning in `_link`.
+            with contextlib.suppress(OSError):
                 context.links.listen()
     try:
         _meet(context, f"{launch.master_addr}:{launch.master_port}", refusal)
@@ -210,7 +211,7 @@ def _open_store(launch: Launch, timeout: timedelta, before: dict[int, int]) -> d
                 wait_for_workers=False,
                 master_listen_fd=listener.detach() if listener else None,
             )
-    except (OSError, UnicodeError, RuntimeError) as error:  # RuntimeError: DistNetworkError, DistStoreError
+    except (OSError, UnicodeError, RuntimeError) as error:  # RuntimeError includes torch's DistError
         if hosts_store:
             raise LaunchError(f"Rank 0 cannot listen on {address}: {summary(error)}") from error
         who = "The launcher" if launch.launcher_hosts_store else "Rank 0"

@@ -157,6 +157,6 @@ def _call_or_block(
 
 @contextlib.contextmanager
 def _block_of_some(blocks: Blocks, call: Call, timeout_s: float | None) -> Iterator[bool]:
-    """Make a block whose body only the ranks of ``call`` run. Yield True on these ranks, and False on the others."""
+    """Make a block of all ranks. Only ``call.ranks`` run its body: yield True on these ranks, False on the others."""
     with blocks.block(call, timeout_s, from_end=True), blocks.nested(call.ranks):
         yield blocks.rank in call.ranks

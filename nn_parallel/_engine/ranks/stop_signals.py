@@ -13,10 +13,10 @@ through the store, and without waiting for each other:
 4. At the call of this number `stop_requested` returns True on every rank.
 
 Let N be the number that is written in step 3. Each rank learns of N in its call N at the latest, because of the order
-of writing and reading in step 1. Suppose that a rank writes its count N. In step 3, the count of this rank was read
-before that moment, since otherwise a number higher than N would have been chosen. `ASKED` was in the store even
-earlier. So when the rank then reads the key ``stop``, it finds either N, or still `ASKED`. In the second case the rank
-performs step 3 itself.
+of writing and reading in step 1. Take rank 5 as an example. The rank that chose N had read a count of rank 5 that was
+lower than N, or else it would have chosen a higher number. So it read this count before rank 5 wrote its count N, and
+`ASKED` was in the store even earlier. Rank 5 reads the key ``stop`` only after it has written N, and therefore finds
+either N, or still `ASKED`. In the second case rank 5 performs step 3 itself.
 """
 
 from __future__ import annotations

@@ -31,15 +31,15 @@ POLL = 0.05, 5e-5, 0.02
 POLL_MOST_S = POLL[-1]
 # A rank that has waited this long for another rank begins to check whether the other rank has died or left.
 LOOK_UP_PEER_AFTER_S = 0.01
-# The shortest interval at which a rank reads from the store which ranks on other nodes are lost. If a `Member` record
+# The shortest interval at which a rank asks the store for the list of lost ranks on other nodes. If a `Member` record
 # is not in the store yet, a rank tries to read it again after this interval times the number of ranks.
 ASK_EVERY_S = 0.1
-# A rank that has waited this long publishes which ranks it waits for.
+# A rank that has waited this long publishes the list of ranks for which it waits.
 PUBLISH_WAIT_AFTER_S = 0.05
 # If a collective in a block loses a connection, the rank searches this long for a rank that has died.
 CAUSE_WITHIN_S = 0.5
-# The interval at which a rank looks in two kinds of wait. The first one is for the accelerator to finish, before the
-# rank closes its process group. The second one is for the other ranks to stop using the store, before its host ends.
+# How often a rank checks whether it can stop waiting, in two cases: before it closes its process group, it waits for
+# the accelerator to finish; and before the rank that hosts the store ends, it waits until no rank uses the store.
 END_EVERY_S = 0.002
 # If a rank loses a connection outside of all blocks, it searches this long for an exception or a death of another rank.
 DIES_WITHIN_S = 2.0

@@ -56,8 +56,8 @@ def share_uncaught(context: RankContext) -> None:
 def _publish_or_show_cause(context: RankContext, error: BaseException) -> None:
     """Publish ``error``, or print the failure of another rank that has caused ``error``.
 
-    If ``error`` is the timeout of a collective, publish it, and also publish and print which ranks on this node a
-    signal has stopped, because they may be the cause.
+    If ``error`` is the timeout of a collective, ranks on this node that are stopped by a signal may be the cause. So
+    the list of these ranks is published with ``error``, and printed.
     """
     if is_consequence(error):
         cause = _cause(context)

@@ -144,8 +144,9 @@ class Watchdog:
         # The text that `Group.state_of_nccl` returned last. If the next look gets the same text, the collectives of
         # NCCL have made no progress.
         self._seen_nccl_state = ""
-        # The value of `Group.times_closed` when a failure on the accelerator was raised in the main thread. While this
-        # value has not changed, no further failure is raised, because the group has not been closed yet.
+        # The value that `Group.times_closed` had when this thread last raised an error in the main thread; -1 before
+        # that. While `Group.times_closed` still has this value, the group has not been closed yet, and this thread
+        # raises no failure on the accelerator.
         self._raised_in = -1
         self._reason: Exception | None = None  # the error that says why `_end_collective` last ended a collective
         on_cpu = context.world.device.type == "cpu"
@@ -259,7 +260,7 @@ class Watchdog:
                     pause = min(pause * (1 + share), most_s)
 
     def _check_links(self) -> None:
-        """Check the connections to other nodes. Rank 0 publishes which ranks it has lost.
+        """Check the connections to other nodes. Rank 0 publishes the list of ranks that it has lost.
 
         After that, rank 0 delays its next `_look`, so that the other ranks leave their collectives before rank 0
         does. Otherwise rank 0 could fail first. Then a launcher that ends all ranks when one fails would end the other

@@ -2,7 +2,7 @@
 
 import os
 
-_PREFIX = r"\[rank \d+\] "  # the prefix of lines that `ParallelExecutor(prefix_output=True)` makes workers print
+_PREFIX = r"\[rank \d+\] "  # matches the start of each line that a worker prints if ``prefix_output`` is True
 _OPTION = "RAY_DEDUP_LOGS_ALLOW_REGEX"
 
 # If several processes print the same line, Ray shows it once. Lines that differ only in digits count as the same, so

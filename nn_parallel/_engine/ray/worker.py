@@ -96,7 +96,7 @@ def raise_if_shut_down() -> None:
 
 
 def _parcel_of(packed: Packed) -> tuple[Parcel, list[pickle.PickleBuffer]]:
-    """Return the parcel of an object, and the parts to send beside the parcel, which are none for a small object."""
+    """Return the parcel of an object, and the list of parts to send beside it. For a small object the list is empty."""
     views = [memoryview(part) for part in (packed.pickle, *packed.buffers, *map(memory_of, packed.shared))]
     if sum(view.nbytes for view in views) <= SMALL_BYTES:
         return Parcel([bytes(view) for view in views], len(packed.shared)), []
@@ -151,7 +151,7 @@ class Orders:
         return await self._mailbox(key).order(number)
 
     async def next(self, key: int, reply: Any) -> int:
-        """Return the next order for a worker, when there is one. ``reply`` is the worker's reply to the last order."""
+        """Wait for the next order for a worker, and return it. ``reply`` is the worker's reply to the last order."""
         return await self._mailbox(key).next(reply)
 
     async def forget(self, key: int) -> None:
@@ -419,7 +419,7 @@ class RayWorker:
         self.pid = 0  # it stays 0 until the actor has started
         self.node = ""  # Ray's id of the node, empty until the actor has started
         self.key = next(_keys)  # identifies the worker in calls of `Orders`
-        self.asked_at = time.monotonic()  # the time limits of the start count from this time
+        self.asked_at = time.monotonic()  # when the worker was requested; the time limits for its start begin now
         self._host = ""
         self._loop = loop
         self._events = events
@@ -523,7 +523,7 @@ class RayWorker:
         """Call ``hear`` when a call of Ray has ended, unless the worker has exited by then.
 
         Args:
-            hear: takes the future of the call of Ray. It runs in the thread of the pool.
+            hear: called in the thread of the pool, with the future that has the result of the call of Ray.
             reference: Ray's reference to the result of the call.
         """
         reference.future().add_done_callback(functools.partial(self._loop.post, self._hear, hear))
