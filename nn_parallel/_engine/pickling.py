@@ -1,8 +1,8 @@
 """Functions to pickle and unpickle objects, with the memory of large tensors outside of the pickle.
 
-The problem. The memory of a large tensor should be copied once, and not also into a pickle and out of it. But a tensor
-is only a view of a `torch.UntypedStorage`. Several tensors may be views of one storage, and must be so in the other
-process as well. On the other hand, a small view of a large storage should not bring the whole storage.
+The problem. The memory of a large tensor should be copied once, without further copies into and out of a pickle. But a
+tensor is only a view of a `torch.UntypedStorage`. Several tensors may be views of one storage, and must be so in the
+other process as well. On the other hand, a small view of a large storage should not bring the whole storage.
 
 The solution is one rule for all tensors. A tensor is pickled as a reference to its storage, together with its offset
 and its strides in the storage. A storage is pickled once. If the storage is large, the pickle contains only a number,

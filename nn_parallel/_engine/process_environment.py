@@ -119,7 +119,7 @@ class ProcessEnvironment:
         return True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Reduce this object to a call of `adopt`, which changes the worker that unpickles the object."""
+        """Reduce this object to a call of `adopt`. When a worker unpickles the object, the call changes the worker."""
         path = user_sys_path() if self._is_elsewhere else self._path
         tracker = None if self._is_elsewhere or self._tracker is None else (os.getpid(), self._tracker)
         return adopt, (self._changes, self._directory, path, tracker, self._is_elsewhere)

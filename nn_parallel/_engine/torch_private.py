@@ -38,8 +38,8 @@ tree_unflatten = _pytree.tree_unflatten
 LoaderIterator = dataloader._BaseDataLoaderIter  # the base class of the iterators of a `DataLoader`
 # Switches off the user's default device while tensors are rebuilt. The public `torch.overrides` has no such switch.
 DisableTorchFunction = torch._C.DisableTorchFunction
-# The module and the name of the function with which torch pickles a tensor whose dtype has no typed storage, such as
-# float8. `pickling` looks for this name in a pickle.
+# The module and the name of the function that torch's pickles call to rebuild a tensor whose dtype has no typed
+# storage, such as float8. `pickling` looks for this name in a pickle.
 REBUILD_TENSOR = "torch._utils", "_rebuild_tensor_v3"
 set_tensor_metadata: Callable[[torch.Tensor, Any], None] = torch._utils.set_tensor_metadata
 # Makes `DistributedDataParallel` ignore the parameters and buffers of a module that have the given names.

@@ -66,7 +66,7 @@ class OwnRandomNumbers:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Make everything in this block draw from this sequence."""
+        """Take all random numbers in the body of the ``with`` statement from this sequence."""
         states_of_program = self._current_states()
         try:
             if self._states is None:

@@ -713,7 +713,7 @@ def _call_parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return named | {f"argument {name!r}": value for name, value in kwargs.items()}
 
 
-# The states, in `Packer._functions`, of functions that the workers do not keep.
+# Values in `Packer._functions` that mark functions which the workers do not keep.
 _CALLED_ONCE = "called once"
 _NOT_KEPT = "not kept, because it refers to data"
 # Yields `Missing` forever. `_SentFunction.is_current` maps `dict.get` over names, and takes the default of each look-up

@@ -60,9 +60,9 @@ class Output:
         os.close(self.fd)
 
     def _copy(self, flush: bool) -> bool:
-        """Copy the lines that have arrived, for `copy`. Return False at the end of the stream.
+        """Copy the lines that have arrived. Return False at the end of the stream.
 
-        One call reads at most `CHUNKS_AT_A_TIME` chunks. `copy` sets `holds_some` afterwards.
+        One call reads at most `CHUNKS_AT_A_TIME` chunks. If ``flush`` is true, it copies an unfinished last line too.
         """
         has_more = True
         read = bytearray()

@@ -311,7 +311,7 @@ class Supervisor(threading.Thread):
         if task in self._queue:
             self._queue.remove(task)
             task.discard()
-            self._hand_out()  # the tasks behind this task may need fewer workers, and can then begin now
+            self._hand_out()  # the tasks behind this task may need fewer workers, and may be able to begin
         elif isinstance(task, Task):
             self._cancel(task)
 
@@ -650,7 +650,7 @@ class Supervisor(threading.Thread):
         self._queue.extendleft(reversed(items))
 
     def _report_loss(self, task: Task, worker: Worker, error: Exception) -> None:
-        """Report to a task that a worker will not answer it. A `run` is cancelled on its other workers."""
+        """Call `Task.lose`, because ``worker`` will not answer ``task``. Also cancel a `run` on its other workers."""
         if isinstance(task, RunTask):
             self._group_number += 1
             self._cancel(task)

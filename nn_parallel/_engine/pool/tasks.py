@@ -243,8 +243,8 @@ class Batch(Task):
         super().__init__(items[0].call)
         self.mapping = items[0].mapping
         self.left = list(items)  # the items for which the worker has not answered yet
-        # The `Deadline` at which the batch times out, or None. The worker first has another deadline, at which the
-        # supervisor asks the worker to hand back the items that it has not begun.
+        # The `Deadline` at which the batch times out, or None. The supervisor stores it here until an earlier deadline
+        # has passed, at which it asks the worker to hand back the items that the worker has not begun.
         self.time_out: Any = None
         self._error: Exception | None = None  # set by `fail`; items that have not ended get this error
 

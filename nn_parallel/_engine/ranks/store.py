@@ -98,7 +98,7 @@ class Member(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Return whether this process can use ``pid``: both processes are on one machine and in one pid namespace."""
+        """Return whether the rank and this process share a machine and a pid namespace. Then `pid` is valid here."""
         return self.host == host_identity()
 
     def open_process(self) -> int | None:
