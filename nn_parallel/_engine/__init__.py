@@ -185,18 +185,21 @@ The death of a worker of a pool, from the kernel to the future of a `submit`:
 A large tensor, as the argument and the result of a `submit`. It is copied twice, once in each direction. A `run` on N
 workers makes one copy for all of them, and one for each result:
 
-1. `FunctionPacker.pack` (packer) pickles the call in the thread of the caller. A large storage does not go into the
-   pickle: `Pickler` (pickling), the base class of all picklers, writes a number in its place, and keeps a view of the
-   memory beside the pickle. `Payload` (channel) copies the pickle and all views into a memory file (`fill`,
-   memory_files). Then `submit` returns, and the user may change the tensor.
-2. The supervisor gives the task to a worker. `Channel.flush` sends a packet with the descriptor of the file. The worker
-   maps the file (`map_private`), and `loads` (pickling) makes tensors that lie in the map.
+1. `Pool.submit` (pool) calls `FunctionPacker.pack` (packer), which pickles the call in the thread of the caller. A
+   large storage does not go into the pickle: `Pickler` (pickling), the base class of all picklers, writes a number in
+   its place, and keeps a view of the memory beside the pickle. The packer then calls `make_payload`, which is `Payload`
+   (channel) for local workers. It copies the pickle and all views into a memory file (`fill`, memory_files): that is
+   the first copy. Then `submit` returns, and the user may change the tensor.
+2. The supervisor gives the task to a worker (`WorkerProcess.send`, worker_process). `Channel.flush` sends a packet with
+   the descriptor of the file. The worker maps the file (`Channel.receive`, `map_private`), and `loads` (pickling) makes
+   tensors that lie in the map.
 3. `TaskRunner._do_calls` (worker) pickles the result in the same way. If the function returns its argument, the view
    keeps the map alive. `_serve` (worker) drops the arguments, and then copies the views into a file of its own: that is
-   the second copy. The supervisor maps this file, rebuilds the result and completes the future (`SingleTask.complete`,
-   tasks).
-4. The memory of a map is freed with the last tensor in it. The `PackedCall` of the sender keeps its payload until the
-   task has ended. Then the sender may fill the file again, if no process has it open.
+   the second copy. The supervisor's thread maps this file (`WorkerProcess._receive`), and `SingleTask.complete` (tasks)
+   rebuilds the result and completes the future.
+4. The memory of a map is freed with the last tensor in it. The `PackedCall` of a task keeps the payload, and is deleted
+   with the task, after all its workers have answered. Then the sender may fill the file again, if no process has it
+   open.
 
 A tensor that the user has moved to shared memory is not copied. Its descriptor is sent instead.
 """

@@ -373,7 +373,8 @@ class Packer:
         """Make a packer for workers that have nothing yet.
 
         Args:
-            make_payload: turns a packed object into a payload of the pool's messages.
+            make_payload: copies a packed object into a payload of the pool's messages: `channel.Payload` for local
+                workers, `ray.worker.Sent` on Ray.
             on_forgotten: called with the number of a handle after the handle was deleted. The call may come in any
                 thread, because garbage collection may run in any thread.
             is_elsewhere: whether the workers are on other machines. If so, the import path is sent to them without the

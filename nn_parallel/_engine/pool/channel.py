@@ -9,8 +9,8 @@ Descriptors cause three problems:
 
 - A packet can carry at most 253 of them. If a message has more, packets with only descriptors are sent before it.
 - They are scarce, because the kernel limits the open files of a process. So at most `MAX_PAYLOAD_FILES`
-  payloads have a memory file. Further large payloads wait as copies in memory, and are copied into a file when they are
-  sent.
+  payloads have a memory file. Further large payloads wait as copies in memory, and are copied into a file when their
+  message is put into the outbox.
 - The kernel also limits the descriptors that were sent and not received yet, for all processes of the user together.
   At this limit it refuses to send more (ETOOMANYREFS). So the sender tries again, and gives up after `ROOM_WITHIN_S`.
 """
