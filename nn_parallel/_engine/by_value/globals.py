@@ -28,7 +28,7 @@ import threading
 import types
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..interrupts import RLock
@@ -587,9 +587,15 @@ def namespace_of(key: str, name: str, goes_into_sys_modules: bool, module_attrib
     return namespace
 
 
-def namespace_of_module(name: str) -> Namespace:
-    """Return a namespace with the globals of a module that each process imports by itself."""
+def namespace_of_module(name: str, additions: Mapping[str, Any]) -> Namespace:
+    """Return a namespace with the globals of a module that each process imports by itself.
+
+    ``additions`` are globals that a tool has added to the module in the sending process. They are bound here as well,
+    unless the module has them already.
+    """
     module = importlib.import_module(name)
+    for added, value in additions.items():
+        vars(module).setdefault(added, value)
     return Namespace(lambda: module, vars(module))
 
 

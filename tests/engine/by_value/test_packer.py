@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from nn_parallel import ParallelExecutor
 from tests.support.notebook import run_cells
 from tests.support.scripts import HEADER, run_script, values
 
@@ -620,6 +621,16 @@ alive = weakref.WeakSet()
         "len(alive) <= 256",
     ]
     assert values(main, definitions, lines) == "True"
+
+
+def test_an_assert_that_pytest_has_rewritten(executor2: ParallelExecutor) -> None:
+    """A nested function of this module reads globals of pytest, which a worker's import of the module does not make."""
+
+    def check(x: int) -> None:
+        assert x == 2
+
+    with pytest.raises(AssertionError, match=r"^assert 1 == 2$"):
+        executor2.submit(check, 1).result()
 
 
 def test_a_module_that_was_reloaded_is_told_once(
