@@ -2,7 +2,7 @@
 
 Three workers train in blocks, with a checkpoint in each round, and each makes a pool of its own. Calls fail, workers
 are killed, and a notebook's kernel with a pool is restarted. Each row of the table holds what `benchmarks.soak` counts,
-in the middle of use. What grows from row to row leaks.
+in the middle of use. A count that grows from row to row is a leak.
 """
 
 from __future__ import annotations
@@ -93,15 +93,15 @@ def train(folder: str, failing_rank: int | None) -> float:
     return metrics["loss"]
 
 
-def in_a_pool_of_its_own(x: int) -> int:
+def use_own_pool(x: int) -> int:
     with ParallelExecutor(num_workers=1, devices="cpu") as own:
         return sum(own.map(abs, [x] * 20))
 
 
-def a_round(pool: ParallelExecutor, rng: random.Random, folder: str) -> None:
+def run_round(pool: ParallelExecutor, rng: random.Random, folder: str) -> None:
     """Some calls in a random order, of which some fail."""
     pool.run(train, folder, rng.choice([None, None, 0, 1, 2]))
-    assert list(pool.map(in_a_pool_of_its_own, [-1, -2, -3], chunksize=1)) == [20, 40, 60]
+    assert list(pool.map(use_own_pool, [-1, -2, -3], chunksize=1)) == [20, 40, 60]
     pool.run(torch.Tensor.sum, pool.put(torch.ones(rng.choice([10, 1 << 18]))))
     kind = rng.randrange(4)
     if kind == 0:
@@ -128,11 +128,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         with ParallelExecutor(num_workers=3, devices="cpu", timeout=120) as pool:
             for _ in range(5):  # what is loaded once is there before the first row
-                a_round(pool, rng, folder)
+                run_round(pool, rng, folder)
             began = time.monotonic()
             for row in range(ROWS + 1):
                 while time.monotonic() - began < seconds * row / ROWS:
-                    a_round(pool, rng, folder)
+                    run_round(pool, rng, folder)
                     rounds += 1
                     if rounds % 20 == 0:
                         subprocess.run([sys.executable, "-c", KERNEL], check=True, stdout=subprocess.DEVNULL)
