@@ -286,9 +286,22 @@ class Condition(threading.Condition):
 
 def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
     """Handle SIGURG: raise `Interrupted` if a block is to end, otherwise the exception of `raise_in_main_thread`."""
-    global _due
-    if _is_forking or _must_finish(frame):
+    global _is_handling
+    # Another signal may come in the handler. It must raise nothing there: not in this module, because of UNINTERRUPTED,
+    # and not in an audit hook, which Python calls when `_must_finish` reads an attribute of a frame.
+    if _is_handling:
         return
+    _is_handling = True
+    try:
+        if not (_is_forking or _must_finish(frame)):
+            _raise_what_is_due(signum, frame)
+    finally:
+        _is_handling = False
+
+
+def _raise_what_is_due(signum: int, frame: FrameType | None) -> None:
+    """Raise the exception for which SIGURG was sent, if it is still to be raised at this frame."""
+    global _due
     if _delayed:
         _delayed[-1].note(_raise_in_the_outermost, signum)
         return
@@ -428,6 +441,7 @@ def _begin_anew() -> None:
 
 
 _main = threading.main_thread().ident or 0  # the thread in which Python runs handlers of signals
+_is_handling = False  # True while the handler of SIGURG runs
 _is_handler_kept = False  # whether `keep_handler` was called; if so, blocks do not install the handler of SIGURG
 _due: Exception | None = None  # set by `raise_in_main_thread`; None again once it was raised or withdrawn
 _SIGINT = int(signal.SIGINT)

@@ -192,6 +192,39 @@ def test_no_interrupt_closes_a_descriptor_twice(tmp_path: Path, monkeypatch: pyt
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
+AUDITED = """
+import signal, sys
+from nn_parallel._engine.interrupts import CancelScope, Interrupted, keep_handler
+
+signals = []
+
+def hook(event, args):
+    if event == "object.__getattr__" and args[1] == "f_code" and signals:
+        signal.raise_signal(signals.pop())
+
+protected = {"UNINTERRUPTED": True, "signal": signal}
+exec("def finish(): signal.raise_signal(signal.SIGURG); print('finished')", protected)
+keep_handler()
+sys.addaudithook(hook)
+scope = CancelScope()
+try:
+    with scope:
+        scope.interrupted = True
+        signals.append(signal.SIGURG)
+        protected["finish"]()
+        assert not signals
+        signal.raise_signal(signal.SIGURG)
+except Interrupted:
+    print("interrupted")
+"""
+
+
+def test_an_audit_hook_does_not_make_the_handler_raise_where_it_must_not() -> None:
+    """The handler looks at a frame, so Python calls the hook, as filelock has one. Another signal comes in the hook."""
+    done = subprocess.run([sys.executable, "-c", AUDITED], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("finished\ninterrupted\n", "")
+
+
 class Destroyed:
     """An object in whose destructor the block around it is interrupted."""
 
