@@ -56,10 +56,16 @@ class Ranks:
             links.close()
 
 
+def _look(links: Links) -> dict[int, str]:
+    """Which ranks are gone, as ``links`` tell after one look."""
+    links.look()
+    return links.lost
+
+
 def _lost(links: Links) -> dict[int, str]:
     """Which ranks are gone, as ``links`` tell, once one is."""
     deadline = time.monotonic() + WITHIN_S
-    while not links.look() and time.monotonic() < deadline:
+    while not _look(links) and time.monotonic() < deadline:
         time.sleep(0.01)  # between two looks
     return links.lost
 
@@ -77,18 +83,18 @@ def test_rank_0_tells_whom_it_has_lost(ranks: Ranks, is_known: bool) -> None:
     one, two = ranks.join(1), ranks.join(2)
     if is_known:
         for _ in range(10):
-            assert not ranks.zero.look()
+            assert not _look(ranks.zero)
     one.close()
     assert _lost(ranks.zero) == {1: ENDED}
-    assert not two.look()
+    assert not _look(two)
 
 
 def test_the_others_see_the_end_of_rank_0(ranks: Ranks) -> None:
     """It is their own connection that ends."""
     one = ranks.join(1)
     for _ in range(2):
-        assert not ranks.zero.look()
-    assert not one.look()
+        assert not _look(ranks.zero)
+    assert not _look(one)
     ranks.zero.close()
     assert _lost(one) == {0: ENDED}
 
@@ -115,9 +121,9 @@ def test_many_connect_at_once(ranks: Ranks) -> None:
     """One look takes all of them."""
     for rank in range(1, 200):
         ranks.join(rank)
-    assert not ranks.zero.look()
+    assert not _look(ranks.zero)
     before = len(os.listdir("/proc/self/fd"))
-    assert not ranks.zero.look()
+    assert not _look(ranks.zero)
     assert len(os.listdir("/proc/self/fd")) == before
     ranks.join(200).close()
     assert _lost(ranks.zero) == {200: ENDED}
@@ -128,7 +134,7 @@ def test_a_connection_that_is_reset_is_told_as_that(ranks: Ranks) -> None:
     with socket.create_connection((HOST, ranks.zero.port)) as link:
         link.sendall(HELLO.pack(2))
         for _ in range(2):
-            assert not ranks.zero.look()
+            assert not _look(ranks.zero)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     assert _lost(ranks.zero) == {2: RESET}
 
