@@ -18,12 +18,11 @@ from tests.support.paths import ROOT
 PACKAGE = Path(nn_parallel.__file__).parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPET = re.compile(r"^```python\n(.*?)^```\n(?:\s*^```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
-OFTEN_RUN = "README.md", "getting_started.md"  # the snippets of other pages are slow tests
 SNIPPETS = [
     pytest.param(
         *(code, expected),
         id=f"{document.name}-{number}",
-        marks=() if document.name in OFTEN_RUN else pytest.mark.slow,
+        marks=() if document.name == "README.md" else pytest.mark.slow,
     )
     for document in DOCUMENTS
     for number, (code, expected) in enumerate(SNIPPET.findall(document.read_text()), 1)
@@ -57,6 +56,7 @@ def _comparable(text: str) -> str:
     return re.sub(r"RuntimeError: \[.*", "RuntimeError: [...]", text)
 
 
+@pytest.mark.slow
 def test_the_notebook() -> None:
     """Its cells, in a kernel, print what stands under them."""
     notebook = json.loads((ROOT / "docs" / "guide" / "notebook.ipynb").read_text())
