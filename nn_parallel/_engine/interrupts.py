@@ -291,8 +291,8 @@ def _raise_in_the_outermost(signum: int, frame: FrameType | None) -> None:
     # and not in an audit hook, which Python calls when `_must_finish` reads an attribute of a frame.
     if _is_handling:
         return
-    _is_handling = True
     try:
+        _is_handling = True
         if not (_is_forking or _must_finish(frame)):
             _raise_what_is_due(signum, frame)
     finally:
@@ -433,9 +433,10 @@ def _begin_anew() -> None:
     The thread that has forked is the main thread of the child. The child leaves the `DeferredSignals` blocks in which
     the parent's main thread was.
     """
-    global _main
+    global _main, _is_handling
     _end_fork()
     _main = threading.get_ident()
+    _is_handling = False  # if the parent's main thread was in the handler, the child has no frame of the handler
     while _delayed:
         _delayed.pop().put_back()
 

@@ -225,6 +225,50 @@ def test_an_audit_hook_does_not_make_the_handler_raise_where_it_must_not() -> No
     assert (done.stdout, done.stderr) == ("finished\ninterrupted\n", "")
 
 
+FORKED = """
+import os, signal, sys, threading
+from nn_parallel._engine.interrupts import CancelScope, Interrupted, keep_handler
+
+signals = []
+in_the_handler = threading.Event()
+forked = threading.Event()
+
+def hook(event, args):
+    if event == "object.__getattr__" and args[1] == "f_code" and signals and not in_the_handler.is_set():
+        in_the_handler.set()
+        forked.wait()
+
+def fork():
+    in_the_handler.wait()
+    if child := os.fork():
+        forked.set()
+        os.waitpid(child, 0)
+        return
+    scope = CancelScope()
+    try:
+        with scope:
+            scope.interrupted = True
+            signal.raise_signal(signal.SIGURG)
+    except Interrupted:
+        print("interrupted", flush=True)
+    os._exit(0)
+
+keep_handler()
+thread = threading.Thread(target=fork)
+thread.start()
+sys.addaudithook(hook)
+signals.append(signal.SIGURG)
+signal.raise_signal(signal.SIGURG)
+thread.join()
+"""
+
+
+def test_a_child_that_another_thread_forks_while_the_handler_runs_can_be_interrupted() -> None:
+    """The child has no frame of the handler."""
+    done = subprocess.run([sys.executable, "-c", FORKED], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.stdout == "interrupted\n"
+
+
 class Destroyed:
     """An object in whose destructor the block around it is interrupted."""
 

@@ -587,15 +587,17 @@ def namespace_of(key: str, name: str, goes_into_sys_modules: bool, module_attrib
     return namespace
 
 
-def namespace_of_module(name: str, additions: Mapping[str, Any]) -> Namespace:
+def namespace_of_module(name: str, of_pytest: Mapping[str, str]) -> Namespace:
     """Return a namespace with the globals of a module that each process imports by itself.
 
-    ``additions`` are globals that a tool has added to the module in the sending process. They are bound here as well,
-    unless the module has them already.
+    ``of_pytest`` names the globals that pytest has added to the module in the sending process, and the modules that are
+    their values. They are added here as well, unless the module has them already, or pytest is not installed here.
     """
     module = importlib.import_module(name)
-    for added, value in additions.items():
-        vars(module).setdefault(added, value)
+    for added, value in of_pytest.items():
+        if added not in vars(module):
+            with contextlib.suppress(ImportError):
+                vars(module)[added] = importlib.import_module(value)
     return Namespace(lambda: module, vars(module))
 
 

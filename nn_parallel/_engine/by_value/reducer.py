@@ -752,7 +752,7 @@ class Reducer(Pickler):
         the globals, the dict is reduced to the name of this module.
         """
         if _is_imported(namespace):
-            of_pytest = {name: namespace.variables[name] for name in _PYTEST_GLOBALS if name in namespace.variables}
+            of_pytest = {name: module for name, module in _PYTEST_GLOBALS.items() if name in namespace.variables}
             return receiving.namespace_of_module, (namespace.variables["__name__"], of_pytest)
         self.namespaces.append(namespace)
         name = str(namespace.variables.get("__name__", "globals"))
@@ -1002,9 +1002,10 @@ _ATTRIBUTES = (  # the attributes of a function that are copied
 # Globals that Python sets when it imports a module. A worker cannot import a module of the script, and creates a new
 # module instead. So the values of these globals are sent.
 _MODULE_ATTRIBUTES = ("__name__", "__package__", "__file__", "__path__")
-# Globals that pytest adds to a test module, because the asserts that it has rewritten read them. A worker imports the
-# module without pytest, so a nested function of the module would lack these globals there.
-_PYTEST_GLOBALS = ("@py_builtins", "@pytest_ar")
+# The globals that pytest adds to a test module, because the asserts that it has rewritten read them, and the names of
+# the modules that are their values. A worker imports the test module without pytest, so a nested function of the module
+# would lack these globals there.
+_PYTEST_GLOBALS = {"@py_builtins": "builtins", "@pytest_ar": "_pytest.assertion.rewrite"}
 # Attributes of a class that Python itself sets, or that are copied separately, as annotations are.
 NOT_COPIED = {"__module__", "_abc_impl", "__slotnames__", "__annotations_cache__", "__annotate_func__", "__annotate__"}
 _PLAIN = {type(None), bool, int, float, complex, str, bytes}  # an attribute of these types cannot refer to its class
