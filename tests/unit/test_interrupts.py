@@ -166,9 +166,8 @@ def test_no_interrupt_leaves_a_condition_locked() -> None:
     condition, free = Condition(), list[bool]()
     with _handled(signal.SIGALRM, interrupted):
         for step in range(1000):
-            give_up_at = (
-                time.monotonic() + 1
-            )  # the signal comes once, and a destructor may drop what its handler raises
+            # The signal comes once, and a destructor may drop what its handler raises.
+            give_up_at = time.monotonic() + 1
             with contextlib.suppress(KeyboardInterrupt):
                 signal.setitimer(signal.ITIMER_REAL, 1e-5 + step * 1e-8)
                 while time.monotonic() < give_up_at:
