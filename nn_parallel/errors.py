@@ -81,9 +81,11 @@ class RankError(ExceptionGroup[Exception], ParallelError):
         return type(self), (self.message, self.failures), self.__dict__ | {"_causes": remote}
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # type: ignore[override]  # pickle passes a dict
+        from ._engine.failures import set_cause  # that module imports this one
+
         self.__dict__.update(state)
         for rank, cause in self.__dict__.pop("_causes", {}).items():
-            vars(BaseException)["__cause__"].__set__(self.failures[rank], cause)  # a frozen dataclass forbids `=`
+            set_cause(self.failures[rank], cause)
 
 
 class WorkerDiedError(ParallelError):

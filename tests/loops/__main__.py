@@ -2,8 +2,8 @@
 
 Each folder holds one loop, written four times: ``single.py`` for one device, ``ddp.py`` with torch's own
 `DistributedDataParallel`, ``ours.py`` with nn_parallel and ``accelerated.py`` with accelerate. What they share is in
-``parts.py``, and what all loops share is in ``shared.py``. Each prints lines that begin with ``result``, once and not on every rank: losses and a checksum of the
-parameters, with all digits.
+``parts.py``, and what all loops share is in ``shared.py``. Each prints lines that begin with ``result``, once and not
+on every rank: losses and a checksum of the parameters, with all digits.
 
 On one rank ``ours.py`` must print what ``single.py`` prints. On three ranks it must print what ``ddp.py`` prints: under
 torchrun, in a pool, and on Ray. accelerate shares the samples out in another way, so its results are not compared. Its

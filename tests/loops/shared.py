@@ -1,4 +1,4 @@
-"""What the loops of this folder share: the order of the samples, and a checksum of the parameters."""
+"""The sampler and the checksum of the parameters that the loops of this folder use."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class LaunchedRanks:
         size = self._context.world_size
         own_items = items[rank::size]
         counted = progress._replace(total=len(own_items)).counted(own_items) if rank == 0 else own_items
-        device = self._context.world.device if options.pass_device else None
+        device = self._device_to_pass(options)
         shares = self._run(functools.partial(_call_each, fn, counted, device), (), {}, options, progress.name)
         return iter([shares[index % size][index // size] for index in range(len(items))])
 
@@ -145,10 +145,14 @@ class LaunchedRanks:
         if self._closed:
             raise ExecutorClosedError
 
+    def _device_to_pass(self, options: CallOptions) -> torch.device | None:
+        """Return the device for the parameter ``device`` of the user's function; None if it gets none."""
+        return self._context.world.device if options.pass_device else None
+
     def _run(self, fn: Callable[..., R], args: Any, kwargs: Any, options: CallOptions, name: str) -> list[R]:
         """Call ``fn`` on this rank, and return the results of all ranks. ``name`` is the name of the call in errors."""
         self._raise_if_closed()
-        device = self._context.world.device if options.pass_device else None
+        device = self._device_to_pass(options)
         if self._context.world_size == 1:
             try:
                 return [in_this_process(call_on_device, fn, args, kwargs, device)]

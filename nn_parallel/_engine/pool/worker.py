@@ -456,9 +456,10 @@ def call_each(
     """
     results: list[R] = []
     own_device = current_world().device
+    device = own_device if pass_device else None
     for item in items:
         try:
-            result = in_this_process(call_on_device, fn, item, {}, own_device if pass_device else None)
+            result = in_this_process(call_on_device, fn, item, {}, device)
             synchronize(own_device)
             results.append(result)
         except Interrupted:

@@ -57,7 +57,7 @@ class Ranks:
 
 
 def _look(links: Links) -> dict[int, str]:
-    """Which ranks are gone, as ``links`` tell after one look."""
+    """Call ``look()``, and return the ranks that ``links`` then knows to be lost."""
     links.look()
     return links.lost
 
