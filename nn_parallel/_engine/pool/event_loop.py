@@ -18,6 +18,29 @@ from ..polling import Spin
 MAX_WAIT_S = 1e6  # the longest single wait; `epoll` takes at most about 24 days
 
 
+class Wakeup:
+    """Owns an eventfd, which any thread may make readable.
+
+    The eventfd is closed when no thread refers to this object any more. If it were closed earlier, a thread that is
+    about to write to it could write to another file, which has got the same number.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+    def set(self) -> None:
+        """Make the eventfd readable, so that a loop that waits for it wakes up."""
+        os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        """Make the eventfd unreadable again."""
+        with contextlib.suppress(BlockingIOError):  # it was not readable
+            os.eventfd_read(self.fd)
+
+
 class EventLoop:
     """Calls functions in one thread: functions that other threads post, and handlers of descriptors and timers."""
 
@@ -32,16 +55,17 @@ class EventLoop:
         self._posted = SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]]]()
         self._timers: list[tuple[float, int, Callable[[], object]]] = []  # a heap of (time, number, function)
         self._timer_numbers = itertools.count()  # the numbers of the timers, which order timers with the same time
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # `post` makes this readable, to end a wait
-        self.watch(self._wakeup, self._read_wakeup)
+        wakeup = Wakeup(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        self.watch(wakeup.fd, functools.partial(self._wake_up, wakeup))
+        self._wakeup: Wakeup | None = wakeup  # `post` makes it readable, to end a wait; None if the loop is closed
 
     def post(self, call: Callable[..., object], *args: Any) -> None:
         """Let the thread of the loop call ``call(*args)``. Signal handlers and finalizers may use this method, too."""
         try:
             self._posted.put((call, args))
         finally:  # if Ctrl-C comes just after `put`, the loop must still wake up
-            with contextlib.suppress(ValueError):  # the loop is closed, and `_wakeup` is -1
-                os.eventfd_write(self._wakeup, 1)
+            if (wakeup := self._wakeup) is not None:
+                wakeup.set()
 
     def call_later(self, seconds: float, call: Callable[[], object]) -> None:
         """Call ``call()`` after this time. Only the thread of the loop may use this method."""
@@ -104,12 +128,9 @@ class EventLoop:
         """Stop watching descriptors. A function that is posted from now on is called only if `run_posted` is called."""
         self._epoll.close()
         self._readers.clear()  # breaks the reference cycle with the handlers, which would keep this object alive
-        wakeup = self._wakeup
-        self._wakeup = -1  # first, because a `post` after `os.close` could write to another file with the same number
-        os.close(wakeup)
+        self._wakeup = None
 
-    def _read_wakeup(self) -> None:
-        """Set the counter of the eventfd back to zero, and call the posted functions."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wakeup)
+    def _wake_up(self, wakeup: Wakeup) -> None:
+        """Call the posted functions. What is posted from now on makes ``wakeup`` readable again."""
+        wakeup.clear()
         self.run_posted()

@@ -95,9 +95,10 @@ class Output:
         """Write the bytes ``read`` to a stream on which no bars are drawn, such as a file.
 
         The last line is kept until its end arrives, unless ``flush`` is true or more than `LINE_BYTES` are unwritten.
+        A carriage return begins a line, so that it stays with the bar that follows it.
         """
         unwritten = self._line + read
-        line_end = max(unwritten.rfind(b"\n"), unwritten.rfind(b"\r")) + 1
+        line_end = max(unwritten.rfind(b"\n") + 1, unwritten.rfind(b"\r"))
         end = len(unwritten) if flush or len(unwritten) > LINE_BYTES else line_end
         done = unwritten[:end]
         self._line = unwritten[end:]

@@ -16,6 +16,7 @@ from nn_parallel import (
     ParallelExecutor,
     current_world,
 )
+from nn_parallel._engine.pool.output import Output
 
 
 def test_output_can_name_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +76,22 @@ with ParallelExecutor(num_workers=1, devices="cpu", prefix_output={bool(prefix)}
     printed = b"".join(ROWS)
     lines = (prefix + line for line in printed.split(b"\n"))
     assert done.stdout == b"the script's own\n" + b"\n".join(lines)
+
+
+def test_bars_of_two_workers_in_a_file_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each bar stays with its carriage return, also if the bar and the next one arrive apart."""
+    with open(tmp_path / "file", "w+") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        pipes = [os.pipe() for _ in range(2)]
+        outputs = [Output(read, "stdout", rank, has_prefix=False) for rank, (read, _) in enumerate(pipes)]
+        for part in (b"\r 0%", b"\r 50%", b"\r100%\n"):
+            for output, (_, write) in zip(outputs, pipes, strict=True):
+                os.write(write, part)
+                output.copy()
+        for output, (_, write) in zip(outputs, pipes, strict=True):
+            os.close(write)
+            output.close()
+    assert (tmp_path / "file").read_bytes() == b"\r 0%\r 0%" + b"\r 50%\r100%\n" * 2
 
 
 def test_a_stream_of_text_gets_text(own_executor2: ParallelExecutor) -> None:

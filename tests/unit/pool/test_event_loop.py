@@ -6,6 +6,8 @@ import os
 import threading
 import time
 
+import pytest
+
 from nn_parallel._engine.pool.event_loop import EventLoop
 
 DEADLINE_S = 20.0
@@ -71,3 +73,23 @@ def test_what_is_posted_after_the_end_is_not_called_and_no_error() -> None:
     assert called == []
     loop.run_posted()
     assert called == [1]
+
+
+def test_a_loop_that_ends_while_a_thread_posts_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That thread writes to the loop's own descriptor, and not to a file that has got the number of the loop's."""
+    loop = EventLoop()
+    write = os.eventfd_write
+    others: list[int] = []
+
+    def write_late(fd: int, value: int) -> None:
+        loop.close()
+        others.extend(os.eventfd(0, os.EFD_NONBLOCK) for _ in range(20))  # these take the lowest free numbers
+        write(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", write_late)
+    loop.post(int)
+    assert others
+    for other in others:
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(other)
+        os.close(other)
