@@ -113,10 +113,31 @@ def test_a_worker_whose_accelerator_is_lost_is_replaced() -> None:
     assert told.splitlines() == ["RankError True", replaced, "RuntimeError True", replaced]
 
 
+FORKS = """
+    import os, sys
+    import torch, torch.distributed as dist
+    from nn_parallel import *
+
+    for case in {cases}:
+        if child := os.fork():
+            assert os.waitpid(child, 0)[1] == 0, case
+        else:
+            {body}
+            sys.stdout.flush()
+            os._exit(0)
+"""
+
+
+def in_forks(cases: list[Any], body: str) -> list[str]:
+    """Return what ``body`` prints for each case, in a process of its own; torch is imported once for all of them."""
+    script = textwrap.dedent(FORKS).format(cases=cases, body=textwrap.indent(textwrap.dedent(body), " " * 8).strip())
+    return printed(script).splitlines()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "call",
-    [
+def test_what_begins_no_use_of_the_accelerator(tmp_path: Path) -> None:
+    """In the process of the script: there it would take memory, and a fork could not use it any more."""
+    calls = [
         "current_world()",
         "resolve_device('cuda')",
         "on_rank(0)(int)()",
@@ -124,13 +145,10 @@ def test_a_worker_whose_accelerator_is_lost_is_replaced() -> None:
         "reduce_metrics({'a': 1})",
         "initialize_ddp()",
         "ParallelExecutor(devices='cuda').__enter__().run(int)",
-        "initialize_ddp(device='cpu'), save_checkpoint('checkpoint.pt', epoch=1)",
-    ],
-)
-def test_what_begins_no_use_of_the_accelerator(call: str, tmp_path: Path) -> None:
-    """In the process of the script: there it would take memory, and a fork could not use it any more."""
-    head = f"import os, torch\nfrom nn_parallel import *\nos.chdir({str(tmp_path)!r})"
-    assert printed(f"{head}\n{call}\nprint(torch.stand_in.is_in_use)").splitlines()[-1] == "False"
+        f"initialize_ddp(device='cpu'), save_checkpoint({str(tmp_path / 'checkpoint.pt')!r}, epoch=1)",
+    ]
+    used = in_forks([*calls, "torch.stand_in.current_device_index()"], "eval(case)\nprint(torch.stand_in.is_in_use)")
+    assert used == ["False"] * len(calls) + ["True"]
 
 
 def _join() -> Any:
@@ -267,8 +285,8 @@ def test_an_uncaught_exception_ends_a_process_with_a_collective_under_way() -> N
         for rank in "01"
     ]
     try:
-        _, told = ranks[0].communicate("go\n", timeout=60)
-        assert (ranks[0].returncode, "nobody catches this" in told) == (1, True)
+        _, told = ranks[1].communicate("go\n", timeout=20)  # rank 0 would keep its store open for the other rank
+        assert (ranks[1].returncode, "nobody catches this" in told) == (1, True)
     finally:
         for rank in ranks:
             rank.kill()
@@ -313,24 +331,16 @@ def test_ranks_on_the_cpu_stay_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("current", "bound", "local_rank", "expected"),
-    [(0, None, 1, 1), (0, 0, 1, 0), (1, None, 0, 1), (0, None, 5, 0)],
-)
-def test_the_device_of_a_rank_that_other_code_has_made(
-    current: int, bound: int | None, local_rank: int, expected: int
-) -> None:
+def test_the_device_of_a_rank_that_other_code_has_made() -> None:
     """The one that its group is bound to, else one that was made the current one, else that of the local rank."""
-    script = f"""
-        import torch, torch.distributed as dist
-        from nn_parallel import current_world
-
-        if {current}:
-            torch.accelerator.set_device_index({current})
-        store = dist.HashStore()
-        dist.init_process_group("stand_in_ccl", store=store, rank={local_rank}, world_size=8)
-        if {bound} is not None:
-            dist.group.WORLD.bound_device_id = torch.device("stand_in", {bound})  # as init does for torch's own
+    cases = [(0, None, 1, 1), (0, 0, 1, 0), (1, None, 0, 1), (0, None, 5, 0)]
+    body = """
+        current, bound, local_rank, _ = case
+        if current:
+            torch.accelerator.set_device_index(current)
+        dist.init_process_group("stand_in_ccl", store=dist.HashStore(), rank=local_rank, world_size=8)
+        if bound is not None:
+            dist.group.WORLD.bound_device_id = torch.device("stand_in", bound)  # as init does for torch's own
         print(current_world().device)
-        """
-    assert printed(script) == f"stand_in:{expected}"
+    """
+    assert in_forks(cases, body) == [f"stand_in:{expected}" for *_, expected in cases]

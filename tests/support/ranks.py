@@ -276,6 +276,9 @@ def _serve() -> None:
 
 def _fork_ranks(connection: Connection) -> None:
     """Be a `RankForker`. This returns in each rank, and in the forker at its end."""
+    import torch._dynamo  # torch imports these only when an optimizer or FSDP needs them, in 1.4 s for each rank
+    import torch.distributed.fsdp  # noqa: F401
+
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then removes a rank that has ended
     while True:
         try:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pickle
 import re
-import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path, PurePath
@@ -25,13 +23,13 @@ from nn_parallel import (
     RankError,
     initialize_ddp,
     load_checkpoint,
+    on_rank,
     prepare_model,
     save_checkpoint,
     unwrap_model,
 )
-from nn_parallel._engine.descendants import children_of
 from nn_parallel.training._shards import DataUnpickler, new_folder
-from tests.support.paths import ROOT
+from tests.support.ranks import ANSWER_WITHIN_S, launched
 
 
 class Net(nn.Module):
@@ -257,42 +255,31 @@ def test_a_rank_that_cannot_write_leaves_the_old_checkpoint(
     assert equal(load(path, "ddp")[0], wanted)
 
 
-KILLS = 6  # by turns of one that waits for its save, and of one that does not
-SAVES_FOR_EVER = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from tests.api.training.test_shards import save
-from nn_parallel import current_world, on_rank
-seed = 1
-while True:
-    save(Path(sys.argv[1]), seed=seed, keep=2, asynchronous=sys.argv[3] == "True")
-    on_rank(0)(print)(seed, flush=True)
-    seed += 1
-"""
+KILLS = 10  # by turns of ranks that wait for each save, and of ranks that do not
+
+
+def save_for_ever(path: Path, asynchronous: bool) -> None:
+    for seed in itertools.count(1):
+        save(path, seed=seed, keep=2, asynchronous=asynchronous)
+        on_rank(0)(print)("saved", flush=True)
 
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path) -> None:
-    """Of torchrun and all ranks, at some moments within a save, which takes some 0.15 s; what is left is cleaned."""
-    path, script = tmp_path / "last.pt", tmp_path / "script.py"
-    script.write_text(SAVES_FOR_EVER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    command += [str(path), str(ROOT)]
+    """Of all ranks, at some moments within a save, which takes some 0.15 s; what is left is cleaned."""
+    path = tmp_path / "last.pt"
     for number in range(KILLS):
         asynchronous = number % 2 > 0
-        with subprocess.Popen([*command, str(asynchronous)], stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            for _ in range(1 + asynchronous):  # the second one begins when the first is written
-                assert process.stdout.readline(), "it did not save"
-            ranks = children_of(process.pid)
-            ends = [os.pidfd_open(pid) for pid in ranks]
+        with launched(2) as ranks:
+            ranks.run(save_for_ever, path, asynchronous, only=[], also=[0, 1])
+            deadline = time.monotonic() + ANSWER_WITHIN_S
+            while ranks.printed().count("saved") <= asynchronous:  # the second save begins when the first is written
+                assert time.monotonic() < deadline, ranks.printed()
+                time.sleep(0.001)
             time.sleep(0.15 * number / KILLS)
-            for pid in (*ranks, process.pid):
+            for pid in ranks.pids:
                 os.kill(pid, signal.SIGKILL)
-        for end in ends:
-            select.select([end], [], [])  # a rank holds the lock of its folder until it has ended, some 20 ms later
-            os.close(end)
+        # Now both ranks have ended, and hold the lock of their folder no more.
         rest = load_checkpoint(path)
         assert rest["epoch"] >= 1
         assert all(value.isfinite().all() for value in rest["model"].values())
