@@ -44,13 +44,10 @@ SHELLS = {
     "64 descriptors": ["sh", "-ec", "ulimit -n 64; exec {python} {script}"],
     "1 MiB of /dev/shm": [*IN_NAMESPACE, "mount -t tmpfs -o size=1M none /dev/shm; exec {python} {script}"],
     "no temporary folder to write to": [*IN_NAMESPACE, READ_ONLY + "cd /; exec {python} {script}"],
-    "no home": ["env", "-u", "HOME", "{python}", "{script}"],
     "64 workers": ["env", "WORKERS=64", "{python}", "{script}"],
     "the first process of a container": ["unshare", "--pid", "--fork", "--mount-proc", "{python}", "{script}"],
-    "without asserts": ["{python}", "-O", "{script}"],
-    "from the input": ["sh", "-ec", "{python} < {script}"],
-    "as an argument": ["sh", "-ec", '{python} -c "$(cat {script})"'],
-    "isolated": ["{python}", "-I", "{script}"],
+    "from the input, without asserts": ["sh", "-ec", "{python} -O < {script}"],
+    "as an argument, isolated, no home": ["sh", "-ec", 'unset HOME; {python} -I -c "$(cat {script})"'],
 }
 
 
