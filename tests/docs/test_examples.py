@@ -23,27 +23,24 @@ def _torchrun(ranks: int, example: Path = DIGITS) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("start", "ranks"),
-    [
-        (lambda: _torchrun(2), 2),
-        (lambda: [sys.executable, str(DIGITS), "--ranks=1"], 1),
-    ],
-    ids=["torchrun-2", "python-1"],  # the README's first command is python-2
-)
-def test_digits(start: object, ranks: int, tmp_path: Path) -> None:
-    """At least 95 % of the 360 held-out digits, each counted once; the example itself checks the parameters' hash."""
-    assert callable(start)
+def test_digits_on_one_rank(tmp_path: Path) -> None:
+    """At least 95 % of the 360 held-out digits, each counted once.
+
+    `tests/launchers` starts the same file by every launcher, and the README by Python on two ranks.
+    """
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(
-        start(), capture_output=True, text=True, timeout=250, cwd=tmp_path, env=environ | {"OMP_NUM_THREADS": "1"}
+        [sys.executable, str(DIGITS), "--ranks=1"],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        cwd=tmp_path,
+        env=environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    said = re.fullmatch(r"(\d+) of (\d+) held-out digits are right: .* trained on (\d+) ranks\n", done.stdout)
+    said = re.fullmatch(r"(\d+) of 360 held-out digits are right: .* trained on 1 ranks\n", done.stdout)
     assert said, done.stdout
-    right, evaluated, trained_on = map(int, said.groups())
-    assert (evaluated, trained_on) == (360, ranks)
-    assert right >= 0.95 * 360
+    assert int(said[1]) >= 0.95 * 360
     assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
     assert len(torch.load(tmp_path / "digits.pt", weights_only=True)) == 6
 
@@ -101,10 +98,10 @@ def test_federated_with_several_ranks_for_each_client_or_one_for_all(ranks: int,
 @pytest.mark.slow
 def test_energy_model_goes_on_where_it_was(tmp_path: Path) -> None:
     """93 % in two halves, the second resumed by another wrapper: one process, whose checkpoint has no DDP in it."""
-    accuracy(started("energy_model.py", "torchrun", "--epochs=6"), tmp_path)
-    reached, said = accuracy(started("energy_model.py", "python", "--epochs=12", "--resume", "--no-ddp"), tmp_path)
+    accuracy(started("energy_model.py", "torchrun", "--epochs=3"), tmp_path)
+    reached, said = accuracy(started("energy_model.py", "python", "--epochs=6", "--resume", "--no-ddp"), tmp_path)
     assert reached >= 93
-    assert re.findall(r"epoch (\d+):", said) == [str(epoch) for epoch in range(6, 12)]
+    assert re.findall(r"epoch (\d+):", said) == [str(epoch) for epoch in range(3, 6)]
     assert float(re.findall(r"digits told from noise ([\d.]+)%", said)[0]) >= 90
 
 
@@ -140,9 +137,10 @@ def test_trainer_needs_its_section(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_engine(tmp_path: Path) -> None:
     """93 % on two ranks with mixed precision and averaged weights; the best and the last state are saved."""
-    reached, _ = accuracy(started("engine.py", "torchrun", "--world-size=2", "--use-amp", "--use-ema"), tmp_path)
+    options = ["--world-size=2", "--use-amp", "--use-ema", "--epochs=5"]
+    reached, _ = accuracy(started("engine.py", "torchrun", *options), tmp_path)
     assert reached >= 93
     best, last = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("best", "last"))
     assert len(last["random_states"]) == 2
-    assert len(last["history"]) == 10
+    assert len(last["history"]) == 5
     assert best["history"][-1]["accuracy"] == max(epoch["accuracy"] for epoch in last["history"])

@@ -216,24 +216,27 @@ def test_bad_input(ray_cluster: Any) -> None:
 
 def test_it_waits_for_room(ray_cluster: Any, caplog: pytest.LogCaptureFixture) -> None:
     """It says so after some seconds, and begins when others give room back."""
-    taken = ParallelExecutor(engine="ray", num_workers=8, devices="cpu")
+    taken = ParallelExecutor(engine="ray", num_workers=2, devices="cpu", resources_per_worker={"CPU": 4})
     taken.run(int)
     timer = threading.Timer(7, taken.shutdown)
     timer.start()
-    with caplog.at_level(logging.WARNING), ParallelExecutor(engine="ray", num_workers=3, devices="cpu") as ex:
-        assert ex.run(int) == [0, 0, 0]
+    with caplog.at_level(logging.WARNING), ParallelExecutor(engine="ray", num_workers=2, devices="cpu") as ex:
+        assert ex.run(int) == [0, 0]
     timer.join()
-    assert "Waiting for Ray to find room for 3 workers with 1 CPU: the cluster has 8 CPU" in caplog.text
+    assert "Waiting for Ray to find room for 2 workers with 1 CPU: the cluster has 8 CPU" in caplog.text
 
 
 def test_another_size_gives_room_back(ray_cluster: Any) -> None:
     """To other users of the cluster, at once; the pool does what was asked of it before and after."""
-    with ParallelExecutor(engine="ray", num_workers=8, devices="cpu") as ex:
+    half_of_a_node = {"CPU": 2}
+    with ParallelExecutor(engine="ray", num_workers=4, devices="cpu", resources_per_worker=half_of_a_node) as ex:
         before = ex.submit(abs, -1)
         ex.resize(2)
         assert before.result() == 1
         assert ex.run(int) == [0, 0]
-        with ParallelExecutor(engine="ray", num_workers=6, devices="cpu", wait_for_resources=30) as other:
-            assert other.run(int) == [0] * 6
+        with ParallelExecutor(
+            engine="ray", num_workers=2, devices="cpu", resources_per_worker=half_of_a_node, wait_for_resources=30
+        ) as other:
+            assert other.run(int) == [0, 0]
         ex.resize(3)
-        assert ex.run(int) == [0] * 3
+        assert ex.run(int) == [0, 0, 0]
