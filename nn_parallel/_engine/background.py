@@ -23,13 +23,18 @@ def start(work: Callable[[], R], name: str) -> Future[R]:
 
 
 def in_thread(work: Callable[[], R], name: str) -> Future[R]:
-    """Begin ``work`` in a thread called ``name``. When the process ends, the work may be left unfinished."""
+    """Begin ``work`` in a thread called ``name``. When the process ends, the work may be left unfinished.
+
+    What ``work`` refers to is released before the returned future is done. Otherwise the process could end while the
+    thread deletes a process group, and C++ would then end the process by SIGABRT.
+    """
     end = Future[R]()
+    works = [work]  # the thread takes it out, so that nothing else in the thread refers to it
 
     def run(end: Future[R] | None) -> None:
         assert end is not None
         try:
-            end.set_result(work())
+            end.set_result(works.pop()())
         except BaseException as error:
             end.set_exception(error)
             # Break a reference cycle: the future refers to the error, the error's traceback refers to this frame, and

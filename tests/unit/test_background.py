@@ -51,6 +51,23 @@ def test_its_error_holds_nothing_for_long() -> None:
         gc.enable()
 
 
+def test_what_it_refers_to_is_released_before_its_end() -> None:
+    """Otherwise a process group could be deleted in this thread while the process ends, which C++ ends by SIGABRT."""
+
+    class Group: ...
+
+    group, go_on = Group(), threading.Event()
+    is_there = weakref.ref(group)
+    end = background.start(lambda held=group: held and go_on.wait(), "holds")  # type: ignore[misc]
+    del group
+    seen = list[Group | None]()
+    end.add_done_callback(lambda _: seen.append(is_there()))
+    go_on.set()
+    background.finish()
+    assert end.result()
+    assert seen == [None]
+
+
 def test_a_fork_waits_for_nothing() -> None:
     """It has no such thread."""
     go_on = threading.Event()
