@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +28,8 @@ with ParallelExecutor(devices="cpu"{workers}) as ex:
 
 @pytest.fixture(autouse=True)
 def no_monitor() -> Iterator[None]:
-    """Without the thread of tqdm, which stays."""
+    """Without what stays of tqdm: its thread, and the semaphore of its lock, which tests/conftest.py removes too."""
+    tqdm.set_lock(threading.RLock())
     before, tqdm.monitor_interval = tqdm.monitor_interval, 0
     yield
     tqdm.monitor_interval = before
