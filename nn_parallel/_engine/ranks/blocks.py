@@ -457,9 +457,10 @@ class Blocks:
                 if block.outer is not None and block.outer.must_leave:  # the outer block failed before this one began
                     block.make_leave(block.outer.reason)
                 is_of_block = isinstance(error, Exception) or (isinstance(error, Interrupted) and block.must_leave)
-                # Remove this frame from the traceback to avoid a reference cycle. Since Python 3.12 this frame refers
-                # to the frames that called it, and these frames refer to ``error``.
+                # Remove this frame and the one of `block` from the traceback to avoid a reference cycle. Since Python
+                # 3.12 these frames refer to the frames that called them, and the latter refer to ``error``.
                 error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+                error.__traceback__ = user_frames(error)
                 try:
                     raised = self._leave_block(block, cause_of(error, block.reason))
                 except ParallelError:  # the store is gone
