@@ -629,7 +629,7 @@ def test_an_assert_that_pytest_has_rewritten(executor2: ParallelExecutor) -> Non
     def check(x: int) -> None:
         assert x == 2
 
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"^assert 1 == 2$"):
         executor2.submit(check, 1).result()
 
 

@@ -23,6 +23,10 @@ import torch
 import torch.distributed as dist
 from nn_parallel import ParallelExecutor, RankError, initialize_ddp
 
+def check(holds):  # no assert: one script runs without asserts
+    if not holds:
+        raise SystemExit("wrong")
+
 def work(x):
     rank, total = initialize_ddp().rank, torch.ones(1)
     dist.all_reduce(total)
@@ -30,12 +34,12 @@ def work(x):
 
 workers = int(os.environ.get("WORKERS", "2"))
 with ParallelExecutor(num_workers=workers, devices="cpu") as ex:
-    assert ex.run(work, torch.ones(1 << 20)) == [(rank, workers, 1 << 20) for rank in range(workers)]
+    check(ex.run(work, torch.ones(1 << 20)) == [(rank, workers, 1 << 20) for rank in range(workers)])
     try:
         ex.run(int, "no number")
     except RankError as error:
-        assert isinstance(error.exceptions[0], ValueError)
-    assert list(ex.map(abs, range(-4, 0))) == [4, 3, 2, 1]
+        check(isinstance(error.exceptions[0], ValueError))
+    check(list(ex.map(abs, range(-4, 0))) == [4, 3, 2, 1])
 print("all is well")
 """
 IN_NAMESPACE = ["unshare", "--mount", "sh", "-ec"]
