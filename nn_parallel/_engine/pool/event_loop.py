@@ -31,10 +31,6 @@ class Wakeup:
     def __del__(self) -> None:
         os.close(self.fd)
 
-    def set(self) -> None:
-        """Make the eventfd readable, so that a loop that waits for it wakes up."""
-        os.eventfd_write(self.fd, 1)
-
     def clear(self) -> None:
         """Make the eventfd unreadable again."""
         with contextlib.suppress(BlockingIOError):  # it was not readable
@@ -64,8 +60,12 @@ class EventLoop:
         try:
             self._posted.put((call, args))
         finally:  # if Ctrl-C comes just after `put`, the loop must still wake up
-            if (wakeup := self._wakeup) is not None:
-                wakeup.set()
+            wakeup = self._wakeup
+            try:
+                if wakeup is not None:
+                    os.eventfd_write(wakeup.fd, 1)
+            finally:
+                del wakeup  # if Ctrl-C comes now, its traceback must not keep the eventfd open
 
     def call_later(self, seconds: float, call: Callable[[], object]) -> None:
         """Call ``call()`` after this time. Only the thread of the loop may use this method."""

@@ -93,3 +93,21 @@ def test_a_loop_that_ends_while_a_thread_posts_is_no_error(monkeypatch: pytest.M
         with pytest.raises(BlockingIOError):
             os.eventfd_read(other)
         os.close(other)
+
+
+def test_the_traceback_of_ctrl_c_keeps_no_descriptor_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may come in the middle of `post`, and a user may keep the exception after the end of the pool."""
+    write = os.eventfd_write
+
+    def write_and_interrupt(fd: int, value: int) -> None:
+        write(fd, value)
+        raise KeyboardInterrupt
+
+    before = os.listdir("/proc/self/fd")
+    loop = EventLoop()
+    monkeypatch.setattr(os, "eventfd_write", write_and_interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        loop.post(int)
+    loop.close()
+    assert os.listdir("/proc/self/fd") == before
+    assert caught.value.__traceback__ is not None  # it still holds the frame of `post`
