@@ -249,6 +249,7 @@ def test_the_old_page_under_torchrun() -> None:
             _check_what_both_ways_give(seen)
 
 
+@pytest.mark.slow
 def test_a_call_can_have_a_timeout() -> None:
     """A hang ends with the stack of the rank that hangs, and the next call works."""
 

@@ -115,6 +115,7 @@ def test_the_figures_are_those_of_the_recorded_run() -> None:
     assert set(topics.split()) == there
 
 
+@pytest.mark.slow
 def test_a_goal_is_met_or_not() -> None:
     """By the median of the ratios of neighbours, and without a reference by the median; at the goal it is met."""
     program = """

@@ -125,6 +125,7 @@ def test_trainer(tmp_path: Path) -> None:
     assert (tmp_path / "model_0.pt").exists()
 
 
+@pytest.mark.slow
 def test_trainer_needs_its_section(tmp_path: Path) -> None:
     """A configuration without ``parallel`` is an error before anything starts."""
     (tmp_path / "bad.yaml").write_text("training: {}")

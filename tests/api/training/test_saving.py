@@ -141,6 +141,7 @@ def test_alone_too(tmp_path: Path, strategy: str) -> None:
         assert values(tmp_path / "a.pt") == {1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("then", ["save", "load"])
 def test_what_goes_wrong_is_raised_by_the_next_one(run: Run, tmp_path: Path, failing: int, then: str) -> None:
@@ -449,6 +450,7 @@ def test_blocks_fail_at_any_moment_of_a_save(tmp_path: Path) -> None:
     assert threads == []
 
 
+@pytest.mark.slow
 def test_a_failure_that_torch_cannot_tell_the_others_is_told_too(run: Run, tmp_path: Path) -> None:
     """One that cannot be pickled: the threads of the other ranks wait for it in a collective."""
     path = tmp_path / "last.pt"

@@ -127,6 +127,7 @@ def test_the_end_of_a_pool_waits_for_its_callbacks() -> None:
     assert refused == [True] * 3
 
 
+@pytest.mark.slow
 def test_a_callback_that_takes_longer_than_the_timeout_harms_nobody() -> None:
     """The task itself was in time, and so was the one beside it."""
     with ParallelExecutor(num_workers=2, devices="cpu", timeout=2) as pool:

@@ -116,6 +116,7 @@ def test_an_object_that_could_not_be_rebuilt_can_be_later(executor2: ParallelExe
     assert executor2.run(len, handle) == [4, 4]  # once is enough
 
 
+@pytest.mark.slow
 def test_an_object_that_takes_too_long_to_rebuild_can_be_interrupted() -> None:
     """As the call can that needs it."""
     with ParallelExecutor(num_workers=1, devices="cpu", timeout=2) as pool:
@@ -175,6 +176,7 @@ def test_ctrl_c_keeps_the_workers(executor2: ParallelExecutor) -> None:
     assert executor2.run(os.getpid) == pids
 
 
+@pytest.mark.slow
 def test_a_resize_that_waits_takes_no_processor_time(executor2: ParallelExecutor) -> None:
     """Until the calls before it are over, nobody looks again and again whether they are."""
     slow, resize = executor2.submit(time.sleep, 2), threading.Thread(target=executor2.resize, args=(3,))

@@ -30,6 +30,7 @@ from nn_parallel._engine.by_value.globals import stored, stored_object
 from tests.support.scripts import run_script
 
 
+@pytest.mark.slow
 def test_a_timeout_holds_the_stack_of_the_silent_worker_only() -> None:
     """Rank 1 hangs, rank 0 has answered: the error names rank 1 and where it stands, and nobody is killed."""
     with ParallelExecutor(num_workers=2, devices="cpu", timeout=2) as pool:
@@ -49,6 +50,7 @@ def test_a_timeout_holds_the_stack_of_the_silent_worker_only() -> None:
             pool.run(hang)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
     [
@@ -80,6 +82,7 @@ def test_the_item_that_takes_too_long_is_the_one_that_fails() -> None:
         assert list(results) == list(range(99))
 
 
+@pytest.mark.slow
 def test_code_that_holds_the_gil_cannot_tell_its_stack() -> None:
     """The error says so, and the worker is killed."""
     imports = {"initializer": importlib.import_module, "initargs": (__name__,)}  # before the timeout can come
@@ -92,6 +95,7 @@ def test_code_that_holds_the_gil_cannot_tell_its_stack() -> None:
         assert after[1] == pids[1]
 
 
+@pytest.mark.slow
 def test_an_interrupt_that_a_destructor_drops_is_not_printed(tmp_path: Path) -> None:
     """The iterator of a `DataLoader` waits in its destructor for its workers."""
     code = """
