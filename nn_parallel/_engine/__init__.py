@@ -190,13 +190,14 @@ workers makes one copy for all of them, and one for each result:
    its place, and keeps a view of the memory beside the pickle. The packer then calls `make_payload`, which is `Payload`
    (channel) for local workers. It copies the pickle and all views into a memory file (`fill`, memory_files): that is
    the first copy. Then `submit` returns, and the user may change the tensor.
-2. The supervisor gives the task to a worker (`WorkerProcess.send`, worker_process). `Channel.flush` sends a packet with
-   the descriptor of the file. The worker maps the file (`Channel.receive`, `map_private`), and `loads` (pickling) makes
-   tensors that lie in the map.
+2. The thread of the pool chooses a worker (`Supervisor.add`, `_hand_out`, `_begin`, supervisor) and gives it the task
+   (`WorkerProcess.send`, worker_process). `Channel.flush` sends a packet with the descriptor of the file. The worker
+   maps the file (`Channel.receive`, `map_private`), and `loads` (pickling) makes tensors that lie in the map.
 3. `TaskRunner._do_calls` (worker) pickles the result in the same way. If the function returns its argument, the view
    keeps the map alive. `_serve` (worker) drops the arguments, and then copies the views into a file of its own: that is
-   the second copy. The supervisor's thread maps this file (`WorkerProcess._receive`), and `SingleTask.complete` (tasks)
-   rebuilds the result and completes the future.
+   the second copy. The thread of the pool maps this file (`WorkerProcess._receive`) and finds the task of the answer
+   (`Supervisor.answered`, `_task_answered`). `SingleTask.complete` (tasks) rebuilds the result and completes the
+   future.
 4. The memory of a map is freed with the last tensor in it. The `PackedCall` of a task keeps the payload, and is deleted
    with the task, after all its workers have answered. Then the sender may fill the file again, if no process has it
    open.

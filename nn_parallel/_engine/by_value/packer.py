@@ -567,6 +567,7 @@ class FunctionPacker:
             (None if sent else self._fn, args, kwargs), functools.partial(_call_parts, self._fn, args, kwargs)
         )
         handles = [*call.handles, *_handles_of(call, self._environment)]
+        # The last step below is the first one that the worker does: the environment, the definitions, the call itself.
         if call.needed or call.constants:
             packed = packed.after(_DefinitionReducer().pack(Deferred(receiving.prepare, *call.prepare_arguments())))
         if self._environment is not None:

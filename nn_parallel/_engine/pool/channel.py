@@ -289,7 +289,7 @@ def _make_packets(header: Any, payload: Payload | None) -> list[_Packet]:
             fds.append(fd)
             owners.append(owner)
         if (file := payload.open_file()) is not None:
-            fds.append(file.fd)
+            fds.append(file.fd)  # always the last one; see `_map_payload`
             owners.append(file)
     except OSError as error:
         raise TransferError(f"Cannot open shared memory: {error}. Raise `ulimit -n`.") from error

@@ -132,7 +132,7 @@ def _serve(channel: Channel, worker: TaskRunner) -> None:
     del payload  # the tensors of the arguments must not outlive the task, unless the result contains them
     flush_output()
     try:
-        message = packed and Payload(packed)
+        message = None if packed is None else Payload(packed)
         del packed
         channel.send(answer, message)
     except TransferError as error:
@@ -277,7 +277,7 @@ class TaskRunner:
             try:
                 with self._scope:
                     packed = self._do_calls(task)
-                outcome = packed and Outcome.SUCCEEDED
+                outcome = None if packed is None else Outcome.SUCCEEDED  # None: `results` holds all results
             finally:
                 with self._task_lock:  # from here on, the task cannot be cancelled
                     self._task = NO_TASK
