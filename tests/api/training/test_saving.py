@@ -42,15 +42,9 @@ Run = Callable[..., list[Any]]
 KINDS = [("ddp", False), ("fsdp", False), ("fsdp", True)]
 
 
-@pytest.fixture(scope="module")
-def ranks3() -> Iterator[Ranks]:
-    with launched(3, "torchrun") as ranks:
-        yield ranks
-
-
-@pytest.fixture(params=["pool", "torchrun"])
+@pytest.fixture(params=["pool", "launched"])
 def run(request: pytest.FixtureRequest, executor2: ParallelExecutor, ranks3: Ranks) -> Run:
-    runs: dict[str, Run] = {"pool": executor2.run, "torchrun": ranks3.run}
+    runs: dict[str, Run] = {"pool": executor2.run, "launched": ranks3.run}
     return runs[request.param]
 
 
