@@ -105,23 +105,30 @@ def loads(
         Exception: any exception that unpickling raises.
     """
     with DisableTorchFunction():  # the user's default device must have no effect on rebuilt tensors
-        table, *others = buffers or [bytearray()]
-        places = memoryview(table).cast("B").cast("Q")
-        parts: dict[int, list[tuple[int, Buffer]]] = {}
-        for number, start, part in zip(places[::2], places[1::2], others, strict=False):
-            parts.setdefault(number, []).append((start, part))
-        file = io.BytesIO(packed)
-        inline = iter(others[len(places) // 2 :])
-        # ``packed`` may consist of several pickles. The last one holds the object. Those before it prepare this
-        # process, for example by setting the globals that a function uses (see `Packed.after`).
-        while True:
-            unpickler = _Unpickler(file, buffers=inline)
-            unpickler._device = device
-            unpickler._shared = shared
-            unpickler._parts = parts
-            result = unpickler.load()
-            if file.tell() == file.getbuffer().nbytes:
-                return result
+        return _load(packed, buffers, device, shared)
+
+
+def _load(
+    packed: bytes | Buffer, buffers: Sequence[Buffer], device: torch.device | None, shared: Sequence[Buffer]
+) -> Any:
+    """Do the work of `loads`. Its loops are not in a ``with`` block there; `RLock` (interrupts) says why."""
+    table, *others = buffers or [bytearray()]
+    places = memoryview(table).cast("B").cast("Q")
+    parts: dict[int, list[tuple[int, Buffer]]] = {}
+    for number, start, part in zip(places[::2], places[1::2], others, strict=False):
+        parts.setdefault(number, []).append((start, part))
+    file = io.BytesIO(packed)
+    inline = iter(others[len(places) // 2 :])
+    # ``packed`` may consist of several pickles. The last one holds the object. Those before it prepare this process,
+    # for example by setting the globals that a function uses (see `Packed.after`).
+    while True:
+        unpickler = _Unpickler(file, buffers=inline)
+        unpickler._device = device
+        unpickler._shared = shared
+        unpickler._parts = parts
+        result = unpickler.load()
+        if file.tell() == file.getbuffer().nbytes:
+            return result
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types

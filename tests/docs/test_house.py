@@ -183,6 +183,19 @@ def _body_length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return function.end_lineno - before
 
 
+def test_no_loop_stands_in_a_block_with_a_lock() -> None:
+    """Ctrl-C could leave the lock taken, as the docstring of `RLock` (interrupts) says."""
+    assert [
+        f"{path.relative_to(PACKAGE)}:{loop.lineno}"
+        for path in MODULES.values()
+        for block in ast.walk(ast.parse(path.read_text()))
+        if isinstance(block, ast.With) and any(ast.unparse(item.context_expr).endswith("lock") for item in block.items)
+        for statement in block.body
+        for loop in ast.walk(statement)
+        if isinstance(loop, ast.For | ast.While)
+    ] == []
+
+
 def test_the_public_names_are_all_there() -> None:
     """``__all__`` is what a user may import, and each of them has a docstring; what is defined here says so."""
     assert len(set(nn_parallel.__all__)) == len(nn_parallel.__all__)  # their order is for the linter to see

@@ -221,20 +221,22 @@ class _CallReducer(Reducer):
             The bindings of all globals that are data. They belong in the pickle of the call, whereas constants and
             definitions go into the pickle that precedes the call.
         """
-        data: list[Deferred] = []
-        pending = list(definitions)
-        pending_names = list(names)
         with self._packer.lock:
-            while pending or pending_names:
-                for obj in pending:
-                    if id(obj) not in self.needed:
-                        record = self.needed[id(obj)] = self._packer.definition(obj)
-                        pending += record.definitions
-                        pending_names += record.globals
-                        self.users_modules.update(record.users_modules)
-                pending = []
-                if pending_names:
-                    pending += self._resolve(*pending_names.pop(), data)
+            return self._collect(list(definitions), list(names))
+
+    def _collect(self, pending: list[Any], pending_names: list[GlobalName]) -> list[Deferred]:
+        """Do the work of `_collect_needed`, while this thread holds the lock of the packer."""
+        data: list[Deferred] = []
+        while pending or pending_names:
+            for obj in pending:
+                if id(obj) not in self.needed:
+                    record = self.needed[id(obj)] = self._packer.definition(obj)
+                    pending += record.definitions
+                    pending_names += record.globals
+                    self.users_modules.update(record.users_modules)
+            pending = []
+            if pending_names:
+                pending += self._resolve(*pending_names.pop(), data)
         return data
 
     def _resolve(self, namespace: Namespace, name: str, is_bound_by_code: bool, data: list[Deferred]) -> list[Any]:
