@@ -258,9 +258,9 @@ class RLock(_thread.RLock):  # type: ignore[misc]  # the stubs call the base cla
     its ``return``, Python raises nothing before the block begins. The lock is released by the ``__exit__`` of the base
     class, which is written in C, and so is not interrupted either.
 
-    The block must not contain a loop; a loop belongs in a function that the block calls. In Python 3.12 and later, the
-    compiler may leave the jump back to the beginning of a loop out of the block. If KeyboardInterrupt is raised at such
-    a jump, nothing releases the lock.
+    The block must not contain a loop, nor a comprehension with ``if``. Those belong in a function that the block calls.
+    In Python 3.12 and later, the compiler may leave the jump back to the beginning of a loop out of the block. If
+    KeyboardInterrupt is raised at such a jump, nothing releases the lock.
     """
 
     def __enter__(self) -> bool:  # type: ignore[override]  # a `with` statement passes no arguments

@@ -537,22 +537,34 @@ def _without_hook(name: str, classes: Iterable[type]) -> Iterator[None]:
     when a class is created or registered. So during this block the hook of each class is replaced with a function that
     does nothing in this thread, and that calls the original hook in all other threads.
     """
-    thread = threading.get_ident()
     with _making_classes:
-        originals = {owner: vars(owner)[name] for owner in classes if name in vars(owner)}
+        originals = _own_hooks(name, classes)
         try:
-            for owner, original in originals.items():
-
-                def hook(cls: type, original: Any = original, /, *args: Any, **kwargs: Any) -> Any:
-                    if threading.get_ident() != thread:
-                        return original.__get__(None, cls)(*args, **kwargs)
-                    return NotImplemented
-
-                type.__setattr__(owner, name, classmethod(hook))
+            _set_hooks(name, {owner: _silenced(hook) for owner, hook in originals.items()})
             yield
         finally:
-            for owner, original in originals.items():
-                type.__setattr__(owner, name, original)
+            _set_hooks(name, originals)
+
+
+def _own_hooks(name: str, classes: Iterable[type]) -> dict[type, Any]:
+    return {owner: vars(owner)[name] for owner in classes if name in vars(owner)}
+
+
+def _set_hooks(name: str, hooks: Mapping[type, Any]) -> None:
+    for owner, hook in hooks.items():
+        type.__setattr__(owner, name, hook)
+
+
+def _silenced(original: Any) -> Any:
+    """Return a hook that does nothing in the thread that calls this function, and calls ``original`` in all others."""
+    thread = threading.get_ident()
+
+    def hook(cls: type, /, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original.__get__(None, cls)(*args, **kwargs)
+        return NotImplemented
+
+    return classmethod(hook)
 
 
 # Globals
