@@ -114,6 +114,7 @@ def test_each_ends_as_it_would_in_one_process(shown: str) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_failure_tells_its_rank_and_the_rewritten_assert(shown: str) -> None:
     """With the traceback from there; what each rank printed has its rank before it."""
     told = re.search(r"^On rank ([02]):\n\n(.*?)\n\n", shown, re.MULTILINE | re.DOTALL)  # who is first ends the other
@@ -124,6 +125,7 @@ def test_a_failure_tells_its_rank_and_the_rewritten_assert(shown: str) -> None:
     assert f"[rank {told[1]}] said by {told[1]}\n" in shown
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_said_without_our_frames(shown: str) -> None:
     """Which fixture cannot be sent, and what the marker takes."""
     assert "\nn of @pytest.mark.ranks(n)=None must be an integer" in shown

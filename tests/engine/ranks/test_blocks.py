@@ -43,7 +43,7 @@ from tests.support.fault_table import sleep_long as sleep
 from tests.support.ranks import AT_ONCE_S, Ranks, launched
 
 
-@pytest.fixture(scope="module", params=["torchrun", "env"])
+@pytest.fixture(scope="module", params=[pytest.param("torchrun", marks=pytest.mark.slow), "env"])
 def ranks2(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with launched(2, request.param) as ranks:
         yield ranks
