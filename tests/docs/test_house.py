@@ -187,11 +187,11 @@ def test_no_loop_stands_in_a_block_with_a_lock() -> None:
     """Ctrl-C could leave the lock taken, as the docstring of `RLock` (interrupts) says."""
     trees = {path: ast.parse(path.read_text()) for path in MODULES.values()}
     locks = {
-        ast.unparse(target).rpartition(".")[2]
+        _last_name(target)
         for tree in trees.values()
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
-        if ast.unparse(node.value.func).rpartition(".")[2] in {"Lock", "RLock", "Condition"}
+        if _last_name(node.value.func) in {"Lock", "RLock", "Condition"}
         for target in node.targets
     }
     assert locks >= {"lock", "_task_lock", "_changed"}
@@ -199,12 +199,15 @@ def test_no_loop_stands_in_a_block_with_a_lock() -> None:
         f"{path.relative_to(PACKAGE)}:{block.lineno}"
         for path, tree in trees.items()
         for block in ast.walk(tree)
-        if isinstance(block, ast.With)
-        and any(ast.unparse(item.context_expr).rpartition(".")[2] in locks for item in block.items)
+        if isinstance(block, ast.With) and any(_last_name(item.context_expr) in locks for item in block.items)
         for statement in block.body
         for node in ast.walk(statement)
         if isinstance(node, ast.For | ast.While) or (isinstance(node, ast.comprehension) and node.ifs)
     ] == []
+
+
+def _last_name(expression: ast.expr) -> str:
+    return ast.unparse(expression).rpartition(".")[2]
 
 
 def test_the_public_names_are_all_there() -> None:

@@ -97,7 +97,7 @@ def _indexed(tensor: torch.Tensor, where: tuple[Any, ...]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", PLAIN_DTYPES)
-@settings(max_examples=15)
+@settings(max_examples=30)
 @given(made=shapes_and_views())
 def test_a_tensor_of_any_dtype_shape_and_stride_comes_out_the_same(
     name: str, made: tuple[list[int], list[Callable[[torch.Tensor], torch.Tensor]]]

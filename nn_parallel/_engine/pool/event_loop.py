@@ -14,27 +14,9 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..polling import Spin
+from .memory_files import Descriptor
 
 MAX_WAIT_S = 1e6  # the longest single wait; `epoll` takes at most about 24 days
-
-
-class Wakeup:
-    """Owns an eventfd, which any thread may make readable.
-
-    The eventfd is closed when no thread refers to this object any more. If it were closed earlier, a thread that is
-    about to write to it could write to another file, which has got the same number.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __del__(self) -> None:
-        os.close(self.fd)
-
-    def clear(self) -> None:
-        """Make the eventfd unreadable again."""
-        with contextlib.suppress(BlockingIOError):  # it was not readable
-            os.eventfd_read(self.fd)
 
 
 class EventLoop:
@@ -51,9 +33,12 @@ class EventLoop:
         self._posted = SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]]]()
         self._timers: list[tuple[float, int, Callable[[], object]]] = []  # a heap of (time, number, function)
         self._timer_numbers = itertools.count()  # the numbers of the timers, which order timers with the same time
-        wakeup = Wakeup(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        # `post` makes this eventfd readable, to end a wait; None if the loop is closed. The eventfd is closed when no
+        # thread refers to it any more. If it were closed earlier, a thread that is about to write to it could write to
+        # another file, which has got the same number.
+        wakeup = Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        self._wakeup: Descriptor | None = wakeup
         self.watch(wakeup.fd, functools.partial(self._wake_up, wakeup))
-        self._wakeup: Wakeup | None = wakeup  # `post` makes it readable, to end a wait; None if the loop is closed
 
     def post(self, call: Callable[..., object], *args: Any) -> None:
         """Let the thread of the loop call ``call(*args)``. Signal handlers and finalizers may use this method, too."""
@@ -130,7 +115,8 @@ class EventLoop:
         self._readers.clear()  # breaks the reference cycle with the handlers, which would keep this object alive
         self._wakeup = None
 
-    def _wake_up(self, wakeup: Wakeup) -> None:
+    def _wake_up(self, wakeup: Descriptor) -> None:
         """Call the posted functions. What is posted from now on makes ``wakeup`` readable again."""
-        wakeup.clear()
+        with contextlib.suppress(BlockingIOError):  # it was not readable
+            os.eventfd_read(wakeup.fd)
         self.run_posted()

@@ -458,7 +458,8 @@ class Blocks:
                     block.make_leave(block.outer.reason)
                 is_of_block = isinstance(error, Exception) or (isinstance(error, Interrupted) and block.must_leave)
                 # Remove this frame and the one of `block` from the traceback to avoid a reference cycle. Since Python
-                # 3.12 these frames refer to the frames that called them, and the latter refer to ``error``.
+                # 3.12 these frames refer to the frames that called them, and the latter refer to ``error``. If no frame
+                # is the user's, `user_frames` removes none, so this frame is removed before.
                 error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
                 error.__traceback__ = user_frames(error)
                 try:
